@@ -32,7 +32,7 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
     ("sample.top_k", -1),
     ("sample.max_tokens", 0), ("sample.min_tokens", 500), ("sample.repetition_penalty", 0), ("engine.device", "tpu"),
     ("engine.device", "cuda:x"), ("engine.precision", "fp4"), ("engine.kind", "tensorflow"), ("runner.workers", 0),
-    ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]), ("model.family", "llama"), ("train.schedule", "cosin"),
+    ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]), ("model.family", "mamba"), ("train.schedule", "cosin"),
     ("train.layout", "packd"), ("track.kinds", ["mlflow"]), ("model.shape.dropout", 1.0),
 ]  # fmt: skip
 

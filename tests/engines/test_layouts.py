@@ -1,5 +1,5 @@
 """Every layout against one process, with dropout, samples of unequal length, isolated documents, gradient accumulation;
-with GPT-2, and with BERT on packed sentence pairs."""
+with GPT-2, with Llama's grouped queries, and with BERT on packed sentence pairs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def alone(layout: str) -> Measured:
 
 def launched(folder: Path, names: Iterable[str]) -> Path:
     """One launch for each number of processes; the second goes on from what the first saved."""
-    for family, prefix in (("gpt2", ""), ("bert", "bert-")):
+    for family, prefix in (("gpt2", ""), ("bert", "bert-"), ("llama", "llama-")):
         if any(family_of(name) == family for name in names):
             np.savez(folder / f"{prefix}one.state.npz", **measured_alone(family)[2])
     for world in (2, 4):

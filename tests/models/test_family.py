@@ -25,6 +25,7 @@ SHAPES = [
     ("dsgpt2-112m-half", {"layers": 2, "width": 96}, 700),
     ("micro", {"layers": 3, "positions": 40, "activation": "gelu"}, 1001),
     ("nano", {"layers": 1, "positions": 24, "activation": "relu"}, 300),
+    ("nano", {"layers": 1, "positions": 24, "activation": "relu2"}, 300),
     ("nano", {"layers": 1, "positions": 24, "activation": "silu"}, 300),
     ("nano", {"layers": 1, "positions": 24, "activation": "tanh"}, 300),
     ("nano", {"layers": 1, "positions": 24, "untied": True}, 300),
@@ -163,12 +164,12 @@ def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
         family.shape_of_hf({**hf, "scale_attn_by_inverse_layer_idx": True}, "config.json")
     with pytest.raises(TextmillError, match="activation_function is 'mish'"):
         family.shape_of_hf({**hf, "activation_function": "mish"}, "config.json")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(TextmillError, match="model_type is 'llama'"):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(TextmillError, match="model_type is 'mamba'"):
         read_shape(tmp_path)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu", "silu", "tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "silu", "tanh"])
 def test_the_jax_net_has_the_same_activations(activation: str) -> None:
     jax = pytest.importorskip("jax", reason="needs the extra jax")
     from textmill.models.gpt2 import net_jax

@@ -28,8 +28,12 @@ NAMES = (
     "intermediate.dense",
     "seq_relationship",
     "cls.predictions",
+    "embed_tokens",
+    "q_proj",
+    "gate_proj",
+    "input_layernorm",
 )
-OWN = ("models/gpt2/", "models/bert/", "conversion/")
+OWN = ("models/gpt2/", "models/bert/", "models/llama/", "conversion/")
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not str(path.relative_to(PACKAGE)).startswith(OWN)]
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import ROOT
 from tests.support.waiting import LONGEST
@@ -140,10 +140,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hellaswag_val.jsonl").write_text(json.dumps(question | {"label": 0}) + "\n", encoding="utf-8")
     tokenizer = fit(iter([sentences]), TokenizerConfig(vocab=300))
     net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=tokenizer.vocab))
-    for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files"):
+    llama = LlamaForCausalLM(LlamaConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=64,
+        max_position_embeddings=64, vocab_size=tokenizer.vocab, bos_token_id=tokenizer.end, eos_token_id=tokenizer.end,
+    ))  # fmt: skip
+    for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files", "SmolLM2-135M"):
         (folder / name).mkdir(parents=True)
         tokenizer.save(folder / name)
-        net.save_pretrained(folder / name)
+        (llama if name == "SmolLM2-135M" else net).save_pretrained(folder / name)
     return folder
 
 

@@ -43,10 +43,10 @@ FAMILY = ["gpt2"]
 def config_of(
     kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
 ) -> RunConfig:
-    mynet: dict[str, Any] = {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}}
-    shape = ShapeConfig(
-        layers=2, width=32, positions=LENGTH, dropout=dropout, **(mynet if FAMILY[0] == MYNET else {"heads": 2})
-    )
+    own: dict[str, dict[str, Any]] = {
+        MYNET: {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}}, "llama": {"heads": 4, "kv_heads": 2}
+    }  # fmt: skip
+    shape = ShapeConfig(layers=2, width=32, positions=LENGTH, dropout=dropout, **own.get(FAMILY[0], {"heads": 2}))
     model = ModelConfig(family=FAMILY[0], size={"gpt2": "nano", "bert": "tiny"}.get(FAMILY[0], "small"), shape=shape)
     if lora is not None and FAMILY[0] == "bert":
         lora = lora.model_copy(update={"targets": BERT_TARGETS})

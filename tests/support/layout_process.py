@@ -30,12 +30,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2-shard-2": {"replicate": 2, "shard": 2},
     "shard-2-sequence-2": {"shard": 2, "tensor": 2},
     "ddp-2-tensor-2": {"replicate": 2, "tensor": 2, "sequence_parallel": False},
+    "llama-shard-2": {"shard": 2},
+    "llama-tensor-2": {"tensor": 2, "sequence_parallel": False},
+    "llama-sequence-2": {"tensor": 2},
     "bert-ddp-2": {"replicate": 2},
     "bert-shard-2": {"shard": 2},
     "bert-tensor-2": {"tensor": 2, "sequence_parallel": False},
     "bert-sequence-2": {"tensor": 2},
 }
-"""Meshes by name; those that start with bert have masked batches with packed pairs, the others are for GPT-2."""
+"""Meshes by name; those that start with bert have masked batches with packed pairs, those that start with llama have
+grouped queries and norms of queries and keys, the others are for GPT-2."""
+LLAMA = {"kv_heads": 2, "qk_norm": True}
 
 
 def processes_of(name: str) -> int:
@@ -46,12 +51,13 @@ def processes_of(name: str) -> int:
 
 def family_of(name: str) -> str:
     """Return the model family of a layout."""
-    return "bert" if name.startswith("bert") else "gpt2"
+    return next((family for family in ("bert", "llama") if name.startswith(family)), "gpt2")
 
 
 def config_of(mesh: dict[str, Any], family: str = "gpt2", **settings: Any) -> RunConfig:
     """A small net with dropout, and a batch of several micro-batches."""
-    shape = ShapeConfig(layers=2, heads=4, width=32, positions=LENGTH, dropout=0.1)
+    own: dict[str, Any] = LLAMA if family == "llama" else {}
+    shape = ShapeConfig(layers=2, heads=4, width=32, positions=LENGTH, dropout=0.1, **own)
     train = {
         "batch": ROWS,
         "length": LENGTH,

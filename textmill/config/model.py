@@ -24,11 +24,12 @@ class ShapeConfig(Section):
     width: int | None = Field(None, ge=1)
     """Width of the residual stream (hidden size)."""
     inner: int | None = Field(None, ge=1)
-    """Width inside the MLP; default: four times `model.shape.width`."""
+    """Width inside the MLP; default: four times `model.shape.width`, in llama 8/3 of it."""
     positions: int | None = Field(None, ge=1)
     """Longest context in tokens."""
-    activation: Literal["gelu_new", "gelu", "relu", "silu", "tanh"] | None = None
-    """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2). The others have no fused kernels and no fp8."""
+    activation: Literal["gelu_new", "gelu", "relu", "relu2", "silu", "tanh"] | None = None
+    """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2); relu2: squared ReLU. In llama it is the gate's: silu
+    (SwiGLU). Others than gelu have no fused kernels and no fp8."""
     untied: bool | None = None
     """A head with weights of its own instead of those of the token embedding."""
     dropout: float | None = Field(None, ge=0, lt=1)
@@ -41,6 +42,16 @@ class ShapeConfig(Section):
     deep_init: bool | None = None
     """bert: start the last matrix of each residual branch smaller, by the root of twice the layers (Megatron-LM's
     deep-init)."""
+    kv_heads: int | None = Field(None, ge=1)
+    """llama: heads of keys and values, a divisor of the heads (grouped-query attention); default: as many."""
+    head_width: int | None = Field(None, ge=2)
+    """llama: channels of a head; default: the width divided by the heads."""
+    qk_norm: bool | None = None
+    """llama: normalise queries and keys of every head, as Qwen3 does."""
+    qkv_bias: bool | None = None
+    """llama: biases of queries, keys and values, as Qwen2 has them."""
+    rotary_base: float | None = Field(None, gt=1)
+    """llama: base of the rotary positions; longer contexts use a larger one."""
     extra: dict[str, Any] | None = None
     """Numbers that only your own model family has, such as `extra: {kv_heads: 2}`."""
 
@@ -68,12 +79,14 @@ class ModelConfig(Section):
     """The model: family, size, initial weights, LoRA."""
 
     family: str = source("gpt2")
-    """gpt2: a decoder that predicts the next token; bert: an encoder that predicts masked tokens; or a Python file with
-    your own model family, such as ./mynet.py (docs/own-model.md). The file is executed, so only your own YAML or the
-    command line may name it."""
+    """gpt2: a decoder that predicts the next token; llama: one with rotary positions, RMSNorm and a gated MLP (Llama,
+    Qwen2, Qwen3); bert: an encoder that predicts masked tokens; or a Python file with your own model family, such as
+    ./mynet.py (docs/own-model.md). The file is executed, so only your own YAML or the command line may name it."""
     size: str = "small"
     """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
     dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b;
+    of llama: nano to xl like GPT-2's, smollm2-135m, smollm2-360m, qwen2.5-0.5b, qwen2.5-1.5b, qwen3-0.6b,
+    tinyllama-1.1b, llama-3.2-1b;
     of bert: tiny, mini, small (29M), medium (41M), base (110M), large (335M), megatron-345m.
     Not used with `model.init_from`: its weights have their own size."""
     shape: ShapeConfig | str = source(ShapeConfig())

@@ -5,7 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 GPT2 = {"activation": "gelu_new", "dropout": 0.0, "untied": False}
+LLAMA = {
+    "kv_heads": None, "head_width": None, "activation": "silu", "qk_norm": False, "qkv_bias": False,
+    "rotary_base": 10000.0, "untied": False, "dropout": 0.0,
+}  # fmt: skip
+"""None: as many heads of keys as of queries, and heads that divide the width."""
 BERT = {"positions": 512, "activation": "gelu", "norm": "post", "pair_head": True, "deep_init": False, "dropout": 0.0}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {"layers": 30, "heads": 9, "kv_heads": 3, "width": 576, "inner": 1536, "positions": 8192,
+                     "rotary_base": 1e5},
+    "smollm2-360m": {"layers": 32, "heads": 15, "kv_heads": 5, "width": 960, "inner": 2560, "positions": 8192,
+                     "rotary_base": 1e5},
+    "qwen2.5-0.5b": {"layers": 24, "heads": 14, "kv_heads": 2, "width": 896, "inner": 4864, "positions": 32768,
+                     "rotary_base": 1e6, "qkv_bias": True},
+    "qwen2.5-1.5b": {"layers": 28, "heads": 12, "kv_heads": 2, "width": 1536, "inner": 8960, "positions": 32768,
+                     "rotary_base": 1e6, "qkv_bias": True},
+    "qwen3-0.6b": {"layers": 28, "heads": 16, "kv_heads": 8, "head_width": 128, "width": 1024, "inner": 3072,
+                   "positions": 32768, "rotary_base": 1e6, "qk_norm": True},
+    "tinyllama-1.1b": {"layers": 22, "heads": 32, "kv_heads": 4, "width": 2048, "inner": 5632, "positions": 2048,
+                       "untied": True},
+    "llama-3.2-1b": {"layers": 16, "heads": 32, "kv_heads": 8, "width": 2048, "inner": 8192, "positions": 8192,
+                     "rotary_base": 5e5},
+}  # fmt: skip
+"""Llama, Qwen2 and Qwen3 models."""
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
@@ -72,6 +95,18 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "dropout": 0.1,
             "untied": False,
         },
+    },
+    "llama": {
+        # The layers, heads and widths of GPT-2's sizes, with about as many parameters.
+        "nano": {"layers": 2, "heads": 3, "width": 96, "positions": 256, **LLAMA},
+        "micro": {"layers": 4, "heads": 4, "width": 256, "positions": 512, **LLAMA},
+        "mini": {"layers": 8, "heads": 8, "width": 512, "positions": 1024, **LLAMA},
+        "small": {"layers": 12, "heads": 12, "width": 768, "positions": 1024, **LLAMA},
+        "medium": {"layers": 24, "heads": 16, "width": 1024, "positions": 1024, **LLAMA},
+        "large": {"layers": 36, "heads": 20, "width": 1280, "positions": 1024, **LLAMA},
+        "xl": {"layers": 48, "heads": 25, "width": 1600, "positions": 1024, **LLAMA},
+        # Published models.
+        **{name: {**LLAMA, **numbers} for name, numbers in PUBLISHED.items()},
     },
     "bert": {
         "tiny": {"layers": 2, "heads": 2, "width": 128, **BERT},

@@ -72,6 +72,9 @@ def _linear(graph: Graph, x: str, stem: str) -> str:
 def _activate(graph: Graph, x: str, activation: str) -> str:
     if activation == "silu":
         return graph.add("Mul", x, graph.add("Sigmoid", x))
+    if activation == "relu2":
+        rectified = graph.add("Relu", x)
+        return graph.add("Mul", rectified, rectified)
     if activation in OTHERS:
         return graph.add(OTHERS[activation], x)
     return graph.add("Gelu", x, approximate=GELU_FORMS[activation])

@@ -29,7 +29,7 @@ __all__ = [
     "open_family", "read_shape", "to_checkpoint", "to_memory", "weights_of",
 ]  # fmt: skip
 
-FAMILY_OF = {"megatron-bert": "bert"}
+FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama"}
 """The family that reads a config.json, by its model_type, where the two names differ."""
 
 

@@ -24,6 +24,7 @@ Weights = dict[str, Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False), "gelu_new": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }  # fmt: skip
 
 

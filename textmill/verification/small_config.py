@@ -13,6 +13,7 @@ import numpy as np
 from textmill.checkpoints.folders import open_model
 from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
+from textmill.config.model import is_family_file
 from textmill.engines.deepspeed_config import fill_unset, read_user_config
 from textmill.engines.meshes import mesh_of
 from textmill.models import Shape, open_family, read_shape
@@ -145,9 +146,11 @@ def _precisions(config: RunConfig) -> list[str]:
 
 def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: int) -> RunConfig:
     """The config with a small net and a small batch, on a CPU."""
-    family = open_family(config.model.family)
+    # Given weights may be of another family than the config names.
+    name = config.model.family if is_family_file(config.model.family) else full.family
+    family = open_family(name)
     shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
-    model = config.model.model_copy(update={"shape": shape, "init_from": None, "init_layers": []})
+    model = config.model.model_copy(update={"family": name, "shape": shape, "init_from": None, "init_layers": []})
     small = family.weights_of(family.shape_of(model, vocab=VOCAB, end=0))
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {

@@ -25,7 +25,7 @@ except ImportError:  # Triton kernels cannot be built here
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-    "tanh": torch.tanh,
+    "tanh": torch.tanh, "relu2": lambda x: F.relu(x).square(),
 }  # fmt: skip
 
 

@@ -109,7 +109,9 @@ def _to_matmul_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-OTHER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
+OTHER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "tanh": torch.tanh,
+}  # fmt: skip
 
 
 class MLP(nn.Module):

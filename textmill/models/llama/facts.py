@@ -1,0 +1,249 @@
+"""Llama without a framework: its shape, its weights under transformers' names, its config.json.
+
+A checkpoint is transformers' `llama`; with biases of queries, keys and values only it is `qwen2`, with norms of queries
+and keys it is `qwen3`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import ModelConfig, shape_numbers
+from textmill.errors import TextmillError
+from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
+from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
+from textmill.models.weights import Weight, count_flops, count_parameters
+
+Array = NDArray[np.float32]
+
+NAME, OBJECTIVE, BATCH_FIELDS = "llama", "next_token", frozenset({"documents"})
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Transformers' classes by the `model_type` of config.json."""
+MUST_BE = {"use_sliding_window": False}
+WHOLE_NUMBERS = {
+    "num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width", "intermediate_size": "inner",
+    "max_position_embeddings": "positions", "vocab_size": "vocab",
+}  # fmt: skip
+INNER_MULTIPLE = 64
+"""The MLP's inner width is 8/3 of the width, rounded up to a multiple of this: three matrices are as large as GPT-2's
+two."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Every number that the net is built from."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    """Heads of keys and values; each serves the same number of query heads."""
+    head_width: int
+    width: int
+    inner: int
+    positions: int
+    vocab: int
+    end: int
+    """The end-of-text token."""
+    activation: str = "silu"
+    """Of the gate: silu makes it SwiGLU."""
+    qk_norm: bool = False
+    """True if every head's queries and keys are normalised (Qwen3)."""
+    qkv_bias: bool = False
+    """True if queries, keys and values have biases (Qwen2)."""
+    out_bias: bool = False
+    """True if attention's last matrix has one too (llama's and qwen3's attention_bias)."""
+    mlp_bias: bool = False
+    untied: bool = False
+    """True if the head has weights of its own."""
+    rotary_base: float = DEFAULT_BASE
+    rotary_scaling: str = ""
+    """The scaling of rotary positions as JSON text; empty: none."""
+    dropout: float = 0.0
+    """On embeddings and both residual branches."""
+    attention_dropout: float = 0.0
+    epsilon: float = 1e-5
+    family: str = NAME
+
+    def with_dropout(self, fraction: float) -> Shape:
+        """The same shape with this dropout rate everywhere."""
+        return replace(self, dropout=fraction, attention_dropout=fraction)
+
+    @property
+    def model_type(self) -> str:
+        """The kind of model as config.json has it."""
+        return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias and not self.out_bias else "llama"
+
+    @property
+    def uses_dropout(self) -> bool:
+        """True if training uses dropout anywhere."""
+        return bool(self.dropout or self.attention_dropout)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding in memory."""
+        return pad_vocab(self.vocab)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters in a checkpoint."""
+        return count_parameters(weights_of(self))
+
+    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
+        """FLOPs of the forward and backward pass for one token."""
+        return count_flops(weights_of(self), self.layers, self.heads * self.head_width, length, trained)
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Heads of keys, which divide those of queries, and the MLP's inner width."""
+        return {"kv_heads": self.kv_heads, "inner": self.inner}
+
+
+def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+    """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
+    if isinstance(config.shape, str):
+        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, end=end)
+    numbers = {name: value for name, value in shape_numbers(config).items() if value is not None}
+    if length and config.shape.positions is None:
+        numbers["positions"] = length
+    numbers.setdefault("kv_heads", numbers["heads"])
+    numbers.setdefault("head_width", numbers["width"] // numbers["heads"])
+    numbers.setdefault("inner", -(-8 * numbers["width"] // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE)
+    if numbers["heads"] % numbers["kv_heads"]:
+        raise TextmillError(
+            f"model.shape.kv_heads: {numbers['kv_heads']} do not divide {numbers['heads']} heads; set "
+            "model.shape.kv_heads to a divisor of model.shape.heads"
+        )
+    if numbers["head_width"] % 2:
+        raise TextmillError(
+            f"model.shape.heads: a head has {numbers['head_width']} channels, and rotary positions turn pairs of them; "
+            "set model.shape.heads or model.shape.head_width so that it is even"
+        )
+    if numbers["qk_norm"] and numbers["qkv_bias"]:
+        raise TextmillError("model.shape.qk_norm: no model of transformers has it with qkv_bias; remove one of them")
+    return Shape(vocab=vocab, end=end, attention_dropout=numbers["dropout"], **numbers)
+
+
+def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
+    """The shape of a transformers config.json; an unsupported setting is an error that names it."""
+    given = open_hf_config(hf, where, "Llama").hf
+    kind = given.get("model_type", NAME)
+    defaults = {"num_key_value_heads": given.get("num_attention_heads"), "head_dim": 128 if kind == "qwen3" else None}
+    hf = {**{key: value for key, value in defaults.items() if value is not None},
+          **{key: value for key, value in given.items() if value is not None}}  # fmt: skip
+    config = open_hf_config(hf, where, "Llama")
+    whole = {**dict.fromkeys(WHOLE_NUMBERS), "num_key_value_heads": None, "head_dim": 1}
+    fractions = ("attention_dropout", "residual_dropout", "rms_norm_eps")
+    config.check(MUST_BE, whole, fractions, "num_attention_heads", "hidden_size")
+    heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
+    if heads % kv_heads:
+        raise TextmillError(f"{where}: {kv_heads} key heads do not divide {heads} heads; fix num_key_value_heads")
+    if any(one != "full_attention" for one in hf.get("layer_types") or ()):
+        raise TextmillError(
+            f"{where}: layer_types has {sorted(set(hf['layer_types']))}; textmill has full_attention only"
+        )
+    base, scaling = read_rotary(hf, where, hf["max_position_embeddings"])
+    bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
+    return Shape(
+        kv_heads=kv_heads, head_width=hf.get("head_dim", hf["hidden_size"] // heads),
+        end=_end_of(hf, where), activation=config.activation("hidden_act", "silu"), qk_norm=kind == "qwen3",
+        qkv_bias=bias or kind == "qwen2", out_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)) and kind == "llama",
+        untied=not hf.get("tie_word_embeddings", False), rotary_base=base, rotary_scaling=scaling,
+        dropout=hf.get("residual_dropout", 0.0), attention_dropout=hf.get("attention_dropout", 0.0),
+        epsilon=hf.get("rms_norm_eps", 1e-6), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
+    )  # fmt: skip
+
+
+def _end_of(hf: dict[str, Any], where: str) -> int:
+    end = hf.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    if end is not None and type(end) is not int:
+        raise TextmillError(f"{where}: eos_token_id is {end!r}; a config.json has the number of a token there, or null")
+    return hf["vocab_size"] - 1 if end is None else end
+
+
+def hf_config_of(shape: Shape) -> dict[str, Any]:
+    """The config.json with which transformers opens the checkpoint."""
+    kind = shape.model_type
+    return {
+        "architectures": [CLASSES[kind]], "model_type": kind, "dtype": "float32",
+        **{key: getattr(shape, ours) for key, ours in WHOLE_NUMBERS.items()}, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width, "hidden_act": shape.activation, "rms_norm_eps": shape.epsilon,
+        "rope_theta": shape.rotary_base,
+        "rope_scaling": json.loads(shape.rotary_scaling) if shape.rotary_scaling else None,
+        **({} if kind == "qwen2" else {"attention_bias": shape.qkv_bias}),
+        **({"mlp_bias": shape.mlp_bias} if kind == "llama" else {"use_sliding_window": False}),
+        "attention_dropout": shape.attention_dropout, "residual_dropout": shape.dropout, "initializer_range": 0.02,
+        "bos_token_id": shape.end, "eos_token_id": shape.end, "tie_word_embeddings": not shape.untied,
+        "use_cache": True,
+    }  # fmt: skip
+
+
+def weights_of(shape: Shape) -> list[Weight]:
+    """Every weight, under transformers' name."""
+    by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
+    table = Weight(EMBEDDING, (shape.vocab, shape.width), 0.02, copies=() if shape.untied else (HEAD,), **by_token)
+    weights = [replace(table, depth=shape.layers + 1)]
+    for layer in range(shape.layers):
+        weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, f"model.layers.{layer}")]
+    weights.append(Weight("model.norm.weight", (shape.width,), ones=True))
+    if shape.untied:
+        weights.append(Weight(HEAD, (shape.vocab, shape.width), 0.02, **by_token))
+    return [replace(weight, parameter=weight.name.removeprefix("model.")) for weight in weights]
+
+
+def _block(shape: Shape, name: str) -> list[Weight]:
+    width, residual = shape.width, 0.02 / math.sqrt(2 * shape.layers)
+    queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    norms = [
+        # A tensor-parallel rank has some of the heads, and so a part of the gradient.
+        Weight(f"{attention}.{part}_norm.weight", (shape.head_width,), ones=True, partial_gradient=True)
+        for part in ("q", "k")
+        if shape.qk_norm
+    ]
+    return [
+        Weight(f"{name}.input_layernorm.weight", (width,), ones=True),
+        *_linear(f"{attention}.q_proj", width, queries, 0.02, 0, bias=shape.qkv_bias),
+        *_linear(f"{attention}.k_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
+        *_linear(f"{attention}.v_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
+        *norms,
+        *_linear(f"{attention}.o_proj", queries, width, residual, 1, bias=shape.out_bias),
+        Weight(f"{name}.post_attention_layernorm.weight", (width,), ones=True),
+        *_linear(f"{mlp}.gate_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias),
+        *_linear(f"{mlp}.up_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias),
+        *_linear(f"{mlp}.down_proj", shape.inner, width, residual, 1, bias=shape.mlp_bias),
+    ]
+
+
+def _linear(name: str, inputs: int, outputs: int, std: float, split: int, *, bias: bool) -> list[Weight]:
+    flags: Any = {"decay": True, "muon": True, "lora": True}
+    matrix = Weight(f"{name}.weight", (outputs, inputs), std, split=split, **flags)
+    # A row-parallel matrix's bias is added after the sum over ranks, so every rank has all of it.
+    return [matrix, *([Weight(f"{name}.bias", (outputs,), split=0 if split == 0 else None)] if bias else [])]
+
+
+def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
+    """Weights of any such file under transformers' names: adds a missing prefix, drops rotary rates."""
+    for name, values in named:
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        yield (name if name.startswith("model.") or name == HEAD else f"model.{name}"), values
+
+
+def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
+    """A tiny net of the same kind, with grouped key heads if the net has them, and the larger dropout rate."""
+    heads, head_width = 4 * tensor, 8
+    width = heads * head_width
+    return {
+        "layers": 2, "heads": heads, "kv_heads": heads if shape.kv_heads == shape.heads else 2 * tensor,
+        "width": width, "inner": 2 * width, "head_width": head_width, "activation": shape.activation,
+        "qk_norm": shape.qk_norm, "qkv_bias": shape.model_type == "qwen2", "untied": shape.untied,
+        "dropout": max(shape.dropout, shape.attention_dropout),
+    }  # fmt: skip

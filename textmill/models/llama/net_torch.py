@@ -1,0 +1,234 @@
+"""Llama's net in torch. Shapes in names: N samples, T tokens, E width, H heads, D head width, F inner width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from textmill.kernels.dropout_torch import drop
+from textmill.kernels.matmul_torch import linear, use_tuned_matmul
+from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
+from textmill.models.cache_torch import Cache
+from textmill.models.llama.facts import Shape
+from textmill.models.llama.rotary import turning_rates
+from textmill.models.lora_torch import apply_linear
+from textmill.models.masks_torch import (
+    Mask,
+    causal_mask,
+    document_block_mask,
+    document_mask,
+    document_starts,
+    use_block_mask,
+)
+
+Context = tuple[Tensor, Tensor, Mask | None]
+"""Cosine and sine of every position's angles, and the mask."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(), "tanh": torch.tanh,
+}  # fmt: skip
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square of the channels, in fp32."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (wide * inverse * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; a head of keys may serve several heads of queries."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        self.q_proj = nn.Linear(shape.width, queries, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.width, keys, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.width, keys, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(queries, shape.width, bias=shape.out_bias)
+        self.q_norm = RMSNorm(shape.head_width, shape.epsilon) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_width, shape.epsilon) if shape.qk_norm else None
+        self.shape, self.layer = shape, layer
+        self.heads_part = 0
+        """Which of several equal parts of the heads a tensor-parallel rank has."""
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context) -> Tensor:
+        cos, sin, mask = context
+        parts = join_linears((self.q_proj, self.k_proj, self.v_proj), x_NTE, keys_N)
+        q_NTHD, k_NTHD, v_NTHD = (part.view(*x_NTE.shape[:2], -1, self.shape.head_width) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NTHD, k_NTHD = self.q_norm(q_NTHD), self.k_norm(k_NTHD)
+        q_NHTD, k_NHTD = (turn(part.transpose(1, 2), cos, sin) for part in (q_NTHD, k_NTHD))
+        y_NHTD = self._attend(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), keys_N, cache, mask)
+        return apply_linear(self.o_proj, y_NHTD.transpose(1, 2).flatten(2), keys_N)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None
+    ) -> Tensor:
+        """Attention's weighted values."""
+        grouped = self.shape.heads != self.shape.kv_heads
+        if cache is not None:
+            return cache.attend(self.layer, q, k, v)
+        if isinstance(mask, BlockMask):
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+        if keys_N is not None and self.shape.attention_dropout:
+            return self._attention_weights(q, k, keys_N, mask) @ self._repeat(v)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+    def _repeat(self, x_NHTD: Tensor) -> Tensor:
+        """Keys or values once for each head of queries."""
+        return x_NHTD.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
+
+    def _attention_weights(self, q: Tensor, k: Tensor, keys_N: Tensor, mask_N1TT: Tensor | None) -> Tensor:
+        """Explicit attention weights, for dropout on them."""
+        scores = (q @ self._repeat(k).transpose(2, 3)) * q.shape[-1] ** -0.5
+        mask = causal_mask(scores.shape[2], scores.device) if mask_N1TT is None else mask_N1TT
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
+        return drop(weights, self.shape.attention_dropout, keys_N, 1, self.heads_part).to(q.dtype)
+
+
+class MLP(nn.Module):
+    """Two matrices side by side, the first one's outputs activated as a gate of the second's, then one back."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.inner, shape.width, bias=shape.mlp_bias)
+        self.activation = ACTIVATIONS[shape.activation]
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
+        gate_NTF, up_NTF = join_linears((self.gate_proj, self.up_proj), x_NTE, keys_N)
+        return apply_linear(self.down_proj, self.activation(gate_NTF) * up_NTF, keys_N)
+
+
+def join_linears(layers: tuple[nn.Linear, ...], x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
+    """The outputs of layers with one input; in compiled training on a GPU they are one matmul.
+
+    Joining the matrices costs nothing there: it is part of their cast to the matmuls' precision.
+    """
+    plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+    if not plain or not use_tuned_matmul(x_NTE, layers[0].weight):
+        return tuple(apply_linear(layer, x_NTE, keys_N) for layer in layers)
+    joined = linear(x_NTE, torch.cat([layer.weight for layer in layers]), None)
+    return torch.split(joined, [len(layer.weight) for layer in layers], -1)
+
+
+def turn(x_NHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of channels, of which one is in each half of a head, by the angles of their positions."""
+    first, second = x_NHTD.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_NHTD.dtype)
+
+
+class Block(BaseBlock):
+    """Attention and MLP after an RMSNorm each, both added to the residual stream."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.width, shape.epsilon)
+        self.self_attn = Attention(shape, layer)
+        self.post_attention_layernorm = RMSNorm(shape.width, shape.epsilon)
+        self.mlp = MLP(shape)
+        self.dropout = shape.dropout
+        self.tokens_part = 0
+        """Which of several equal parts of the tokens a sequence-parallel rank has."""
+
+    def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context) -> Tensor:
+        """The residual stream after this block."""
+        y_NTE = self.self_attn(self.input_layernorm(x_NTE), keys_N, cache, context)
+        x_NTE = x_NTE + drop(y_NTE, self.dropout, keys_N, 2, self.tokens_part)
+        y_NTE = self.mlp(self.post_attention_layernorm(x_NTE), keys_N)
+        return x_NTE + drop(y_NTE, self.dropout, keys_N, 3, self.tokens_part)
+
+
+class Net(BaseNet):
+    """Llama, Qwen2 or Qwen3, with a tied or untied head."""
+
+    shape: Shape
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.embed_tokens = new_embedding(shape.padded_vocab, shape.width)
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = RMSNorm(shape.width, shape.epsilon)
+        self.lm_head = nn.Linear(shape.width, shape.padded_vocab, bias=False) if shape.untied else None
+        self.tokens_part = 0
+        self.rates_D = torch.empty(0)
+        """How fast each pair of channels turns, on the device of the last input; see `forward`."""
+        self.turn_scale = 1.0
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.layers
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The token embedding, with its padding rows."""
+        return self.embed_tokens
+
+    @property
+    def head(self) -> Tensor:
+        """The head's own weights, or those of the embedding that it is tied to."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """Heads of keys, and their width."""
+        return self.shape.kv_heads, self.shape.head_width
+
+    def forward(self, ids_NT: Tensor, *given: Any, **named: Any) -> Tensor:
+        """As BaseNet's; the rates are put on the device here, where nothing is compiled or captured."""
+        if not len(self.rates_D) or self.rates_D.device != ids_NT.device:
+            with torch.inference_mode(False):
+                self.rates_D, self.turn_scale = self._rates(ids_NT.device)
+        return super().forward(ids_NT, *given, **named)
+
+    def _rates(self, device: torch.device) -> tuple[Tensor, float]:
+        """Computed in fp32 on the CPU, as transformers does; in float64 angles of far positions would differ."""
+        shape, D = self.shape, self.shape.head_width
+        with torch.device("cpu"):
+            powers_D = shape.rotary_base ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+            rates_D, scale = turning_rates(powers_D.numpy(), shape.rotary_base, shape.rotary_scaling)
+            return torch.from_numpy(rates_D).to(device), scale
+
+    def begin(
+        self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
+    ) -> tuple[Tensor, Context]:
+        """The residual stream before the first block; positions start anew in every document."""
+        positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
+        mask: Mask | None = None
+        if documents_NT is not None:
+            mask = self._mask(documents_NT, keys_N)
+            positions = positions - document_starts(documents_NT)
+        angles = (positions[..., None].float() * self.rates_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
+        x_NTE = drop(to_matmul_dtype(self.embed_tokens(ids_NT)), self.shape.dropout, keys_N, 0, self.tokens_part)
+        return x_NTE, (angles.cos() * self.turn_scale, angles.sin() * self.turn_scale, mask)
+
+    def end(self, x_NTE: Tensor) -> Tensor:
+        """The last norm."""
+        return to_matmul_dtype(self.norm(x_NTE))
+
+    def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
+        """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
+        explicit = self.recompute or (keys_N is not None and self.shape.attention_dropout)
+        blocks = not explicit and use_block_mask(documents_NT, self.shape.head_width)
+        return document_block_mask(documents_NT) if blocks else document_mask(documents_NT)
+
+
+def to_matmul_dtype(x: Tensor) -> Tensor:
+    """The residual stream in the precision of the matmuls: half the memory traffic."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
