@@ -8,7 +8,7 @@ GPT2LMHeadModel, or the family's class, under torch.compile with autocast, fused
 tokens. The last column is a line's rate divided by the rates of textmill in the lines before it. MFU counts
 6N + 12LHQT operations per token, BERT's head for labelled tokens only.
 
-family           gpt2, llama, or bert: base:256 family=bert length=128; 15% of the tokens have labels, one pair per sample
+family           gpt2, llama, bert (base:256 family=bert length=128; 15% of the tokens have labels, a pair per sample)
 precision        fp32, bf16, fp16, fp8 (transformers has no fp8 and uses bf16); bf16,fp8 measures one after the other
 document_tokens  mean document length of our packed samples, with documents isolated from each other; 0: one document
                  per sample; 0,300 measures both
