@@ -1,4 +1,4 @@
-"""Seconds and tokens of training until a loss on real text: GPT-2 124M, a corpus in JSON lines, GPT-2's vocabulary.
+"""Seconds and tokens of training until a loss on real text: a 124M net, a corpus in JSON lines, GPT-2's vocabulary.
 
     python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [total=SECONDS] [seconds=60] [optimizer=muon]
                                  [learning_rate=RATE] [batch=SAMPLES] ... [then ...]
@@ -13,8 +13,9 @@ training steps only; the schedule is a cosine over the given seconds with 5% war
 would not fit is skipped, with a message.
 
 After each run its curve is printed: seconds, tokens and validation loss at fixed fractions of its length. At the end,
-all curves are compared at equal tokens. `valid` (tokens), `length`, `shape` (layers x heads x width) and `compile` make
-it small enough for a CPU.
+all curves are compared at equal tokens. `family=llama` trains that family. `set=kv_heads:4,qk_norm:true` changes other
+numbers of `model.shape`. `valid` (tokens), `length`, `shape` (layers x heads x width) and `compile` make it small
+enough for a CPU.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def preset_settings(optimizer: str) -> dict[str, Any]:
 
 SETTINGS: dict[str, Any] = {
     "seconds": "60", "target": 4.416, "optimizer": "muon", **preset_settings("muon"), "weight_decay": 0.1,
-    "beta2": 0.95, "size": "small", "shape": "", "length": 1024, "valid": 524288, "precision": "auto", "compile": 1,
-    "seed": 1,
+    "beta2": 0.95, "family": "gpt2", "size": "small", "shape": "", "set": "",
+    "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1,
 }  # fmt: skip
 
 
@@ -127,12 +128,12 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     engine = TorchEngine(
         compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"]
     )
-    shape = ShapeConfig()
+    numbers: dict[str, Any] = dict(part.split(":") for part in settings["set"].split(",") if part)
     if settings["shape"]:
-        layers, heads, width = map(int, settings["shape"].split("x"))
-        shape = ShapeConfig(layers=layers, heads=heads, width=width)
-    config = RunConfig(model=ModelConfig(size=settings["size"], shape=shape), train=train, engine=engine)
-    family = open_family("gpt2")
+        numbers |= zip(("layers", "heads", "width"), map(int, settings["shape"].split("x")), strict=True)
+    model = ModelConfig(family=settings["family"], size=settings["size"], shape=ShapeConfig(**numbers))
+    config = RunConfig(model=model, train=train, engine=engine)
+    family = open_family(settings["family"])
     net = family.shape_of(config.model, vocab=END + 1, end=END, length=length)
     opened = open_engine(config, net)
     opened.load(initial_weights(net, settings["seed"]), [], 0, "start")
@@ -205,7 +206,7 @@ def main(arguments: list[str]) -> None:
     curves: list[Curve] = []
     evaluating, compiling, compiled = 0.0, 0.0, set()
     for settings, seconds in runs:
-        shape = tuple(settings[key] for key in ("optimizer", "batch", "size", "shape", "length"))
+        shape = tuple(settings[key] for key in ("optimizer", "batch", "family", "size", "shape", "set", "length"))
         # Without compiling, a start takes no longer than the evaluations.
         overhead = evaluating + (evaluating if shape in compiled else compiling)
         left = totals[0] - (time.perf_counter() - started) if totals else float("inf")

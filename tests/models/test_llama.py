@@ -101,7 +101,7 @@ def check_far_positions(shape: Any, net: BaseNet, theirs: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
 def test_packed_documents_equal_separate_ones(name: str) -> None:
-    """Positions start anew in every document, and no document sees another."""
+    """Positions start at 0 in every document, and no document sees another."""
     _, net, theirs = opened(CONFIGS[name])
     ids, lengths = random_ids(1, 50), [17, 1, 32]
     documents = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(lengths))[None]

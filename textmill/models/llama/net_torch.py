@@ -207,7 +207,7 @@ class Net(BaseNet):
     def begin(
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
     ) -> tuple[Tensor, Context]:
-        """The residual stream before the first block; positions start anew in every document."""
+        """The residual stream before the first block; positions start at 0 in every document."""
         positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
         mask: Mask | None = None
         if documents_NT is not None:
