@@ -23,7 +23,7 @@ TOPICS = {
     "tune": "autopilot", "plan": "plan", "merge": "batches", "train": "train", "verify": "parallel",
     "evaluate": "evaluate", "generate": "generate", "chat": "generate", "serve": "serve", "export": "export",
     "import": "export", "show": "tokens", "watch": "report", "report": "report", "runs": "report", "doctor": "doctor",
-    "check": "batches", "recipes": "index", "completion": "completion", "fill": "bert",
+    "check": "batches", "recipes": "index", "completion": "completion", "fill": "bert", "embed": "bert",
 }  # fmt: skip
 """The page that explains each command; other commands have none."""
 EXAMPLES = 3

@@ -175,7 +175,7 @@ def _call(name: str, row: Command, arguments: list[str], settings: list[str], op
     if settings and not row.takes_settings:
         raise TextmillError(f"{name}: takes no settings, found '{settings[0]}'; leave it out")
     if row.opens != "nothing":
-        row.load()(_open(name, row, arguments[0], settings, options), **options)
+        row.load()(_open(name, row, arguments[0], settings, options), *values[1:], **options)
     elif row.takes_settings:
         row.load()(*values, settings=settings, **options)
     else:
@@ -184,7 +184,7 @@ def _call(name: str, row: Command, arguments: list[str], settings: list[str], op
 
 def _arguments(name: str, row: Command, found: list[str]) -> list[str | list[str]]:
     """The arguments as the function takes them; the last may be a list."""
-    fixed = [argument for argument in row.arguments if not argument.endswith("...")]
+    fixed = [argument for argument in row.arguments if not argument.rstrip("]").endswith("...")]
     listed = len(fixed) < len(row.arguments)
     required = [argument for argument in fixed if not argument.startswith("[")]
     if len(found) < len(required) or (len(found) > len(fixed) and not listed):

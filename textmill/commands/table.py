@@ -33,8 +33,8 @@ class Command:
     """MODULE:FUNCTION."""
     summary: str
     arguments: tuple[str, ...] = ("WHERE",)
-    """The positional arguments, as the usage shows them: one in brackets may be left out, one that ends in "..." takes
-    all that are left, as a list."""
+    """The positional arguments, as the usage shows them: one in brackets may be left out, one with "..." at its end
+    takes all that are left, as a list."""
     sections: tuple[str, ...] = ()
     """The sections of the config that it reads; --help lists their keys."""
     flags: tuple[Flag, ...] = ()
@@ -86,6 +86,7 @@ COUNTS = Flag(
     "text",
     excludes="--step",
 )
+OUT_TEXTS = Flag("--out", "out", "FILE.npy or FILE.jsonl: write there instead of printing JSON lines", "text")
 OUT = Flag("--out", "out", "the file to write (default: report.html in the first run)", "text", excludes="--svg")
 SVG = Flag("--svg", "svg", "FILE: write only the loss curves, as a picture for a README", "text")
 JSON = Flag("--json", "as_json", "print JSON instead of text")
@@ -163,6 +164,11 @@ COMMANDS = {
     "fill": Command(
         "textmill.generation.fill:fill", "fill in the masked tokens of a text with a model such as BERT",
         sections=("sample", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
+    ),
+    "embed": Command(
+        "textmill.generation.embed:embed", "compute an embedding (a vector) of each text, or of each line of a file",
+        arguments=("WHERE", "[TEXT ...]"), sections=("embed", "engine"), flags=(STEP, OUT_TEXTS), opens="model",
+        result_is_output=True,
     ),
     "chat": Command(
         "textmill.generation.chat:chat", "chat with a model that was finetuned for it",

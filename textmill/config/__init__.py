@@ -32,13 +32,13 @@ from textmill.config.train_groups import (
     StableConfig,
 )
 from textmill.config.training import TrainConfig
-from textmill.config.usage import ExportConfig, SampleConfig, TrackConfig, WandbConfig
+from textmill.config.usage import EmbedConfig, ExportConfig, SampleConfig, TrackConfig, WandbConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
     "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "DistilConfig",
-    "EngineConfig",
+    "EmbedConfig", "EngineConfig",
     "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "MaskedConfig",
     "ModelConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "PlanConfig", "RangeTestConfig", "RunConfig",
     "RunnerConfig",
@@ -66,6 +66,7 @@ class RunConfig(Section):
     engine: EngineConfig = Field(default_factory=TorchEngine, discriminator="kind")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
+    embed: EmbedConfig = Field(default_factory=EmbedConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)

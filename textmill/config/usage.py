@@ -62,6 +62,20 @@ class SampleConfig(Section):
         return stop
 
 
+class EmbedConfig(Section):
+    """How the embedding of a text is computed."""
+
+    pooling: Literal["auto", "mean", "cls"] = "auto"
+    """From the hidden states of a text to one vector: mean (over all its tokens) or cls (the first token's); auto: as
+    the files of sentence-transformers in the model's folder say, else mean."""
+    normalize: bool | None = None
+    """Divide each embedding by its length, so that products are cosine similarities; default: as these files say, else
+    false."""
+    length: int | None = Field(None, ge=1)
+    """Longest text in tokens, special ones included; a longer text is truncated. Default: as these files say, else the
+    model's longest context."""
+
+
 class MegatronExport(Section):
     """Settings of `export.kind=megatron`."""
 

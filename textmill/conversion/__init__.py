@@ -18,6 +18,7 @@ from textmill.conversion.remote_export import export_to_url
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
 from textmill.models import find_run_model, read_shape
+from textmill.models.pooling import find_pooling
 from textmill.storage.files import format_path, hash_json
 from textmill.storage.remote_folders import is_url
 from textmill.storage.stages import Force, Stage
@@ -53,7 +54,10 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
         return folder
-    model = Model(before, collect_weights(before, checkpoint.weights(), str(checkpoint.folder)), tokenizer, card=card)
+    weights, pooling = collect_weights(before, checkpoint.weights(), str(checkpoint.folder)), None
+    if config.export.kind == "hf":
+        pooling = find_pooling(checkpoint.folder)
+    model = Model(before, weights, tokenizer, card=card, pooling=pooling)
     model = reduce_model(model, reduction) if reduction else model
     with stage.unfinished_folder() as part:
         try:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights, weights_of
 from textmill.models.activations import GELUS
+from textmill.models.pooling import Pooling
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -32,6 +33,8 @@ class Model:
     """What computes logits, for a format whose own program does that; default: the family's torch net."""
     card: str | None = None
     """The text of the model card, if the source says something about the model."""
+    pooling: Pooling | None = None
+    """How its embeddings are computed, if the source says so."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ def reduce_model(model: Model, reduction: Reduction) -> Model:
     """The model with the kept tokens; raises unless it computes the same logits for them."""
     by_token = {weight.name for weight in weights_of(model.shape) if weight.by_token}
     weights = {name: values[reduction.kept] if name in by_token else values for name, values in model.weights.items()}
-    reduced = Model(reduce_shape(model.shape, reduction), weights, reduction.tokenizer, card=model.card)
+    reduced = Model(
+        reduce_shape(model.shape, reduction), weights, reduction.tokenizer, card=model.card, pooling=model.pooling
+    )
     ids = sample_ids(reduced)
     found = measure(logits_of(model, reduction.kept[ids])[..., reduction.kept], logits_of(reduced, ids))
     if not found.largest <= LOGIT_BOUNDS["fp32"] * found.scale:

@@ -14,6 +14,7 @@ from textmill.conversion.model import Files, Hints, Model, collect_weights
 from textmill.conversion.torch_files import read_tensor_tree
 from textmill.errors import TextmillError
 from textmill.models import open_family, read_shape
+from textmill.models.pooling import find_pooling, pooling_files
 from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.storage.tensor_files import SHARD_INDEX, Named, Precision, encode_safetensors, read_model
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -37,6 +38,9 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write the folder; the weights in files of at most `export.max_file_gb`."""
     precision: Precision = config.precision  # type: ignore[assignment]  # `export` has checked it
     texts = text_files(model.shape, model.tokenizer, precision, model.card)
+    if model.pooling is not None:
+        texts |= pooling_files(model.pooling, model.shape.width)
+        (folder / "1_Pooling").mkdir(exist_ok=True)
     files = {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
     size = 4 if precision == "fp32" else 2
     plan, named = plan_files("model", model.weights.items(), int(config.max_file_gb * 1e9 * 4 / size))
@@ -66,7 +70,8 @@ def read(path: Path, hints: Hints) -> Model:
     weights = collect_weights(shape, _read_weights(folder), str(folder))
     where = hints.tokenizer or folder
     has_tokenizer = any(any(folder.glob(name)) for name in TOKENIZER_FILES)
-    return Model(shape, weights, open_tokenizer(where) if hints.tokenizer or has_tokenizer else None)
+    tokenizer = open_tokenizer(where) if hints.tokenizer or has_tokenizer else None
+    return Model(shape, weights, tokenizer, pooling=find_pooling(folder))
 
 
 def read_hf_shape(path: Path) -> Any:

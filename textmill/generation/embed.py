@@ -1,0 +1,161 @@
+"""The embed command: a vector for each text, as JSON lines or as a NumPy file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import numpy as np
+
+from textmill.checkpoints.folders import StepChoice
+from textmill.config import RunConfig
+from textmill.errors import TextmillError, warn
+from textmill.generation.embedding_files import count_texts, is_listed, read_texts
+from textmill.generation.embedding_texts import Encoded
+from textmill.models import find_run_model
+from textmill.storage.files import atomic_writer, format_path
+from textmill.storage.progress import progress
+
+if TYPE_CHECKING:
+    from textmill.generation.embedder_torch import Embedder, Vectors
+
+BLOCK_TEXTS = 4096
+"""Texts that are read, sorted by length and computed together."""
+SUFFIXES = (".npy", ".jsonl")
+
+
+class Writer(Protocol):
+    """Where embeddings go."""
+
+    def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
+        """Add the next texts."""
+        ...
+
+
+@dataclass
+class Truncated:
+    """Counts texts that lost tokens."""
+
+    texts: int = 0
+    count: int = 0
+    most: int = 0
+
+    def add(self, encoded: Sequence[Encoded]) -> None:
+        """Count a block of texts."""
+        self.texts += len(encoded)
+        self.count += sum(one.truncated for one in encoded)
+        self.most = max([self.most, *(one.tokens for one in encoded)])
+
+    def report(self, longest: int) -> None:
+        """Warn if there were any."""
+        if self.count:
+            warn(
+                f"{self.count:,} of {self.texts:,} texts are longer than {longest:,} tokens and were truncated; the "
+                f"longest has {self.most:,}"
+            )
+
+
+def embed(
+    config: RunConfig, texts: Sequence[str] = (), step: StepChoice | None = None, out: str | None = None
+) -> Vectors | None:
+    """Compute the embedding of each text, of each line of a file, or of each line that is piped in.
+
+    Prints JSON lines, or writes `out` (.npy or .jsonl), which need not fit into memory. Returns the vectors of texts
+    that are given, unless they are written.
+    """
+    from textmill.generation.embedder_torch import open_embedder  # imports torch, which is slow
+
+    if out is not None and Path(out).suffix not in SUFFIXES:
+        raise TextmillError(f"--out: '{out}' is no {' or '.join(SUFFIXES)} file; choose one of these endings")
+    checkpoint = find_run_model(config, step)
+    given, total = read_texts(list(texts)), count_texts(list(texts))
+    embedder = open_embedder(checkpoint, config.engine, config.embed)
+    with ExitStack() as stack:
+        kept: list[Vectors] | None = [] if is_listed(list(texts)) and out is None else None
+        writer: Writer = _Lines(sys.stdout.buffer, kept)
+        if out is not None:
+            stream = stack.enter_context(atomic_writer(Path(out)))
+            writer = _Lines(stream, None) if out.endswith(".jsonl") else _Matrix(stream, embedder.texts.dimension)
+        truncated = _embed_all(embedder, given, total, writer, show=out is not None)
+        if isinstance(writer, _Matrix):
+            writer.end()
+    truncated.report(embedder.texts.longest)
+    if out is not None:
+        print(f"{format_path(Path(out))}: {truncated.texts:,} embeddings of {embedder.texts.dimension} numbers")
+    return np.concatenate(kept) if kept else None
+
+
+def _embed_all(embedder: Embedder, texts: Iterable[str], total: int | None, writer: Writer, *, show: bool) -> Truncated:
+    truncated = Truncated()
+    with ExitStack() as stack:
+        bar = stack.enter_context(progress("embed", total, "texts", "tokens")) if show else None
+        for block in _blocks(texts):
+            encoded = embedder.texts.encode(block)
+            truncated.add(encoded)
+            ids = [one.ids for one in encoded]
+            vectors: Vectors = np.zeros((len(block), embedder.texts.dimension), np.float32)
+            for numbers, found in embedder.batches(ids):
+                vectors[numbers] = found
+                if bar:
+                    bar.advance(len(numbers), sum(len(ids[number]) for number in numbers))
+            writer.write(block, encoded, vectors)
+    return truncated
+
+
+def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    rest = iter(texts)
+    while block := list(itertools.islice(rest, BLOCK_TEXTS)):
+        yield block
+
+
+class _Lines:
+    """JSON lines; `kept` also gets the vectors."""
+
+    def __init__(self, stream: BinaryIO | Any, kept: list[Vectors] | None) -> None:
+        self.stream, self.kept = stream, kept
+
+    def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
+        """A line for each text."""
+        for text, one, vector in zip(texts, encoded, vectors, strict=True):
+            head: dict[str, Any] = {"text": text, "tokens": len(one.ids)}
+            head |= {"truncated": True} if one.truncated else {}
+            line = json.dumps(head, ensure_ascii=False)[:-1] + f', "embedding": {format_vector(vector)}}}\n'
+            self.stream.write(line.encode("utf-8", "replace"))
+        self.stream.flush()
+        if self.kept is not None:
+            self.kept.append(vectors)
+
+
+class _Matrix:
+    """A NumPy file [texts, dimension]. Its header is written again at the end, when the number of texts is known."""
+
+    def __init__(self, stream: BinaryIO, dimension: int) -> None:
+        self.stream, self.dimension, self.count = stream, dimension, 0
+        self._write_header()
+
+    def _write_header(self) -> None:
+        # NumPy leaves space in a header for a larger number of rows.
+        np.lib.format.write_array_header_1_0(
+            self.stream, {"descr": "<f4", "fortran_order": False, "shape": (self.count, self.dimension)}
+        )
+
+    def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
+        """Append rows."""
+        self.count += len(vectors)
+        self.stream.write(vectors.astype("<f4", copy=False).tobytes())
+
+    def end(self) -> None:
+        """Write how many rows there are."""
+        self.stream.seek(0)
+        self._write_header()
+
+
+def format_vector(vector: Vectors) -> str:
+    """A vector as JSON; nine digits are enough to read the same numbers back."""
+    return "[" + ", ".join(["%.9g"] * len(vector)) % tuple(vector.tolist()) + "]"

@@ -1,0 +1,95 @@
+"""Texts as the token ids that an embedding is computed from; without torch, since the server encodes texts too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import EmbedConfig
+from textmill.errors import TextmillError
+from textmill.models import Shape, open_family, read_shape
+from textmill.models.pooling import Pooling, read_pooling
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a text, and how many tokens it had before it was truncated."""
+
+    ids: Ids
+    tokens: int
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it lost tokens."""
+        return self.tokens > len(self.ids)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A tokenizer with the special tokens around a text and the longest text."""
+
+    tokenizer: TextTokenizer
+    longest: int
+    """In tokens, special ones included."""
+    dimension: int
+    """Numbers in an embedding."""
+    first: tuple[int, ...] = ()
+    """[CLS], for a masked model."""
+    last: tuple[int, ...] = ()
+    """[SEP], for a masked model."""
+
+    def encode(self, texts: list[str]) -> list[Encoded]:
+        """The ids of each text, special tokens included; tokens at the end of a long one are left out."""
+        return [self._surround(ids) for ids in self.tokenizer.encode_many(texts)]
+
+    def _surround(self, ids: Ids) -> Encoded:
+        special = len(self.first) + len(self.last)
+        kept = np.concatenate([self.first, ids[: self.longest - special], self.last]).astype(np.int64)
+        if not len(kept):  # an empty text for a model without special tokens
+            return Encoded(np.array([self.tokenizer.end]), 1)
+        return Encoded(kept, len(ids) + special)
+
+
+def open_text_encoder(checkpoint: Checkpoint, config: EmbedConfig) -> tuple[TextEncoder, Pooling]:
+    """The encoder and the pooling of a model folder, with the settings that override its own."""
+    shape = read_shape(checkpoint.folder)
+    return new_text_encoder(shape, open_tokenizer(checkpoint.tokenizer), config, checkpoint.folder)
+
+
+def new_text_encoder(
+    shape: Shape, tokenizer: TextTokenizer, config: EmbedConfig, folder: Path
+) -> tuple[TextEncoder, Pooling]:
+    """The same for a shape and a tokenizer that are open."""
+    family = open_family(shape.family)
+    if "documents" not in family.BATCH_FIELDS:
+        raise TextmillError(f"{folder}: a {shape.family} cannot read several texts in a row, so there is no embedding")
+    if tokenizer.vocab > shape.vocab:
+        raise TextmillError(
+            f"{folder}: the tokenizer has {tokenizer.vocab:,} tokens, but the embedding has only {shape.vocab:,} rows; "
+            "put the tokenizer that the model was trained with into this folder"
+        )
+    pooling = _pooling_of(folder, config)
+    longest = min(pooling.longest or shape.positions, shape.positions)
+    first: Sequence[int] = ()
+    last: Sequence[int] = ()
+    if family.OBJECTIVE == "masked":
+        if tokenizer.classifier is None:
+            raise TextmillError(f"{folder}: its tokenizer has no [CLS] token; use the one the model was trained with")
+        first, last = [tokenizer.classifier], [tokenizer.separator]
+    if longest <= len(first) + len(last):
+        raise TextmillError(f"embed.length: {longest} has no space for a text; raise it")
+    return TextEncoder(tokenizer, longest, shape.width, tuple(first), tuple(last)), pooling
+
+
+def _pooling_of(folder: Path, config: EmbedConfig) -> Pooling:
+    own = read_pooling(folder, None if config.pooling == "auto" else config.pooling)
+    normalize = own.normalize if config.normalize is None else config.normalize
+    return Pooling(own.kind, normalize, config.length or own.longest)
