@@ -106,14 +106,32 @@ def test_launcher_environments() -> None:
         "SLURM_STEP_NODELIST": "gpu[03-07,9],x",
         "SLURM_JOB_ID": "7",
     }
-    for environment, wanted in ((torchrun, (3, 8, 1, "a:5")), (slurm, (5, 8, 1, "gpu03:20007"))):
+    # As mpirun of Open MPI 4.1 sets them, inside a SLURM job whose tasks are its daemons.
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "1",
+        "MASTER_ADDR": "b",
+        "MASTER_PORT": "6",
+    }
+    wanted_of = ((torchrun, (3, 8, 1, "a:5")), (slurm, (5, 8, 1, "gpu03:20007")), (mpi, (3, 8, 1, "b:6")))
+    for environment, wanted in wanted_of:
         launch = read_launch(environment)
         assert launch is not None
         assert (launch.rank, launch.world, launch.local, launch.address) == wanted
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is not a SLURM step"
+    with pytest.raises(TextmillError, match=r"several machines, and no MASTER_ADDR; .* mpirun -x MASTER_ADDR=HOST"):
+        read_launch({name: value for name, value in mpi.items() if name != "MASTER_ADDR"})
+    here = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1234"}
+    ports = {read_launch({**here, "PMIX_NAMESPACE": job}).address for job in ("1234", "1235", "1236")}  # type: ignore[union-attr]
+    assert len(ports) == 3, "jobs on one machine do not meet"
     for wrong in ({"RANK": "first", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}):
         with pytest.raises(
-            TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"
+            TextmillError,
+            match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun, srun or mpirun",
         ):
             read_launch(wrong)
     assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]

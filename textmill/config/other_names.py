@@ -105,7 +105,7 @@ OTHER_NAMES = {
     "whole_word_mask": "train.masked.whole_words", "do_whole_word_mask": "train.masked.whole_words",
 }  # fmt: skip
 
-_LAUNCHER = "not needed: start textmill with torchrun, srun or deepspeed, whose options these are"
+_LAUNCHER = "not needed: start textmill with torchrun, srun, mpirun or deepspeed, whose options these are"
 _INSTALL = "not needed: make installs everything"
 # Options of those tools that have no key here, and what to do instead.
 ADVICE = {

@@ -17,7 +17,7 @@ PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 
 def open_ranks(device: str, timeout: float) -> Ranks:
-    """The processes that torchrun or srun started, or this single process.
+    """The processes that torchrun, srun or mpirun started, or this single process.
 
     Their collectives on the host run over gloo, as in torch; JAX's coordinator uses the next port.
     """

@@ -1,10 +1,11 @@
-"""Process groups from the environment that torchrun or srun set; none for a single process."""
+"""Process groups from the environment that torchrun, srun or mpirun set; none for a single process."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from textmill.processes.signals import default_signals
 CONNECTION_ERRORS = ("gloo", "NCCL", "Connection closed")
 """Parts of the messages that a collective raises if another process has ended."""
 FIRST_PORT, PORTS = 20_000, 20_000
-"""The range of a SLURM job's rendezvous port, chosen by job id, if MASTER_PORT is not set."""
+"""The range of the rendezvous port under srun and mpirun, chosen by job, if MASTER_PORT is not set."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,17 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Rank and world size from torchrun's or srun's variables; None for a process without a launcher."""
+    """Rank and world size from the variables of torchrun, mpirun or srun; None for a process without a launcher."""
     try:
         launch = _parse_launch(environment)
     except ValueError as error:
-        raise TextmillError(f"the launcher's environment: {error}; start the processes with torchrun or srun") from None
+        raise TextmillError(
+            f"the launcher's environment: {error}; start the processes with torchrun, srun or mpirun"
+        ) from None
     if launch is not None and not 0 <= launch.rank < launch.world:
         raise TextmillError(
             f"the launcher's environment: rank {launch.rank} of {launch.world} processes; "
-            "start them with torchrun or srun"
+            "start them with torchrun, srun or mpirun"
         )
     return launch
 
@@ -61,12 +64,28 @@ def _parse_launch(environment: Mapping[str, str]) -> Launch | None:
         return Launch(
             int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), address
         )
+    if "OMPI_COMM_WORLD_SIZE" in environment:  # before SLURM: there, mpirun starts one task per machine
+        return _parse_open_mpi(environment)
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
         port = environment.get("MASTER_PORT") or FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % PORTS
         rank, world = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
         return Launch(rank, world, int(environment.get("SLURM_LOCALID", 0)), f"{host}:{port}")
     return None
+
+
+def _parse_open_mpi(environment: Mapping[str, str]) -> Launch:
+    """Open MPI does not tell where rank 0 is, so several machines need MASTER_ADDR."""
+    rank, world = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
+    host = environment.get("MASTER_ADDR")
+    if host is None and int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", world)) < world:
+        raise TextmillError(
+            "the launcher's environment: mpirun started processes on several machines, and no MASTER_ADDR; "
+            "name the machine of rank 0: mpirun -x MASTER_ADDR=HOST ..."
+        )
+    job = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())
+    port = environment.get("MASTER_PORT") or FIRST_PORT + job % PORTS
+    return Launch(rank, world, int(environment.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), f"{host or 'localhost'}:{port}")
 
 
 def first_host(nodes: str) -> str:

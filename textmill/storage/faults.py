@@ -103,7 +103,8 @@ def is_due(action: str, step: int | Literal["start"]) -> bool:
     """Whether this fault is due on this rank in this step, or at the start."""
     if not _armed:
         return False
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    rank = int(next((os.environ[name] for name in names if os.environ.get(name)), 0))
     return (Fault(action, "start", 0, rank) if step == "start" else Fault(action, "step", step, rank)) in _armed
 
 
