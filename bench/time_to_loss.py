@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from textmill.config import ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
@@ -128,7 +129,8 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     engine = TorchEngine(
         compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"]
     )
-    numbers: dict[str, Any] = dict(part.split(":") for part in settings["set"].split(",") if part)
+    parts = [part.split(":") for part in settings["set"].split(",") if part]
+    numbers: dict[str, Any] = {name: yaml.safe_load(value) for name, value in parts}
     if settings["shape"]:
         numbers |= zip(("layers", "heads", "width"), map(int, settings["shape"].split("x")), strict=True)
     model = ModelConfig(family=settings["family"], size=settings["size"], shape=ShapeConfig(**numbers))
