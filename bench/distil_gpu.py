@@ -35,7 +35,7 @@ from torch import Tensor
 from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.engines import open_engine
-from textmill.engines.distillation.terms_torch import Prediction, distillation_loss
+from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput, distillation_loss
 from textmill.models import initial_weights, open_family
 from textmill.storage.tensor_files import encode_safetensors
 from textmill.tokens.batches.batch import Batch
@@ -210,7 +210,7 @@ def compare_loss(options: argparse.Namespace) -> None:
     train = TrainConfig(distil=DistilConfig(teachers=["x"], temperature=TEMPERATURE, kl=KL, labels=LABELS))
 
     def ours() -> Tensor:
-        predictions = [Prediction(taught, teacher_head, None)]
+        predictions = TeacherOutput([Prediction(taught, teacher_head, None)])
         report = weights.new_zeros(3)
         return distillation_loss(
             x, head, labels, weights, VOCAB, predictions, train, report, ends=True, compiled=not options.small

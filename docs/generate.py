@@ -24,6 +24,7 @@ TOPICS = {
     "evaluate": "evaluate", "generate": "generate", "chat": "generate", "serve": "serve", "export": "export",
     "import": "export", "show": "tokens", "watch": "report", "report": "report", "runs": "report", "doctor": "doctor",
     "check": "batches", "recipes": "index", "completion": "completion", "fill": "bert", "embed": "bert",
+    "cache-teacher": "distil",
 }  # fmt: skip
 """The page that explains each command; other commands have none."""
 EXAMPLES = 3

@@ -17,7 +17,7 @@ from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, rows_o
 from tests.support.weights import noisy_weights
 from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines.distillation.teachers_torch import matched_layers
-from textmill.engines.distillation.terms_torch import Prediction, distillation_loss
+from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput, distillation_loss
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.tensor_files import encode_safetensors, read_model
@@ -34,6 +34,11 @@ def reference(
     heat = distil.temperature
     target = torch.stack([(one / heat).softmax(1) for one in teachers]).mean(0)
     own = (student / heat).softmax(1)
+    if distil.top_k:  # the most likely tokens, and the sum of all others
+        ids = target.topk(distil.top_k, 1).indices
+        target, own = (
+            torch.cat([one.gather(1, ids), one.scatter(1, ids, 0).sum(1, keepdim=True)], 1) for one in (target, own)
+        )
     mixed = (target + own) / 2
     divergence = {
         "forward": F.kl_div(own.log(), target, reduction="none").sum(1),
@@ -52,10 +57,12 @@ def reference(
 
 
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "jensen_shannon"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_terms_and_gradients(divergence: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "top_k"), [(1, 0), (3, 0), (1, 5), (3, 7)])
+def test_terms_and_gradients(divergence: Any, count: int, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textmill.engines.losses_torch.CPU_LOGITS", 5 * ROWS)  # chunks of five tokens
-    distil = DistilConfig(teachers=["x"], kl=0.7, labels=0.4, mse=0.01, divergence=divergence, temperature=1.7)
+    distil = DistilConfig(
+        teachers=["x"], kl=0.7, labels=0.4, mse=0.01, divergence=divergence, temperature=1.7, top_k=top_k
+    )
     torch.manual_seed(1)
     x, head, bias = torch.randn(TOKENS, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS)
     labels = torch.randint(0, WORDS, (TOKENS,))
@@ -77,8 +84,9 @@ def test_terms_and_gradients(divergence: Any, count: int, monkeypatch: pytest.Mo
 
     singles, report = [one.clone().requires_grad_() for one in (x, head, bias)], torch.zeros(3)
     loss = distillation_loss(
-        singles[0], singles[1], labels, weights, WORDS, teachers, TrainConfig(distil=distil), report, bias_V=singles[2]
-    )
+        singles[0], singles[1], labels, weights, WORDS, TeacherOutput(teachers), TrainConfig(distil=distil), report,
+        bias_V=singles[2],
+    )  # fmt: skip
     (loss * 1).backward()  # type: ignore[no-untyped-call]
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
     assert report.tolist() == pytest.approx([float(one) for one in terms.values()], rel=1e-6)

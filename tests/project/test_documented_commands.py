@@ -33,7 +33,7 @@ NOT_RUN = {
 }
 SHORT = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "train.evaluate_batches=1"]
 SMALLER = {
-    "run": [*SHORT, "sample.max_tokens=5"], "train": SHORT, "generate": ["sample.max_tokens=5"],
+    "run": [*SHORT, "sample.max_tokens=5"], "train": SHORT, "cache-teacher": SHORT, "generate": ["sample.max_tokens=5"],
     "chat": ["sample.max_tokens=5"], "serve": ["sample.max_tokens=5", "serve.port=0"],
     "fit-tokenizer": ["tokenizer.vocab=300"], "tune": [*SHORT, "--minutes", "0.6"],
     "plan": ["plan.probe_steps=2", "train.batch=8"],

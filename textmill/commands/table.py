@@ -140,6 +140,10 @@ COMMANDS = {
         "textmill.commands.plan:plan", "estimate memory, time, disk and cost of a run, on this machine or another",
         sections=("plan", "model", "train", "engine"), flags=(JSON,), result_is_output=True,
     ),
+    "cache-teacher": Command(
+        "textmill.training.teacher_cache:cache_teacher", "write the predictions of a run's teachers, for distillation",
+        sections=("model", "train", "engine"), flags=(FORCE,),
+    ),
     "merge": Command(
         "textmill.tokens.merge:merge", "join token stores A, B ... into OUT",
         arguments=("OUT", "A B ..."), flags=(FORCE,), opens="nothing", takes_settings=False,

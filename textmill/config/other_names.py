@@ -59,6 +59,7 @@ OTHER_NAMES = {
     "tokenized_datasets": "tokens.use", "grouped_tokenized_datasets": "tokens.use", "chat_template": "tokenizer.chat",
     "packing": "train.chat.pack", "sample_packing": "train.chat.pack", "train_on_inputs": "train.layout",
     "assistant_only_loss": "train.layout", "seed": "train.seed", "prompt": "sample.prompt",
+    "top_k": "sample.top_k",
     "per_device_eval_batch_size": "evaluate.batch", "num_epochs": "train.epochs", "random_seed": "train.seed",
     "metric_for_best_model": "train.best.metric", "early_stopping_patience": "train.best.patience",
     "eval_frequency": "train.evaluate_every", "logging_frequency": "train.log_every",

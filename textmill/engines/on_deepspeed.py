@@ -22,7 +22,7 @@ from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
-from textmill.engines.distillation.teachers_torch import Teachers
+from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.micro_batch_torch import micro_batch_of
 from textmill.engines.objective.heads_torch import join_sums, split_reported, term_names
 from textmill.engines.objective.labels import count_pairs, named_sums
@@ -249,7 +249,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
         else:
             net = new_net(shape, device, config.model.lora)
         net.recompute = section.recompute
-        teachers = Teachers(config.train, shape, device, precision) if config.train.distil.teachers else None
+        teachers = open_teachers(config.train, shape, device, precision)
         module = LossModule(net, config.train, precision, section.zero == 0, teachers)
         adam = _build_adam(net, config.train)
         engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)

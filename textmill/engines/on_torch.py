@@ -16,7 +16,7 @@ from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors, flip_bit
 from textmill.engines.compile_torch import CompileMonitor, decide_compile
 from textmill.engines.cuda_graphs_torch import GraphedPass
-from textmill.engines.distillation.teachers_torch import Teachers
+from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
 from textmill.engines.objective.heads_torch import HeadStates, join_sums, split_reported, term_names
@@ -64,7 +64,7 @@ class OnTorch:
         self.net, self.train, self.parallel, self.ranks, self.first = net, train, parallel, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
-        self.teachers = Teachers(train, net.shape, self.device, precision) if train.distil.teachers else None
+        self.teachers = open_teachers(train, net.shape, self.device, precision)
         self.terms = term_names(net, train.distil)
         self.execution = compiled_execution() if compiled else EAGER
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and requested)

@@ -25,6 +25,7 @@ from textmill.training.resuming import choose_start
 from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import Start
+from textmill.training.teacher_cache import open_teacher_cache
 from textmill.training.teachers import check_teachers
 
 BYTES_PER_ID = 16
@@ -55,6 +56,9 @@ def prepare_run(
             f"--change: {config.folder_of('train')} is at its last step, {start.step:,}; set a higher train.steps to "
             "train on with the new settings"
         )
+    if config.train.distil.cache:
+        batches.teacher, files = open_teacher_cache(config, data, run_length)
+        data = replace(data, files=data.files | files)
     return data, start, batches, run_length
 
 

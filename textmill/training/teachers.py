@@ -50,6 +50,8 @@ def fingerprint_teachers(config: RunConfig) -> list[str]:
 
 
 def teacher_flops(config: RunConfig, length: int) -> float:
-    """FLOPs of the teachers for one token: a forward pass, which is a third of a step."""
+    """FLOPs of the teachers for one token: a forward pass, which is a third of a step; 0 if they are cached."""
+    if config.train.distil.cache:
+        return 0.0
     shapes = (read_shape(teacher_folder(name)) for name in config.train.distil.teachers)
     return sum(shape.flops_per_token(length) / 3 for shape in shapes)

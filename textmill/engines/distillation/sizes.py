@@ -16,10 +16,10 @@ MATRICES, PER_TEACHER = 8, 3
 
 def teacher_bytes(train: TrainConfig, *, on_gpu: bool) -> int:
     """Bytes of the teachers' weights, and of the chunk of the loss on a GPU; 0 without teachers."""
-    names = train.distil.teachers
+    names = [] if train.distil.cache else train.distil.teachers
     weights = sum(4 * read_shape(teacher_folder(name)).parameters for name in names)
-    chunk = 4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if names and on_gpu else 0
-    return weights + chunk
+    uses_chunks = on_gpu and bool(train.distil.teachers)
+    return weights + (4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if uses_chunks else 0)
 
 
 def chunk_tokens(vocab: int, *, compiled: bool) -> int:

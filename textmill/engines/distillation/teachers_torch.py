@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from textmill.config import DistilConfig, TrainConfig
 from textmill.devices import autocast
+from textmill.engines.distillation.comparison_torch import Top
 from textmill.engines.distillation.folders import teacher_folder
-from textmill.engines.distillation.terms_torch import Prediction
+from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.errors import TextmillError
 from textmill.models import Shape
@@ -26,13 +27,13 @@ from textmill.models.nets_torch import open_net
 
 
 class Targets(NamedTuple):
-    """What one teacher says of a micro-batch's labelled tokens."""
+    """What the teachers computed for a micro-batch's labelled tokens."""
 
-    prediction: Prediction
-    states_ME: Tensor
-    """Its last hidden states."""
-    hidden: list[Tensor]
-    """Its hidden states after the blocks of `train.distil.teacher_layers`, [M, E] each."""
+    output: TeacherOutput
+    states: list[Tensor] = []
+    """The last hidden states of each teacher, [M, E]."""
+    hidden: list[list[Tensor]] = []
+    """The hidden states of each teacher after the blocks of `train.distil.teacher_layers`, [M, E] each."""
 
 
 class Teachers:
@@ -49,18 +50,46 @@ class Teachers:
         self.student_layers = matched_layers(self.distil, shape.layers, layers[0])[0]
 
     @torch.no_grad()
-    def read(self, part: MicroBatch, execution: Execution = EAGER) -> list[Targets]:
+    def read(self, part: MicroBatch, execution: Execution = EAGER) -> Targets:
         """The targets of a micro-batch."""
-        return [self._read(net, part, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)]
+        found = [self._read(net, part, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)]
+        predictions, states, hidden = (list(column) for column in zip(*found, strict=True))
+        return Targets(TeacherOutput(predictions), states, hidden)
 
-    def _read(self, net: BaseNet, part: MicroBatch, layers: Sequence[int], execution: Execution) -> Targets:
+    def _read(
+        self, net: BaseNet, part: MicroBatch, layers: Sequence[int], execution: Execution
+    ) -> tuple[Prediction, Tensor, list[Tensor]]:
         with autocast(part.inputs.device, self.precision), collect_blocks(net, layers) as hidden:
             states_NTE = net(part.inputs, documents_NT=part.documents, types_NT=part.types, execution=execution)
             states_ME = take_labelled(states_NTE.to(self.precision), part)
             x_ME = net.head_input(states_ME).to(self.precision)
-        return Targets(
-            Prediction(x_ME, net.head, net.head_bias), states_ME, [take_labelled(one, part) for one in hidden]
+        return Prediction(x_ME, net.head, net.head_bias), states_ME, [take_labelled(one, part) for one in hidden]
+
+
+class CachedTeachers:
+    """Teachers whose most likely tokens come with the batch, from `train.distil.cache`."""
+
+    student_layers: Sequence[int] = ()
+
+    def read(self, part: MicroBatch, execution: Execution = EAGER) -> Targets:
+        """The targets of a micro-batch."""
+        assert part.teacher_ids is not None
+        assert part.teacher_logs is not None
+        return Targets(TeacherOutput([], Top(part.teacher_ids.flatten(0, 1), part.teacher_logs.flatten(0, 1))))
+
+
+def open_teachers(
+    train: TrainConfig, shape: Shape, device: torch.device, precision: torch.dtype
+) -> Teachers | CachedTeachers | None:
+    """The teachers of a run; None if it has none."""
+    if not train.distil.teachers:
+        return None
+    if train.distil.top_k >= shape.vocab:
+        raise TextmillError(
+            f"train.distil.top_k: {train.distil.top_k:,} are not fewer than the vocabulary's {shape.vocab:,} tokens; "
+            "set a lower number, or 0 to compare all"
         )
+    return CachedTeachers() if train.distil.cache else Teachers(train, shape, device, precision)
 
 
 def take_labelled(states_NTE: Tensor, part: MicroBatch) -> Tensor:

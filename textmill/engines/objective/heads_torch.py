@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.config import DistilConfig, TrainConfig
-from textmill.engines.distillation.teachers_torch import Teachers, collect_blocks, take_labelled
+from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
 from textmill.engines.distillation.terms_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
 from textmill.engines.losses_torch import loss_and_correct, summed_loss
@@ -29,7 +29,7 @@ class HeadStates:
 
     def __init__(
         self, net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
-        teachers: Teachers | None = None,
+        teachers: Teachers | CachedTeachers | None = None,
     ) -> None:  # fmt: skip
         self.net, self.part, self.teachers, self.execution = net, part, teachers, execution
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
@@ -59,7 +59,7 @@ class HeadStates:
         given = (self.x_ME, net.head, part.labels.flatten(), part.weights.flatten(), net.shape.vocab)
         terms: list[Tensor] = []
         if self.teachers:
-            loss, label_loss, terms = self._distillation_loss(self.teachers, train, ends)
+            loss, label_loss, terms = self._distillation_loss(self.teachers, train, tensor, ends)
         elif tensor:
             loss = tensor_parallel_loss(*given, train.label_smoothing, train.z_loss, tensor, net.head_bias)
         else:
@@ -72,7 +72,7 @@ class HeadStates:
         return loss, torch.stack([reported, *terms]) if terms else reported
 
     def _distillation_loss(
-        self, teachers: Teachers, train: TrainConfig, ends: bool
+        self, teachers: Teachers | CachedTeachers, train: TrainConfig, tensor: TensorParallel | None, ends: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
         net, part, distil = self.net, self.part, train.distil
@@ -81,17 +81,16 @@ class HeadStates:
         weights_M = part.weights.flatten()
         sums = weights_M.new_zeros(3)
         loss = distillation_loss(
-            self.x_ME, net.head, part.labels.flatten(), weights_M, net.shape.vocab,
-            [one.prediction for one in targets], train, sums, ends=ends, bias_V=net.head_bias,
-            compiled=self.execution is not EAGER,
+            self.x_ME, net.head, part.labels.flatten(), weights_M, net.shape.vocab, targets.output, train, sums,
+            ends=ends, bias_V=net.head_bias, compiled=self.execution is not EAGER, tensor=tensor,
         )  # fmt: skip
         found = {"kl": sums[1], "mse": sums[2]}
         if distil.cosine:
-            found["cosine"] = cosine_loss(self.states_ME, [one.states_ME for one in targets], weights_M)
-            loss = loss + distil.cosine * found["cosine"]
+            found["cosine"] = cosine_loss(self.states_ME, targets.states, weights_M)
+            loss = loss + distil.cosine / (tensor.count if tensor else 1) * found["cosine"]
         if distil.hidden:
             own = [take_labelled(one, part) for one in self.hidden]
-            found["hidden"] = hidden_loss(own, [one.hidden for one in targets], weights_M)
+            found["hidden"] = hidden_loss(own, targets.hidden, weights_M)
             loss = loss + distil.hidden * found["hidden"]
         return loss, sums[0], [found[name].detach() for name in distil.terms]
 

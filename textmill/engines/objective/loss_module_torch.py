@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.devices import autocast
-from textmill.engines.distillation.teachers_torch import Teachers
+from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers
 from textmill.engines.objective.heads_torch import HeadStates
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.engines.shared_torch import attention_order
@@ -21,8 +21,9 @@ class LossModule(nn.Module):
     """Net and loss as one module: ZeRO-3 gathers weights by module, and both use the head's."""
 
     def __init__(
-        self, net: BaseNet, train: TrainConfig, precision: torch.dtype, mixed: bool, teachers: Teachers | None = None
-    ) -> None:
+        self, net: BaseNet, train: TrainConfig, precision: torch.dtype, mixed: bool,
+        teachers: Teachers | CachedTeachers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.net, self.train_config, self.precision, self.mixed = net, train, precision, mixed
         self.teachers = teachers

@@ -38,6 +38,9 @@ class MicroBatch(NamedTuple):
     pair_weights: Tensor | None
     pair_positions: Tensor | None
     """[N, P]: which of all tokens are the first ones of pairs."""
+    teacher_ids: Tensor | None = None
+    """[N, T, K]: the teachers' most likely tokens, if they are cached."""
+    teacher_logs: Tensor | None = None
 
     def scaled(self, scale: Tensor) -> MicroBatch:
         """With the weights of all losses multiplied by fp16's loss scale."""
@@ -65,6 +68,8 @@ def micro_batches(
             "keys": None if keys is None else keys[rows],
             "documents": None if batch.documents is None else batch.documents[rows],
             "types": None if batch.types is None else batch.types[rows],
+            "teacher_ids": None if batch.teacher_ids is None else batch.teacher_ids[rows],
+            "teacher_logs": None if batch.teacher_logs is None else batch.teacher_logs[rows],
             **_gather(labels, {"weights": weight}, few=net.few_labels, prefix=""),
         }
         pairs: dict[str, NDArray[Any] | None] = dict.fromkeys(("pair_labels", "pair_weights", "pair_positions"))

@@ -35,6 +35,10 @@ class Batch:
     """[samples, length]: at the first position of each packed pair its class (next sentence, order); -100 elsewhere."""
     weights: NDArray[np.float32] | None = None
     """[samples] or [samples, length]."""
+    teacher_ids: NDArray[np.int32] | None = None
+    """[samples, length, k]: distillation's most likely tokens, from a cache."""
+    teacher_logs: NDArray[np.float32] | None = None
+    """[samples, length, k + 1]: their log-probabilities, and that of all other tokens together."""
 
 
 def corrupt_labels(batch: Batch) -> Batch:

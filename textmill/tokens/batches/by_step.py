@@ -13,6 +13,7 @@ from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.blend import Blend
 from textmill.tokens.batches.history import BlendRange
 from textmill.tokens.batches.layout import Layout, SampleArrays
+from textmill.tokens.batches.teacher_cache import TeacherCache
 from textmill.tokens.store import TokenStore
 
 
@@ -32,14 +33,20 @@ class Batches:
     ) -> None:
         """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`."""
         self.layouts, self.sizes, self.stores = layouts, sizes, stores
+        self.teacher: TeacherCache | None = None
+        """Cached predictions of teachers, which are read with each batch."""
         every = list(range(len(layouts)))
         self.blends = blends or [BlendRange(0, Blend(list(weights)), [*every], [0 for _ in every])]
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
+        batch = self.samples_at(self._sample_numbers(step)[part])
+        return batch if self.teacher is None else self.teacher.attach(batch)
+
+    def samples_at(self, samples: NDArray[np.int64]) -> Batch:
+        """The samples with these numbers, counted from the start of the run."""
         for mapped in self.stores:
             mapped.check_mapped()
-        samples = self._sample_numbers(step)[part]
         stores, numbers = self._locate(samples)
         found = [(rows, self.layouts[store].build_samples(numbers[rows])) for store, rows in _rows_by_store(stores)]
         if len(found) > 1:

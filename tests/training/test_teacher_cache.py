@@ -1,0 +1,174 @@
+"""Cached teachers: equal to live ones and to transformers, whole after a kill, and refused by runs they do not fit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.kill_train import read_metrics, train_arguments
+from tests.support.small_runs import config_for
+from textmill.checkpoints.folders import open_model
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.storage.stages import find_stage_damage
+from textmill.tokens.batches import teacher_cache as records
+from textmill.training.loop import train
+from textmill.training.setup import complete_config, prepare_run
+from textmill.training.teacher_cache import cache_teacher
+from textmill.training.teachers import teacher_flops
+
+STEPS, TOP_K = 4, 6
+EVERY = ["train.log_every=1", "train.warmup=0", "train.save_every=4", "train.evaluate_every=100", "train.seed=7"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    folder = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("cached") / "root"))
+    train(config_for(folder, folder / "run", 2, *EVERY))
+    cache_teacher(distilling(folder, "unused"))
+    return folder
+
+
+def settings(root: Path, *changes: str) -> list[str]:
+    return [*EVERY, f"train.distil.teachers=[{root / 'run'}]", f"train.distil.top_k={TOP_K}", *changes]
+
+
+def distilling(root: Path, run: str, *changes: str) -> RunConfig:
+    return config_for(root, root / run, STEPS, *settings(root, *changes))
+
+
+def cached(root: Path, run: str, *changes: str) -> RunConfig:
+    return distilling(root, run, f"train.distil.cache={root / 'teacher-cache'}", *changes)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.[bj]*")}
+
+
+def test_a_cached_teacher_equals_the_live_one(root: Path) -> None:
+    train(distilling(root, "live"))
+    train(cached(root, "cached"))
+    lines = [[line for line in read_metrics(root / name) if "loss" in line] for name in ("live", "cached")]
+    assert len(lines[0]) == STEPS
+    for live, other in zip(*lines, strict=True):
+        for name in ("loss", "distil_kl", "grad_norm"):
+            assert other[name] == pytest.approx(live[name], rel=1e-6), name
+    assert lines[0][-1]["distil_kl"] > 0
+    assert teacher_flops(cached(root, "cached"), 64) == 0
+
+
+def test_records_are_the_predictions_of_transformers(root: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    config = cached(root, "unused")
+    *_, batches, _ = prepare_run(resolved(config), "no", "latest")
+    batch = batches.batch_at(1)
+    net = GPT2LMHeadModel.from_pretrained(open_model(str(root / "run")).folder).eval()
+    with torch.no_grad():
+        logits = net(torch.from_numpy(batch.inputs).long()).logits
+    wanted = (logits / config.train.distil.temperature).softmax(-1)
+    assert batch.teacher_ids is not None
+    assert batch.teacher_logs is not None
+    found = torch.from_numpy(batch.teacher_logs).exp()
+    values, _ = wanted.topk(TOP_K, -1)
+    torch.testing.assert_close(found[..., :-1], values, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found[..., -1], 1 - values.sum(-1), rtol=1e-4, atol=1e-6)
+    chosen = wanted.gather(-1, torch.from_numpy(batch.teacher_ids).long())
+    torch.testing.assert_close(found[..., :-1], chosen, rtol=1e-4, atol=1e-7)
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    from textmill.processes.ranks import SingleProcess
+
+    return complete_config(config, "no", SingleProcess())
+
+
+def test_a_kill_leaves_the_same_bytes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at a write in the middle, the same command finishes; the files equal those of an undisturbed one."""
+    monkeypatch.setattr(records, "FILE_BYTES", 1 << 12)
+    whole = cache_teacher(distilling(root, "unused", f"train.distil.cache={root / 'whole'}"))
+    names = sorted(path.name for path in whole.glob("*.bin"))
+    assert len(names) > 3
+    _, where, *own = train_arguments(root, root / "unused", STEPS)
+    words = [where, *own, *settings(root, f"train.distil.cache={root / 'killed'}")]
+    start = (
+        "import sys; from textmill.tokens.batches import teacher_cache; teacher_cache.FILE_BYTES = 1 << 12; "
+        "from textmill.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "TEXTMILL_FAULT": "kill@disk:14", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", start, "cache-teacher", *words], env=environment, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    unfinished = [path.name for path in (root / "killed.part").glob("*.bin")]
+    assert 0 < len(unfinished) < len(names)
+    assert not (root / "killed").exists()
+    cache_teacher(distilling(root, "unused", f"train.distil.cache={root / 'killed'}"))
+    assert hashes(root / "killed") == hashes(whole)
+    assert find_stage_damage(root / "killed") == []
+
+
+def test_a_finished_cache_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache_teacher(distilling(root, "unused"))
+    assert "done already" in capsys.readouterr().out
+    with pytest.raises(TextmillError, match=r"made from other settings or inputs: train.seed was 7, is 8"):
+        cache_teacher(distilling(root, "unused", "train.seed=8"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.seed=8", r"made for another run: train.seed was 7, is 8"),
+        ("train.distil.temperature=3", r"train.distil.temperature was 2.0, is 3.0"),
+        ("train.packed.isolate_documents=true", r"train.packed.isolate_documents was False, is True"),
+        ("train.length=16", r"train.length was \d+, is 16"),
+        ("train.steps=5", r"has the predictions of \d+ samples, the run needs \d+; lower train.steps"),
+        ("train.distil.cosine=1", r"train.distil.cosine: needs the teachers themselves"),
+        ("train.distil.top_k=0", r"set train.distil.top_k to how many"),
+        ("train.distil.cache=nothing", r"nothing: no predictions found; write them with: textmill cache-teacher"),
+    ],
+)
+def test_a_cache_of_another_run_is_refused(root: Path, change: str, message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
+        train(cached(root, "refused", change))
+    assert not (root / "refused").exists()
+
+
+def test_another_batch_size_finds_the_same_samples(root: Path) -> None:
+    _, _, batches, _ = prepare_run(resolved(cached(root, "unused", "train.batch=2", "train.steps=6")), "no", "latest")
+    _, _, others, _ = prepare_run(resolved(cached(root, "unused")), "no", "latest")
+    one, other = batches.batch_at(2), others.batch_at(0)
+    rows = [other.samples.tolist().index(number) for number in one.samples.tolist()]
+    assert one.teacher_ids is not None
+    assert other.teacher_ids is not None
+    np.testing.assert_array_equal(one.teacher_ids, other.teacher_ids[rows])
+
+
+def test_predictions_of_other_tokens_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, batches, _ = prepare_run(resolved(cached(root, "unused")), "no", "latest")
+    assert batches.teacher is not None
+    batch = batches.samples_at(np.arange(4))
+    batch.inputs[2, 0] ^= 1
+    with pytest.raises(TextmillError, match=r"sample 2 of this run has other tokens than the teachers read"):
+        batches.teacher.attach(batch)
+
+
+def test_settings_that_cannot_be_cached(root: Path) -> None:
+    with pytest.raises(TextmillError, match=r"train.distil.top_k: is 0; set how many tokens to keep"):
+        cache_teacher(distilling(root, "unused", "train.distil.top_k=0"))
+    with pytest.raises(TextmillError, match=r"train.distil.teachers: there are none to cache"):
+        cache_teacher(config_for(root, root / "unused", 8))
+    config = distilling(root, "unused")
+    minutes = config.train.model_copy(update={"minutes": 1.0})
+    with pytest.raises(TextmillError, match=r"train.minutes: how many samples the run will see is not known"):
+        cache_teacher(config.model_copy(update={"train": minutes}))
+    masked = config.train.model_copy(update={"layout": "masked"})
+    with pytest.raises(TextmillError, match=r"train.distil.cache: does not work with train.layout=masked"):
+        cache_teacher(config.model_copy(update={"train": masked}))

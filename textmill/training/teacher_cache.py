@@ -1,0 +1,162 @@
+"""The command cache-teacher: writes the teachers' most likely tokens for every sample of a run, which reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from textmill.checkpoints.folders import open_model
+from textmill.config import RunConfig
+from textmill.engines.distillation.folders import resolve_teachers
+from textmill.errors import TextmillError
+from textmill.storage.files import find_damage, format_path, manifest_entry, write_bytes
+from textmill.storage.progress import progress
+from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
+from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.teacher_cache import (
+    TeacherCache,
+    encode_records,
+    file_name,
+    record_of,
+    records_per_file,
+)
+from textmill.tokens.splits import Splits, open_splits
+from textmill.training.auto_preset import fill_auto_preset
+from textmill.training.imported_model import use_imported_model
+from textmill.training.run_length import RunLength, plan_run_length
+from textmill.training.start import choose_shape
+from textmill.training.teachers import check_teachers, fingerprint_teachers
+
+COMMAND, PER_FILE = "cache-teacher", "samples_per_file"
+
+
+def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
+    """Write the teachers' predictions for the samples of a run, next to its tokens; return their folder."""
+    config = fill_auto_preset(resolve_teachers(use_imported_model(config, write=True)))
+    _check_settings(config)
+    data = open_splits(config)
+    check_teachers(config, data.tokenizer)
+    given = open_model(config.model.init_from) if config.model.init_from else None
+    shape = replace(choose_shape(config, data, given), vocab=data.tokenizer.vocab)
+    length = config.train.length or shape.positions
+    batches = open_batches(config.train, data, length=length, folder=None)
+    samples = _count_samples(plan_run_length(config.train, batches, length))
+    folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name("teacher-cache"))
+    torch_part: Any = import_module("textmill.engines.distillation.cache_torch")
+    exact = torch_part.is_exact(config)
+    made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
+    stage = Stage(COMMAND, folder, made_from, config.to_yaml())
+    if stage.is_done(force):
+        print(f"{COMMAND}: done already: {format_path(folder)}")
+        return folder
+    record = record_of(length, config.train.distil.top_k, shape.vocab, exact=exact)
+    each = record.itemsize / length
+    print(
+        f"{COMMAND}: {samples:,} samples of {length:,} tokens, {each:,.1f} bytes per token, "
+        f"{samples * record.itemsize / 1e9:,.3f} GB in {format_path(folder)}",
+        flush=True,
+    )
+    with stage.unfinished_folder() as part:
+        files = _write_files(part, record, samples, batches, torch_part.TopPredictor(config, shape))
+        stage.write_manifest(part, files, {"bytes_per_token": each, PER_FILE: records_per_file(record)})
+    print(f"{COMMAND}: written: {format_path(folder)}; train with train.distil.cache={format_path(folder)}")
+    return folder
+
+
+def _check_settings(config: RunConfig) -> None:
+    distil = config.train.distil
+    if not distil.teachers:
+        raise TextmillError("train.distil.teachers: there are none to cache; name a run or a model folder")
+    if not distil.top_k:
+        raise TextmillError("train.distil.top_k: is 0; set how many tokens to keep at each position, such as 64")
+    if config.train.layout == "masked":
+        raise TextmillError(
+            "train.distil.cache: does not work with train.layout=masked, where few positions have predictions; train "
+            "with the teachers themselves"
+        )
+
+
+def _count_samples(length: RunLength) -> int:
+    if not length.known:
+        raise TextmillError(
+            "train.minutes: how many samples the run will see is not known before; set train.steps or train.epochs"
+        )
+    return length.samples_after(length.steps)
+
+
+def describe_cache(config: RunConfig, data: Splits, length: int) -> dict[str, Any]:
+    """All that decides the predictions of a sample: its tokens, by its number in the run, and the teachers."""
+    layout = f"train.{config.train.layout}."
+    settings = {key: value for key, value in config.results("train").items() if key.startswith(layout)}
+    return {
+        **settings,
+        "train.layout": config.train.layout,
+        "train.length": length,
+        "train.seed": config.train.seed,
+        "train.distil.teachers": fingerprint_teachers(config),
+        "train.distil.temperature": config.train.distil.temperature,
+        "train.distil.top_k": config.train.distil.top_k,
+        "tokens": data.fingerprint,
+        "tokenizer": data.tokenizer.fingerprint,
+    }
+
+
+def _write_files(
+    part: Path, record: np.dtype[Any], samples: int, batches: Batches, predictor: Any
+) -> dict[str, dict[str, Any]]:
+    """Write the files that are missing; return all with length and checksum."""
+    files, per_file = {}, records_per_file(record)
+    names = {file_name(number): start for number, start in enumerate(range(0, samples, per_file))}
+    missing = {name: start for name, start in names.items() if not (part / name).is_file()}
+    total = sum(min(samples, start + per_file) - start for start in missing.values())
+    with progress(COMMAND, total=total, unit="samples", second_unit="tokens") as bar:
+
+        def records(start: int) -> Iterator[bytes]:
+            stop, step = min(samples, start + per_file), predictor.samples_of_pass(record["ids"].shape[0])
+            for first in range(start, stop, step):
+                batch = batches.samples_at(np.arange(first, min(stop, first + step), dtype=np.int64))
+                yield encode_records(record, batch, *predictor.predict(batch)).tobytes()
+                bar.advance(len(batch.inputs), batch.inputs.size)
+
+        for name, start in names.items():
+            if name in missing:
+                write_bytes(part / name, records(start))
+            files[name] = manifest_entry(part / name)
+    return files
+
+
+def open_teacher_cache(
+    config: RunConfig, data: Splits, length: RunLength
+) -> tuple[TeacherCache, dict[Path, dict[str, Any]]]:
+    """The cache of a run and its files, after checking that it was made for the samples of this run."""
+    folder = Path(str(config.train.distil.cache))
+    _check_settings(config)
+    if not (folder / MANIFEST).is_file():
+        raise TextmillError(f"train.distil.cache: {folder}: no predictions found; write them with: textmill {COMMAND}")
+    manifest = open_manifest(folder, COMMAND)
+    if manifest.get("verb") != COMMAND:
+        raise TextmillError(f"train.distil.cache: {folder}: was not made by 'textmill {COMMAND}'; name another folder")
+    made_from = dict(manifest["made_from"])
+    samples, exact = made_from.pop("samples"), made_from.pop("exact")
+    if changes := list_changes(made_from, describe_cache(config, data, length.sample_length)):
+        raise TextmillError(
+            f"train.distil.cache: {folder} was made for another run: {'; '.join(changes[:4])}; set them back, or write "
+            f"the predictions again with: textmill {COMMAND} --force"
+        )
+    if (needed := _count_samples(length)) > samples:
+        raise TextmillError(
+            f"train.distil.cache: {folder} has the predictions of {samples:,} samples, the run needs {needed:,}; lower "
+            f"train.{length.train.unit}, or write more with: textmill {COMMAND} --force"
+        )
+    if damage := find_damage(folder, manifest["files"], deep=False):
+        raise TextmillError(f"train.distil.cache: {folder}: {damage[0]}; write it again: textmill {COMMAND} --force")
+    vocab = data.tokenizer.vocab
+    record = record_of(length.sample_length, config.train.distil.top_k, vocab, exact=exact)
+    cache = TeacherCache(folder, record, samples, manifest[PER_FILE])
+    return cache, {folder / name: one for name, one in manifest["files"].items()}
