@@ -1,11 +1,11 @@
 """The regret of `textmill new` in a cell of autopilot.py, with the runs side by side on one machine with many cores.
 
     python bench/autopilot_lanes.py CELL FOLDER data=FOLDER [lanes=7] [cores=2] [first=2] [seeds=2] [minutes=N]
-                                    [only=PART,...] [gpu=0]
+                                    [only=PART,...] [also="KEY=VALUE KEY=VALUE; KEY=VALUE"] [gpu=0]
 
 `new` is called once. A run is a whole `textmill run` on `cores` cores of its own, the first lane from core number
 `first` on; a trial changes one setting of the plan by a step, or the vocabulary. only: the trials with one of these
-parts in their names. gpu=1: the first run has the GPU for itself; the others then run side by side with as many steps,
+parts in their names. also: further trials, separated by semicolons. gpu=1: the first run has the GPU for itself; the others then run side by side with as many steps,
 and only the trials whose steps take as long. What is finished is kept in FOLDER/results.json, and the same command
 continues.
 
@@ -34,7 +34,8 @@ from textmill.planning.trials import first_changes
 from textmill.planning.tuning import current_settings
 from textmill.where import open_where
 
-OPTIONS = {"data": "", "lanes": "7", "cores": "2", "first": "2", "seeds": "2", "minutes": "", "only": "", "gpu": "0"}
+OPTIONS = {"data": "", "lanes": "7", "cores": "2", "first": "2", "seeds": "2", "minutes": "", "only": "", "also": "",
+           "gpu": "0"}  # fmt: skip
 
 
 class Lanes:
@@ -118,6 +119,8 @@ class Lanes:
         config = open_where(str(plan), []).config
         runs = {f"seed {seed}": {"train.seed": seed} for seed in range(1, int(self.options["seeds"]) + 1)}
         runs |= self.trials(config)
+        for words in filter(None, map(str.split, self.options["also"].split(";"))):
+            runs[" ".join(words)] = {key: json.loads(value) for key, value in (word.split("=", 1) for word in words)}
         same_steps: dict[str, Any] = {}
         if self.on_gpu:
             self.measure("seed 1", runs["seed 1"])

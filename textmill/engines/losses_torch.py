@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.engines.shared_torch import load_kernels
+from textmill.kernels.availability import load_kernels
 from textmill.kernels.fp8_torch import fp8_matmul, quantize_rows
 from textmill.kernels.matmul_torch import matmul, matmul_into
 from textmill.tokens.batches.batch import IGNORED

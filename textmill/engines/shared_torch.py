@@ -1,9 +1,8 @@
-"""What the engines share: Triton kernels, attention backends, token weights of the loss, parts of a batch."""
+"""What the engines share: attention backends, token weights of the loss, parts of a batch."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,8 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.errors import TextmillError
-from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape, open_family
 from textmill.tokens.batches.batch import IGNORED, OPTIONAL_FIELDS, Batch
-
-
-def load_kernels(module: str) -> Any:
-    """Import a module of Triton kernels; None if they cannot be compiled here."""
-    return None if missing_requirement() else import_module(module)
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:

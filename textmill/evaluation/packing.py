@@ -5,6 +5,7 @@ Shapes in names: N rows, T tokens of a row, M predicted tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,11 +28,17 @@ class Tree:
 
     context: Ids
     branches: dict[Ids, list[int]] = field(default_factory=dict)
+    tokens: int = field(init=False)
+    """How many tokens the net reads: a continuation's last token is only predicted."""
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens the net reads: a continuation's last token is only predicted."""
-        return len(self.context) + sum(len(branch) - 1 for branch in self.branches)
+    def __post_init__(self) -> None:
+        self.tokens = len(self.context) + sum(len(branch) - 1 for branch in self.branches)
+
+    def add(self, branch: Ids, number: int) -> None:
+        """Add a pair's continuation."""
+        if branch not in self.branches:
+            self.tokens += len(branch) - 1
+        self.branches.setdefault(branch, []).append(number)
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,14 @@ def build_trees(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, end: in
     trees: list[Tree] = []
     growing: dict[Ids, Tree] = {}
     for number, (context, continuation) in enumerate(pairs):
-        known = tuple(context)[-(positions + 1 - len(continuation)) :] if context else (end,)
+        space = positions + 1 - len(continuation)
+        known = tuple(context if len(context) <= space else context[-space:]) or (end,)
         branch = tuple(continuation)
         tree = growing.get(known)
         if tree is None or (branch not in tree.branches and tree.tokens + len(branch) - 1 > _limit(known)):
             tree = growing[known] = Tree(known)
             trees.append(tree)
-        tree.branches.setdefault(branch, []).append(number)
+        tree.add(branch, number)
     return sorted(trees, key=lambda tree: -tree.tokens)
 
 
@@ -82,23 +90,25 @@ def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterat
     """Divide trees into batches of rows; trees must come longest first.
 
     A row has at least `row_tokens` tokens of space, or as many as its longest tree; a batch has about `batch_tokens`.
+    A tree goes into the row with the least space that is enough.
     """
     rows: list[list[Tree]] = []
-    space: list[int] = []
+    free: list[tuple[int, int]] = []  # the space left in a row, and its number; sorted
     length = 0
     for tree in trees:
-        if not rows:
-            length = max(row_tokens, tree.tokens)
-        row = next((number for number, left in enumerate(space) if left >= tree.tokens), None)
-        if row is None and rows and (len(rows) + 1) * length > batch_tokens:
-            yield rows
-            rows, space, length, row = [], [], max(row_tokens, tree.tokens), None
-        if row is None:
+        tokens = tree.tokens
+        found = bisect_left(free, (tokens, 0))
+        if found < len(free):
+            space, row = free.pop(found)
+        else:
+            if rows and (len(rows) + 1) * length > batch_tokens:
+                yield rows
+                rows, free = [], []
+            length = length if rows else max(row_tokens, tokens)
+            space, row = length, len(rows)
             rows.append([])
-            space.append(length)
-            row = len(rows) - 1
         rows[row].append(tree)
-        space[row] -= tree.tokens
+        insort(free, (space - tokens, row))
     if rows:
         yield rows
 
@@ -106,28 +116,55 @@ def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterat
 def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
     """The arrays of a batch."""
     length = max(sum(tree.tokens for tree in row) for row in packed)
-    ids, positions, trees, branches = (
-        np.full((len(packed), length), value, np.int64) for value in (pad, 0, PADDING, CONTEXT)
-    )
-    places, labels, lengths, pairs = [], [], [], []
+    tokens: list[int] = []
+    labels: list[int] = []
+    pieces: list[tuple[int, int, int, int, int]] = []  # contexts and continuations: see _write_pieces
+    predicted: list[tuple[int, int, int]] = []  # of a continuation: its context's last token, its first token, labels
+    pairs: list[list[int]] = []
     for row, here in enumerate(packed):
-        start = 0
+        start = row * length
         for number, tree in enumerate(here):
             context = len(tree.context)
-            ids[row, start : start + context] = tree.context
-            positions[row, start : start + context] = np.arange(context)
-            trees[row, start : start + tree.tokens] = number
-            last, start = row * length + start + context - 1, start + context
+            tokens += tree.context
+            pieces.append((start, context, 0, number, CONTEXT))
+            start += context
+            last = start - 1
             for branch, (continuation, numbers) in enumerate(tree.branches.items(), 1):
-                stop = start + len(continuation) - 1
-                ids[row, start:stop] = continuation[:-1]
-                positions[row, start:stop] = np.arange(context, context + stop - start)
-                branches[row, start:stop] = branch
-                places.append(np.concatenate([[last], np.arange(row * length + start, row * length + stop)]))
-                labels.append(np.array(continuation, np.int64))
-                lengths.append(len(continuation))
+                count = len(continuation)
+                tokens += continuation[:-1]
+                labels += continuation
+                pieces.append((start, count - 1, context, number, branch))
+                predicted.append((last, start, count))
                 pairs.append(numbers)
-                start = stop
-    return Rows(
-        ids, positions, trees, branches, np.concatenate(places), np.concatenate(labels), np.cumsum(lengths), pairs
-    )
+                start += count - 1
+    ids, positions, trees, branches = _write_pieces(np.array(pieces), np.array(tokens), (len(packed), length), pad)
+    lasts, starts, counts = np.array(predicted).T
+    ends = counts.cumsum()
+    places = np.repeat(starts - 1, counts) + _count_up(counts)
+    places[ends - counts] = lasts
+    return Rows(ids, positions, trees, branches, places, np.array(labels), ends, pairs)
+
+
+def _write_pieces(
+    pieces: NDArray[np.int64], tokens: NDArray[np.int64], shape: tuple[int, int], pad: int
+) -> list[NDArray[np.int64]]:
+    """Ids, positions, trees and branches of rows, from each piece's place, length, first position, tree and branch."""
+    starts, counts, positions, trees, branches = pieces.T
+    within = _count_up(counts)
+    at = np.repeat(starts, counts) + within
+    filled: list[NDArray[np.int64]] = []
+    for empty, values in (
+        (pad, tokens),
+        (0, np.repeat(positions, counts) + within),
+        (PADDING, np.repeat(trees, counts)),
+        (CONTEXT, np.repeat(branches, counts)),
+    ):
+        array = np.full(shape, empty, np.int64)
+        array.reshape(-1)[at] = values
+        filled.append(array)
+    return filled
+
+
+def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1 ... for each count, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -145,16 +146,14 @@ class TorchScorer:
             return [Score(*values) for _, values in self.share.gather(compute)]
 
     def _check(self, pairs: Sequence[Pair]) -> None:
-        lowest = highest = 0
-        for context, continuation in pairs:
+        for _, continuation in pairs:
             if not 0 < len(continuation) <= self.positions:
                 raise TextmillError(
                     f"{self.checkpoint.folder}: a continuation has {len(continuation):,} tokens; "
                     f"the model scores from 1 to {self.positions:,}"
                 )
-            for ids in (context, continuation):
-                lowest, highest = min(lowest, min(ids, default=0)), max(highest, max(ids, default=0))
-        _check_ids(lowest, highest, self.vocab, self.checkpoint.folder)
+        ids = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
+        _check_ids(int(ids.min(initial=0)), int(ids.max(initial=0)), self.vocab, self.checkpoint.folder)
 
     def _score_rows(self, packed: list[list[Tree]]) -> dict[int, Score]:
         """The scores of one batch by the number of the pair."""

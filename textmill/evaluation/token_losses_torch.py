@@ -1,21 +1,26 @@
 """Log-probabilities of single tokens from a torch net. Shapes in names: N rows, T tokens, M predicted tokens,
-U places that predict, E width, V vocabulary."""
+U places that predict, S all places, E width, V vocabulary."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from textmill.devices import autocast
+from textmill.kernels.availability import load_kernels
 from textmill.models.base_torch import BaseNet
 from textmill.models.cache_torch import Cache
 
-MAX_LOGITS = 1 << 26
-"""Logits held at once: 256 MiB in fp32, however large the vocabulary."""
+KERNELS = "textmill.kernels.cross_entropy_triton"
+"""Its kernel reads the logits of a token once, where torch reads and writes them several times."""
+MAX_LOGITS, MAX_KERNEL_LOGITS = 1 << 26, 1 << 28
+"""Logits held at once, however large the vocabulary: 256 MiB in fp32; with the kernel, 512 MiB in bf16."""
 
 
 @torch.inference_mode()
@@ -32,26 +37,58 @@ def token_log_likelihoods(
     """The log-likelihood of each label and, if `greedy`, whether it is the likeliest token.
 
     `places_M` are indices into the flat `ids_NT`: the token after which a label is predicted. Only these places get
-    logits, each once, block by block.
+    logits, block by block.
     """
     device = net.head.device
+    with autocast(device, precision):
+        hidden_NTE = net(torch.from_numpy(ids_NT).to(device), cache=cache)
+        hidden_SE = hidden_NTE.flatten(0, 1)
+        fused = load_kernels(KERNELS) if device.type == "cuda" else None
+        if fused is not None:
+            return _with_kernel(net, hidden_SE, places_M, labels_M, precision, fused)
+        return _with_torch(net, hidden_SE, places_M, labels_M, greedy)
+
+
+def _with_kernel(
+    net: BaseNet,
+    hidden_SE: Tensor,
+    places_M: NDArray[np.int64],
+    labels_M: NDArray[np.int64],
+    precision: torch.dtype,
+    fused: Any,
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
+    places, labels = (torch.from_numpy(array).to(hidden_SE.device) for array in (places_M, labels_M))
+    rows, found = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab), list[tuple[Tensor, Tensor]]()
+    head_VE, bias_V = net.head.to(precision), None if net.head_bias is None else net.head_bias.to(precision)
+    for start in range(0, len(places), rows):
+        x_RE = net.head_input(hidden_SE[places[start : start + rows]])
+        logits_RV = F.linear(x_RE.to(precision), head_VE, bias_V)
+        found.append(fused.cross_entropy_and_correct(logits_RV, labels[start : start + rows], net.shape.vocab))
+    losses_M, correct_M = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return -losses_M.double().cpu().numpy(), correct_M.cpu().numpy().astype(np.bool_)
+
+
+def _with_torch(
+    net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], greedy: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Logits of each place once, block by block."""
+    device = hidden_SE.device
     places_U, where_M = np.unique(places_M, return_inverse=True)
     order = np.argsort(where_M, kind="stable")
     where, labels = (torch.from_numpy(array[order]).to(device) for array in (where_M, labels_M))
     found: list[Tensor] = []
     likeliest: list[Tensor] = []
     rows = max(1, MAX_LOGITS // net.shape.padded_vocab)
-    with autocast(device, precision):
-        hidden_NTE = net(torch.from_numpy(ids_NT).to(device), cache=cache)
-        hidden_UE = hidden_NTE.flatten(0, 1)[torch.from_numpy(places_U).to(device)]
-        bounds = np.searchsorted(where_M[order], np.arange(0, len(places_U) + rows, rows))
-        for begin, (first, last) in enumerate(itertools.pairwise(bounds)):
-            start = begin * rows
-            logits_UV = net.logits(hidden_UE[start : start + rows]).float()
-            at, label = where[first:last] - start, labels[first:last]
-            found.append(logits_UV[at, label] - logits_UV.logsumexp(-1)[at])
-            if greedy:
-                likeliest.append(logits_UV.argmax(-1)[at] == label)
+    hidden_UE = hidden_SE[torch.from_numpy(places_U).to(device)]
+    bounds = np.searchsorted(where_M[order], np.arange(0, len(places_U) + rows, rows))
+    for begin, (first, last) in enumerate(itertools.pairwise(bounds)):
+        start = begin * rows
+        logits_UV = net.logits(hidden_UE[start : start + rows]).float()
+        at, label = where[first:last] - start, labels[first:last]
+        found.append(logits_UV[at, label] - logits_UV.logsumexp(-1)[at])
+        if greedy:
+            likeliest.append(logits_UV.argmax(-1)[at] == label)
     back = np.argsort(order, kind="stable")
     log_likelihoods_M = torch.cat(found).double().cpu().numpy()[back]
     greedy_M = torch.cat(likeliest).cpu().numpy()[back] if greedy else np.zeros(0, np.bool_)

@@ -6,8 +6,10 @@ import os
 import shutil
 import sysconfig
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 COMPILERS = ("gcc", "clang")
 """Compilers that Triton tries for its launcher code if CC is not set."""
@@ -23,3 +25,8 @@ def missing_requirement() -> str:
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
     return "" if (headers / "Python.h").is_file() else f"Python.h in {headers} (install python3-dev or similar)"
+
+
+def load_kernels(module: str) -> Any:
+    """Import a module of Triton kernels; None if they cannot be compiled here."""
+    return None if missing_requirement() else import_module(module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from textmill.config import TrainConfig
-from textmill.engines.shared_torch import load_kernels
+from textmill.kernels.availability import load_kernels
 from textmill.models.parameter_groups import Rule
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}

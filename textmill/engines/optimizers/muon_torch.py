@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from textmill.engines.shared_torch import load_kernels
+from textmill.kernels.availability import load_kernels
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
