@@ -5,9 +5,9 @@
 
 `new` is called once. A run is a whole `textmill run` on `cores` cores of its own, the first lane from core number
 `first` on; a trial changes one setting of the plan by a step, or the vocabulary. only: the trials with one of these
-parts in their names. also: further trials, separated by semicolons. gpu=1: the first run has the GPU for itself; the others then run side by side with as many steps,
-and only the trials whose steps take as long. What is finished is kept in FOLDER/results.json, and the same command
-continues.
+parts in their names. also: further trials, separated by semicolons. gpu=1: the first run has the GPU for itself; the
+others then run side by side with as many steps, and only the trials whose steps take as long. What is finished is
+kept in FOLDER/results.json, and the same command continues.
 
 The best trial is chosen on the valid split; regret is the difference on the test split.
 """
