@@ -51,13 +51,25 @@ def test_a_resumed_run_is_bitwise_the_same(root: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_equal_one(root: Path) -> None:
-    train(config_for(root, root / "alone", 6, *terms(root)))
-    for name, mesh in (("two", []), ("shards", ["engine.mesh.shard=2"])):
-        words = train_arguments(root, root / name, 6)
-        assert run_together([sys.executable, "-m", "textmill", *words, *terms(root), *mesh], 2) == "ok"
-        for one, other in zip(read_metrics(root / name), read_metrics(root / "alone"), strict=True):
-            assert one == {key: pytest.approx(value, rel=2e-5) for key, value in other.items()}
+@pytest.mark.parametrize(
+    ("count", "mesh", "more"),
+    [
+        (2, [], []),
+        (2, ["engine.mesh.shard=2"], []),
+        (2, ["engine.mesh.tensor=2"], ["train.distil.mse=0.001", "train.label_smoothing=0.1"]),
+        (
+            4,
+            ["engine.mesh.tensor=2", "engine.mesh.shard=2"],
+            ["train.distil.top_k=5", "train.distil.divergence=reverse"],
+        ),
+    ],
+)
+def test_processes_equal_one(count: int, mesh: list[str], more: list[str], root: Path, tmp_path: Path) -> None:
+    train(config_for(root, tmp_path / "alone", 6, *terms(root), *more))
+    words = train_arguments(root, tmp_path / "two", 6)
+    assert run_together([sys.executable, "-m", "textmill", *words, *terms(root), *more, *mesh], count) == "ok"
+    for one, other in zip(read_metrics(tmp_path / "two"), read_metrics(tmp_path / "alone"), strict=True):
+        assert one == {key: pytest.approx(value, rel=2e-5) for key, value in other.items()}
 
 
 def test_another_teacher_is_another_run(root: Path) -> None:
@@ -77,8 +89,9 @@ def test_teachers_of_other_tokenizers_and_engines_are_refused(root: Path, tmp_pa
     bert = ["model.family=bert", "model.size=tiny", "train.layout=masked"]
     with pytest.raises(TextmillError, match=r"teacher is a gpt2, which predicts next_token, and the model masked"):
         check_start(open_where("own-text", [*bert, f"train.distil.teachers=[{root / 'teacher'}]"]).config)
-    with pytest.raises(TextmillError, match=r"does not work with engine.mesh.tensor=2"):
-        check_start(config_for(root, root / "none", 3, *terms(root), "engine.mesh.tensor=2"))
+    for other in ("engine.mesh.tensor=2", "engine.recompute=1"):
+        with pytest.raises(TextmillError, match=rf"train.distil.hidden: does not work with {other}"):
+            check_start(config_for(root, root / "none", 3, *terms(root), "train.distil.hidden=1", other))
     with pytest.raises(TextmillError, match=r"no such|not found|is not"):
         check_start(config_for(root, root / "none", 3, *terms(root, str(tmp_path / "nothing"))))
     assert not (root / "none").exists()

@@ -18,10 +18,10 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
     if not names:
         return
     engine = config.engine
-    if isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
+    if config.train.distil.hidden and isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
         raise TextmillError(
-            f"train.distil: does not work with engine.mesh.tensor={engine.mesh.tensor}; set it to 1, and use "
-            "engine.mesh.shard for models that are too large for one device"
+            f"train.distil.hidden: does not work with engine.mesh.tensor={engine.mesh.tensor}, whose processes divide "
+            "the hidden states; set one of them to 0 or 1"
         )
     if config.train.distil.hidden and engine.recompute:
         raise TextmillError(

@@ -51,7 +51,8 @@ def distillation_loss(
     `report` [3] gets these three sums added, without the weights of the terms. Tokens without a label do not count.
     With `tensor`, the gradient of x is this rank's part of it.
     """
-    how = _How(terms_of(train), Columns(tensor.rank * len(head_VE) if tensor else 0, tensor), compiled)
+    columns = Columns(tensor.rank * len(head_VE) if tensor else 0, tensor)
+    how = _How(terms_of(train), columns, compiled and tensor is None)  # a compiler cannot join collectives
     loss: Tensor = _DistillationLoss.apply(  # type: ignore[no-untyped-call]
         x_ME, head_VE, labels_M, weights_M, vocab, teachers, how, report, ends, bias_V
     )
