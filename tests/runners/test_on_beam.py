@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("apache_beam", reason="needs apache-beam: pip install 'textmill[beam]'")
 
+from tests.support.own_packages import own_packages
 from textmill.config import BeamRunner, RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
@@ -125,6 +127,37 @@ def test_worker_without_the_folder_is_reported(jobs: Any, tmp_path: Path) -> Non
         on_beam._ShardStep(jobs.double, str(tmp_path / "elsewhere")).process((0, on_beam.CODER.encode(1)))
 
 
+DATAFLOW = ["--runner=DataflowRunner", "--project=my-project", "--region=us-central1", "--temp_location=gs://bucket/t"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--direct_num_worker=2"], r"no option --direct_num_worker; did you mean --direct_num_workers\?"),
+        (["--direct_num_workers=two"], "argument --direct_num_workers: invalid int value: 'two'; correct it"),
+        (["--direct_running_mode=many"], "invalid choice: 'many'"),
+        (["--runner=no.such.Runner"], "No module named 'no'; install what it needs"),
+        (DATAFLOW[:1] + DATAFLOW[2:], r"Missing required option: project\. Set what is missing"),
+        (DATAFLOW[:3], r"Missing GCS path option: temp_location\."),
+        ([*DATAFLOW[:3], "--temp_location=/tmp"], r"Invalid GCS path \(/tmp\)"),
+        ([*DATAFLOW, "--num_workers=5", "--max_num_workers=3"], r"num_workers \(5\) cannot exceed max_num_workers"),
+    ],
+)
+def test_options_are_checked_by_beam_itself(options: list[str], reason: str) -> None:
+    with pytest.raises(TextmillError, match=f"^runner.options: .*{reason}"):
+        open_runner(BeamRunner(options=options))
+
+
+def test_documented_options_are_known(root: Path) -> None:
+    page = (root / "docs" / "runners.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(--[^`]+)`", line) for line in page.splitlines() if line.startswith("| ")]
+    tried = [row for row in rows if row and "dask" not in row[0]]
+    assert len(tried) >= 4
+    for row in tried:
+        options = [word.replace("=gs://...", "=gs://bucket/t").replace("=...", "=my-project") for word in row]
+        open_runner(BeamRunner(options=options))
+
+
 @pytest.mark.long
 def test_wrong_options_end_in_one_line(jobs: Any) -> None:
     with pytest.raises(TextmillError, match=r"runner: the Beam pipeline failed: .*NoSuchRunner"):
@@ -147,6 +180,21 @@ def test_prepare_gives_the_same_bytes(
     assert local == content("memory", {"kind": "beam"})
     assert local == content("processes", {"kind": "beam", "options": PROCESSES})
     assert "train-00000.parquet" in local
+
+
+@pytest.mark.long
+def test_dask_gives_the_same_bytes(tiny_texts: Path, tmp_path: Path, root: Path) -> None:
+    packages = own_packages("dask==2026.8.0", "distributed==2026.8.0")
+    paths = os.pathsep.join([str(root), str(packages)])
+    script = [sys.executable, str(JOBS / "dask_prepare.py"), str(tiny_texts), str(tmp_path / "dask")]
+    done = subprocess.run(script, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    corpus = {"sources": [str(tiny_texts)], "section_chars": 100, "split": [8.0, 1.0, 1.0]}
+    local = prepare(RunConfig.model_validate({"folder": str(tmp_path / "local"), "corpus": corpus}))
+    names = sorted(path.name for path in local.iterdir() if path.name != "run.yaml")
+    assert "train-00000.parquet" in names
+    for name in names:
+        assert (tmp_path / "dask" / "corpus" / name).read_bytes() == (local / name).read_bytes(), name
 
 
 @pytest.mark.long

@@ -26,6 +26,8 @@ from textmill.runners import Result, Shard
 try:
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
+
+    from textmill.runners.beam_options import check_options
 except ImportError:
     raise TextmillError("runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'") from None
 
@@ -49,6 +51,7 @@ def new_runner(config: BeamRunner) -> PipelineRunner:
             "a worker process tried to start workers while importing your script; "
             "put the call under: if __name__ == '__main__':"
         )
+    check_options(config.options)
     return PipelineRunner(tuple(config.options), config.shared_folder)
 
 
