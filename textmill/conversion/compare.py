@@ -27,7 +27,9 @@ TEXTS = (
     "水車は川のほとりに立っている。磨坊在河边，水轮慢慢地转。",
     "الطاحونة بجانب النهر. טחנה ליד הנהר. चक्की नदी के किनारे है। โรงสีอยู่ริมแม่น้ำ",
 )
-SHAPE_FIELDS = ("layers", "heads", "width", "inner", "positions", "vocab", "activation", "untied")
+SHAPE_FIELDS = (
+    "layers", "heads", "kv_heads", "width", "inner", "positions", "vocab", "activation", "untied", "rotary_scaling",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

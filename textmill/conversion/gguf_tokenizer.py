@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -21,6 +21,8 @@ SPLITS = {
     "llama-bpe": (_SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,),
 }
 """How llama.cpp splits words, by its own names: what comes before GPT-2's splitting, or a pattern in its place."""
+COMPOSING = ("qwen2",)
+"""Those whose tokenizers compose characters (NFC) first; llama.cpp leaves that to its caller."""
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
 
 
@@ -28,10 +30,18 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     """The keys below `tokenizer.`; ids without a token up to `rows`, the rows of the embedding, are marked unused."""
     tree = json.loads(tokenizer.inner.to_str())
     model = tree["model"]
-    if model["type"] != "BPE" or tree["normalizer"] or "ByteLevel" not in json.dumps(tree["pre_tokenizer"]):
-        found = f"{model['type']}{' with a normalizer' if tree['normalizer'] else ''}"
+    composes = tree["normalizer"] == {"type": "NFC"}
+    normalizes = bool(tree["normalizer"]) and not composes
+    if model["type"] != "BPE" or normalizes or "ByteLevel" not in json.dumps(tree["pre_tokenizer"]):
+        found = f"{model['type']}{' with a normalizer' if normalizes else ''}"
         raise TextmillError(
-            f"export.kind: a GPT-2 in gguf needs a byte-level BPE tokenizer without a normalizer; this one is {found}"
+            f"export.kind: a model in gguf needs a byte-level BPE tokenizer without a normalizer; this one is {found}"
+        )
+    split = _split_name(tree["pre_tokenizer"], bool(model.get("ignore_merges")))
+    if composes != (split in COMPOSING):
+        raise TextmillError(
+            f"export.kind: a tokenizer that llama.cpp names {split} has {'no' if composes else 'an'} NFC "
+            "normalizer, so it would give other ids; use hf"
         )
     added = tokenizer.inner.get_added_tokens_decoder()
     by_id = {id_: (token, NORMAL) for token, id_ in model["vocab"].items()}
@@ -39,7 +49,7 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     entries = [by_id.get(id_, (f"[unused{id_}]", UNUSED)) for id_ in range(rows)]
     merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
     keys: dict[str, Any] = {
-        "ggml.model": "gpt2", "ggml.pre": _split_name(tree["pre_tokenizer"], bool(model.get("ignore_merges"))),
+        "ggml.model": "gpt2", "ggml.pre": split,
         "ggml.tokens": [token for token, _ in entries], "ggml.token_type": [kind for _, kind in entries],
         "ggml.merges": merges, "ggml.add_bos_token": False, "ggml.add_eos_token": False,
     }  # fmt: skip
@@ -102,6 +112,8 @@ def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
         for one in SPLITS[name]
     ]
     inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
+    if name in COMPOSING:
+        inner.normalizer = normalizers.NFC()
     inner.decoder, inner.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
     for token, id_ in used.items():
         if token not in plain:

@@ -1,4 +1,4 @@
-"""GGUF, the file of llama.cpp and Ollama: a GPT-2 with its own vocabulary, through the package gguf."""
+"""GGUF, the file of llama.cpp and Ollama: a model with its own vocabulary, through the package gguf."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ExportConfig
+from textmill.conversion import gguf_gpt2, gguf_llama
 from textmill.conversion.gguf_tokenizer import keys_of, tokenizer_of
-from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family
+from textmill.conversion.model import Array, Files, Hints, Model, collect_weights
 from textmill.conversion.ollama import modelfile
 from textmill.errors import TextmillError, warn
-from textmill.models import open_family, weights_of
 from textmill.storage.files import manifest_entry, write_text
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
@@ -31,34 +31,26 @@ FILE_TYPES = {
 }
 BLOCK = 32
 """Values that share a scale in a quantised type; rows of another length are written in F16."""
-ARCHITECTURE, MAGIC = "gpt2", b"GGUF"
-NAMES = {
-    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
-    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "lm_head": "output",
-}  # fmt: skip
-"""The family's names of modules, of a block without `transformer.h.N`, and llama.cpp's."""
-OUTPUT = "output.weight"
-NUMBERS = {
-    "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
-    "feed_forward_length": "n_inner", "attention.head_count": "n_head",
-}  # fmt: skip
-"""Keys of the file below `gpt2.`, and those of a config.json."""
+MAGIC, EMBEDDING = b"GGUF", "token_embd.weight"
+KEPT = ("position_embd.weight", "rope_freqs.weight")
+"""Matrices and vectors that stay in F32."""
+LAYOUTS: dict[str, Any] = {"gpt2": gguf_gpt2, "llama": gguf_llama}
+"""How the models of each family are stored."""
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write NAME.gguf and a Modelfile for Ollama."""
     gguf, shape = _package(), model.shape
-    require_family(shape, "gpt2", "gguf")
-    if shape.activation != "gelu_new":
+    if shape.family not in LAYOUTS:
         raise TextmillError(
-            f"export.kind: llama.cpp computes a GPT-2 with gelu_new, this model has {shape.activation}; use hf or onnx"
+            f"export.kind: gguf can hold a {' or '.join(LAYOUTS)}, the model is a {shape.family}; use hf"
         )
+    architecture = LAYOUTS[shape.family].architecture_of(shape)
     if model.tokenizer is None:
         raise TextmillError("export.kind: gguf holds the tokenizer, the model has none; put it next to the weights")
     name = re.sub(r"[^\w.-]+", "-", config.name or Path(str(config.folder)).name) or "model"
     path = folder / f"{name}.gguf"
-    writer = gguf.GGUFWriter(path, ARCHITECTURE)
+    writer = gguf.GGUFWriter(path, architecture)
     _add_keys(writer, model, gguf, config, name)
     odd = _add_tensors(writer, model, gguf, config.precision)
     writer.write_header_to_file()
@@ -83,7 +75,7 @@ def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: 
     writer.add_embedding_length(shape.width)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
-    writer.add_layer_norm_eps(shape.epsilon)
+    LAYOUTS[shape.family].add_keys(writer, shape)
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[config.precision]))
     if config.precision.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -96,33 +88,20 @@ def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: 
 def _add_tensors(writer: Any, model: Model, gguf: Any, precision: str) -> int:
     """Add every weight; norms, biases and positions stay in F32. Returns how many matrices could not be quantised."""
     wanted, odd = getattr(gguf.GGMLQuantizationType, TYPES[precision]), 0
-    transposed = {weight.name: weight.transposed for weight in weights_of(model.shape)}
-    named = {_their_name(name): (name, values) for name, values in model.weights.items()}
-    # A tied head could be left out, but older builds of llama.cpp do not open such a file.
-    named.setdefault(OUTPUT, ("transformer.wte.weight", model.weights["transformer.wte.weight"]))
-    for theirs, (name, values) in named.items():
-        if values.ndim < 2 or theirs == "position_embd.weight" or precision == "fp32":
-            writer.add_tensor(theirs, np.ascontiguousarray(values.T if transposed.get(name) else values, np.float32))
+    for name, values in LAYOUTS[model.shape.family].tensors_of(model).items():
+        values = np.ascontiguousarray(values, np.float32)
+        if values.ndim < 2 or name in KEPT or precision == "fp32":
+            writer.add_tensor(name, values)
             continue
-        values, kind = np.ascontiguousarray(values.T if transposed.get(name) else values), wanted
+        kind = wanted
         if precision.startswith("q") and values.shape[-1] % BLOCK:
             kind, odd = gguf.GGMLQuantizationType.F16, odd + 1
         if kind == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
             raise TextmillError(
                 f"'{name}' holds {np.abs(values).max():.4g}, more than fp16 can represent; use bf16 or fp32"
             )
-        writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     return odd
-
-
-def _their_name(name: str) -> str:
-    stem, _, ending = name.rpartition(".")
-    block = re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", stem)
-    return f"blk.{block[1]}.{NAMES[block[2]]}.{ending}" if block else f"{NAMES[stem]}.{ending}"
-
-
-def _our_names() -> dict[str, str]:
-    return {theirs: ours for ours, theirs in NAMES.items()}
 
 
 def matches(path: Path) -> bool:
@@ -142,7 +121,7 @@ def _file_of(path: Path) -> Path:
 
 
 def read(path: Path, hints: Hints) -> Model:
-    """Read a GPT-2; quantised weights are turned into fp32."""
+    """Read a model; quantised weights are turned into fp32."""
     path, gguf = _file_of(path), _package()
     try:
         reader = gguf.GGUFReader(path)
@@ -150,46 +129,28 @@ def read(path: Path, hints: Hints) -> Model:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:  # the package raises what its arithmetic on a damaged file raises
         raise TextmillError(f"{path}: not a readable GGUF file ({type(error).__name__}: {error})") from None
-    if keys.get("general.architecture") != ARCHITECTURE:
+    layouts = {name: layout for layout in LAYOUTS.values() for name in layout.ARCHITECTURES}
+    layout = layouts.get(str(keys.get("general.architecture")))
+    if layout is None:
         raise TextmillError(
-            f"{path}: its architecture is {keys.get('general.architecture')!r}; textmill reads {ARCHITECTURE}"
+            f"{path}: its architecture is {keys.get('general.architecture')!r}; textmill reads {', '.join(layouts)}"
         )
-    shape = _shape_of(keys, tensors, path)
-    weights = collect_weights(shape, _named(tensors, shape, gguf, path), str(path))
+    if EMBEDDING not in tensors:
+        raise TextmillError(f"{path}: has no {EMBEDDING}; the file is damaged, or holds no weights")
+    shape = layout.shape_of(keys, tensors, path)
+    weights = collect_weights(shape, _named(tensors, shape, layout, gguf, path), str(path))
     tokenizer = open_tokenizer(hints.tokenizer) if hints.tokenizer else tokenizer_of(keys, str(path))
     return Model(shape, weights, tokenizer)
 
 
-def _shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
-    if "token_embd.weight" not in tensors:
-        raise TextmillError(f"{path}: has no token_embd.weight; the file is damaged, or holds no weights")
-    hf = {ours: keys.get(f"{ARCHITECTURE}.{theirs}") for theirs, ours in NUMBERS.items()}
-    hf |= {
-        "vocab_size": int(tensors["token_embd.weight"].shape[-1]), "activation_function": "gelu_new",
-        "layer_norm_epsilon": keys.get(f"{ARCHITECTURE}.attention.layer_norm_epsilon", 1e-5),
-        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0, "tie_word_embeddings": _is_tied(tensors),
-    }  # fmt: skip
-    if isinstance(epsilon := hf["layer_norm_epsilon"], float):
-        hf["layer_norm_epsilon"] = float(f"{epsilon:.6g}")  # the file has 32 bits of it
-    return open_family("gpt2").shape_of_hf(hf, str(path))
-
-
-def _is_tied(tensors: dict[str, Any]) -> bool:
-    return OUTPUT not in tensors or np.array_equal(tensors[OUTPUT].data, tensors["token_embd.weight"].data)
-
-
-def _named(tensors: dict[str, Any], shape: Any, gguf: Any, path: Path) -> Iterator[Named]:
-    ours = _our_names()
-    transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
+def _named(tensors: dict[str, Any], shape: Any, layout: Any, gguf: Any, path: Path) -> Iterator[Named]:
     for name, tensor in tensors.items():
-        block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-        stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
-        if stem not in ours:
-            raise TextmillError(f"{path}: has '{name}', which a GPT-2 does not have")
-        full = f"transformer.h.{block[1]}.{ours[stem]}.{ending}" if block else f"{ours[stem]}.{ending}"
-        values = _values_of(tensor, gguf, path)
-        yield full, np.ascontiguousarray(values.T) if transposed.get(full) and values.ndim == 2 else values
+        if name == gguf_llama.FACTORS:
+            continue  # part of the shape
+        found = layout.weight_of(name, _values_of(tensor, gguf, path), shape)
+        if found is None:
+            raise TextmillError(f"{path}: has '{name}', which a {shape.family} does not have")
+        yield found
 
 
 def _values_of(tensor: Any, gguf: Any, path: Path) -> Array:

@@ -83,15 +83,30 @@ def turning_rates(powers_D: Array, base: float, scaling: str) -> tuple[Array, fl
 
 def _llama3(rates_D: Array, numbers: dict[str, Any]) -> Array:
     """Slow pairs turn slower by the factor, fast ones as before, those in between change smoothly."""
-    factor, low, high = (np.float32(numbers[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor = np.float32(numbers["factor"])
+    slow_D, fast_D, smooth_D = _llama3_bands(rates_D, numbers)
+    scaled_D = np.where(slow_D, rates_D / factor, rates_D)
+    between_D = (np.float32(1) - smooth_D) * scaled_D / factor + smooth_D * scaled_D
+    return np.where(slow_D | fast_D, scaled_D, between_D)
+
+
+def _llama3_bands(rates_D: Array, numbers: dict[str, Any]) -> tuple[Any, Any, Array]:
+    """Which pairs are slow, which are fast, and how fast those in between are: from 0 to 1."""
+    low, high = (np.float32(numbers[name]) for name in ("low_freq_factor", "high_freq_factor"))
     original = numbers["original_max_position_embeddings"]
     wavelengths_D = np.float32(2 * math.pi) / rates_D
     slow_D = wavelengths_D > original / numbers["low_freq_factor"]
     fast_D = wavelengths_D < original / numbers["high_freq_factor"]
-    scaled_D = np.where(slow_D, rates_D / factor, rates_D)
-    smooth_D = (np.float32(original) / wavelengths_D - low) / (high - low)
-    between_D = (np.float32(1) - smooth_D) * scaled_D / factor + smooth_D * scaled_D
-    return np.where(slow_D | fast_D, scaled_D, between_D)
+    return slow_D, fast_D, (np.float32(original) / wavelengths_D - low) / (high - low)
+
+
+def llama3_factors(rates_D: Array, numbers: dict[str, Any]) -> Array:
+    """What llama3's scaling divides each rate by, as llama.cpp stores it."""
+    slow_D, fast_D, smooth_D = _llama3_bands(rates_D, numbers)
+    factor = np.float32(numbers["factor"])
+    between_D = np.float32(1) / ((np.float32(1) - smooth_D) / factor + smooth_D)
+    found: Array = np.where(slow_D, factor, np.where(fast_D, np.float32(1), between_D)).astype(np.float32)
+    return found
 
 
 def _yarn(powers_D: Array, base: float, numbers: dict[str, Any]) -> Array:

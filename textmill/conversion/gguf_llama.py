@@ -1,0 +1,179 @@
+"""A Llama, Qwen2 or Qwen3 in a GGUF file: its keys, the names of its tensors and their layout.
+
+llama.cpp's `llama` turns neighbouring channels by one angle, transformers the channels i and D/2 + i. So the rows of
+queries and keys are stored in another order. Its `qwen2` and `qwen3` have transformers' order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from textmill.conversion.model import Array, Model
+from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.models.llama.rotary import llama3_factors
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+"""The family's names of modules, of a block without `model.layers.N`, and llama.cpp's."""
+OUTPUT, EMBEDDING, FACTORS = "output.weight", "token_embd.weight", "rope_freqs.weight"
+NUMBERS = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}  # fmt: skip
+"""Keys of the file below the architecture's name, and those of a config.json."""
+SCALING = "textmill.rope_scaling"
+"""The scaling of rotary positions as config.json has it: llama.cpp's keys do not have all of its numbers."""
+LLAMA3 = [
+    {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 8192}
+    for factor in (8.0, 32.0)
+]  # fmt: skip
+"""The scalings of the published Llama 3 models, of which a file has the factors only."""
+
+
+def architecture_of(shape: Any) -> str:
+    """llama.cpp's name of the kind of model; an error if it has none that computes the same."""
+    kind: str = shape.model_type
+    if shape.activation != "silu":
+        raise TextmillError(
+            f"export.kind: llama.cpp computes a {kind} with silu, this model has {shape.activation}; use hf"
+        )
+    if kind == "qwen3" and shape.qkv_bias:
+        raise TextmillError("export.kind: llama.cpp's qwen3 has no biases, this model has some; use hf")
+    scaling = json.loads(shape.rotary_scaling or "{}")
+    options = scaling.keys() - {"rope_type", "factor", "original_max_position_embeddings"}
+    if scaling.get("rope_type") == "yarn" and options:
+        raise TextmillError(f"export.kind: gguf has no place for yarn's {', '.join(sorted(options))}; use hf")
+    return kind
+
+
+def add_keys(writer: Any, shape: Any) -> None:
+    """The numbers of the shape that only this kind of model has."""
+    writer.add_vocab_size(shape.vocab)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_width)
+    writer.add_value_length(shape.head_width)
+    writer.add_layer_norm_rms_eps(shape.epsilon)
+    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_rope_freq_base(shape.rotary_base)
+    if not shape.rotary_scaling:
+        return
+    scaling = json.loads(shape.rotary_scaling)
+    writer.add_string(SCALING, shape.rotary_scaling)
+    if scaling["rope_type"] in ("linear", "yarn"):
+        writer.add_string(f"{shape.model_type}.rope.scaling.type", scaling["rope_type"])
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def tensors_of(model: Model) -> dict[str, Array]:
+    """Every tensor under llama.cpp's name and in its layout; a tied head is left out."""
+    shape, found = model.shape, {}
+    for name, values in model.weights.items():
+        stem, _, ending = name.rpartition(".")
+        block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+        heads = _permuted_heads(shape, stem)
+        found[f"blk.{block[1]}.{NAMES[block[2]]}.{ending}" if block else f"{NAMES[stem]}.{ending}"] = (
+            _swap_rows(values, heads, 2) if heads else values
+        )
+    scaling = json.loads(shape.rotary_scaling or "{}")
+    if scaling.get("rope_type") == "llama3":
+        found[FACTORS] = _factors(shape.head_width, shape.rotary_base, scaling)
+    return found
+
+
+def _permuted_heads(shape: Any, stem: str) -> int:
+    """The heads of a matrix whose rows have another order in the file; 0: the same order."""
+    if shape.model_type != "llama":
+        return 0
+    heads: dict[str, int] = {"q_proj": shape.heads, "k_proj": shape.kv_heads}
+    return heads.get(stem.rpartition(".")[2], 0)
+
+
+def _swap_rows(values: Array, heads: int, halves: int) -> Array:
+    """Rows of every head in another order: channel (half, i) becomes (i, half); with D / 2 halves it is undone."""
+    parts = values.reshape(heads, halves, -1, *values.shape[1:])
+    return np.ascontiguousarray(parts.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _factors(head_width: int, base: float, scaling: dict[str, Any]) -> Array:
+    powers_D = np.float32(base) ** (np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width))
+    return llama3_factors(np.float32(1) / powers_D, scaling)
+
+
+def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
+    """The shape of a file."""
+    kind = keys["general.architecture"]
+    hf = {ours: keys.get(f"{kind}.{theirs}") for theirs, ours in NUMBERS.items()}
+    if isinstance(hf["rms_norm_eps"], float):
+        hf["rms_norm_eps"] = float(f"{hf['rms_norm_eps']:.6g}")  # the file has 32 bits of it
+    biases = {name for name in tensors if name.startswith("blk.0.") and name.endswith(".bias")}
+    hf = {key: value for key, value in hf.items() if value is not None} | {
+        "model_type": kind, "vocab_size": int(tensors[EMBEDDING].shape[-1]),
+        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "tie_word_embeddings": OUTPUT not in tensors,
+        "attention_bias": "blk.0.attn_output.bias" in biases, "mlp_bias": "blk.0.ffn_up.bias" in biases,
+    }  # fmt: skip
+    rotated = keys.get(f"{kind}.rope.dimension_count")
+    head_width = hf.get("head_dim") or hf.get("hidden_size", 0) // max(1, hf.get("num_attention_heads", 1))
+    if rotated not in (None, head_width):
+        raise TextmillError(
+            f"{path}: rope.dimension_count is {rotated}; textmill turns all {head_width} channels of a head"
+        )
+    hf["rope_scaling"] = _scaling_of(keys, kind, tensors, hf, path)
+    return open_family("llama").shape_of_hf(hf, str(path))
+
+
+def _scaling_of(
+    keys: dict[str, Any], kind: str, tensors: dict[str, Any], hf: dict[str, Any], path: Path
+) -> dict[str, Any] | None:
+    """The scaling of rotary positions, from textmill's key or from llama.cpp's."""
+    if isinstance(given := keys.get(SCALING), str):
+        try:
+            found = json.loads(given)
+        except ValueError:
+            raise TextmillError(f"{path}: {SCALING} is no JSON; the file is damaged") from None
+        return found if isinstance(found, dict) else None
+    if FACTORS in tensors:
+        factors = np.asarray(tensors[FACTORS].data, np.float32).reshape(-1)
+        for scaling in LLAMA3:
+            if np.allclose(factors, _factors(2 * len(factors), hf.get("rope_theta", 1e4), scaling), rtol=1e-3):
+                return scaling
+        raise TextmillError(
+            f"{path}: {FACTORS} is no scaling of a published Llama 3; convert the model's folder instead"
+        )
+    name = keys.get(f"{kind}.rope.scaling.type", "none")
+    factor = keys.get(f"{kind}.rope.scaling.factor")
+    if name == "none" or (name == "linear" and factor in (None, 0.0, 1.0)):
+        return None
+    original = keys.get(f"{kind}.rope.scaling.original_context_length")
+    return {"rope_type": name, "factor": factor, **({"original_max_position_embeddings": original} if original else {})}
+
+
+def weight_of(name: str, values: Array, shape: Any) -> tuple[str, Array] | None:
+    """A tensor under the family's name and in its layout; None if the family has no such tensor."""
+    ours = {theirs: mine for mine, theirs in NAMES.items()}
+    block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
+    if stem not in ours:
+        return None
+    full = f"model.layers.{block[1]}.{ours[stem]}" if block else ours[stem]
+    heads = _permuted_heads(shape, full)
+    if heads and len(values) == heads * shape.head_width:
+        values = _swap_rows(values, heads, shape.head_width // 2)
+    return f"{full}.{ending}", values
