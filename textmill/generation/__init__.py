@@ -16,7 +16,7 @@ from textmill.errors import TextmillError, warn
 from textmill.generation.prompts import find_prompts
 from textmill.generation.terminal import Terminal, is_terminal
 from textmill.models import find_run_model
-from textmill.tokens.chat_template import open_template
+from textmill.tokens.chat_template import ChatTemplate, open_template
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator, Sample
@@ -53,7 +53,7 @@ def sample_prompts(
     from textmill.generation.generator import open_generator
 
     generator, template = open_generator(checkpoint, engine), open_template(checkpoint.tokenizer)
-    if template is None:
+    if not isinstance(template, ChatTemplate):  # base models of others have a template of their tokenizer too
         return [asdict(one) for one in generator.samples(prompts, sample)]
     questions = [render_question(template, prompt) for prompt in prompts]
     return [asdict(one) for one in answer_all(generator, template, prompts, questions, sample)]

@@ -12,7 +12,7 @@ from textmill.errors import TextmillError, warn
 from textmill.generation.chat_answers import open_chat_model
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal, is_terminal
-from textmill.tokens.chat_template import ChatTemplate, Message
+from textmill.tokens.chat_template import AnyTemplate, Message
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator
@@ -43,7 +43,7 @@ def chat(config: RunConfig, step: StepChoice | None = None) -> None:
 class Conversation:
     """The messages so far, and the settings of the next answer."""
 
-    def __init__(self, generator: Generator, template: ChatTemplate, config: RunConfig, terminal: Terminal) -> None:
+    def __init__(self, generator: Generator, template: AnyTemplate, config: RunConfig, terminal: Terminal) -> None:
         self.generator, self.template, self.config, self.terminal = generator, template, config, terminal
         self.messages: list[Message] = []
         self.answers = 0

@@ -12,7 +12,7 @@ from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
 from textmill.models import check_next_token, find_run_model, read_shape
-from textmill.tokens.chat_template import ChatTemplate, open_template
+from textmill.tokens.chat_template import AnyTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ QUESTIONS = 3
 """Conversations taken from the valid split if there is no prompt."""
 
 
-def open_chat_model(config: RunConfig, step: StepChoice | None) -> tuple[Checkpoint, ChatTemplate]:
+def open_chat_model(config: RunConfig, step: StepChoice | None) -> tuple[Checkpoint, AnyTemplate]:
     """Return the checkpoint that a config names, and its chat template."""
     checkpoint = find_run_model(config, step)
     template = open_template(checkpoint.tokenizer)
@@ -48,13 +48,13 @@ def answer(config: RunConfig, step: StepChoice | None = None) -> list[str]:
     return texts
 
 
-def render_question(template: ChatTemplate, question: str) -> list[int]:
+def render_question(template: AnyTemplate, question: str) -> list[int]:
     """Return the token ids of a question and the start of its answer."""
     return template.render([{"role": "user", "content": question}], add_generation_prompt=True)
 
 
 def answer_all(
-    generator: Generator, template: ChatTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig,
+    generator: Generator, template: AnyTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig,
     count: int = 1,
 ) -> list[Sample]:  # fmt: skip
     """Answer each question `count` times; `names` become the samples' prompts. The seed counts up from answer to

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 from textmill.errors import TextmillError
 from textmill.tokens.chat_rendering import TurnTokens, render
+from textmill.tokens.jinja_template import JinjaTemplate
 from textmill.tokens.vocabulary.encoders import ReferenceEncoder
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
+AnyTemplate: TypeAlias = "ChatTemplate | JinjaTemplate"
 Message = dict[str, str]
 """One message of a conversation, with the keys "role" and "content"."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How conversations are written for a model that was finetuned for chat."""
+    """How conversations are written for a model that textmill finetuned for chat."""
 
     tokenizer: TextTokenizer
     turn_tokens: TurnTokens
@@ -41,9 +44,9 @@ class ChatTemplate:
         return ids
 
 
-def open_template(folder: Path) -> ChatTemplate | None:
-    """The chat template that textmill saved with the tokenizer in a folder; None if there is none."""
+def open_template(folder: Path) -> AnyTemplate | None:
+    """The chat template of the tokenizer in a folder: textmill's own, or Jinja of another origin."""
     tokenizer = open_tokenizer(folder)
-    if tokenizer.chat is None or tokenizer.turn_tokens is None:
-        return None
-    return ChatTemplate(tokenizer, tokenizer.turn_tokens, tokenizer.chat.jinja())
+    if tokenizer.chat is not None and tokenizer.turn_tokens is not None:
+        return ChatTemplate(tokenizer, tokenizer.turn_tokens, tokenizer.chat.jinja())
+    return JinjaTemplate(tokenizer, tokenizer.jinja) if tokenizer.jinja is not None else None

@@ -1,0 +1,89 @@
+"""A chat template of another origin: Jinja, run in its sandbox, which reaches no file, module or private attribute."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from textmill.errors import TextmillError
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+MARK = "\ue000{}\ue001"
+"""In place of a message while its template is rendered; characters for private use, which no template has."""
+MARKS = re.compile("\ue000([0-9]+)\ue001")
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tags of transformers around what the assistant wrote; they write nothing."""
+
+
+@dataclass(frozen=True)
+class JinjaTemplate:
+    """The chat template that came with a model."""
+
+    tokenizer: TextTokenizer
+    jinja: str
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the end of text, and the special token after an assistant's message."""
+        special = {id_ for id_, token in self._with_special.get_added_tokens_decoder().items() if token.special}
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK.format(0)}]
+        try:
+            after = self._text(turns, False).rpartition(MARK.format(0))[2]
+        except TextmillError:  # it wants more turns, or other ones
+            after = ""
+        found = [id_ for id_ in self._encode(after) if id_ in special][:1]
+        return tuple(dict.fromkeys([*found, self.tokenizer.end]))
+
+    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+        """The conversation as ids, as transformers renders it; special tokens in messages are plain text."""
+        contents = [message["content"] for message in messages]
+        special = [token.content for token in self._with_special.get_added_tokens_decoder().values()]
+        if not any(token in content for content in contents for token in special):
+            return self._encode(self._text(messages, add_generation_prompt))
+        marked = [{**message, "content": MARK.format(number)} for number, message in enumerate(messages)]
+        pieces = MARKS.split(self._text(marked, add_generation_prompt))
+        ids: list[int] = []
+        for place, piece in enumerate(pieces):
+            ids += self.tokenizer.encode(contents[int(piece)]) if place % 2 else self._encode(piece)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._with_special.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _with_special(self) -> Tokenizer:
+        """The tokenizer, finding special tokens in a text."""
+        inner = Tokenizer.from_str(self.tokenizer.inner.to_str())
+        inner.encode_special_tokens = False
+        return inner
+
+    def _text(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+        roles = {**self.tokenizer.roles, "eos_token": self.tokenizer.inner.id_to_token(self.tokenizer.end)}
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None}
+        try:
+            return str(self._compiled.render(**roles, **given, documents=None))
+        except Exception as error:  # what a template can raise has no limit
+            raise TextmillError(f"the model's chat template cannot render this: {error}") from None
+
+    @cached_property
+    def _compiled(self) -> Any:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
+        return environment.from_string(GENERATION.sub("", self.jinja))
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
