@@ -78,7 +78,7 @@ SETUP = {
         "run base.yaml",
         "run adapted.yaml model.init_from=runs/base tokenizer.use=runs/base/tokenizer model.lora.rank=2",
     ],
-    "serve": ["run quickstart"],
+    "serve": ["run quickstart", "run bert.yaml folder=runs/bert-base"],
     "tokenizers": ["prepare my.yaml"],
     "tokens": ["prepare my.yaml", "fit-tokenizer my.yaml"],
     "train": [*TOKENIZE_QUICKSTART, *MINE, "tokenize mine"],

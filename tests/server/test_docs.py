@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support import web
+from tests.support.bert_models import write_bert
 from tests.support.browser import Browser, missing
 from tests.support.live_server import Live
 
@@ -19,12 +21,12 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text(enc
 ADDRESS = "http://127.0.0.1:8000"
 
 
-def example(kind: str, live: Live) -> str:
-    """Return the example in a language, with the live server's address."""
+def example(kind: str, live: Live, number: int = 0) -> str:
+    """Return an example in a language, with the live server's address."""
     found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(found) == 1
-    assert ADDRESS in found[0]
-    return found[0].replace(ADDRESS, live.url)
+    assert len(found) == (1 if kind == "js" else 2), "one for texts, one for embeddings"
+    assert ADDRESS in found[number]
+    return found[number].replace(ADDRESS, live.url)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on PATH")
@@ -43,6 +45,22 @@ def test_python(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert output.count("Once upon a time") >= 2, "the model echoes its prompt, whole and streamed"
     assert "user: Who are you?" in output
+
+
+def test_embeddings_and_masks(
+    new_live: Callable[..., Live], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_bert(tmp_path / "bert-base")
+    live = new_live({"where": str(tmp_path / "bert-base")})
+    if shutil.which("curl") is not None:
+        done = subprocess.run(["bash", "-e", "-c", example("sh", live, 1)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count('"object": "embedding"') == 2
+        assert done.stdout.count('"probability"') == 3
+    pytest.importorskip("openai", reason="the openai client is in the extra dev")
+    capsys.readouterr()
+    exec(compile(example("python", live, 1), "docs/serve.md", "exec"), {})
+    assert capsys.readouterr().out == "2 32\n"
 
 
 def test_javascript(live: Live) -> None:

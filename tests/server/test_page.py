@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import web
+from tests.support.bert_models import write_bert
 from tests.support.browser import KEYS, Browser, missing
 from tests.support.live_server import Live
 
@@ -231,3 +232,33 @@ def test_page_reports_a_server_that_is_gone(browser: Browser, new_live: Callable
     browser.type("#prompt", "again" + KEYS["enter"])
     browser.wait("return document.getElementById('error').textContent.includes('does not answer')")
     shoot(browser, "gone-light-wide")
+
+
+@needs_browser
+def test_a_bert_fills_in_and_compares(browser: Browser, new_live: Callable[..., Live], tmp_path: Path) -> None:
+    """The page offers what the model can do, and nothing that it cannot."""
+    write_bert(tmp_path / "bert-mill")
+    live = new_live({"where": str(tmp_path / "bert-mill")})
+    open_page(browser, live.url)
+    shown = (
+        "return [...document.querySelectorAll('.modes label')].filter((one) => !one.hidden).map((one) => one.innerText)"
+    )
+    browser.wait("return document.getElementById('mode-fill').checked")
+    assert browser.run(shown) == ["Fill in", "Compare"]
+    browser.type("#prompt", "The mill stands [MASK] the river" + KEYS["enter"])
+    browser.wait("return document.querySelectorAll('.filled').length === 1")
+    choices = "return [...document.querySelectorAll('.rows div')].map((one) => one.innerText)"
+    assert len(browser.run(choices)) == 8
+    reply = web.post(f"{live.url}/fill", json={"prompt": "The mill stands [MASK] the river"}).json()["data"][0]
+    assert browser.run("return document.querySelector('.filled').textContent") == reply["masks"][0][0]["token"]
+    shoot(browser, "fill")
+    browser.run("document.getElementById('mode-compare').click()")
+    browser.run(
+        "document.getElementById('prompt').value = 'the mill\\nthe river\\nthe mill';"
+        "document.getElementById('ask').requestSubmit()"
+    )
+    browser.wait("return document.querySelectorAll('.rows div').length === 2")
+    assert "1.000" in browser.run(choices)[0], "the same text comes first"
+    shoot(browser, "compare")
+    browser.run("document.getElementById('prompt').value = 'one'; document.getElementById('ask').requestSubmit()")
+    browser.wait("return document.getElementById('error').textContent.includes('two or more')")

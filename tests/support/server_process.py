@@ -23,9 +23,10 @@ from textmill.generation.requests import Done, QueueFull, Request, Token
 from textmill.generation.text_chunks import ChunkingScheduler
 from textmill.server.lifecycle import bind, run
 from textmill.server.model_process import open_remote_scheduler
-from textmill.server.model_setup import read_api_key
+from textmill.server.model_setup import open_service, read_api_key
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
+from textmill.where import open_where
 
 
 class TextDecoder:
@@ -178,7 +179,10 @@ def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig)
 
 
 def new_service(options: dict[str, Any]) -> Service:
-    """Return the service that a test needs: `model` names a checkpoint; without it the echo model is used."""
+    """Return the service that a test needs: `where` names any model, `model` a checkpoint; default: the echo model."""
+    if where := options.get("where"):
+        settings = ["engine.device=cpu", "engine.precision=fp32", *options.get("settings", [])]
+        return open_service(open_where(where, settings).config)
     serve = ServeConfig(port=0, **options.get("serve", {}))
     sample = SampleConfig(**options.get("sample", {}))
     if folder := options.get("model"):

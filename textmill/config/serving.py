@@ -41,6 +41,8 @@ class ServeConfig(Section):
     """Most new tokens that a request may ask for."""
     max_choices: int = changeable(16, ge=1, le=1024)
     """Most texts that one request may ask for: its prompts times `n`."""
+    max_inputs: int = changeable(4096, ge=1, le=100_000)
+    """Most texts in one request for embeddings or to fill in."""
     max_stops: int = changeable(16, ge=0, le=64)
     """Most stop strings in a request."""
     request_timeout: float = changeable(300.0, gt=0, le=86400)

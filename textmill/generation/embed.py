@@ -17,7 +17,7 @@ from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.embedding_files import count_texts, is_listed, read_texts
-from textmill.generation.embedding_texts import Encoded
+from textmill.generation.embedding_texts import Encoded, format_vector
 from textmill.models import find_run_model
 from textmill.storage.files import atomic_writer, format_path
 from textmill.storage.progress import progress
@@ -154,8 +154,3 @@ class _Matrix:
         """Write how many rows there are."""
         self.stream.seek(0)
         self._write_header()
-
-
-def format_vector(vector: Vectors) -> str:
-    """A vector as JSON; nine digits are enough to read the same numbers back."""
-    return "[" + ", ".join(["%.9g"] * len(vector)) % tuple(vector.tolist()) + "]"

@@ -17,7 +17,8 @@ NO_TEXT = "no text; write: textmill embed MODEL 'a text', name a file of texts, 
 def read_texts(given: list[str]) -> Iterator[str]:
     """The texts; a single argument that names a file stands for its lines. Raises if there is none."""
     file = _file_of(given)
-    texts = _read_lines(file) if file else iter(given) if given else _read_piped()
+    listed = (_check(text, f"text {number}") for number, text in enumerate(given, 1))
+    texts = _read_lines(file) if file else listed if given else _read_piped()
     first = next(texts, None)
     if first is None:
         raise TextmillError(f"embed: {f'{file} is empty' if file else NO_TEXT}")
@@ -88,4 +89,12 @@ def _parse(line: str, where: str) -> str:
     text = record.get("text") if isinstance(record, dict) else record
     if not isinstance(text, str):
         raise TextmillError(f'{where}: is not a text; write each line as {{"text": "TEXT"}}')
+    return _check(text, where)
+
+
+def _check(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TextmillError(f"{where}: has a lone surrogate (half of a character); give it as UTF-8 text") from None
     return text

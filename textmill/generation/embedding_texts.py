@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig
 from textmill.errors import TextmillError
-from textmill.models import Shape, open_family, read_shape
+from textmill.models import Shape, open_family
 from textmill.models.pooling import Pooling, read_pooling
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 Ids = NDArray[np.int64]
 
@@ -48,9 +47,10 @@ class TextEncoder:
 
     def encode(self, texts: list[str]) -> list[Encoded]:
         """The ids of each text, special tokens included; tokens at the end of a long one are left out."""
-        return [self._surround(ids) for ids in self.tokenizer.encode_many(texts)]
+        return [self.surround(ids) for ids in self.tokenizer.encode_many(texts)]
 
-    def _surround(self, ids: Ids) -> Encoded:
+    def surround(self, ids: Ids) -> Encoded:
+        """One text, from its tokens without special ones."""
         special = len(self.first) + len(self.last)
         kept = np.concatenate([self.first, ids[: self.longest - special], self.last]).astype(np.int64)
         if not len(kept):  # an empty text for a model without special tokens
@@ -58,18 +58,22 @@ class TextEncoder:
         return Encoded(kept, len(ids) + special)
 
 
-def open_text_encoder(checkpoint: Checkpoint, config: EmbedConfig) -> tuple[TextEncoder, Pooling]:
-    """The encoder and the pooling of a model folder, with the settings that override its own."""
-    shape = read_shape(checkpoint.folder)
-    return new_text_encoder(shape, open_tokenizer(checkpoint.tokenizer), config, checkpoint.folder)
+def format_vector(vector: NDArray[np.float32]) -> str:
+    """A vector as JSON; nine digits are enough to read the same numbers back."""
+    return "[" + ", ".join(["%.9g"] * len(vector)) % tuple(vector.tolist()) + "]"
+
+
+def can_embed(shape: Shape) -> bool:
+    """Whether several texts in a row do not affect each other in this model."""
+    return "documents" in open_family(shape.family).BATCH_FIELDS
 
 
 def new_text_encoder(
     shape: Shape, tokenizer: TextTokenizer, config: EmbedConfig, folder: Path
 ) -> tuple[TextEncoder, Pooling]:
-    """The same for a shape and a tokenizer that are open."""
+    """The encoder and the pooling of a model, with the settings that override those of its folder."""
     family = open_family(shape.family)
-    if "documents" not in family.BATCH_FIELDS:
+    if not can_embed(shape):
         raise TextmillError(f"{folder}: a {shape.family} cannot read several texts in a row, so there is no embedding")
     if tokenizer.vocab > shape.vocab:
         raise TextmillError(

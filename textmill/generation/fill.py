@@ -36,7 +36,7 @@ def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = Fals
         print(f"{checkpoint.folder}: type a text with {filler.mask}; ctrl-D ends")
         return list(_fill_lines(filler))
     for prompt in prompts:
-        filler.check(prompt)
+        filler.texts.check(prompt)
     return [_print(one, as_json) for one in filler.fill(prompts)]
 
 
@@ -52,7 +52,7 @@ def _fill_lines(filler: Filler) -> Iterator[str]:
 
 
 def _fill_line(filler: Filler, prompt: str) -> list[Filled]:
-    filler.check(prompt)
+    filler.texts.check(prompt)
     return list(filler.fill([prompt]))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from textmill.config import SampleConfig
-from textmill.generation.requests import Done, Request
+from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, Request
 from textmill.generation.text_chunks import TextChunk
 
 HEARTBEAT_SECONDS = 0.5
@@ -110,14 +110,22 @@ def new_socket_pair() -> tuple[MessageSocket, socket.socket]:
     return MessageSocket(ours.detach()), theirs
 
 
-def pack_request(request: Request) -> list[Any]:
+def pack_request(request: Request | EncoderRequest) -> list[Any]:
     """Return a request as a JSON value, without the sampling settings that have their default."""
+    if isinstance(request, EmbedRequest):
+        return ["embed", request.ids]
+    if isinstance(request, FillRequest):
+        return ["fill", request.prompts, request.choices]
     sample = request.sample.model_dump(exclude_defaults=True)
     return [request.ids, sample, request.stop, request.stop_ids, request.bias, request.logprobs, request.echo]
 
 
-def unpack_request(packed: list[Any]) -> Request:
+def unpack_request(packed: list[Any]) -> Request | EncoderRequest:
     """Undo `pack_request`."""
+    if packed[0] == "embed":
+        return EmbedRequest(tuple(map(tuple, packed[1])))
+    if packed[0] == "fill":
+        return FillRequest(tuple(packed[1]), packed[2])
     ids, sample, stop, stop_ids, bias, logprobs, echo = packed
     pairs = tuple((id_, value) for id_, value in bias)
     return Request(tuple(ids), SampleConfig.model_validate(sample), tuple(stop), tuple(stop_ids), pairs, logprobs, echo)

@@ -38,6 +38,27 @@ class Request:
     """Which of the texts that beam search finds; 0 is the best."""
 
 
+@dataclass(frozen=True)
+class EmbedRequest:
+    """Texts whose embeddings are wanted."""
+
+    ids: tuple[tuple[int, ...], ...]
+    """The token ids of each text, special tokens included."""
+
+
+@dataclass(frozen=True)
+class FillRequest:
+    """Texts whose masks are to be filled in."""
+
+    prompts: tuple[str, ...]
+    choices: int
+    """How many tokens to return for each mask."""
+
+
+EncoderRequest = EmbedRequest | FillRequest
+"""A request that is answered at once, without new tokens."""
+
+
 def repeat_request(request: Request, count: int, first_seed: int) -> list[Request]:
     """Return a request `count` times: the seeds count up from `first_seed`; beam search gives its best texts."""
     return [

@@ -24,6 +24,7 @@ from textmill.generation.requests import (
     describe_hang,
     max_new_tokens_served,
 )
+from textmill.generation.turns import Turns
 
 DeliverEvent = Callable[[Token | Done], None]
 
@@ -67,9 +68,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, generator: Generator, *, slots: int, queue: int, after_step: Callable[[], None] = lambda: None
-    ) -> None:
+        self, generator: Generator, *, slots: int, queue: int, after_step: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
+    ) -> None:  # fmt: skip
         self.generator, self.slots, self.queue, self._after_step = generator, slots, queue, after_step
+        self._turns = turns or Turns()
         self.vocab, self.positions, self.tokenizer = generator.tokenizer.vocab, generator.positions, generator.tokenizer
         self._batch: Batch = generator.new_batch(slots)
         self._changed = threading.Condition()
@@ -237,9 +240,10 @@ class Scheduler:
     def _step(self, new: list[Job]) -> None:
         self._step_started = time.monotonic()
         try:
-            for job in new:
-                self._batch.add(job.number, job.request, job.max_new)
-            events = self._batch.step()
+            with self._turns:
+                for job in new:
+                    self._batch.add(job.number, job.request, job.max_new)
+                events = self._batch.step()
         except Exception as error:
             self._step_started = None
             self._fail(error)
@@ -278,10 +282,11 @@ class Scheduler:
 
 
 def open_scheduler(
-    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after_step: Callable[[], None] = lambda: None
-) -> Scheduler:
-    """Load a checkpoint and return a scheduler that is ready for requests."""
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after_step: Callable[[], None] = lambda: None,
+    turns: Turns | None = None,
+) -> Scheduler:  # fmt: skip
+    """Load a checkpoint and return a scheduler that is ready for requests; others may use the model in `turns`."""
     generator = open_generator(checkpoint, engine, separate_adapter=serve.adapter == "separate")
-    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step)
+    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step, turns=turns)
     scheduler.warm_up()
     return scheduler

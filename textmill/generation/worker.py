@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EngineConfig, ServeConfig
+from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
 from textmill.generation.messages import (
     HEARTBEAT_SECONDS,
@@ -29,7 +29,7 @@ from textmill.generation.messages import (
     tune_interpreter,
     unpack_request,
 )
-from textmill.generation.requests import Done
+from textmill.generation.requests import Done, Request
 from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
 
 
@@ -38,9 +38,9 @@ class Worker:
 
     def __init__(self, parent: MessageSocket) -> None:
         self.parent, self._closing, self._grace = parent, threading.Event(), 0.0
-        self._chunks: list[list[Any]] = []
-        self._numbers, self._numbers_lock = dict[int, int](), threading.Lock()
-        """The scheduler's number of each running request, by the parent's number."""
+        self._chunks, self._chunks_lock = list[list[Any]](), threading.Lock()
+        self._numbers, self._numbers_lock = dict[int, tuple[Any, int]](), threading.Lock()
+        """By the parent's number of each running request: what runs it, and its number there."""
 
     def run(self, settings: dict[str, Any]) -> int:
         """Open the model, work until the parent sends close, and return the exit code."""
@@ -51,24 +51,30 @@ class Worker:
             self.parent.send({"refused": str(error)})
             return EXIT_USER
         tune_interpreter()
-        self.parent.send({"positions": self.scheduler.positions})
+        self.parent.send({"positions": self.parts[0].positions})
         while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
-        self.inner.close(self._grace)
+        closing = [threading.Thread(target=part.close, args=(self._grace,)) for part in self.parts]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
         return EXIT_DONE
 
     def _open(self, settings: dict[str, Any]) -> None:
         # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
-        from textmill.generation.scheduler import open_scheduler
+        from textmill.generation.served_model import open_served_model
         from textmill.models import open_family
 
         engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(settings["engine"])
         checkpoint = Checkpoint(Path(settings["folder"]), 0, {})
-        serve = ServeConfig.model_validate(settings["serve"])
+        serve, embed = ServeConfig.model_validate(settings["serve"]), EmbedConfig.model_validate(settings["embed"])
         for path in settings["family_files"]:  # the user named them to the parent
             open_family(path)
-        self.inner = open_scheduler(checkpoint, engine, serve, self._after_step)
-        self.scheduler = ChunkingScheduler(self.inner)
+        scheduler, encoder = open_served_model(checkpoint, engine, serve, embed, self._after_step)
+        self.scheduler = None if scheduler is None else ChunkingScheduler(scheduler)
+        self.encoder = encoder
+        self.parts = [part for part in (scheduler, encoder) if part is not None]
 
     def _read_commands(self) -> None:
         """Run the parent's commands; exit the process when the parent is gone."""
@@ -87,37 +93,45 @@ class Worker:
     def _submit(self, number: int, packed: list[Any], seconds: float | None, streamed: bool) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
+            request, deliver = unpack_request(packed), partial(self._deliver, number)
+            target: Any = self.scheduler if isinstance(request, Request) else self.encoder
+            if target is None:
+                raise TextmillError("the model cannot do this")
             with self._numbers_lock:  # the text may end before its number is stored
-                self._numbers[number] = self.scheduler.submit(
-                    unpack_request(packed), partial(self._deliver, number), deadline, streamed
-                )
+                self._numbers[number] = target, target.submit(request, deliver, deadline, streamed)
         except Exception as error:
             done = Done("error", 0, "", f"the model process refused the request: {error}")
             self._send([pack_chunk(number, TextChunk("", done=done))])
 
     def _cancel(self, number: int) -> None:
         if (known := self._numbers.get(number)) is not None:
-            self.scheduler.cancel(known)
+            known[0].cancel(known[1])
 
     def _close(self, grace: float) -> None:
         self._grace = grace
         self._closing.set()
 
     def _deliver(self, number: int, chunk: TextChunk) -> None:
-        self._chunks.append(pack_chunk(number, chunk))
+        with self._chunks_lock:
+            self._chunks.append(pack_chunk(number, chunk))
         if chunk.done is not None:
             with self._numbers_lock:
                 del self._numbers[number]
 
     def _after_step(self) -> None:
         if self._chunks:
-            chunks, self._chunks = self._chunks, []
-            self._send(chunks)
+            # Sent under the lock: the chunks of one text must arrive in order, whichever thread sends them.
+            with self._chunks_lock:
+                chunks, self._chunks = self._chunks, []
+                self._send(chunks)
 
     def _send(self, chunks: list[list[Any]]) -> None:
         """Send the state (also the heartbeat) and new chunks. `_read_commands` notices a parent that is gone."""
-        stats, problem = self.inner.stats(), self.inner.problem(float("inf"))
-        state = [stats["tokens"], stats["cancelled"], self.inner.step_seconds(), replace_surrogates(problem)]
+        stats = [part.stats() for part in self.parts]
+        problem = next(filter(None, (part.problem(float("inf")) for part in self.parts)), "")
+        tokens, cancelled = (sum(one[key] for one in stats) for key in ("tokens", "cancelled"))
+        seconds = max(part.step_seconds() for part in self.parts)
+        state = [tokens, cancelled, seconds, replace_surrogates(problem)]
         with suppress(OSError):
             self.parent.send([*state, chunks])
 

@@ -24,9 +24,9 @@ from textmill.storage.files import read_json
 from textmill.storage.tensor_files import read_model_names
 
 __all__ = [
-    "Family", "Shape", "Weight", "check_next_token", "find_family_module", "find_run_model", "initial_weights",
-    "known_weights",
-    "open_family", "read_shape", "to_checkpoint", "to_memory", "weights_of",
+    "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "find_family_module", "find_run_model",
+    "has_masked_head", "initial_weights", "known_weights", "open_family", "read_shape", "to_checkpoint",
+    "to_memory", "weights_of",
 ]  # fmt: skip
 
 FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama"}
@@ -100,9 +100,32 @@ def check_next_token(shape: Shape, where: object, work: str) -> None:
     """Refuse a model that does not predict the next token; `work` is what only those can do."""
     objective = open_family(shape.family).OBJECTIVE
     if objective != "next_token":
+        advice = (
+            f"textmill fill {where} sample.prompt='a text with [MASK]'"
+            if has_masked_head(shape)
+            else f"textmill embed {where} 'a text'"
+        )
         raise TextmillError(
             f"{where}: a {shape.family} predicts {objective} tokens, not the next one, so it cannot {work}; "
-            f"use: textmill fill {where} sample.prompt='a text with [MASK]'"
+            f"use: {advice}"
+        )
+
+
+def has_masked_head(shape: Shape) -> bool:
+    """Whether a model predicts masked tokens; a plain encoder has no head for them."""
+    return open_family(shape.family).OBJECTIVE == "masked" and getattr(shape, "masked_head", True)
+
+
+def check_masked_head(shape: Shape, where: object) -> None:
+    """Refuse a model that does not predict masked tokens."""
+    if open_family(shape.family).OBJECTIVE != "masked":
+        raise TextmillError(
+            f"{where}: a {shape.family} predicts the next token, not masked ones; use: textmill generate {where}"
+        )
+    if not has_masked_head(shape):
+        raise TextmillError(
+            f"{where}: has no head for masked tokens, so it cannot predict them; use a folder of BertForMaskedLM or "
+            f"BertForPreTraining; for embeddings use: textmill embed {where} 'a text'"
         )
 
 

@@ -18,7 +18,7 @@ from textmill.server.middleware import AccessControl, BodyLimit, RequestLog
 from textmill.server.routes import new_routes
 from textmill.server.service import Service
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "page"
 PAGE_FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),

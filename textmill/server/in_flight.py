@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from starlette.types import Receive
 
 from textmill.errors import TextmillError
-from textmill.generation.requests import Done, QueueFull, Request
+from textmill.generation.requests import Done, EncoderRequest, QueueFull, Request
 from textmill.generation.text_chunks import TextChunk, TokenLogprob
 from textmill.server.error_replies import HttpError
 from textmill.server.service import Service
@@ -53,7 +53,7 @@ class InFlightRequest:
         self.ended = 0
         """Texts that have ended."""
 
-    def submit(self, requests: Sequence[Request], seconds: float, streamed: bool) -> None:
+    def submit(self, requests: Sequence[Request | EncoderRequest], seconds: float, streamed: bool) -> None:
         """Queue all texts, or none of them."""
         deadline = self.started + seconds
         try:
@@ -120,7 +120,7 @@ class InFlightRequest:
         return time.monotonic() - self.started
 
 
-def start_request(service: Service, requests: Sequence[Request], *, streamed: bool) -> InFlightRequest:
+def start_request(service: Service, requests: Sequence[Request | EncoderRequest], *, streamed: bool) -> InFlightRequest:
     """Submit the texts of a request; raise HttpError if the queue is full, the server stops or a text is invalid."""
     if service.stopping:
         raise stopping_error()

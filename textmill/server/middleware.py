@@ -19,7 +19,7 @@ from textmill.server.service import Service
 
 PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
 """Paths that need no key; all others do."""
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate", "/v1/embeddings", "/fill"})
 KNOWN_PATHS = (
     PUBLIC_PATHS
     | GENERATING_PATHS

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EngineConfig, ServeConfig
+from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
 from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
-from textmill.generation.requests import Done, QueueFull, Request, describe_hang, max_new_tokens_served
+from textmill.generation.requests import Done, EncoderRequest, QueueFull, Request, describe_hang, max_new_tokens_served
 from textmill.generation.text_chunks import DeliverChunk, TextChunk
 from textmill.models.family_files import loaded_family_files
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -50,14 +50,19 @@ class RemoteScheduler:
         self._reader.start()
 
     def submit(
-        self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
+        self,
+        request: Request | EncoderRequest,
+        deliver: DeliverChunk,
+        deadline: float | None = None,
+        streamed: bool = False,
     ) -> int:
         """Queue a request and return its number.
 
         `deliver` is called in the reader thread for each chunk; the last chunk has Done. `deadline` is a
         `time.monotonic()` time. Raises QueueFull, or TextmillError if the request cannot be done.
         """
-        max_new_tokens_served(request, self.positions, self.vocab)
+        if isinstance(request, Request):
+            max_new_tokens_served(request, self.positions, self.vocab)
         with self._lock:
             if self._closing:
                 raise TextmillError("the server is closing; send the request again when it is back")
@@ -157,7 +162,9 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def open_remote_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> RemoteScheduler:
+def open_remote_scheduler(
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig | None = None
+) -> RemoteScheduler:
     """Start the model process and wait until it is ready; its user errors are raised here."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     worker, theirs = new_socket_pair()
@@ -177,6 +184,7 @@ def open_remote_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: S
             "folder": str(checkpoint.folder),
             "engine": engine.model_dump(mode="json"),
             "serve": serve.model_dump(mode="json"),
+            "embed": (embed or EmbedConfig()).model_dump(mode="json"),
             "family_files": loaded_family_files(),
         }
         worker.send(settings)

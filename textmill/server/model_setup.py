@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
+from textmill.generation.embedding_texts import can_embed, new_text_encoder
+from textmill.generation.fill_texts import new_masked_texts
 from textmill.generation.requests import check_served_settings
-from textmill.models import find_run_model
+from textmill.models import find_run_model, has_masked_head, open_family, read_shape
 from textmill.server.model_process import open_remote_scheduler
 from textmill.server.service import Scheduler, Service
 from textmill.tokens.chat_template import open_template
@@ -21,16 +24,24 @@ OpenScheduler = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
 
 
 def open_service(
-    config: RunConfig, step: StepChoice | None = None, open_scheduler: OpenScheduler = open_remote_scheduler
+    config: RunConfig, step: StepChoice | None = None, open_scheduler: OpenScheduler | None = None
 ) -> Service:
     """Open the service of a config. By default the model runs in a process of its own."""
     serve, key = config.serve, read_api_key(config.serve)
     check_served_settings(config.sample)
     checkpoint = find_run_model(config, step)
-    template = open_template(checkpoint.tokenizer)
+    shape = read_shape(checkpoint.folder)
+    generates = open_family(shape.family).OBJECTIVE == "next_token"
+    template = open_template(checkpoint.tokenizer) if generates else None
+    open_scheduler = open_scheduler or partial(open_remote_scheduler, embed=config.embed)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
-    name = serve.model_name or find_model_name(checkpoint)
-    return Service(scheduler, serve, config.sample, name, checkpoint.step, template, key)
+    tokenizer, name = scheduler.tokenizer, serve.model_name or find_model_name(checkpoint)
+    embedded = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
+    masked = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
+    return Service(
+        scheduler, serve, config.sample, name, checkpoint.step, template, key, generates=generates, embedded=embedded,
+        masked=masked,
+    )  # fmt: skip
 
 
 def find_model_name(checkpoint: Checkpoint) -> str:

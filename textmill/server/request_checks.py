@@ -51,6 +51,15 @@ def check_model(service: Service, name: str | None) -> None:
         raise HttpError(404, message, field="model", code="model_not_found")
 
 
+def check_generates(service: Service) -> None:
+    """Raise if the model does not continue texts."""
+    if not service.generates:
+        paths = ["POST /fill"] if service.masked else []
+        paths += ["POST /v1/embeddings"] if service.embedded else []
+        message = "this model predicts masked tokens, not the next one, so it cannot continue texts or chat"
+        raise HttpError(400, f"{message}; use {' or '.join(paths)}", code="cannot_generate")
+
+
 async def encode(service: Service, text: str, field: str = "prompt") -> list[int]:
     """Return a text's token ids."""
     check_surrogates(text, field)

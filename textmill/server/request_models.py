@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 EXPECTED = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "input": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text or a list of texts",
     "logprobs": "an integer from 0 to 20 (completions), or true or false (chat)",
     "messages": "a list of objects, each with a role (system, user, assistant) and text content",
@@ -160,6 +161,34 @@ class ChatBody(SamplingBody):
     web_search_options: None = None
 
 
+class EmbeddingBody(Body):
+    """Texts whose embeddings are wanted."""
+
+    input: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    """A text, a list of texts, a list of token ids, or a list of such lists; special tokens are added."""
+    model: str | None = Field(None, max_length=500)
+    """The model's name, as in /v1/models."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """float (default): lists of numbers; base64: the same as little-endian float32 bytes in base64."""
+    dimensions: int | None = Field(None, ge=1)
+    """Must be the model's number of dimensions."""
+    truncate: bool | None = None
+    """Truncate texts that are too long; by default they are refused."""
+    user: Any = None
+    """Accepted and ignored."""
+
+
+class FillBody(Body):
+    """Texts whose masks are to be filled in."""
+
+    prompt: str | Texts
+    """A text or a list of texts, with the mask token (`mask` in /v1/models) where a token is missing."""
+    top_k: int | None = Field(None, ge=1, le=1000)
+    """Most likely tokens to return for each mask; default: 5."""
+    model: str | None = Field(None, max_length=500)
+    """The model's name, as in /v1/models."""
+
+
 class TokenizeBody(Body):
     """A text to tokenize; no special tokens are added."""
 
@@ -179,6 +208,8 @@ class DetokenizeBody(Body):
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/fill": FillBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

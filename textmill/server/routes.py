@@ -12,12 +12,14 @@ from fastapi.responses import JSONResponse, Response
 
 from textmill.server.chat_replies import ChatReply, get_stop_ids, read_chat_prompt
 from textmill.server.completion_replies import CompletionReply
+from textmill.server.encoding_routes import add_encoding
 from textmill.server.error_replies import HttpError, quote_value
 from textmill.server.in_flight import InFlightRequest, start_request, wait_for_texts
 from textmill.server.json_routes import JsonRoute, post
 from textmill.server.request_checks import (
     LONG_TEXT,
     chat_requests,
+    check_generates,
     check_ids,
     check_model,
     completion_requests,
@@ -38,6 +40,7 @@ def new_routes(service: Service) -> tuple[APIRouter, list[JsonRoute]]:
     """Return the routes of one service, and those of them that have a JSON body."""
     routes = APIRouter()
     _add_generation(routes, service)
+    add_encoding(routes, service)
     _add_tokenizer(routes, service)
     _add_models(routes, service)
     return routes, [route for route in routes.routes if isinstance(route, JsonRoute)]
@@ -47,6 +50,7 @@ def _add_generation(routes: APIRouter, service: Service) -> None:
     @post(routes, "/v1/completions")
     async def complete(body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
+        check_generates(service)
         check_model(service, body.model)
         prompts = await read_prompts(service, body)
         requests = completion_requests(service, body, prompts)
@@ -57,6 +61,7 @@ def _add_generation(routes: APIRouter, service: Service) -> None:
     @post(routes, "/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
+        check_generates(service)
         check_model(service, body.model)
         prompt = await read_chat_prompt(service, body.messages)
         requests = chat_requests(service, body, prompt, get_stop_ids(service))
@@ -76,6 +81,7 @@ def _add_generation(routes: APIRouter, service: Service) -> None:
         if sentence is None or len(given) > 1:
             found = "is missing" if sentence is None else f"is given {len(given)} times"
             raise HttpError(400, f"sentence: {found}; use /generate?sentence=TEXT", field="sentence")
+        check_generates(service)
         return await _generate(service, http, sentence)
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from textmill.config import SampleConfig, ServeConfig
-from textmill.generation.requests import Request
+from textmill.generation.embedding_texts import TextEncoder
+from textmill.generation.fill_texts import MaskedTexts
+from textmill.generation.requests import EncoderRequest, Request
 from textmill.generation.text_chunks import DeliverChunk
 from textmill.server.metrics import Metrics
 from textmill.server.token_text import TokenTexts
@@ -25,7 +27,11 @@ class Scheduler(Protocol):
     tokenizer: TextTokenizer
 
     def submit(
-        self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
+        self,
+        request: Request | EncoderRequest,
+        deliver: DeliverChunk,
+        deadline: float | None = None,
+        streamed: bool = False,
     ) -> int:
         """Queue a request; its text is delivered in one chunk, or in many if it is streamed."""
         ...
@@ -72,6 +78,12 @@ class Service:
     step: int = 0
     template: Template | None = None
     key: str | None = None
+    generates: bool = True
+    """Whether the model predicts the next token, so that it continues texts."""
+    embedded: TextEncoder | None = None
+    """How texts are encoded for embeddings, if the model has them."""
+    masked: MaskedTexts | None = None
+    """How texts with masks are encoded, if the model predicts masked tokens."""
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     wakeups: WakeupQueue = field(default_factory=WakeupQueue)
@@ -96,11 +108,16 @@ class Service:
         sample = self.sample.model_dump(exclude={"prompt", "prompts_file", "count", "seed", "slide_context"})
         # The API keeps the fields' old names.
         sample |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}
-        limits = {"max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt}
+        limits = {
+            "max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt,
+            "inputs": self.config.max_inputs,
+        }  # fmt: skip
+        embedding = self.embedded and {"dimensions": self.embedded.dimension, "tokens": self.embedded.longest}
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill",
             "max_model_len": self.scheduler.positions, "step": self.step, "vocab": self.scheduler.vocab,
-            "chat": self.template is not None, "sample": sample, "limits": limits,
+            "chat": self.template is not None, "sample": sample, "limits": limits, "generate": self.generates,
+            "mask": None if self.masked is None else self.masked.mask, "embedding": embedding,
         }  # fmt: skip
 
     def problem(self) -> str:

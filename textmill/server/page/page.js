@@ -6,7 +6,10 @@ const STORED = [...NUMBERS, "stop_text", "seed", "system"];
 const HINTS = {
   chat: ["Ask the model something.", "Who are you?", "Tell me a story.", "오늘 기분이 어때?"],
   complete: ["Type the beginning of a text; the model continues it.", "Once upon a time", "The king and the queen", "옛날 옛적에"],
+  fill: ["Type a text with MASK where a token is missing; the model fills it in.", "The mill stands by the MASK.", "To be, or not to MASK."],
+  compare: ["Type several texts, one in each line; the page shows how similar each is to the first.", "The mill stands by the river.\nA watermill next to a stream.\nI had soup for lunch."],
 };
+const PLACEHOLDERS = { chat: "Ask something", complete: "The beginning of a text", fill: "A text with MASK", compare: "One text in each line" };
 
 let model = null;
 let running = null;
@@ -58,10 +61,11 @@ async function findModel() {
   try {
     model = (await (await call("/v1/models")).json()).data[0];
     find("model").textContent = model.id + (model.step ? `, step ${model.step.toLocaleString("en")}` : "") + `, context of ${model.max_model_len.toLocaleString("en")} tokens`;
+    showModes();
     find("mode-chat").disabled = !model.chat;
     find("mode-chat").parentElement.classList.toggle("missing", !model.chat);
     find("mode-chat").parentElement.title = model.chat ? "" : "This model has no chat template; it continues texts.";
-    setMode(model.chat && loadStored().mode !== "complete" ? "chat" : "complete");
+    setMode(firstMode());
     find("max_tokens").max = model.limits.max_tokens;
     fill(loadStored().settings || {});
     showError("");
@@ -70,6 +74,25 @@ async function findModel() {
     showError(error.message);
   }
 }
+
+// What the model can do: one that predicts the next token chats or continues; others fill in masks or have embeddings only.
+function modes() {
+  return model.generate ? ["chat", "complete"] : ["fill", "compare"].filter((name) => (name === "fill" ? model.mask : model.embedding));
+}
+
+function showModes() {
+  for (const input of document.querySelectorAll("input[name=mode]")) input.parentElement.hidden = !modes().includes(input.value);
+  // Only the link to the reference is of use without sampling.
+  for (const part of find("settings").children) part.hidden = !model.generate && !part.querySelector("a");
+  find("reset").hidden = !model.generate;
+}
+
+function firstMode() {
+  if (model.generate) return model.chat && loadStored().mode !== "complete" ? "chat" : "complete";
+  return modes().includes(loadStored().mode) ? loadStored().mode : modes()[0];
+}
+
+function withMask(text) { return text.replaceAll("MASK", model?.mask || "[MASK]"); }
 
 function fill(values) {
   for (const name of NUMBERS) find(name).value = values[name] ?? model?.sample[name] ?? "";
@@ -86,7 +109,7 @@ function mode() { return document.querySelector("input[name=mode]:checked").valu
 function setMode(name) {
   find(`mode-${name}`).checked = true;
   find("system-label").hidden = name !== "chat";
-  find("prompt").placeholder = name === "chat" ? "Ask something" : "The beginning of a text";
+  find("prompt").placeholder = withMask(PLACEHOLDERS[name]);
   showHint();
 }
 
@@ -99,7 +122,7 @@ function newButton(text, click) {
 // Examples, shown while there is no text.
 function showHint() {
   if (find("turns").querySelector(".turn")) return;
-  const hint = document.createElement("div"), intro = document.createElement("p"), [line, ...examples] = HINTS[mode()];
+  const hint = document.createElement("div"), intro = document.createElement("p"), [line, ...examples] = HINTS[mode()].map(withMask);
   hint.id = "hint";
   intro.textContent = line;
   hint.append(intro, ...examples.map((text) => newButton(text, () => { find("prompt").value = text; fitHeight(); find("prompt").focus(); })));
@@ -240,6 +263,8 @@ async function post(path, body) {
 }
 
 async function ask(text) {
+  if (mode() === "fill") return encode("/fill", { prompt: text, top_k: 8 }, (turn, reply) => showFilled(turn, text, reply));
+  if (mode() === "compare") return compare(text);
   if (mode() === "chat") {
     newTurn("user", text);
     messages.push({ role: "user", content: text });
@@ -263,6 +288,67 @@ async function answer(text) {
   await follow(chat ? "/v1/chat/completions" : "/v1/completions", body, turn, chat);
 }
 
+// A request whose reply comes at once, without a stream.
+async function encode(path, body, show) {
+  const turn = newTurn("assistant", "");
+  running = new AbortController();
+  setBusy(true, turn);
+  showError("");
+  try {
+    const request = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal };
+    show(turn, await (await call(path, request)).json());
+  } catch (error) {
+    turn.remove();
+    if (error.name !== "AbortError") showError(error.message, error.field);
+  }
+  setBusy(false, turn);
+  toEnd(true);
+}
+
+// The text with the most likely token in each mask; the others are in its tip and below.
+function showFilled(turn, text, reply) {
+  const [filled] = reply.data;
+  text.split(model.mask).forEach((part, index) => {
+    turn.append(part);
+    const choices = filled.masks[index];
+    if (!choices) return;
+    const span = document.createElement("span");
+    span.className = "token filled";
+    span.textContent = choices[0].token;
+    span.tip = choices.map((one, place) => [one.token, one.probability, place === 0]);
+    turn.append(span);
+  });
+  for (const choices of filled.masks) addRows(turn, choices.map((one) => [one.probability, percent(one.probability), one.token]));
+  addFoot(turn, `${reply.usage.prompt_tokens} tokens`, filled.text);
+}
+
+function compare(text) {
+  const texts = text.split("\n").filter((line) => line.trim());
+  if (texts.length < 2) return showError("Type two or more texts, one in each line (Shift and Enter start a new line).");
+  return encode("/v1/embeddings", { input: texts, truncate: true }, (turn, reply) => {
+    const vectors = reply.data.map((one) => one.embedding), product = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
+    const size = (a) => Math.sqrt(product(a, a)) || 1;
+    const rows = vectors.map((vector, index) => [product(vectors[0], vector) / size(vectors[0]) / size(vector), texts[index]]).slice(1);
+    turn.append(texts[0]);
+    addRows(turn, rows.sort((one, other) => other[0] - one[0]).map(([similarity, line]) => [similarity, similarity.toFixed(3), line]));
+    addFoot(turn, `cosine similarity of embeddings with ${vectors[0].length} dimensions`, text);
+  });
+}
+
+function addRows(turn, rows) {
+  const list = document.createElement("div");
+  list.className = "rows";
+  list.append(...rows.map(([share, figure, text]) => {
+    const row = document.createElement("div"), bar = document.createElement("i"), name = document.createElement("b"), number = document.createElement("span");
+    bar.style.width = `${100 * Math.max(0, Math.min(share, 1))}%`;
+    name.textContent = text;
+    number.textContent = figure;
+    row.append(bar, name, number);
+    return row;
+  }));
+  turn.append(list);
+}
+
 // In a chat the new answer replaces the last one; a new continuation is added below.
 function regenerate(turn, text) {
   if (running) return;
@@ -280,9 +366,12 @@ function addFoot(turn, note, text, given) {
     try { await navigator.clipboard.writeText(text); copy.textContent = "Copied"; } catch { getSelection().selectAllChildren(turn); }
   });
   for (const old of document.querySelectorAll(".again")) old.remove();
-  const more = newButton("Again", () => regenerate(turn, given));
-  more.className = "again";
-  foot.append(status, copy, more);
+  foot.append(status, copy);
+  if (given !== undefined) {
+    const more = newButton("Again", () => regenerate(turn, given));
+    more.className = "again";
+    foot.append(more);
+  }
   turn.append(foot);
 }
 
@@ -318,7 +407,7 @@ async function follow(path, body, turn, chat) {
     fitHeight();
     turn.previousElementSibling.remove();
   }
-  if (text || (note !== "failed" && !chat)) addFoot(turn, `${count} tokens, ${note}`, (body.prompt ?? "") + text, body.prompt);
+  if (text || (note !== "failed" && !chat)) addFoot(turn, `${count} tokens, ${note}`, (body.prompt ?? "") + text, body.prompt ?? "");
   else turn.remove();
   showSpeed(count, first);
   setBusy(false, turn);
@@ -378,7 +467,7 @@ function showSettings(open) {
 
 function send() {
   const text = find("prompt").value;
-  if (running || (mode() === "chat" && !text.trim())) return;
+  if (running || (mode() !== "complete" && !text.trim())) return;
   showSettings(false);
   if (mode() === "chat") { find("prompt").value = ""; fitHeight(); }
   ask(text);

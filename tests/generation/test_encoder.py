@@ -1,0 +1,145 @@
+"""The encoder's thread: small requests pass large ones, and every request ends once, whatever happens."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.waiting import LONGEST, wait_for
+from textmill.errors import TextmillError
+from textmill.generation.encoder import STEP_TOKENS, Encoder
+from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull
+from textmill.generation.text_chunks import TextChunk
+from textmill.generation.turns import Turns
+
+LARGE = EmbedRequest(((7,) * 512,) * 40)
+SMALL = EmbedRequest(((1, 2), (3,)))
+
+
+class Model:
+    """An embedder whose vector is the sum and the length of the ids; `gate` holds back its steps."""
+
+    def __init__(self) -> None:
+        self.texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab=9), dimension=2)
+        self.net = SimpleNamespace(shape=SimpleNamespace(positions=512), head=SimpleNamespace(device=SimpleNamespace()))
+        self.net.head.device.type = "cpu"
+        self.gate, self.steps, self.fails = threading.Semaphore(0), list[int](), False
+
+    def embed_ids(self, ids: Sequence[Any]) -> Any:
+        self.gate.acquire()
+        self.steps.append(sum(map(len, ids)))
+        if self.fails:
+            raise ValueError("broken")
+        return np.array([[one.sum(), len(one)] for one in ids], np.float32).reshape(-1, 2)
+
+    def open(self, steps: int) -> None:
+        for _ in range(steps):
+            self.gate.release()
+
+
+def new_encoder(**limits: int) -> tuple[Any, Model, dict[str, TextChunk], Any]:
+    model, found = Model(), dict[str, TextChunk]()
+    encoder = Encoder(model, None, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
+
+    def submit(name: str, request: Any, deadline: float | None = None) -> int:
+        return encoder.submit(request, lambda chunk: found.__setitem__(name, chunk), deadline)
+
+    return encoder, model, found, submit
+
+
+def vectors(chunk: TextChunk) -> Any:
+    assert chunk.done is not None
+    assert chunk.done.reason == "stop"
+    return np.frombuffer(base64.b64decode(chunk.text), "<f4").reshape(-1, 2)
+
+
+def test_a_small_request_passes_a_large_one() -> None:
+    encoder, model, found, submit = new_encoder()
+    submit("large", LARGE)
+    submit("small", SMALL)
+    model.open(3)
+    wait_for(lambda: "small" in found, lambda: found)
+    assert "large" not in found
+    assert vectors(found["small"]).tolist() == [[3, 2], [3, 1]]
+    assert found["small"].done.tokens == 3  # type: ignore[union-attr]
+    model.open(100)
+    wait_for(lambda: "large" in found, lambda: found)
+    assert vectors(found["large"]).tolist() == [[7 * 512, 512]] * 40
+    assert max(model.steps) <= STEP_TOKENS["cpu"]
+    encoder.close(LONGEST)
+
+
+def test_cancelled_late_and_too_many_requests() -> None:
+    encoder, model, found, submit = new_encoder()
+    number = submit("large", LARGE)
+    submit("late", LARGE, time.monotonic())
+    submit("waiting", SMALL)
+    with pytest.raises(QueueFull):
+        submit("too many", SMALL)
+    with pytest.raises(TextmillError, match="no head for masked tokens"):
+        submit("fill", FillRequest(("[MASK]",), 5))
+    encoder.cancel(number)
+    model.open(100)
+    wait_for(lambda: len(found) == 3, lambda: found)
+    reasons = {name: chunk.done.reason for name, chunk in found.items() if chunk.done}
+    assert reasons == {"large": "cancelled", "late": "timeout", "waiting": "stop"}
+    assert encoder.stats()["cancelled"] == 1
+    assert encoder.stats()["active"] == 0
+    encoder.close(LONGEST)
+
+
+def test_a_failed_step_ends_its_requests_and_later_ones_work() -> None:
+    encoder, model, found, submit = new_encoder()
+    model.fails = True
+    submit("one", SMALL)
+    model.open(1)
+    wait_for(lambda: "one" in found, lambda: found)
+    assert found["one"].done == found["one"].done
+    assert found["one"].done.reason == "error"  # type: ignore[union-attr]
+    assert found["one"].done.message == "the model failed: ValueError"  # type: ignore[union-attr]
+    model.fails = False
+    submit("two", SMALL)
+    model.open(1)
+    wait_for(lambda: "two" in found, lambda: found)
+    assert vectors(found["two"]).shape == (2, 2)
+    assert encoder.problem(1000) == ""
+    encoder.close(LONGEST)
+
+
+def test_closing_cancels_what_is_left_after_the_grace() -> None:
+    encoder, model, found, submit = new_encoder()
+    submit("large", LARGE)
+    closing = threading.Thread(target=encoder.close, args=(0,))
+    closing.start()
+    model.open(100)
+    closing.join(LONGEST)
+    assert found["large"].done is not None
+    assert found["large"].done.reason == "cancelled"
+    with pytest.raises(TextmillError, match="closing"):
+        submit("late", SMALL)
+
+
+def test_turns_are_taken_in_order() -> None:
+    turns, order = Turns(), list[int]()
+
+    def take(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        threads = []
+        for number in range(5):
+            threads.append(threading.Thread(target=take, args=(number,)))
+            threads[-1].start()
+            wait_for(lambda number=number: turns._asked == number + 2, lambda: turns._asked)
+        assert not order
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]

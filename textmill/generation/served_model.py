@@ -1,0 +1,39 @@
+"""Opens a model for the server: a scheduler that generates text, an encoder for embeddings and masks, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import EmbedConfig, EngineConfig, ServeConfig
+from textmill.generation.embedder_torch import Embedder, open_embedder
+from textmill.generation.embedding_texts import can_embed, new_text_encoder
+from textmill.generation.encoder import Encoder
+from textmill.generation.fill_texts import new_masked_texts
+from textmill.generation.filler_torch import Filler
+from textmill.generation.scheduler import Scheduler, open_scheduler
+from textmill.generation.turns import Turns
+from textmill.models import has_masked_head, open_family, read_shape
+
+
+def open_served_model(
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig,
+    after_step: Callable[[], None],
+) -> tuple[Scheduler | None, Encoder | None]:  # fmt: skip
+    """Load a checkpoint once. What both compute with, they use in turns."""
+    turns, where = Turns(), str(checkpoint.folder)
+    shape = read_shape(checkpoint.folder)
+    limits = {"slots": serve.slots, "queue": serve.queue}
+    if open_family(shape.family).OBJECTIVE == "masked":
+        embedder = open_embedder(checkpoint, engine, embed)
+        net, tokenizer = embedder.net, embedder.texts.tokenizer
+        texts = new_masked_texts(tokenizer, shape.positions, where) if has_masked_head(shape) else None
+        filler = None if texts is None else Filler(net, texts)
+        return None, Encoder(embedder, filler, turns=turns, after_step=after_step, **limits)
+    scheduler = open_scheduler(checkpoint, engine, serve, after_step, turns)
+    if not can_embed(shape):
+        return scheduler, None
+    generator = scheduler.generator
+    encoder, pooling = new_text_encoder(shape, generator.tokenizer, embed, checkpoint.folder)
+    embedder = Embedder(generator.net, encoder, pooling, where)
+    return scheduler, Encoder(embedder, None, turns=turns, after_step=after_step, **limits)
