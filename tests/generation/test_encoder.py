@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.waiting import LONGEST, wait_for
 from textmill.errors import TextmillError
-from textmill.generation.encoder import STEP_TOKENS, Encoder
+from textmill.generation.encoders.encoder import STEP_TOKENS, Encoder
 from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull
 from textmill.generation.text_chunks import TextChunk
 from textmill.generation.turns import Turns
@@ -138,7 +138,7 @@ def test_turns_are_taken_in_order() -> None:
         for number in range(5):
             threads.append(threading.Thread(target=take, args=(number,)))
             threads[-1].start()
-            wait_for(lambda number=number: turns._asked == number + 2, lambda: turns._asked)
+            wait_for(lambda number=number: turns._tickets == number + 2, lambda: turns._tickets)
         assert not order
     for thread in threads:
         thread.join()

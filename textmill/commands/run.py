@@ -17,7 +17,7 @@ from textmill.devices import open_device
 from textmill.evaluation import format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
-from textmill.generation.fill import fill
+from textmill.generation.encoders.fill import fill
 from textmill.models import Shape, open_family, read_shape
 from textmill.planning.verdict import (
     RunFacts,

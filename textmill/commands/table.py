@@ -166,11 +166,12 @@ COMMANDS = {
         sections=("sample", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
     ),
     "fill": Command(
-        "textmill.generation.fill:fill", "fill in the masked tokens of a text with a model such as BERT",
+        "textmill.generation.encoders.fill:fill", "fill in the masked tokens of a text with a model such as BERT",
         sections=("sample", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
     ),
     "embed": Command(
-        "textmill.generation.embed:embed", "compute an embedding (a vector) of each text, or of each line of a file",
+        "textmill.generation.encoders.embed:embed",
+        "compute an embedding (a vector) of each text, or of each line of a file",
         arguments=("WHERE", "[TEXT ...]"), sections=("embed", "engine"), flags=(STEP, OUT_TEXTS), opens="model",
         result_is_output=True,
     ),

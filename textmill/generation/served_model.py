@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
-from textmill.generation.embedder_torch import Embedder, open_embedder
-from textmill.generation.embedding_texts import can_embed, new_text_encoder
-from textmill.generation.encoder import Encoder
-from textmill.generation.fill_texts import new_masked_texts
-from textmill.generation.filler_torch import Filler
+from textmill.generation.encoders.embedder_torch import Embedder, open_embedder
+from textmill.generation.encoders.embedding_texts import can_embed, new_text_encoder
+from textmill.generation.encoders.encoder import Encoder
+from textmill.generation.encoders.fill_texts import new_masked_texts
+from textmill.generation.encoders.filler_torch import Filler
 from textmill.generation.scheduler import Scheduler, open_scheduler
 from textmill.generation.turns import Turns
 from textmill.models import has_masked_head, open_family, read_shape

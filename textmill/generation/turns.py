@@ -1,4 +1,4 @@
-"""Turns: a lock that threads get in the order in which they asked for it."""
+"""Turns: a lock that threads get in the order of their requests (a ticket lock)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._asked = self._served = 0
+        self._tickets = self._served = 0
 
     def __enter__(self) -> None:
         with self._changed:
-            mine = self._asked
-            self._asked += 1
+            mine = self._tickets
+            self._tickets += 1
             self._changed.wait_for(lambda: self._served == mine)
 
     def __exit__(self, *_: object) -> None:

@@ -15,8 +15,8 @@ from fastapi.responses import Response
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.generation.embedding_texts import Encoded, TextEncoder, format_vector
-from textmill.generation.fill_texts import MaskedTexts
+from textmill.generation.encoders.embedding_texts import Encoded, TextEncoder, format_vector
+from textmill.generation.encoders.fill_texts import MaskedTexts
 from textmill.generation.requests import EmbedRequest, EncoderRequest, FillRequest
 from textmill.server.error_replies import HttpError
 from textmill.server.in_flight import start_request, wait_for_texts

@@ -10,8 +10,8 @@ from pathlib import Path
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
-from textmill.generation.embedding_texts import can_embed, new_text_encoder
-from textmill.generation.fill_texts import new_masked_texts
+from textmill.generation.encoders.embedding_texts import can_embed, new_text_encoder
+from textmill.generation.encoders.fill_texts import new_masked_texts
 from textmill.generation.requests import check_served_settings
 from textmill.models import find_run_model, has_masked_head, open_family, read_shape
 from textmill.server.model_process import open_remote_scheduler

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from textmill.config import SampleConfig, ServeConfig
-from textmill.generation.embedding_texts import TextEncoder
-from textmill.generation.fill_texts import MaskedTexts
+from textmill.generation.encoders.embedding_texts import TextEncoder
+from textmill.generation.encoders.fill_texts import MaskedTexts
 from textmill.generation.requests import EncoderRequest, Request
 from textmill.generation.text_chunks import DeliverChunk
 from textmill.server.metrics import Metrics

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError, warn
-from textmill.generation.embedder_torch import Embedder
-from textmill.generation.filler_torch import Filler
+from textmill.generation.encoders.embedder_torch import Embedder
+from textmill.generation.encoders.filler_torch import Filler
 from textmill.generation.requests import (
     Done,
     EmbedRequest,

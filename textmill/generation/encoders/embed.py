@@ -16,14 +16,14 @@ import numpy as np
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.embedding_files import count_texts, is_listed, read_texts
-from textmill.generation.embedding_texts import Encoded, format_vector
+from textmill.generation.encoders.embedding_files import count_texts, is_listed, read_texts
+from textmill.generation.encoders.embedding_texts import Encoded, format_vector
 from textmill.models import find_run_model
 from textmill.storage.files import atomic_writer, format_path
 from textmill.storage.progress import progress
 
 if TYPE_CHECKING:
-    from textmill.generation.embedder_torch import Embedder, Vectors
+    from textmill.generation.encoders.embedder_torch import Embedder, Vectors
 
 BLOCK_TEXTS = 4096
 """Texts that are read, sorted by length and computed together."""
@@ -69,7 +69,7 @@ def embed(
     Prints JSON lines, or writes `out` (.npy or .jsonl), which need not fit into memory. Returns the vectors of texts
     that are given, unless they are written.
     """
-    from textmill.generation.embedder_torch import open_embedder  # imports torch, which is slow
+    from textmill.generation.encoders.embedder_torch import open_embedder  # imports torch, which is slow
 
     if out is not None and Path(out).suffix not in SUFFIXES:
         raise TextmillError(f"--out: '{out}' is no {' or '.join(SUFFIXES)} file; choose one of these endings")

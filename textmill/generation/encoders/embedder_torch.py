@@ -17,7 +17,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
-from textmill.generation.embedding_texts import Ids, TextEncoder, new_text_encoder
+from textmill.generation.encoders.embedding_texts import Ids, TextEncoder, new_text_encoder
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.models.packed_texts import PackedTexts, pack_texts

@@ -10,7 +10,7 @@ import torch
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig
 from textmill.devices import open_device, torch_dtype
-from textmill.generation.fill_texts import MaskedTexts, new_masked_texts
+from textmill.generation.encoders.fill_texts import MaskedTexts, new_masked_texts
 from textmill.models import check_masked_head
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net

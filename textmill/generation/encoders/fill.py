@@ -17,7 +17,7 @@ from textmill.generation.terminal import Terminal, is_terminal
 from textmill.models import find_run_model
 
 if TYPE_CHECKING:
-    from textmill.generation.filler_torch import Filled, Filler
+    from textmill.generation.encoders.filler_torch import Filled, Filler
 
 
 def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> list[str]:
@@ -25,7 +25,7 @@ def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = Fals
 
     Returns the texts with the most likely token in each mask; `sample.top_k` is how many are shown.
     """
-    from textmill.generation.filler_torch import open_filler  # imports torch, which is slow
+    from textmill.generation.encoders.filler_torch import open_filler  # imports torch, which is slow
 
     checkpoint, sample = find_run_model(config, step), config.sample
     given = as_json or sample.prompt is not None or sample.prompts_file is not None
