@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from textmill.config import EngineConfig, RunConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.checks import warn_if_foreign_tokenizer
-from textmill.evaluation.packing import Tree, build_trees, fill_rows, pack
+from textmill.evaluation.packing import Rows, Tree, build_trees, fill_rows, pack
 from textmill.evaluation.share import ALL_BATCHES, Numbered, Share
 from textmill.evaluation.task import Pair, Score, StoreLoss
 from textmill.evaluation.token_losses_torch import token_log_likelihoods
@@ -137,11 +137,14 @@ class TorchScorer:
 
             def compute() -> Numbered:
                 scores: dict[int, Score] = {}
+                queued: Callable[[], dict[int, Score]] = dict
                 for number, packed in enumerate(batches):
-                    found = self._score_rows(packed) if self.share.is_mine(number) else {}
-                    scores |= found
-                    bar.advance(sum(tree.tokens for row in packed for tree in row), len(found))
-                return [(number, astuple(score)) for number, score in scores.items()]
+                    before, queued = queued, self._score_rows(packed) if self.share.is_mine(number) else dict
+                    scores |= before()  # while the device computes the next batch
+                    texts = sum(len(tree.branches) for row in packed for tree in row)
+                    bar.advance(sum(tree.tokens for row in packed for tree in row), texts)
+                scores |= queued()
+                return [(number, list(vars(score).values())) for number, score in scores.items()]
 
             return [Score(*values) for _, values in self.share.gather(compute)]
 
@@ -155,22 +158,14 @@ class TorchScorer:
         ids = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
         _check_ids(int(ids.min(initial=0)), int(ids.max(initial=0)), self.vocab, self.checkpoint.folder)
 
-    def _score_rows(self, packed: list[list[Tree]]) -> dict[int, Score]:
-        """The scores of one batch by the number of the pair."""
+    def _score_rows(self, packed: list[list[Tree]]) -> Callable[[], dict[int, Score]]:
+        """Queue a batch; what is returned waits for it and gives the scores by the number of the pair."""
         rows = fill_rows(packed, self.tokenizer.end)
         cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
-        found_M, greedy_M = token_log_likelihoods(
+        found = token_log_likelihoods(
             self.net, rows.ids_NT, rows.places_M, rows.labels_M, self.dtype, cache=cache, greedy=True
         )
-        starts = np.concatenate([[0], rows.ends[:-1]])
-        sums, greedy = np.add.reduceat(found_M, starts), np.logical_and.reduceat(greedy_M, starts)
-        scores: dict[int, Score] = {}
-        for number, pairs in enumerate(rows.pairs):
-            last = int(rows.ends[number]) - 1
-            length = last + 1 - int(starts[number])
-            score = Score(float(sums[number]), length, bool(greedy[number]), float(found_M[last]), bool(greedy_M[last]))
-            scores |= dict.fromkeys(pairs, score)
-        return scores
+        return lambda: _scores_of(rows, *found())
 
     def sum_losses(
         self,
@@ -248,10 +243,22 @@ class TorchScorer:
         places_M = np.flatnonzero(has_loss_NT)
         found_M, greedy_M = token_log_likelihoods(
             self.net, inputs.astype(np.int64), places_M, labels[has_loss_NT].astype(np.int64), self.dtype, greedy=greedy
-        )
+        )()
         sums: NDArray[np.float64] = np.zeros(len(counts))
         np.add.at(sums, places_M // labels.shape[1], found_M)
         return sums, counts, int(greedy_M.sum())
+
+
+def _scores_of(rows: Rows, found_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> dict[int, Score]:
+    """The scores of a batch by the number of the pair."""
+    starts = np.concatenate([[0], rows.ends[:-1]])
+    sums, greedy = np.add.reduceat(found_M, starts), np.logical_and.reduceat(greedy_M, starts)
+    lasts = rows.ends - 1
+    columns = (sums, rows.ends - starts, greedy, found_M[lasts], greedy_M[lasts])
+    scores: dict[int, Score] = {}
+    for pairs, values in zip(rows.pairs, zip(*(column.tolist() for column in columns), strict=True), strict=True):
+        scores |= dict.fromkeys(pairs, Score(*values))
+    return scores
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ U places that predict, S all places, E width, V vocabulary."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from textmill.devices import autocast
 from textmill.kernels.availability import load_kernels
+from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.models.base_torch import BaseNet
 from textmill.models.cache_torch import Cache
 
@@ -21,6 +23,10 @@ KERNELS = "textmill.kernels.cross_entropy_triton"
 """Its kernel reads the logits of a token once, where torch reads and writes them several times."""
 MAX_LOGITS, MAX_KERNEL_LOGITS = 1 << 26, 1 << 28
 """Logits held at once, however large the vocabulary: 256 MiB in fp32; with the kernel, 512 MiB in bf16."""
+
+
+Result = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""The log-likelihood of each label, and whether it is the likeliest token."""
 
 
 @torch.inference_mode()
@@ -33,45 +39,42 @@ def token_log_likelihoods(
     *,
     cache: Cache | None = None,
     greedy: bool = False,
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The log-likelihood of each label and, if `greedy`, whether it is the likeliest token.
+) -> Callable[[], Result]:
+    """Queue the work on the device; calling what is returned waits for it. Without `greedy` the second part is empty.
 
     `places_M` are indices into the flat `ids_NT`: the token after which a label is predicted. Only these places get
     logits, block by block.
     """
     device = net.head.device
     with autocast(device, precision):
-        hidden_NTE = net(torch.from_numpy(ids_NT).to(device), cache=cache)
+        hidden_NTE = net(copy_to_device(ids_NT, device), cache=cache)
         hidden_SE = hidden_NTE.flatten(0, 1)
         fused = load_kernels(KERNELS) if device.type == "cuda" else None
         if fused is not None:
             return _with_kernel(net, hidden_SE, places_M, labels_M, precision, fused)
-        return _with_torch(net, hidden_SE, places_M, labels_M, greedy)
+        found = _with_torch(net, hidden_SE, places_M, labels_M, greedy)
+        return lambda: found
 
 
 def _with_kernel(
-    net: BaseNet,
-    hidden_SE: Tensor,
-    places_M: NDArray[np.int64],
-    labels_M: NDArray[np.int64],
-    precision: torch.dtype,
+    net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], precision: torch.dtype,
     fused: Any,
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+) -> Callable[[], Result]:  # fmt: skip
     """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
-    places, labels = (torch.from_numpy(array).to(hidden_SE.device) for array in (places_M, labels_M))
+    places, labels = (copy_to_device(array, hidden_SE.device) for array in (places_M, labels_M))
     rows, found = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab), list[tuple[Tensor, Tensor]]()
     head_VE, bias_V = net.head.to(precision), None if net.head_bias is None else net.head_bias.to(precision)
     for start in range(0, len(places), rows):
         x_RE = net.head_input(hidden_SE[places[start : start + rows]])
         logits_RV = F.linear(x_RE.to(precision), head_VE, bias_V)
         found.append(fused.cross_entropy_and_correct(logits_RV, labels[start : start + rows], net.shape.vocab))
-    losses_M, correct_M = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return -losses_M.double().cpu().numpy(), correct_M.cpu().numpy().astype(np.bool_)
+    losses, correct = (PendingCopy(torch.cat(parts)) for parts in zip(*found, strict=True))
+    return lambda: (-losses.array().astype(np.float64), correct.array().astype(np.bool_))
 
 
 def _with_torch(
     net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], greedy: bool
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+) -> Result:
     """Logits of each place once, block by block."""
     device = hidden_SE.device
     places_U, where_M = np.unique(places_M, return_inverse=True)

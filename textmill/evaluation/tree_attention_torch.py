@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.evaluation.packing import CONTEXT, Rows
+from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models.cache_torch import Cache
 
 
@@ -17,8 +18,8 @@ class TreeAttention(Cache):
     """Takes the place of the KV cache: it holds nothing, and lets a continuation attend to its context and itself."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
-        self.positions_NT = torch.from_numpy(rows.positions_NT).to(device)
-        trees_NT, branches_NT = (torch.from_numpy(array).to(device) for array in (rows.trees_NT, rows.branches_NT))
+        self.positions_NT = copy_to_device(rows.positions_NT, device)
+        trees_NT, branches_NT = (copy_to_device(array, device) for array in (rows.trees_NT, rows.branches_NT))
         same_tree = trees_NT[:, :, None] == trees_NT[:, None, :]
         readable = (branches_NT[:, None, :] == CONTEXT) | (branches_NT[:, :, None] == branches_NT[:, None, :])
         self.mask_N1TT = (same_tree & readable).tril()[:, None]

@@ -39,9 +39,13 @@ class PendingCopy:
 
     def values(self) -> Any:
         """The values as a list; waits until the copy has finished."""
+        return self.array().tolist()
+
+    def array(self) -> Any:
+        """The values as an array; waits until the copy has finished."""
         if self._finished is not None:
             self._finished.synchronize()
-        return self._host.tolist()
+        return self._host.numpy()
 
 
 class PinnedBuffers:
