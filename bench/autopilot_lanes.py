@@ -139,6 +139,8 @@ class Lanes:
             f"| {name} | {one['valid']:.4f} | {one['test']:.4f} | {one['seconds']} | {one['steps']:,} |"
             for name, one in found.items()
         ]
+        if not defaults:
+            return "\n".join(lines)
         regret = statistics.mean(one["test"] for one in defaults) - found[best]["test"]
         return "\n".join([*lines, f"best: {best}; regret {regret:+.4f}"])
 

@@ -135,6 +135,11 @@ def test_short_runs_time_a_tenth_of_their_steps(clock: Clock, step: float, timed
     assert (len(lengths) - 1, lengths[-1].steps) == (timed_steps, steps)
 
 
+def test_after_a_long_start_steps_still_get_a_fifth_of_the_minutes(clock: Clock) -> None:
+    lengths = timed(clock, planned(), first=590.0, step=1.0)
+    assert lengths[-1].steps == len(lengths) + 120
+
+
 def test_a_start_longer_than_the_minutes_is_an_error(clock: Clock) -> None:
     with pytest.raises(TextmillError, match=r"train\.minutes: 0\.5 is too short: the start, .* took 31 s; raise it"):
         timed(clock, planned(minutes=0.5), first=31.0, step=1.0)

@@ -20,6 +20,8 @@ MEASURED_FRACTION = 0.1
 """In a short run, this fraction of it is timed instead."""
 END_SECONDS = 5.0
 """What a command that evaluates and generates after training needs besides a pass over the valid split."""
+MIN_FRACTION = 0.2
+"""Steps get at least this fraction of the minutes, even if the start took so long that the command ends later."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,7 @@ class MinutesTimer:
             return length
         with self.log.paused(result):
             speed, costs = self._tokens_per_second(length, done), self.measure_costs()
-        left = self._seconds_left(length) - (costs.full_pass if self.command.evaluates else 0.0)
-        steps = fitting_steps(length, done, left, speed, costs)
+        steps = fitting_steps(length, done, self._seconds_for_steps(length, costs.full_pass), speed, costs)
         steps = self.ranks.all_gather(steps)[0]
         return run_on_all(self.ranks, lambda: length.measured(steps, done))
 
@@ -87,6 +88,12 @@ class MinutesTimer:
         assert length.train.minutes is not None
         end = self.command.started + 60 * length.train.minutes - (END_SECONDS if self.command.evaluates else 0.0)
         return end - time.perf_counter()
+
+    def _seconds_for_steps(self, length: RunLength, full_pass: float = 0.0) -> float:
+        """Seconds that steps get from now on: a model of a few steps would be of no use."""
+        assert length.train.minutes is not None
+        left = self._seconds_left(length) - (full_pass if self.command.evaluates else 0.0)
+        return max(left, MIN_FRACTION * 60 * length.train.minutes)
 
     def _check_start(self, length: RunLength) -> None:
         if self.ranks.first and self._seconds_left(length) <= 0:
@@ -104,7 +111,7 @@ class MinutesTimer:
 
     def _first_estimate(self, length: RunLength, done: int) -> tuple[int | None, int]:
         """The step after which the length is computed, None if that is not known yet, and an estimate of the length."""
-        left, timed = self._seconds_left(length), self._step_clock() - self._timed_from
+        left, timed = self._seconds_for_steps(length), self._step_clock() - self._timed_from
         if done - self.first < FIRST_STEPS and timed < MEASURED_FRACTION * left:
             return None, 0
         steps = fitting_steps(length, done, left, self._tokens_per_second(length, done), Costs(0.0, 0.0, 0.0))
