@@ -154,7 +154,7 @@ def test_false_data_is_refused(good: Path, tmp_path: Path, kind: str) -> None:
 
 
 def test_code_in_a_model_folder_never_runs(good: Path, tmp_path: Path) -> None:
-    """Python named in config.json, a pickle next to the weights, Jinja in the chat template: all are ignored."""
+    """Python named in config.json and a pickle next to the weights are ignored; a chat template cannot reach Python."""
     folder, canary = shutil.copytree(good, tmp_path / "model"), tmp_path / "canary"
     (folder / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\n")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
@@ -167,7 +167,9 @@ def test_code_in_a_model_folder_never_runs(good: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(f"{{{{ cycler.__init__.__globals__.os.mkdir({str(canary)!r}) }}}}")
     service = open_model(folder, tmp_path)
     service.scheduler.close(0)
-    assert service.template is None
+    assert service.template is not None
+    with pytest.raises(TextmillError, match=r"access to attribute '__init__' .* is unsafe"):
+        service.template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
     assert not canary.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
     assert canary.exists(), "the bomb itself works"
