@@ -19,7 +19,7 @@ from textmill.engines.cuda_graphs_torch import GraphedPass
 from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
-from textmill.engines.objective.heads_torch import HeadStates, join_sums, split_reported, term_names
+from textmill.engines.objective.heads_torch import join_sums, open_heads, split_reported, term_names
 from textmill.engines.objective.labels import count_pairs, named_sums
 from textmill.engines.objective.micro_batches_torch import MicroBatch, micro_batches
 from textmill.engines.optimizers.average_torch import RAW, Average
@@ -50,6 +50,8 @@ FAULTS = True
 """This engine supports the injected faults nan and flip."""
 TEACHERS = True
 """This engine supports `train.distil`."""
+LABEL_HEADS = True
+"""This engine supports `train.layout=labelled`."""
 
 
 class OnTorch:
@@ -151,7 +153,7 @@ class OnTorch:
         with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
                 part = MicroBatch(*tensors)  # type: ignore[arg-type]
-                heads = HeadStates(self.net, part, self.precision, self.execution, self.teachers)
+                heads = open_heads(self.net, part, self.precision, self.execution, self.teachers)
             loss, reported = heads.training_loss(self.train, self.parallel.tensor, ends=True)
             loss.backward()  # type: ignore[no-untyped-call]
         return reported
@@ -165,7 +167,7 @@ class OnTorch:
         sums = []
         for _, part in micro_batches(batch, self.net, self.micro_batch, self.device):
             with autocast(self.device, self.precision):
-                heads = HeadStates(self.net, part, self.precision)
+                heads = open_heads(self.net, part, self.precision)
             sums.append(heads.sums(self.parallel.tensor))
         self.parallel.reshard()
         found, counts = join_sums(sums), [count_loss_tokens(batch)[0], *count_pairs(batch)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +25,8 @@ from textmill.storage.tensor_files import read_model_names
 
 __all__ = [
     "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "find_family_module", "find_run_model",
-    "has_masked_head", "initial_weights", "known_weights", "open_family", "read_shape", "to_checkpoint",
-    "to_memory", "weights_of",
+    "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family", "read_shape",
+    "to_checkpoint", "to_memory", "weights_of", "with_label_head",
 ]  # fmt: skip
 
 FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama"}
@@ -127,6 +127,23 @@ def check_masked_head(shape: Shape, where: object) -> None:
             f"{where}: has no head for masked tokens, so it cannot predict them; use a folder of BertForMaskedLM or "
             f"BertForPreTraining; for embeddings use: textmill embed {where} 'a text'"
         )
+
+
+def with_label_head(shape: Shape, task: str, labels: Sequence[str]) -> Shape:
+    """The same net with a head for a task with labels; refuses a family that has none."""
+    change = getattr(open_family(shape.family), "shape_with_labels", None)
+    if change is None:
+        raise TextmillError(
+            f"model.family: {shape.family} has no head for corpus.labels={task}; set model.family=bert and "
+            "model.init_from"
+        )
+    changed: Shape = change(shape, task, labels)
+    return changed
+
+
+def label_head_of(shape: Shape) -> tuple[str, tuple[str, ...]] | None:
+    """The task of a finetuned head and the names of its labels; None if the net predicts tokens."""
+    return (task, getattr(shape, "labels", ())) if (task := getattr(shape, "task", "")) else None
 
 
 def weights_of(shape: Shape) -> list[Weight]:

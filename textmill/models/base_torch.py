@@ -39,13 +39,16 @@ class BaseNet(nn.Module):
     ends in the row-parallel matrix. Modules with dropout have `tokens_part` (dropout of the residual stream) or
     `heads_part` (dropout of attention weights): which of several equal parts this rank has.
 
-    A family trained on masked tokens sets `few_labels`, and may write `head_input`, `head_bias` and `pair_logits`.
+    A family trained on masked tokens sets `few_labels`, and may write `head_input`, `head_bias` and `pair_logits`; one
+    with heads for finetuning, `label_logits`.
     """
 
     few_labels = False
     """True if few tokens of a sample have a label: the head is computed for those alone."""
     has_pair_head = False
     """True if `pair_logits` predicts a class for each packed sentence pair."""
+    has_label_head = False
+    """True if `label_logits` replaces the head: the labels of a batch are not tokens of the vocabulary."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -83,6 +86,15 @@ class BaseNet(nn.Module):
 
     def pair_logits(self, x_PE: Tensor) -> Tensor:
         """The logits [pairs, classes], from the hidden states of each pair's first token."""
+        raise NotImplementedError
+
+    def label_logits(
+        self, x_NTE: Tensor, positions_NK: Tensor, documents_NT: Tensor | None, keys_N: Tensor | None
+    ) -> Tensor:
+        """The logits [N, labels, classes] of the first labels of each sample, from the hidden states.
+
+        `positions_NK` are the labelled tokens, counted through all samples; `keys_N` turns dropout on.
+        """
         raise NotImplementedError
 
     @property

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights, weights_of
+from textmill.models.weights import sample_weights
 from textmill.storage.tensor_files import Named
 
 Array = NDArray[np.float32]
@@ -32,6 +33,20 @@ def resize_weights(
             yield name, resize_positions(values, shape.positions)
         else:
             yield name, values
+
+
+def replace_heads(weights: Iterable[Named], shape: Shape, seed: int) -> Iterator[Named]:
+    """The weights of a net of this shape, from a file that may have other heads.
+
+    Weights of heads that are not in the file, or have another size there, start from their initial values."""
+    wanted = {weight.name: weight for weight in weights_of(shape)}
+    for name, values in known_weights(shape, weights):
+        weight = wanted.get(name)
+        if weight is None or (weight.head and weight.shape != values.shape):
+            continue  # of another head
+        del wanted[name]
+        yield name, values
+    yield from sample_weights([weight for weight in wanted.values() if weight.head], seed)
 
 
 def select_layers(shape: Shape, layers: Sequence[int]) -> Shape:

@@ -58,6 +58,8 @@ class Weight:
     """True if `train.optimizer: muon` uses Muon for it instead of AdamW. For matrices only."""
     lora: bool = False
     """True if `model.lora` can add an adapter to it. For matrices of blocks only, the same number in each block."""
+    head: bool = False
+    """True if it belongs to a head that another task replaces: a file for finetuning may have others, or none."""
     depth: int = 0
     """Distance from the output: 0 after the blocks, 1 in the last block, `layers` in the first, then embeddings."""
     split: int | None = None

@@ -16,12 +16,23 @@ from textmill.engines.distillation.teachers_torch import CachedTeachers, Teacher
 from textmill.engines.distillation.terms_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
 from textmill.engines.losses_torch import loss_and_correct, summed_loss
+from textmill.engines.objective.label_heads_torch import LabelStates
 from textmill.engines.objective.labels import PAIR_LOSS
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.tokens.batches.batch import IGNORED
+
+
+def open_heads(
+    net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
+    teachers: Teachers | None = None,
+) -> HeadStates | LabelStates:  # fmt: skip
+    """What the heads of a net compute for a micro-batch, before its losses: call it under autocast."""
+    if net.has_label_head:
+        return LabelStates(net, part, precision, execution)
+    return HeadStates(net, part, precision, execution, teachers)
 
 
 class HeadStates:

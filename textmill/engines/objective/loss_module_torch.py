@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from textmill.config import TrainConfig
 from textmill.devices import autocast
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers
-from textmill.engines.objective.heads_torch import HeadStates
+from textmill.engines.objective.heads_torch import open_heads
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.engines.shared_torch import attention_order
 from textmill.models.base_torch import BaseNet
@@ -33,7 +33,7 @@ class LossModule(nn.Module):
         part = MicroBatch(*tensors)  # type: ignore[arg-type]
         device = part.inputs.device
         with autocast(device, self.precision) if self.mixed else nullcontext(), attention_order(device):
-            heads = HeadStates(
+            heads = open_heads(
                 self.net, part, self.precision, teachers=self.teachers if part.weights is not None else None
             )
         if part.weights is None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
+from textmill.errors import TextmillError
 from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
 from textmill.models.weights import Weight, count_flops, count_parameters
 
@@ -22,8 +23,13 @@ Array = NDArray[np.float32]
 
 NAME, OBJECTIVE, BATCH_FIELDS = "bert", "masked", frozenset({"documents", "types", "pair_labels"})
 PAIR_CLASSES = 2
-HEADS = ("bert.pooler", "cls.")
+HEADS = ("bert.pooler", "cls.", "classifier.", "qa_outputs.")
 """How the names of weights start that are multiplied with labelled tokens only."""
+SEQUENCES, WORDS, ANSWERS = "sequence-classification", "token-classification", "question-answering"
+TASK_CLASSES = {SEQUENCES: "SequenceClassification", WORDS: "TokenClassification", ANSWERS: "QuestionAnswering"}
+"""The end of transformers' class for each task with labels."""
+PREFIXES = ("bert.", *HEADS)
+"""How all names of weights start; files of a bare encoder lack "bert."."""
 LABELLED = 0.15
 """The fraction of tokens that get a label, and so logits, for the count of FLOPs."""
 MODEL_TYPES = {"post": "bert", "pre": "megatron-bert"}
@@ -64,6 +70,10 @@ class Shape:
     """Whether there is a matrix for the first token of a sample; the pair head needs it."""
     deep_init: bool = False
     """Whether the last matrix of each residual branch starts smaller, by the root of twice the layers."""
+    task: str = ""
+    """The task of a finetuned head, such as sequence-classification; empty: the heads of pretraining."""
+    labels: tuple[str, ...] = ()
+    """The names of the classes that a finetuned head predicts; none for answers, whose labels are positions."""
     activation: str = "gelu"
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -98,7 +108,8 @@ class Shape:
         flops = count_flops(weights, self.layers, self.width, length, rest or trained)
         # The matrix before the head, and the head, which count_flops counts for every token.
         head = table.size * (4.0 + 2.0 * any(one.name == table.name for one in trained))
-        return flops - (1 - LABELLED) * head + LABELLED * 6 * self.width**2
+        labelled = 0.0 if self.task else LABELLED
+        return flops - (1 - labelled) * head + labelled * 6 * self.width**2
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Attention heads and the MLP's inner width."""
@@ -126,22 +137,45 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     end = hf.get("eos_token_id")
     names = [name for name in hf.get("architectures") or () if isinstance(name, str)]
     plain, masked = (any(name.endswith(kind) for name in names) for kind in ("BertModel", "MaskedLM"))
+    task = next((task for task, kind in TASK_CLASSES.items() if any(name.endswith(kind) for name in names)), "")
+    tokens = not plain and not task
     return Shape(
         end=end if type(end) is int else 0, types=hf.get("type_vocab_size", 2),
         activation=config.activation("hidden_act", "gelu"),
         norm=next((norm for norm, kind in MODEL_TYPES.items() if kind == hf.get("model_type")), "post"),
-        masked_head=not plain, pair_head=not plain and not masked, pooler=not masked,
+        masked_head=tokens, pair_head=tokens and not masked, pooler=task == SEQUENCES if task else not masked,
+        task=task, labels=_labels_of(hf, where) if task in (SEQUENCES, WORDS) else (),
         epsilon=hf.get("layer_norm_eps", 1e-12), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
         **{ours: hf.get(key, 0.1) for key, ours in DROPOUTS.items()},
     )  # fmt: skip
+
+
+def _labels_of(hf: dict[str, Any], where: str) -> tuple[str, ...]:
+    """The names in id2label, by their numbers; transformers' default is two labels."""
+    names = hf.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
+    known = names if isinstance(names, dict) else {}
+    found = tuple(known.get(str(number)) for number in range(len(known)))
+    if not found or not all(isinstance(name, str) for name in found):
+        raise TextmillError(f"{where}: id2label is {names!r}; it needs a name for each number from 0 on")
+    return found  # type: ignore[return-value]
+
+
+def shape_with_labels(shape: Shape, task: str, labels: Iterable[str]) -> Shape:
+    """The same encoder with a head for this task, in place of the heads that it has."""
+    return replace(
+        shape, masked_head=False, pair_head=False, pooler=task == SEQUENCES, task=task, labels=tuple(labels)
+    )
 
 
 def shape_with_weights(shape: Shape, names: Iterable[str]) -> Shape:
     """The shape with the heads that a file with these weights has; config.json often names another class."""
     ends = ("predictions.transform.dense.weight", "seq_relationship.weight", "pooler.dense.weight")
     found = list(names)
+    if shape.task and any(name.startswith(("classifier.", "qa_outputs.")) for name in found):
+        return shape_with_labels(shape, shape.task, shape.labels)
     masked, pairs, pooler = (any(name.endswith(end) for name in found) for end in ends)
-    return replace(shape, masked_head=masked, pair_head=pairs, pooler=pooler and (pairs or not masked))
+    pooler = pooler and (pairs or not masked)
+    return replace(shape, masked_head=masked, pair_head=pairs, pooler=pooler, task="", labels=())
 
 
 def unneeded_weights(shape: Shape) -> frozenset[str]:
@@ -152,12 +186,15 @@ def unneeded_weights(shape: Shape) -> frozenset[str]:
 def hf_config_of(shape: Shape) -> dict[str, Any]:
     """The config.json with which transformers opens the checkpoint."""
     kind = "ForPreTraining" if shape.pair_head else "ForMaskedLM" if shape.masked_head else "Model"
+    kind = f"For{TASK_CLASSES[shape.task]}" if shape.task else kind
     kind = ("MegatronBert" if shape.norm == "pre" else "Bert") + kind
     numbers = {key: getattr(shape, ours) for key, ours in (WHOLE_NUMBERS | DROPOUTS).items()}
     return {
         "architectures": [kind], "model_type": MODEL_TYPES[shape.norm], "dtype": "float32", **numbers,
         "type_vocab_size": shape.types, "hidden_act": shape.activation, "layer_norm_eps": shape.epsilon,
         "initializer_range": 0.02, "pad_token_id": None, "eos_token_id": shape.end, "tie_word_embeddings": True,
+        **({"id2label": {str(number): name for number, name in enumerate(shape.labels)},
+            "label2id": {name: number for number, name in enumerate(shape.labels)}} if shape.labels else {}),
     }  # fmt: skip
 
 
@@ -178,16 +215,18 @@ def weights_of(shape: Shape) -> list[Weight]:
     if shape.norm == "pre":
         weights += _norm("bert.encoder.ln", width)
     # Tensor-parallel ranks divide the vocabulary after the heads' other matrices, so each computes a part of their
-    # gradient.
+    # gradient; of a finetuned head's loss, each has a part.
     heads = []
     if shape.masked_head:
         heads += _linear("cls.predictions.transform.dense", width, width)
         heads += _norm("cls.predictions.transform.LayerNorm", width)
     heads += _linear("bert.pooler.dense", width, width) if shape.pooler else []
     heads += _linear("cls.seq_relationship", width, PAIR_CLASSES) if shape.pair_head else []
-    weights += [replace(weight, partial_gradient=True) for weight in heads]
+    heads += _linear("classifier", width, len(shape.labels)) if shape.labels else []
+    heads += _linear("qa_outputs", width, 2) if shape.task == ANSWERS else []
+    weights += [replace(weight, partial_gradient=True, head=True) for weight in heads]
     if shape.masked_head:
-        weights.append(Weight("cls.predictions.bias", (shape.vocab,), **rows))
+        weights.append(Weight("cls.predictions.bias", (shape.vocab,), head=True, **rows))
     return [replace(weight, parameter=weight.name.removeprefix("bert.")) for weight in weights]
 
 
@@ -230,7 +269,7 @@ def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Arr
         if name.endswith("position_ids") or name.startswith("cls.predictions.decoder."):
             continue
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        yield (name if name.startswith(("bert.", "cls.")) else f"bert.{name}"), values
+        yield (name if name.startswith(PREFIXES) else f"bert.{name}"), values
 
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +11,8 @@ from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.matmul_torch import linear
 from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
-from textmill.models.bert.facts import PAIR_CLASSES, Shape
+from textmill.models.bert.facts import ANSWERS, SEQUENCES, Shape
+from textmill.models.bert.heads_torch import ACTIVATIONS, Heads, Pooler
 from textmill.models.cache_torch import Cache
 from textmill.models.lora_torch import apply_linear
 from textmill.models.masks_torch import Mask, document_starts, two_way_block_mask, two_way_mask, use_block_mask
@@ -22,11 +21,6 @@ try:
     from textmill.kernels.gelu_triton import bias_gelu
 except ImportError:  # Triton kernels cannot be built here
     bias_gelu = None  # type: ignore[assignment]
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-    "tanh": torch.tanh, "relu2": lambda x: F.relu(x).square(),
-}  # fmt: skip
 
 
 class Embeddings(nn.Module):
@@ -156,51 +150,6 @@ class Encoder(nn.Module):
         self.ln = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "pre" else None
 
 
-class Transform(nn.Module):
-    """What is computed from hidden states before the masked tokens' head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.dense = nn.Linear(shape.width, shape.width)
-        self.LayerNorm = nn.LayerNorm(shape.width, shape.epsilon)
-        self.activation = ACTIVATIONS[shape.activation]
-
-    def forward(self, x_ME: Tensor) -> Tensor:
-        out: Tensor = self.LayerNorm(self.activation(self.dense(x_ME)))
-        return out
-
-
-class Predictions(nn.Module):
-    """The masked tokens' head; its matrix is the word embedding."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(shape.padded_vocab))
-        self.transform = Transform(shape)
-
-
-class Heads(nn.Module):
-    """The heads that the shape has, under transformers' names."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        if shape.masked_head:
-            self.predictions = Predictions(shape)
-        if shape.pair_head:
-            self.seq_relationship = nn.Linear(shape.width, PAIR_CLASSES)
-
-
-class Pooler(nn.Module):
-    """What is computed from a sample's first token before the pairs' head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.dense = nn.Linear(shape.width, shape.width)
-
-    def forward(self, x_PE: Tensor) -> Tensor:
-        return torch.tanh(self.dense(x_PE))
-
-
 def _to_matmul_dtype(x: Tensor) -> Tensor:
     """The residual stream in the precision of the matmuls: half the memory traffic."""
     device = x.device.type
@@ -216,7 +165,11 @@ class Net(BaseNet):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.embeddings, self.encoder, self.cls = Embeddings(shape), Encoder(shape), Heads(shape)
-        self.has_pair_head = shape.pair_head
+        self.has_pair_head, self.has_label_head = shape.pair_head, bool(shape.task)
+        if shape.labels:
+            self.classifier = nn.Linear(shape.width, len(shape.labels))
+        if shape.task == ANSWERS:
+            self.qa_outputs = nn.Linear(shape.width, 2)
         if shape.pooler:
             self.pooler = Pooler(shape)
         self.tokens_part = 0
@@ -243,11 +196,30 @@ class Net(BaseNet):
 
     def head_input(self, x_ME: Tensor) -> Tensor:
         """A matrix, the activation and a LayerNorm; without a head for masked tokens, the hidden states."""
+        if self.has_label_head:
+            raise TextmillError(
+                f"this bert was finetuned for {self.shape.task} and no longer predicts tokens; use: textmill evaluate"
+            )
         return _to_matmul_dtype(self.cls.predictions.transform(x_ME)) if self.shape.masked_head else x_ME
 
     def pair_logits(self, x_PE: Tensor) -> Tensor:
         """The logits of both classes."""
         out: Tensor = self.cls.seq_relationship(self.pooler(x_PE))
+        return out
+
+    def label_logits(
+        self, x_NTE: Tensor, positions_NK: Tensor, documents_NT: Tensor | None, keys_N: Tensor | None
+    ) -> Tensor:
+        """The classes of labelled tokens; of answers, the first and the last position, which padding cannot be."""
+        if self.shape.task == ANSWERS:
+            logits_N2T: Tensor = self.qa_outputs(x_NTE).float().transpose(1, 2)
+            return (
+                logits_N2T if documents_NT is None else logits_N2T.masked_fill(documents_NT[:, None] == 0, -torch.inf)
+            )
+        x_NKE = x_NTE.flatten(0, 1)[positions_NK]
+        x_NKE = self.pooler(x_NKE) if self.shape.task == SEQUENCES else x_NKE
+        site = 3 * self.shape.layers + 1  # after those of the blocks
+        out: Tensor = self.classifier(drop(x_NKE, self.shape.dropout, keys_N, site))
         return out
 
     def begin(
