@@ -80,6 +80,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_across_sections(self) -> RunConfig:
         _check_shape(self.model, self.train)
+        _check_labels(self)
         _check_micro_batch(self.engine.micro_batch, self.train)
         train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
@@ -150,6 +151,28 @@ def _flat_results(section: Section, prefix: str) -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _check_labels(config: RunConfig) -> None:
+    """Examples with labels need their own layout, a length, and a model that keeps its own head."""
+    labels, train = config.corpus.labels, config.train
+    if labels and train.layout != "labelled":
+        raise TextmillError(f"train.layout: found {train.layout}, but corpus.labels={labels} needs labelled; change it")
+    if not labels and train.layout == "labelled":
+        raise TextmillError(
+            "corpus.labels: is not set, which train.layout=labelled needs; set sequence-classification, "
+            "token-classification or question-answering"
+        )
+    if not labels:
+        return
+    unused = {"model.lora": config.model.lora, "tokens.use": config.tokens.use, "train.distil": train.distil.teachers,
+              "train.label_smoothing": train.label_smoothing, "train.z_loss": train.z_loss}  # fmt: skip
+    if found := [name for name, value in unused.items() if value]:
+        raise TextmillError(f"{found[0]}: cannot be used with corpus.labels={labels}; remove it")
+    if train.length is None:
+        raise TextmillError(
+            f"train.length: is not set, and corpus.labels={labels} cuts examples to it; set it, such as 128"
+        )
 
 
 def _check_micro_batch(micro: int | str, train: TrainConfig) -> None:

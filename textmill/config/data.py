@@ -29,8 +29,11 @@ from textmill.config.section import Section, changeable, path, source
 from textmill.errors import TextmillError
 
 ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
+LabelTask = Literal["sequence-classification", "token-classification", "question-answering"]
 
 
+LABELS_EXCLUDE = ("chat", "sentences", "keep_fields", "decontaminate", "mongo_write_back", "mongo_load", "preset")
+"""Settings of plain text that `corpus.labels` refuses."""
 DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " "}
 
 
@@ -68,6 +71,12 @@ class CorpusConfig(Section):
     """Records are conversations: messages (role, content), sharegpt (from, value), alpaca (instruction, input, output),
     pairs (a question and an answer, such as the columns Q and A); auto: find out which. `corpus.text_key` may name
     the list, or QUESTION+ANSWER."""
+    labels: LabelTask | None = None
+    """Records are examples with labels, to finetune BERT. sequence-classification: `corpus.text_key` names a text, or
+    FIRST+SECOND; token-classification: CoNLL files, or lists `words` and `labels`; question-answering: SQuAD's JSON.
+    Nothing is cleaned or deduplicated."""
+    label_key: str | None = None
+    """The field or column with the label, or the list of labels; default: label (or labels, tags, ner_tags)."""
     documents: Literal["section", "file", "line", "block"] = "section"
     """What one document of a plain text file is: a section of about `corpus.section_chars` characters, the full file,
     a line, or a block between blank lines."""
@@ -161,6 +170,13 @@ class CorpusConfig(Section):
             raise TextmillError(
                 f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; remove one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> CorpusConfig:
+        for name in LABELS_EXCLUDE if self.labels else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise TextmillError(f"corpus.{name}: is not applied to examples with corpus.labels; remove it")
         return self
 
     @model_validator(mode="after")

@@ -39,6 +39,19 @@ class WikitextConfig(Section):
     """Read each article alone, not the file as one text; default: as the protocol does."""
 
 
+class AnswersConfig(Section):
+    """How answers to questions are chosen."""
+
+    n_best: int = Field(20, ge=1)
+    """The most likely first and last tokens of each window that are combined."""
+    max_tokens: int = Field(30, ge=1)
+    """Most tokens of an answer."""
+    no_answer: bool | None = None
+    """Whether a question may have no answer (SQuAD 2.0); default: whether one of the examples has none."""
+    no_answer_margin: float = 0.0
+    """How much higher no answer must score than the best answer to be chosen."""
+
+
 class EvaluateConfig(Section):
     """How a model is evaluated."""
 
@@ -49,8 +62,11 @@ class EvaluateConfig(Section):
     split: Literal["train", "valid", "test"] = "valid"
     """The split to evaluate on."""
     text: list[str] = Field([], json_schema_extra={"source": True, "per_call": True})
-    """Files or folders whose perplexity to measure instead of a split; read as `corpus.sources` are, but not
-    cleaned."""
+    """Files or folders to measure instead of a split; read as `corpus.sources` are, but not cleaned. With a finetuned
+    head, examples as `corpus.labels` reads them; without labels they get predictions only."""
+    predictions: str | None = Field(None, json_schema_extra={"path": True, "per_call": True})
+    """The file for the predictions of a finetuned head: JSON lines, or SQuAD's JSON; default: in the run's
+    `evaluation` folder."""
     batch: int = changeable(16, ge=1)
     """Windows in one forward pass."""
     window: int | None = Field(None, ge=1)
@@ -69,6 +85,8 @@ class EvaluateConfig(Section):
     """The seed of `evaluate.sample`."""
     baselines: bool = True
     """Also evaluate a unigram and a bigram model, counted on the train split."""
+    answers: AnswersConfig = AnswersConfig()
+    """How a model finetuned for question-answering chooses answers."""
     wikitext: WikitextConfig = WikitextConfig()
     """Settings of the task wikitext."""
 

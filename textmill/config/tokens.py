@@ -73,6 +73,9 @@ class TokensConfig(Section):
     prepend_begin: bool = False
     """Put the begin token before each document; a tokenizer without one, such as GPT-2's, uses its end-of-text
     token."""
+    overlap: int = Field(128, ge=0)
+    """question-answering: tokens that two windows of a long context share, at most half of them (run_qa's
+    doc_stride)."""
     use: list[UsedTokens] = source([])
     """Existing tokens to train on: prefixes, folders or files, or {path: PREFIX, weight: 3} to blend several.
     Tokens without splits are split by `corpus.split`, documents in their order."""

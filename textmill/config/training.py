@@ -50,11 +50,12 @@ class TrainConfig(Section):
     """Optimizer, learning rates, warm-up, batch and weight decay for pretraining. auto: by formula from width, tokens
     and epochs (Muon, or AdamW if `train.optimizer` is set); pretrain-nano, pretrain-muon, pretrain-adamw: as measured
     on a small and a 124M net. Explicit settings override the preset."""
-    layout: Literal["packed", "padded", "features", "chat", "masked"] = "packed"
+    layout: Literal["packed", "padded", "features", "chat", "masked", "labelled"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
     features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
     chat: conversations of `corpus.chat`, with loss only on the assistant's messages;
-    masked: sentence pairs with masked tokens, for BERT, or existing ones in TFRecord files named by `tokens.use`."""
+    masked: sentence pairs with masked tokens, for BERT, or existing ones in TFRecord files named by `tokens.use`;
+    labelled: the examples of `corpus.labels`, to finetune BERT."""
     length: int | None = Field(None, ge=2)
     """Tokens in a sample; default: the model's longest context. If it is shorter than that of `model.size`, the model
     gets only this many positions."""

@@ -29,6 +29,7 @@ from textmill.corpus.decontamination.evaluation_data import (
 from textmill.corpus.dedup.decisions import decide_documents
 from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
 from textmill.corpus.inspection import describe_layouts
+from textmill.corpus.labelled.build import build_labelled
 from textmill.corpus.passes import ChunkTask, clean_chunk, write_chunk
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
@@ -193,6 +194,8 @@ def _build(
     evaluation_data: list[EvaluationData],
 ) -> tuple[Counts, dict[str, Any]]:
     """Run both passes and the deduplication between them; return the account and the checksum of every file."""
+    if config.corpus.labels:
+        return build_labelled(config.corpus, config.corpus.labels, sources, part, skipped)
     (part / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
     declared = declared_splits([source.name for source in sources], config.corpus.source_splits)

@@ -14,6 +14,8 @@ from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
 from textmill.corpus.source import Source
 
 FieldPath = tuple[str, ...]
+RECORD = "*"
+"""The key of the full record, read as JSON."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class TextFields:
 
     def read_text(self, value: object) -> str:
         """The text of an innermost element; missing or null fields are left out if there are several."""
+        if self.text_paths == ((RECORD,),):
+            return json.dumps(value, ensure_ascii=False, default=str)
         if isinstance(value, dict):
             found = value.get(self.key)
             if isinstance(found, str):
@@ -139,7 +143,7 @@ class TextFields:
 
     def columns(self, names: list[str]) -> list[str]:
         """The columns that are needed; all of them for conversations, since each row may use different ones."""
-        if self.chat:
+        if self.chat or self.text_paths == ((RECORD,),):
             return names
         paths = [self.list_paths[0]] if self.list_paths else list(self.text_paths)
         wanted = {self.key, *self.kept_fields} | {

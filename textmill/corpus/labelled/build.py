@@ -1,0 +1,122 @@
+"""Builds a corpus of examples with labels: reads all sources, decides the splits and the names of the labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from textmill.config import CorpusConfig
+from textmill.corpus.accounts import Counts, build_account
+from textmill.corpus.document import SPLITS, Split
+from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, WORDS, Example
+from textmill.corpus.labelled.readers import read_examples
+from textmill.corpus.shards import SCHEMA, new_shard, shard_name
+from textmill.corpus.source import Source
+from textmill.corpus.split import assign_split, declared_splits, text_digest
+from textmill.errors import TextmillError
+from textmill.storage.files import manifest_entry, write_json
+
+BATCH_ROWS = 1024
+COUNTED = ("documents", "bytes", "characters")
+MANY_LABELS = 100
+"""From this many labels on, as many labels as half of the examples mean that the key is wrong."""
+
+
+class LabelSet:
+    """The labels of the train split, and where others occur."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.elsewhere: dict[str, str] = {}
+        """Where a label first occurs outside of the train split."""
+        self.ids: set[str] = set()
+        self.train_examples = 0
+
+    def add(self, example: Example, split: Split) -> None:
+        """Count the labels of an example; refuse an example without labels, and a second question with its id."""
+        if not example.has_labels:
+            raise TextmillError(f"{example.where}: has no label; add it")
+        if example.id and example.id in self.ids:
+            raise TextmillError(f"{example.where}: the id '{example.id}' occurs twice; each question needs its own")
+        if example.id:
+            self.ids.add(example.id)
+        self.train_examples += split == "train"
+        for label in example.labels or ():
+            if split == "train":
+                self.counts[label] += 1
+            else:
+                self.elsewhere.setdefault(label, f"{example.where}: the {split} split")
+
+    def names(self, task: str) -> list[str]:
+        """The names in the order of their numbers; numbers are sorted as numbers."""
+        if not self.train_examples:
+            raise TextmillError("corpus.sources: the train split is empty; give it more of corpus.split, or a file")
+        if task == ANSWERS:
+            return []
+        if len(self.counts) < 2:
+            raise TextmillError(
+                f"corpus.label_key: the train split has one label only, '{next(iter(self.counts), '')}'; "
+                "there is nothing to learn"
+            )
+        if task == SEQUENCES and len(self.counts) > max(MANY_LABELS, self.train_examples / 2):
+            raise TextmillError(
+                f"corpus.label_key: {self.train_examples:,} examples have {len(self.counts):,} different labels; "
+                "name the field with the classes"
+            )
+        for label, where in self.elsewhere.items():
+            if label not in self.counts:
+                raise TextmillError(
+                    f"{where} has the label '{label}', which the train split does not have; its labels are "
+                    f"{', '.join(sorted(self.counts)[:12])}"
+                )
+        numbers = all(label.lstrip("-").isdigit() for label in self.counts)
+        return sorted(self.counts, key=int) if numbers else sorted(self.counts)
+
+
+def build_labelled(
+    config: CorpusConfig, task: str, sources: Sequence[Source], part: Path, skipped: list[str]
+) -> tuple[Counts, dict[str, Any]]:
+    """Write one shard for each split; return the account, with the names of the labels, and the checksum of each
+    file."""
+    declared = declared_splits([source.name for source in sources], config.source_splits)
+    labels, read, written = LabelSet(), [], []
+    with ExitStack() as stack:
+        shards = {split: stack.enter_context(new_shard(part / shard_name(split, 0))) for split in SPLITS}
+        for source, split in zip(sources, declared, strict=True):
+            amounts: dict[str, Counter[str]] = {name: Counter() for name in SPLITS}
+            examples = read_examples(source, task, config)
+            while block := list(islice(examples, BATCH_ROWS)):
+                rows: dict[Split, list[Example]] = {name: [] for name in SPLITS}
+                for example in block:
+                    chosen = split or assign_split(_digest(example, task), config.split)
+                    labels.add(example, chosen)
+                    rows[chosen].append(example)
+                for name, chosen_rows in rows.items():
+                    shards[name].add(_to_table(chosen_rows, task, amounts[name]))
+            read.append({"records": sum(one["documents"] for one in amounts.values()), "changed": {}, "dropped": {}})
+            written.append({name: {key: one[key] for key in COUNTED} for name, one in amounts.items()})
+        names = labels.names(task)
+    counts = build_account([source.name for source in sources], read, [{} for _ in sources], written)
+    counts |= {"skipped_files": skipped, "labels": {"task": task, "names": names, "counts": dict(labels.counts)}}
+    files = {"account.json": write_json(part / "account.json", counts)}
+    return counts, files | {name: manifest_entry(part / name) for name in (shard_name(split, 0) for split in SPLITS)}
+
+
+def _digest(example: Example, task: str) -> bytes:
+    """What decides the split: the texts; all questions about a context are in one split."""
+    texts = example.texts[1:] if task == ANSWERS else example.texts
+    return text_digest((" " if task == WORDS else "\n").join(texts))
+
+
+def _to_table(examples: Iterable[Example], task: str, amounts: Counter[str]) -> pa.Table:
+    documents = [example.to_document(task) for example in examples]
+    for document in documents:
+        amounts.update(documents=1, bytes=len(document.text.encode()), characters=len(document.text))
+    columns = [[getattr(document, name) for document in documents] for name in SCHEMA.names]
+    return pa.table(columns, schema=SCHEMA)
