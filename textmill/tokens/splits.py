@@ -35,7 +35,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open
 SAMPLE_RANGES, SAMPLE_TOKENS = 64, 1 << 15
 """The fingerprint of a store without a manifest reads this many ranges of ids, with this many tokens each."""
 
-STORE_FILES = (".bin", ".idx", ".mask")
+STORE_FILES = (".bin", ".idx", ".mask", ".labels")
 """The files that training reads; others, such as quarantined records, may be left out of a copy."""
 
 

@@ -33,6 +33,9 @@ class TokenStore:
     document_count: int = 0
     loss_mask: NDArray[np.uint8] | None = None
     """Conversations only: 1 for each token with loss, else 0."""
+    labels: NDArray[np.int32] | None = None
+    """Examples with labels only: the class of each token, -100 for none; for question-answering, the first two numbers
+    are the positions of the answer's first and last token."""
 
     file_sizes: tuple[tuple[Path, int], ...] = ()
     """The memory-mapped files, and their bytes when they were opened."""
@@ -89,20 +92,27 @@ class TokenStore:
 
     def advise(self, *, random: bool) -> None:
         """Announce how the store will be read from now on: documents in random order, or sequentially."""
-        for array in (self.ids, self.loss_mask, self.index.lengths, self.index.offsets, self.index.documents):
+        for array in (
+            self.ids,
+            self.loss_mask,
+            self.labels,
+            self.index.lengths,
+            self.index.offsets,
+            self.index.documents,
+        ):
             if array is not None:
                 advise(array, random=random)
 
     def slice(self, begin: int, end: int) -> TokenStore:
         """The documents from `begin` up to but not including `end`, as a view; nothing is copied."""
         edges = self.document_starts(np.array([begin, end], np.int64))
-        loss_mask = None if self.loss_mask is None else self.loss_mask[edges[0] : edges[1]]
+        beside: dict[str, Any] = {
+            name: None if (array := getattr(self, name)) is None else array[edges[0] : edges[1]]
+            for name in ("loss_mask", "labels")
+        }
+        first = self.first_document + begin
         return replace(
-            self,
-            ids=self.ids[edges[0] : edges[1]],
-            first_document=self.first_document + begin,
-            document_count=end - begin,
-            loss_mask=loss_mask,
+            self, ids=self.ids[edges[0] : edges[1]], first_document=first, document_count=end - begin, **beside
         )
 
     def _tokens_before(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,26 +139,33 @@ def open_store(prefix: Path) -> TokenStore:
             f"the two files do not belong together"
         )
     ids = np.memmap(ids_path, index.dtype, "r") if found else np.zeros(0, index.dtype)
-    mask = _open_mask(loss_mask_path(prefix), len(ids))
-    mapped = (index_path, ids_path) if mask is None else (index_path, ids_path, loss_mask_path(prefix))
-    sizes = tuple((path, path.stat().st_size) for path in mapped)
-    return TokenStore(prefix, ids, index, 0, len(index.documents) - 1, mask, sizes)
+    mask = _open_beside(loss_mask_path(prefix), np.dtype(np.uint8), len(ids))
+    labels = _open_beside(labels_path(prefix), np.dtype(np.int32), len(ids))
+    beside = [path for path in (loss_mask_path(prefix), labels_path(prefix)) if path.is_file()]
+    sizes = tuple((path, path.stat().st_size) for path in (index_path, ids_path, *beside))
+    return TokenStore(prefix, ids, index, 0, len(index.documents) - 1, mask, labels, sizes)
 
 
-def _open_mask(path: Path, tokens: int) -> NDArray[np.uint8] | None:
+def _open_beside(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any] | None:
+    """One number per token: a loss mask or labels; None if there is no such file."""
     if not path.is_file():
         return None
-    if path.stat().st_size != tokens:
+    if path.stat().st_size != tokens * dtype.itemsize:
         raise TextmillError(
             f"{path}: has {path.stat().st_size:,} bytes, but the store has {tokens:,} tokens; "
-            f"this loss mask is of another store"
+            f"this file is of another store"
         )
-    return np.memmap(path, np.uint8, "r") if tokens else np.zeros(0, np.uint8)
+    return np.memmap(path, dtype, "r") if tokens else np.zeros(0, dtype)
 
 
 def loss_mask_path(prefix: Path) -> Path:
     """The loss mask of a store of conversations: one byte per token."""
     return prefix.with_name(prefix.name + ".mask")
+
+
+def labels_path(prefix: Path) -> Path:
+    """The labels of a store of examples: one 32-bit number per token."""
+    return prefix.with_name(prefix.name + ".labels")
 
 
 def store_paths(prefix: Path) -> tuple[Path, Path]:

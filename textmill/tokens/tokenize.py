@@ -23,6 +23,7 @@ from textmill.tokens.example_files import check_examples, examples_made_from, wr
 from textmill.tokens.existing_tokens import tokenize_existing
 from textmill.tokens.features import write_features
 from textmill.tokens.index_formats import IndexFormat
+from textmill.tokens.labelled.tokenize import tokenize_labelled
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.shard_encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
 from textmill.tokens.store import dtype_for, open_store
@@ -60,6 +61,8 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     """Write the token stores of all splits; return their folder."""
     if config.tokens.use:
         return tokenize_existing(config, force)
+    if config.corpus.labels:
+        return tokenize_labelled(config, config.corpus.labels, force)
     folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
     source = open_manifest(corpus, "prepare")
     _check_sentences(config, source)

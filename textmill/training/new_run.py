@@ -12,10 +12,18 @@ from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, describe_given, open_model
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.errors import TextmillError, warn
-from textmill.models import Shape, initial_weights, known_weights, open_family, read_shape
+from textmill.models import (
+    Shape,
+    initial_weights,
+    known_weights,
+    label_head_of,
+    open_family,
+    read_shape,
+    with_label_head,
+)
 from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
-from textmill.models.resizing import resize_weights, select_layer_weights, select_layers
+from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
 from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.batches.layout import objectives_of
 from textmill.tokens.chat_checks import check_training_data
@@ -42,6 +50,8 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
         shape = _resize_shape(shape, data, given, transfer)
         _check_fit(shape, config, data, given)
         weights = resize_weights(weights, shape, transfer.kept, transfer.new)
+        if label_head_of(shape):
+            weights = replace_heads(weights, shape, config.train.seed)
     else:
         _check_fit(shape, config, data, given)
         weights = initial_weights(shape, config.train.seed)
@@ -62,6 +72,8 @@ def check_start(config: RunConfig) -> None:
         shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)
+    if config.corpus.labels:
+        shape = with_label_head(shape, config.corpus.labels, ["", ""])
     _check_objective(config.train, shape)
     rules_of(shape, config.train, config.model.lora)
 
@@ -70,6 +82,13 @@ def _check_objective(train: TrainConfig, shape: Shape) -> None:
     """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
     layout, pairs = train.layout, train.masked.pairs
     wanted, found = open_family(shape.family).OBJECTIVE, objectives_of(layout)
+    if layout == "labelled":
+        return  # the family has a head for it, or `with_label_head` refused it
+    if head := label_head_of(shape):
+        raise TextmillError(
+            f"model.init_from: was finetuned for {head[0]}, and train.layout={layout} needs a model that predicts "
+            "tokens; name the model that it was finetuned from"
+        )
     if wanted not in found:
         right = "masked" if wanted == "masked" else "packed"
         raise TextmillError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
-from textmill.models import Shape, open_family, read_shape
+from textmill.models import Shape, open_family, read_shape, with_label_head
 from textmill.models.family_files import find_family_file
 from textmill.models.lora import normalized_targets
 from textmill.storage.files import hash_file
@@ -64,9 +64,14 @@ class Start:
 def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> Shape:
     """The shape of the model: that of given weights, where dropout and positions may be overridden, or the config's."""
     family, tokenizer = open_family(config.model.family), data.tokenizer
-    if given is None:
-        return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
-    return shape_of_given(config, given)
+    shape = (
+        family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+        if given is None
+        else shape_of_given(config, given)
+    )
+    if (labels := data.manifest.get("labels")) is None:
+        return shape
+    return with_label_head(shape, labels["task"], labels["names"])
 
 
 def shape_of_given(config: RunConfig, given: Checkpoint) -> Shape:
@@ -86,8 +91,11 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
         settings["train.masked.counts"] = hash_file(Path(config.train.masked.counts))
     settings["train.length"] = config.train.length or shape.positions
     model = {f"model.{name}": value for name, value in vars(shape).items()}
-    if model.get("model.untied") is False:
-        del model["model.untied"]  # runs older than untied heads still resume
+    for name in ("untied", "task", "labels"):  # runs older than these still resume
+        if not model.get(f"model.{name}", True):
+            del model[f"model.{name}"]
+    if "model.labels" in model:
+        model["model.labels"] = list(model["model.labels"])
     lora = config.model.lora.model_dump() if config.model.lora else None
     if lora and config.model.lora:
         lora["targets"] = normalized_targets(shape, config.model.lora)

@@ -12,6 +12,7 @@ from textmill.tokens.batches.by_step import Batches, batches_in_order
 from textmill.tokens.batches.chat import ChatLayout
 from textmill.tokens.batches.features import FeaturesLayout
 from textmill.tokens.batches.history import DataRange, blends_of, sizes_of
+from textmill.tokens.batches.labelled import LabelledLayout
 from textmill.tokens.batches.layout import Layout
 from textmill.tokens.batches.masked import MaskedLayout, has_spans
 from textmill.tokens.batches.masked_tokens import masked_tokens_of
@@ -64,6 +65,8 @@ def _has_samples(train: TrainConfig, one: WeightedStore) -> bool:
     """Whether the layout gets at least one sample from this store."""
     if train.layout == "features" or one.features is not None:
         return one.features is None or bool(one.features.table.count)
+    if train.layout == "labelled":
+        return bool(len(one.store))
     if train.layout == "masked":
         return has_spans(one.store, train.masked)
     return one.store.tokens > 1 if train.layout == "packed" else bool((one.store.document_lengths() > 1).any())
@@ -94,6 +97,8 @@ def _build_layout(
             vocab=vocab, folder=folder,
         )  # fmt: skip
     pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
+    if train.layout == "labelled":
+        return LabelledLayout(store, length=length, seed=seed, pad=pad, separator=tokenizer.separator, vocab=vocab)
     if train.layout == "chat":
         return ChatLayout(
             store,

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 
-OBJECTIVES = {"masked": ("masked",)}
+OBJECTIVES = {"masked": ("masked",), "labelled": ("labels",)}
 """What a net can learn from the labels of a layout, by its name; from the others: next_token."""
 
 
 def objectives_of(layout: str) -> tuple[str, ...]:
-    """What a net can learn from the labels of a layout: next_token or masked."""
+    """What a net can learn from the labels of a layout: next_token, masked or labels."""
     return OBJECTIVES.get(layout, ("next_token",))
 
 

@@ -1,0 +1,67 @@
+"""The labelled layout: one encoded example, or one window of it, in each sample, with the labels of its task."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.errors import TextmillError
+from textmill.tokens.batches.batch import IGNORED
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
+from textmill.tokens.batches.shuffle import shuffle_in_epoch
+from textmill.tokens.store import TokenStore
+
+_SAMPLES_KEY = 10
+"""Key of the shuffle of samples in each epoch."""
+WIDTH_MULTIPLE = 64
+"""Batches are as wide as their longest sample, rounded up to a multiple of this, so that they have few shapes."""
+
+
+class LabelledLayout:
+    """Samples padded to the longest of a batch; padding is document 0. Without a seed, in the order of the store."""
+
+    def __init__(
+        self, store: TokenStore, *, length: int, seed: int | None, pad: int, separator: int, vocab: int | None = None
+    ) -> None:
+        if store.labels is None:
+            raise TextmillError(
+                f"{store.prefix}: has no labels, which train.layout=labelled needs; set corpus.labels and run: "
+                "textmill prepare --force, textmill tokenize --force"
+            )
+        if not len(store):
+            raise TextmillError(f"{store.prefix}: has no examples to train on; add some")
+        self.store, self.length, self.seed, self.vocab = store, length, seed, vocab
+        self.pad, self.separator = pad, separator
+        self.ids, self.labels = np.asarray(store.ids), np.asarray(store.labels)
+        self.samples_per_epoch = len(store)
+        store.advise(random=seed is not None)
+
+    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+        """The samples with these numbers."""
+        chosen = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
+        edges = self.store.document_starts(np.stack([chosen, chosen + 1]))
+        starts, counts = edges[0], edges[1] - edges[0]
+        longest = int(counts.max(initial=1))
+        if longest > self.length:
+            raise TextmillError(
+                f"{self.store.prefix}: has an example of {longest} tokens, train.length is {self.length}; "
+                "make the tokens again with: textmill tokenize --force"
+            )
+        width = min(self.length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+        filled = np.arange(width) < counts[:, None]
+        inputs, labels = np.full(filled.shape, self.pad, np.int32), np.full(filled.shape, IGNORED, np.int32)
+        inputs[filled], labels[filled] = (gather_ranges(array, starts, counts) for array in (self.ids, self.labels))
+        check_ids(inputs[filled], self.vocab, self.store.prefix)
+        return SampleArrays(inputs, labels, filled.astype(np.int32), find_types(inputs, filled, self.separator))
+
+    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
+        """The document of each sample."""
+        chosen = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
+        return SampleDocuments(np.arange(len(samples)), chosen)
+
+
+def find_types(inputs: NDArray[np.int32], filled: NDArray[np.bool_], separator: int) -> NDArray[np.int32]:
+    """The segment of each token: 1 after the first separator; no text has one inside, since it is a special token."""
+    is_end = (inputs == separator) & filled
+    types: NDArray[np.int32] = ((np.cumsum(is_end, axis=1) - is_end > 0) & filled).astype(np.int32)
+    return types
