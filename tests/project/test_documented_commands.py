@@ -64,6 +64,7 @@ MINE = ["new mine --text texts/*.txt", "prepare mine", "fit-tokenizer mine"]
 SETUP = {
     "batches": ["prepare my.yaml", "fit-tokenizer my.yaml", "tokenize my.yaml"],
     "bert": ["run bert.yaml folder=runs/bert-base", "prepare bert.yaml", "fit-tokenizer bert.yaml"],
+    "bert-finetune": ["run bert.yaml folder=runs/bert-base"],
     "chat": ["run ko.yaml"],
     "engines": ["run mine.yaml", "prepare run.yaml", "fit-tokenizer run.yaml", "tokenize run.yaml"],
     "evaluate": ["run quickstart"],
@@ -122,9 +123,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     masked += "tokens: {level: sentence, append_end: false}\ntrain: {layout: masked, length: 32}\n"
     masked += "model: {family: bert, size: tiny}\n"
     (folder / "bert.yaml").write_text(masked, encoding="utf-8")
+    _write_labelled(folder)
     pairs = [f"{number}시에 뭐 해?,{number}시에는 물레방아를 돌려요.,0\n" for number in range(60)]
     (folder / "ChatbotData.csv").write_text("Q,A,label\n" + "".join(pairs), encoding="utf-8")
-    for name in ("chat-ko.yaml", "finetune.yaml"):
+    for name in ("chat-ko.yaml", "finetune.yaml", "bert-classify.yaml"):
         shutil.copy(ROOT / "recipes" / name, folder)
     shutil.copy(ROOT / "tests" / "support" / "mynet.py", folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n', encoding="utf-8")
@@ -149,6 +151,29 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save(folder / name)
         (llama if name == "SmolLM2-135M" else net).save_pretrained(folder / name)
     return folder
+
+
+def _write_labelled(folder: Path) -> None:
+    """Write the examples with labels and the configs of docs/bert-finetune.md."""
+    texts = [f"the mill {number} turns" for number in range(60)]
+    rows = [f"{text},{number % 2}\n" for number, text in enumerate(texts)]
+    (folder / "reviews.csv").write_text("text,label\n" + "".join(rows), encoding="utf-8")
+    (folder / "new-reviews.csv").write_text("text,stars\n" + "".join(rows[:3]), encoding="utf-8")
+    answer = {"text": "mill", "answer_start": 4}
+    for number, (names, count) in enumerate(((("ner-train", "train-v2.0"), 40), (("ner-dev", "dev-v2.0"), 20))):
+        words = "".join(f"the O\nmill B-LOC\n{text} O\n\n" for text in range(count))
+        (folder / f"{names[0]}.conll").write_text(words, encoding="utf-8")
+        paragraphs = [
+            {"context": text, "qas": [{"id": f"{number}-{text}", "question": "What?", "answers": [answer]}]}
+            for text in texts[:count]
+        ]
+        data = {"version": "v2.0", "data": [{"title": "mills", "paragraphs": paragraphs}]}
+        (folder / f"{names[1]}.json").write_text(json.dumps(data), encoding="utf-8")
+    page = (ROOT / "docs" / "bert-finetune.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    for name, task in (("ner", "token-classification"), ("squad", "question-answering")):
+        (text,) = [block for block in blocks if task in block]
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 class Workspace:

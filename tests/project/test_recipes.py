@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.cli import main
@@ -34,6 +34,7 @@ SMALLER = {
     "gpt2-small": ["model.size=nano"],
     "bert-base": ["model.size=tiny", "tokenizer.vocab=2000"],
     "bert-ko": ["model.size=tiny", "tokenizer.vocab=2000"],
+    "bert-classify": ["tokenizer.use=encoder", "model.init_from=encoder"],
     "distilgpt2": [
         "tokenizer.use=pretrained", "model.init_from=pretrained", "model.init_layers=[0]",
         "train.distil.teachers=[pretrained]",
@@ -63,6 +64,8 @@ def write_inputs(folder: Path) -> None:
     texts = folder / "texts"
     _write_pairs(folder / "ChatbotData.csv")
     _write_exam(folder / "exam.jsonl")
+    _write_reviews(folder / "reviews.csv")
+    _write_encoder(folder / "encoder", texts)
     _write_model(folder / "pretrained", texts)
     _write_lines(texts)
     _write_vocab(folder / "vocab.txt", texts)
@@ -79,6 +82,21 @@ def _write_exam(path: Path) -> None:
     contexts = [f"The old mill beside the river has {number} wheels, and each of them" for number in range(9)]
     questions = [{"context": context, "choices": ["turns", "grinds"], "answer": 0} for context in contexts]
     path.write_text("".join(json.dumps(one) + "\n" for one in questions), encoding="utf-8")
+
+
+def _write_reviews(path: Path) -> None:
+    """Write a few texts with labels."""
+    path.write_text("text,label\n" + "".join(f"the mill {number},{number % 2}\n" for number in range(60)))
+
+
+def _write_encoder(folder: Path, texts: Path) -> None:
+    """Write a BERT of transformers and its tokenizer."""
+    texts_of = iter([[path.read_text(encoding="utf-8")] for path in texts.iterdir()])
+    tokenizer = fit(texts_of, TokenizerConfig(kind="wordpiece", vocab=300))
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    net = BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=64, vocab_size=tokenizer.vocab))
+    net.save_pretrained(folder)
+    tokenizer.save(folder)
 
 
 def _write_model(folder: Path, texts: Path) -> None:
@@ -121,7 +139,9 @@ def test_recipe(
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert f"All stages are done. The model is runs/{name}/run/step-0000002" in out
-    following = {"chat-ko": "chat", "bert-base": "train", "bert-ko": "train"}.get(name, "generate")
+    following = {"chat-ko": "chat", "bert-base": "train", "bert-ko": "train", "bert-classify": "evaluate"}.get(
+        name, "generate"
+    )
     assert f"  textmill {following} runs/{name}" in out.partition("Next:")[2]
     if name == "chat-ko":
         _check_chat_template_is_used(folder / "runs" / name / "run")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig
+from textmill.errors import TextmillError
 from textmill.evaluation import format_result, measure, save_result
+from textmill.evaluation.measured_task import format_card, format_metrics
 from textmill.evaluation.task import Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
-from textmill.models import find_run_model, read_shape
+from textmill.models import find_run_model, label_head_of, read_shape
 from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.files import format_path
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
@@ -24,6 +27,8 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
 
     with closing(open_ranks(config.engine.device, config.engine.timeout)) as ranks, ranks.under_watchdog(_end):
         checkpoint = run_on_all(ranks, lambda: find_run_model(config, step))
+        if label_head_of(read_shape(checkpoint.folder)):
+            return run_on_all(ranks, lambda: _evaluate_labels(checkpoint, config, ranks, as_json))
         scorer = run_on_all(ranks, lambda: _open_scorer(checkpoint, config, ranks))
         results: Result = {}
         for task in tasks:
@@ -31,6 +36,31 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
         if as_json and ranks.first:
             print(json.dumps(results, ensure_ascii=False))
     return results
+
+
+def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as_json: bool) -> Result:
+    """Predict and measure with the finetuned head of a model."""
+    from textmill.evaluation.labelled.measuring import measure_labels
+    from textmill.evaluation.labelled.predictor_torch import Predictor
+
+    if ranks.world > 1:
+        raise TextmillError("evaluate: a model with a finetuned head is evaluated by one process; start only one")
+    run, (task, _) = config.folder_of("train"), label_head_of(read_shape(checkpoint.folder)) or ("", ())
+    name = task if not config.evaluate.text else f"{task}-{Path(config.evaluate.text[0]).stem}"
+    in_run = bool(checkpoint.progress) and checkpoint.folder.parent.resolve() == run.resolve()
+    ending = "json" if task == "question-answering" else "jsonl"
+    default = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.predictions.{ending}" if in_run else None
+    given = config.evaluate.predictions
+    measured = measure_labels(config, Predictor(checkpoint, config), Path(given) if given else default)
+    result = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, **measured}
+    saved = save_result(config, checkpoint, name, result)
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+        return result
+    print(f"{format_metrics(task, measured[task])}\n\n{format_card(measured[task]['card'])}")
+    if saved is not None:
+        print(f"Saved in {format_path(saved)}")
+    return result
 
 
 def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Scorer:

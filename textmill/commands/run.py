@@ -15,10 +15,11 @@ from textmill.config import SIZES, ModelConfig, RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.devices import open_device
 from textmill.evaluation import format_tables
+from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.generation.encoders.fill import fill
-from textmill.models import Shape, open_family, read_shape
+from textmill.models import Shape, label_head_of, open_family, read_shape
 from textmill.planning.verdict import (
     RunFacts,
     State,
@@ -72,14 +73,20 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
     facts = _facts_of(config, folder, checkpoint)
     print()
     measured, vocab = summary["measured"], read_shape(checkpoint).vocab
-    for line in [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]:
-        print(line)
+    if not config.corpus.labels:
+        for line in [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]:
+            print(line)
     _print_next_steps(config, checkpoint, facts)
     return folder
 
 
 def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, list[str]]:
     """Evaluate the model and let it write; a model for masked tokens fills the masks of `sample.prompt`."""
+    if label_head_of(shape):
+        _headline(5, "evaluate")
+        measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
+        _headline(6, "generate: not needed: the model predicts labels")
+        return measured, []
     if open_family(shape.family).OBJECTIVE == "masked":
         _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens")
         _headline(6, "fill" if config.sample.prompt else "fill: no sample.prompt")
@@ -133,7 +140,8 @@ def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None
 def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
     if (measured := summary["measured"]) is not None:
         _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
-        print(format_tables(config.evaluate.tasks, measured))
+        labels = config.corpus.labels
+        print(format_metrics(labels, measured[labels]) if labels else format_tables(config.evaluate.tasks, measured))
     _headline(6, "generate: done already")
     for text in summary["texts"]:
         print(text)
@@ -142,7 +150,9 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
-    if open_family(config.model.family).OBJECTIVE == "masked":
+    if config.corpus.labels:
+        print(f"  textmill evaluate {root} evaluate.text=FILE")
+    elif open_family(config.model.family).OBJECTIVE == "masked":
         print(f"  textmill fill {root} sample.prompt='a text with [MASK]'")
     elif config.train.layout == "chat":
         print(f"  textmill chat {root}")
@@ -155,6 +165,12 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
 def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
     """Commands that would make the model better."""
     train, name = config.train, config.model.family
+    if config.corpus.labels:
+        return (
+            [f"textmill train {root} train.epochs={2 * train.epochs:g}"]
+            if train.epochs and state != "overfitting"
+            else []
+        )
     family = f" --family {name}" if name in SIZES and name != ModelConfig().family else ""
     if state == "overfitting":
         again = shlex.quote(format_path(config.folder_of("train")) + "-2")

@@ -63,21 +63,7 @@ class MeasuredTask:
 
     def format_table(self, result: Result) -> str:
         """A line for each metric, with its interval and published values."""
-        own = result[self.entry.label]
-        names = [name for name in own if name not in ("intervals", "card", "published")]
-        width = max(map(len, names))
-        lines = [self.entry.label]
-        numbers = {name: format_number(name, own[name]) for name in names}
-        number_width = max(map(len, numbers.values()))
-        for name in names:
-            line = f"  {name.ljust(width)}  {numbers[name].rjust(number_width)}"
-            if (interval := own["intervals"].get(name)) is not None:
-                low, high = (format_number(name, end) for end in interval)
-                line += f"  ({low} to {high})"
-            known = [f"{model} {format_number(name, one[name])}" for model, one in own.get("published", {}).items()
-                     if name in one]  # fmt: skip
-            lines.append(line + (f"  published: {', '.join(known)}" if known else ""))
-        return "\n".join(lines)
+        return format_metrics(self.entry.label, result[self.entry.label])
 
     def describe_method(self, result: Result) -> str:
         """The protocol card, a line for each fact."""
@@ -86,6 +72,26 @@ class MeasuredTask:
     def result_name(self, config: RunConfig) -> str:
         """The label of its entry."""
         return self.entry.label
+
+
+def format_metrics(label: str, own: Result) -> str:
+    """The metrics of a result, a line each, under its label."""
+    names = [name for name in own if name not in ("intervals", "card", "published")]
+    if not names:
+        return label
+    width = max(map(len, names))
+    lines = [label]
+    numbers = {name: format_number(name, own[name]) for name in names}
+    number_width = max(map(len, numbers.values()))
+    for name in names:
+        line = f"  {name.ljust(width)}  {numbers[name].rjust(number_width)}"
+        if (interval := own["intervals"].get(name)) is not None:
+            low, high = (format_number(name, end) for end in interval)
+            line += f"  ({low} to {high})"
+        known = [f"{model} {format_number(name, one[name])}" for model, one in own.get("published", {}).items()
+                 if name in one]  # fmt: skip
+        lines.append(line + (f"  published: {', '.join(known)}" if known else ""))
+    return "\n".join(lines)
 
 
 def model_card(scorer: Scorer) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Predictor: the logits of a finetuned head for examples, in batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import RunConfig
+from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, Example
+from textmill.devices import autocast, open_device, torch_dtype
+from textmill.models import label_head_of
+from textmill.models.nets_torch import open_net
+from textmill.tokens.batches.labelled import find_types
+from textmill.tokens.labelled.encoding import ExampleEncoder, Sample
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+
+BLOCK = 1024
+"""Examples that are read, encoded and sorted by length at a time."""
+
+Logits = NDArray[np.float32]
+
+
+class Predictor:
+    """A model with a finetuned head, ready to predict."""
+
+    def __init__(self, checkpoint: Checkpoint, config: RunConfig) -> None:
+        self.device = open_device(config.engine.device)
+        self.precision = torch_dtype(config.engine.precision, self.device)
+        self.net, self.batch = open_net(checkpoint.folder, self.device), config.evaluate.batch
+        self.tokenizer = open_tokenizer(checkpoint.tokenizer)
+        head = label_head_of(self.net.shape)
+        assert head is not None
+        self.task, self.names = head
+        self.length = min(config.train.length or self.net.shape.positions, self.net.shape.positions)
+        self.overlap = min(config.tokens.overlap, self.length // 2)
+        self.encoder = ExampleEncoder(self.tokenizer, self.task, self.length, self.overlap, self.names)
+        self.pad = self.tokenizer.end if self.tokenizer.pad is None else self.tokenizer.pad
+
+    def predict(self, examples: Iterator[Example]) -> Iterator[tuple[Example, list[Sample], list[Logits]]]:
+        """Each example with its samples and their logits.
+
+        [1, classes] of a text, [tokens, classes] of words, [2, tokens] of answers."""
+        while block := list(islice(examples, BLOCK)):
+            encoded = list(self.encoder.encode(block))
+            samples = [sample for some in encoded for sample in some]
+            logits: list[Logits | None] = [None] * len(samples)
+            order = sorted(range(len(samples)), key=lambda number: len(samples[number].ids))
+            for start in range(0, len(order), self.batch):
+                numbers = order[start : start + self.batch]
+                for number, found in zip(numbers, self._logits([samples[one] for one in numbers]), strict=True):
+                    logits[number] = found
+            done = iter(logits)
+            for example, some in zip(block, encoded, strict=True):
+                yield example, some, [found for found in islice(done, len(some)) if found is not None]
+
+    @torch.inference_mode()
+    def _logits(self, samples: Sequence[Sample]) -> Iterator[Logits]:
+        counts = np.array([len(sample.ids) for sample in samples])
+        filled = np.arange(counts.max()) < counts[:, None]
+        inputs = np.full(filled.shape, self.pad, np.int32)
+        inputs[filled] = np.concatenate([sample.ids for sample in samples])
+        types = find_types(inputs, filled, self.encoder.separator)
+        ids, segments, documents = (
+            torch.from_numpy(array).to(self.device) for array in (inputs, types, filled.astype(np.int32))
+        )
+        positions = torch.arange(ids.numel(), device=self.device).view(ids.shape)
+        positions = positions[:, :1] if self.task == SEQUENCES else positions
+        with autocast(self.device, self.precision):
+            states = self.net(ids, documents_NT=documents, types_NT=segments)
+            logits = self.net.label_logits(states, positions, documents, None).float().cpu().numpy()
+        for one, count in zip(logits, counts.tolist(), strict=True):
+            yield one[:, :count] if self.task == ANSWERS else one[:count]

@@ -1,0 +1,60 @@
+"""Exact match and F1 of answers, by the rules of SQuAD's official scripts for versions 1.1 and 2.0."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without punctuation and English articles, with single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, expected: str) -> float:
+    """1 if two answers are equal after normalisation."""
+    return float(normalize_answer(answer) == normalize_answer(expected))
+
+
+def f1_score(answer: str, expected: str, *, version_2: bool) -> float:
+    """F1 of the words of two answers; in version 2, an empty one equals only an empty one."""
+    found, wanted = normalize_answer(answer).split(), normalize_answer(expected).split()
+    if version_2 and not (found and wanted):
+        return float(found == wanted)
+    same = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * same / (len(found) + len(wanted)) if same else 0.0
+
+
+class AnswerScores:
+    """Sums of exact match and F1 over questions, also of those with and without an answer."""
+
+    def __init__(self, *, version_2: bool) -> None:
+        self.version_2 = version_2
+        self.exact: dict[bool, float] = {True: 0.0, False: 0.0}
+        self.f1: dict[bool, float] = {True: 0.0, False: 0.0}
+        self.counts: dict[bool, int] = {True: 0, False: 0}
+
+    def add(self, answer: str, expected: Sequence[str]) -> None:
+        """Count the best score of an answer over all accepted ones; none accepted means that there is no answer."""
+        accepted = [text for text in expected if normalize_answer(text)] if self.version_2 else list(expected)
+        has_answer = bool(expected)
+        wanted = accepted or [""]
+        self.counts[has_answer] += 1
+        self.exact[has_answer] += max(exact_match(answer, one) for one in wanted)
+        self.f1[has_answer] += max(f1_score(answer, one, version_2=self.version_2) for one in wanted)
+
+    def metrics(self) -> dict[str, float]:
+        """Exact match and F1 in percent, as the official scripts print them."""
+        total = max(1, sum(self.counts.values()))
+        found = {"exact_match": 100 * sum(self.exact.values()) / total, "f1": 100 * sum(self.f1.values()) / total}
+        if self.version_2:
+            for name, has_answer in (("has_answer", True), ("no_answer", False)):
+                count = max(1, self.counts[has_answer])
+                found[f"{name}_exact_match"] = 100 * self.exact[has_answer] / count
+                found[f"{name}_f1"] = 100 * self.f1[has_answer] / count
+        return found
