@@ -167,7 +167,7 @@ def test_a_finetuned_model_no_longer_predicts_tokens(
 ) -> None:
     capsys.readouterr()
     assert main(["fill", str(classifier), "sample.prompt=a [MASK]", "engine.device=cpu"]) == 2
-    assert "finetuned for sequence-classification and no longer predicts tokens" in capsys.readouterr().err
+    assert "has no head for masked tokens" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("A king. A queen.\n" * 20)
     (tmp_path / "masked.yaml").write_text(
         "corpus: {sources: [text.txt]}\ntrain: {layout: masked, length: 16, masked: {pairs: none}}\n"

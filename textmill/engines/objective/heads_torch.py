@@ -27,7 +27,7 @@ from textmill.tokens.batches.batch import IGNORED
 
 def open_heads(
     net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
-    teachers: Teachers | None = None,
+    teachers: Teachers | CachedTeachers | None = None,
 ) -> HeadStates | LabelStates:  # fmt: skip
     """What the heads of a net compute for a micro-batch, before its losses: call it under autocast."""
     if net.has_label_head:

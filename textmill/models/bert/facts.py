@@ -162,9 +162,7 @@ def _labels_of(hf: dict[str, Any], where: str) -> tuple[str, ...]:
 
 def shape_with_labels(shape: Shape, task: str, labels: Iterable[str]) -> Shape:
     """The same encoder with a head for this task, in place of the heads that it has."""
-    return replace(
-        shape, masked_head=False, pair_head=False, pooler=task == SEQUENCES, task=task, labels=tuple(labels)
-    )
+    return replace(shape, masked_head=False, pair_head=False, pooler=task == SEQUENCES, task=task, labels=tuple(labels))
 
 
 def shape_with_weights(shape: Shape, names: Iterable[str]) -> Shape:

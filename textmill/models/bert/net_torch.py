@@ -196,10 +196,6 @@ class Net(BaseNet):
 
     def head_input(self, x_ME: Tensor) -> Tensor:
         """A matrix, the activation and a LayerNorm; without a head for masked tokens, the hidden states."""
-        if self.has_label_head:
-            raise TextmillError(
-                f"this bert was finetuned for {self.shape.task} and no longer predicts tokens; use: textmill evaluate"
-            )
         return _to_matmul_dtype(self.cls.predictions.transform(x_ME)) if self.shape.masked_head else x_ME
 
     def pair_logits(self, x_PE: Tensor) -> Tensor:
