@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, rows_of, started
-from tests.support.weights import noisy_weights
-from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
-from textmill.engines.distillation.teachers_torch import matched_layers
+from tests.support.engine_runs import VOCAB, batch_of, config_of, rows_of, started
+from tests.support.teachers import distilling, write_teacher
+from textmill.config import (
+    DistilConfig,
+    TorchEngine,
+    TrainConfig,
+)
+from textmill.engines.distillation.terms import matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput, distillation_loss
 from textmill.errors import TextmillError
 from textmill.models import open_family
@@ -96,27 +99,13 @@ def test_terms_and_gradients(divergence: Any, count: int, top_k: int, monkeypatc
         torch.testing.assert_close(single.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
 
 
-def write_teacher(folder: Path, layers: int = 3, width: int = 32, vocab: int = VOCAB) -> str:
-    family = open_family("gpt2")
-    sizes = ShapeConfig(layers=layers, heads=2, width=width, positions=LENGTH + 8)
-    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=vocab, end=0)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
-    (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))
-    return str(folder)
-
-
-def distilling(kind: str, teachers: list[str], **settings: Any) -> RunConfig:
-    return config_of(kind, micro_batch=2, distil=DistilConfig(teachers=teachers, **settings))
-
-
-@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
+@pytest.mark.parametrize("kind", ["torch", "deepspeed", "jax"])
 def test_a_step_equals_transformers(kind: str, tmp_path: Path) -> None:
     """Loss, terms and gradient norm of a step on unequal micro-batches; teachers and student by transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     names = [write_teacher(tmp_path / "a"), write_teacher(tmp_path / "b", layers=4)]
-    config = distilling(kind, names, kl=0.6, labels=0.3, cosine=0.8, mse=0.001, hidden=0.2)
+    config = distilling(kind, names, kl=0.6, labels=0.3, cosine=0.8, mse=0.001, hidden=0.0 if kind == "jax" else 0.2)
     engine, batch = started(config), batch_of(0)
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)
@@ -143,13 +132,14 @@ def test_a_step_equals_transformers(kind: str, tmp_path: Path) -> None:
     cosine = torch.stack([1 - F.cosine_similarity(states[-1], other[-1]) for _, other in given]).mean()
     pairs = [(0, 0, 1), (0, 1, 2), (1, 0, 1), (1, 1, 3)]  # teacher, block of the student, block of the teacher
     hidden = torch.stack([(states[own] - given[who][1][block]).square().mean() for who, own, block in pairs]).mean()
-    loss = loss + 0.8 * cosine + 0.2 * hidden
+    loss = loss + 0.8 * cosine + distil.hidden * hidden
     loss.backward()  # type: ignore[no-untyped-call]
     norm = math.sqrt(sum(float(one.grad.double().square().sum()) for one in student.parameters()))
 
     step = engine.train_step(batch, 0, 0.0)
     assert step.loss == pytest.approx(float(terms["labels"]), rel=1e-5)
-    found = {"distil_kl": terms["kl"], "distil_mse": terms["mse"], "distil_cosine": cosine, "distil_hidden": hidden}
+    found = {"distil_kl": terms["kl"], "distil_mse": terms["mse"], "distil_cosine": cosine}
+    found |= {"distil_hidden": hidden} if distil.hidden else {}
     assert step.terms == pytest.approx({name: float(value) for name, value in found.items()}, rel=1e-5)
     assert step.norm == pytest.approx(norm, rel=1e-4)
 
@@ -207,7 +197,10 @@ def test_teachers_that_do_not_fit(
         started(distilling("torch", [write_teacher(tmp_path / "a", **sizes)], **settings))
 
 
-def test_an_engine_without_teachers_says_so(tmp_path: Path) -> None:
+def test_an_engine_without_teachers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TextmillError, match=r"train.distil.hidden: does not work with engine.kind=jax"):
+        started(distilling("jax", [write_teacher(tmp_path / "b")], hidden=1.0))
+    monkeypatch.delattr("textmill.engines.on_jax.TEACHERS")
     with pytest.raises(TextmillError, match=r"engine.kind=jax has no distillation; set engine.kind=torch"):
         started(distilling("jax", [write_teacher(tmp_path / "a")]))
 

@@ -33,7 +33,7 @@ EVERY = ["train.log_every=1", "train.warmup=0", "train.save_every=4", "train.eva
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
     folder = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("cached") / "root"))
-    train(config_for(folder, folder / "run", 2, *EVERY))
+    train(config_for(folder, folder / "run", 20, *EVERY))
     cache_teacher(distilling(folder, "unused"))
     return folder
 
@@ -54,14 +54,16 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.[bj]*")}
 
 
-def test_a_cached_teacher_equals_the_live_one(root: Path) -> None:
-    train(distilling(root, "live"))
-    train(cached(root, "cached"))
-    lines = [[line for line in read_metrics(root / name) if "loss" in line] for name in ("live", "cached")]
+@pytest.mark.long_with("jax")
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_a_cached_teacher_equals_the_live_one(kind: str, root: Path, tmp_path: Path) -> None:
+    train(distilling(root, str(tmp_path / "live"), "model.shape.dropout=0"))
+    train(cached(root, str(tmp_path / "cached"), "model.shape.dropout=0", f"engine.kind={kind}"))
+    lines = [[line for line in read_metrics(tmp_path / name) if "loss" in line] for name in ("live", "cached")]
     assert len(lines[0]) == STEPS
     for live, other in zip(*lines, strict=True):
         for name in ("loss", "distil_kl", "grad_norm"):
-            assert other[name] == pytest.approx(live[name], rel=1e-6), name
+            assert other[name] == pytest.approx(live[name], rel=1e-6 if kind == "torch" else 1e-4, abs=1e-7), name
     assert lines[0][-1]["distil_kl"] > 0
     assert teacher_flops(cached(root, "cached"), 64) == 0
 

@@ -76,7 +76,7 @@ def _forward(
         return (total, sums[1] + grad_head, grad_bias), jnp.einsum("ntv,ve->nte", grad_NTV, head)
 
     zeros = (jnp.zeros(()), jnp.zeros_like(head_VE), None if bias_V is None else jnp.zeros_like(bias_V))
-    (loss, grad_head, grad_bias), grad_x = _by_chunks(compute, zeros, (x_NTE, labels_NT, weights_NT), tokens)
+    (loss, grad_head, grad_bias), grad_x = by_chunks(compute, zeros, (x_NTE, labels_NT, weights_NT), tokens)
     return loss, (grad_x, grad_head, grad_bias)
 
 
@@ -106,15 +106,15 @@ def loss_and_correct(
         x, labels = chunk
         logits = add_bias(jnp.einsum("nte,ve->ntv", x, head), bias_V).astype(jnp.float32)
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab, logits, -jnp.inf)
-        losses = jax.nn.logsumexp(logits, axis=-1) - _label_logits(logits, labels)
+        losses = jax.nn.logsumexp(logits, axis=-1) - label_logits(logits, labels)
         labelled, correct = labels != IGNORED, logits.argmax(-1) == labels
         return (sums[0] + jnp.where(labelled, losses, 0).sum(1), sums[1] + (labelled & correct).sum(1)), None
 
     zeros = (jnp.zeros(len(x_NTE)), jnp.zeros(len(x_NTE), jnp.int32))
-    return _by_chunks(compute, zeros, (x_NTE, labels_NT), tokens)[0]  # type: ignore[no-any-return]
+    return by_chunks(compute, zeros, (x_NTE, labels_NT), tokens)[0]  # type: ignore[no-any-return]
 
 
-def _by_chunks(compute: Callable[..., Any], sums: Any, arrays: tuple[Array, ...], tokens: int) -> Any:
+def by_chunks(compute: Callable[..., Any], sums: Any, arrays: tuple[Array, ...], tokens: int) -> Any:
     """Call `compute` on chunks of at most so many tokens; return the sums, and the chunks' results concatenated."""
     N, T = arrays[0].shape[:2]
     count = -(-T // max(1, tokens // N))
@@ -145,7 +145,7 @@ def _loss_and_gradient(
     real = jnp.arange(logits_NTV.shape[-1]) < vocab
     logits = jnp.where(real, logits_NTV.astype(jnp.float32), -jnp.inf)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    losses = log_sum - (1 - smoothing) * _label_logits(logits, labels_NT) + z * jnp.square(log_sum)
+    losses = log_sum - (1 - smoothing) * label_logits(logits, labels_NT) + z * jnp.square(log_sum)
     if smoothing:
         losses -= smoothing * jnp.where(real, logits, 0).sum(-1) / vocab
     labelled = labels_NT != IGNORED
@@ -157,7 +157,7 @@ def _loss_and_gradient(
     return jnp.where(labelled, losses, 0), gradients.astype(logits_NTV.dtype)
 
 
-def _label_logits(logits_NTV: Array, labels_NT: Array) -> Array:
+def label_logits(logits_NTV: Array, labels_NT: Array) -> Array:
     """Each label's logit; by comparison, since indexing would gather a vocabulary that devices divide."""
     return jnp.where(_is_label(logits_NTV, labels_NT), logits_NTV, 0).sum(-1)
 

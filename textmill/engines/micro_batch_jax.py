@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from textmill.config import RunConfig
+from textmill.engines.distillation.sizes import teacher_bytes
 from textmill.engines.mesh_jax import Shardings
 from textmill.models import Shape
 
@@ -27,6 +28,7 @@ def largest_micro_batch(
     if device.platform != "cpu":
         memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
         weights = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
+        weights += teacher_bytes(config.train, on_gpu=True)
         layer = ACTIVATION_BYTES * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
         fits = int((FRACTION * memory - weights) / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, device_batch + 1) if device_batch % size == 0 and size <= max(1, fits))

@@ -32,6 +32,7 @@ try:
 except ImportError:
     raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
 
+from textmill.engines.distillation.teachers_jax import Teachers
 from textmill.engines.losses_jax import chunk_tokens, token_weights
 from textmill.engines.mesh_jax import Shardings, open_mesh
 from textmill.engines.meshes import check_batch
@@ -46,21 +47,17 @@ DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 """XLA options for `engine.deterministic`: no atomic sums, no kernels chosen by timing."""
 
 Arrays = dict[str, Array]
+TEACHERS = True
+"""This engine supports `train.distil`."""
 
 
 class OnJax:
     """The Engine of `engine.kind: jax`."""
 
     def __init__(
-        self,
-        shape: Shape,
-        train: TrainConfig,
-        options: Any,
-        shardings: Shardings,
-        ranks: Ranks,
-        micro_batch: int,
+        self, shape: Shape, train: TrainConfig, options: Any, shardings: Shardings, ranks: Ranks, micro_batch: int,
         xla: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`options` are the family's NetOptions, `xla` are XLA's."""
         self.ranks, self.first = ranks, ranks.first
         self.shape, self.train, self.shardings, self.micro_batch = shape, train, shardings, micro_batch
@@ -71,6 +68,11 @@ class OnJax:
         self.device = shardings.mesh.devices.flat[0]
         chunk = chunk_tokens(self.device.platform, shape.padded_vocab) * shardings.data_devices
         self.heads = Heads(self.net, shape, self.options, chunk)
+        self.terms = self.heads.term_names(train)
+        given = (train, shape, self.options, shardings, lambda of, how: Heads(_jax_net(of), of, how, chunk))
+        self.teachers = Teachers(*given) if train.distil.teachers else None
+        self.taught = self.teachers.weights if self.teachers else []
+        """The teachers' weights: an argument of a step, since XLA would copy constants into the program."""
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
         precision = jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16
         self.optimizer = Optimizer(shape, train, options.lora, precision)
@@ -97,13 +99,16 @@ class OnJax:
         self.compiled_shapes.add(shapes)
         spikes = self.guard.state if self.guard else None
         self.params, self.state, spikes, losses, norm, tokens = self.step(
-            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1)
+            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1), self.taught
         )
         if self.guard and spikes:
             self.guard.state = spikes
         note = format_compile_time(time.perf_counter() - start) if new else None
-        loss, terms = (losses[0], {PAIR_LOSS: losses[1]}) if self.heads.has_pairs else (losses, {})
-        return JaxStep(loss, norm, tokens, note=note, term_values=terms if batch.pair_labels is not None else {})
+        loss, values = (losses[0], losses[1:]) if self.terms else (losses, ())
+        terms = dict(zip(self.terms, values, strict=True))
+        if batch.pair_labels is None:
+            terms.pop(PAIR_LOSS, None)
+        return JaxStep(loss, norm, tokens, note=note, term_values=terms)
 
     def eval_step(self, batch: Batch) -> Sums:
         """Loss of a batch by micro-batches, without dropout."""
@@ -143,13 +148,9 @@ class OnJax:
         return {}
 
     def load(
-        self,
-        weights: Iterable[Named],
-        moments: Iterable[Named],
-        updates: int,
-        where: str,
+        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str,
         scaling: dict[str, float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load weights and moments in checkpoint names and layout."""
         self.params = {
             weight.name: self.shardings.place(weight.name, values)
@@ -183,8 +184,9 @@ class OnJax:
         self.params, self.state = {}, {}
 
     def _step(
-        self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, spikes: State | None, number: Array
-    ) -> tuple[Any, ...]:
+        self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, spikes: State | None, number: Array,
+        taught: list[Arrays],
+    ) -> tuple[Any, ...]:  # fmt: skip
         """An optimizer step: gradient accumulation over micro-batches, clipping, and the update or a skip."""
         token_weight, tokens = token_weights(parts["labels"], self.train.loss)
         parts = {**parts, "weights": token_weight}
@@ -192,14 +194,14 @@ class OnJax:
             parts["pair_weights"], _ = token_weights(parts["pair_labels"], "token_mean")
         narrow = self.net.cast_matrices(weights, self.options.precision)
         trained = {name: narrow[name] for name in self.optimizer.trained}
-        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow)
+        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow, taught)
         if len(token_weight) == 1:
             (_, losses), grads = gradient({name: values[0] for name, values in parts.items()})
         else:
-            first = jnp.zeros((2,) if self.heads.has_pairs else ())
+            first = jnp.zeros((1 + len(self.terms),) if self.terms else ())
             zeros = first, {name: jnp.zeros_like(weights[name]) for name in trained}
             losses, grads = jax.lax.scan(partial(_accumulate, gradient), zeros, parts)[0]
-        loss = losses[0] if self.heads.has_pairs else losses
+        loss = losses[0] if self.terms else losses
         grads = {
             name: jax.lax.with_sharding_constraint(grad, self.shardings.stored(name, grad.shape))
             for name, grad in grads.items()
@@ -213,9 +215,9 @@ class OnJax:
         )
         return weights, state, spikes, losses, norm, tokens
 
-    def _loss(self, trained: Arrays, others: Arrays, part: Arrays) -> tuple[Array, Array]:
+    def _loss(self, trained: Arrays, others: Arrays, taught: list[Arrays], part: Arrays) -> tuple[Array, Array]:
         """The loss of a micro-batch as a function of the trained weights, and the losses to report."""
-        return self.heads.training_loss({**others, **trained}, part, self.train)
+        return self.heads.training_loss({**others, **trained}, part, self.train, self.teachers, taught)
 
     def _evaluate(self, weights: Arrays, part: Arrays) -> list[Array]:
         """The sums of a micro-batch."""
@@ -230,6 +232,7 @@ class OnJax:
         padding = -len(batch.inputs) % rows
         arrays: dict[str, Any] = {"inputs": batch.inputs, "keys": keys_N}
         arrays |= {"documents": batch.documents, "types": batch.types}
+        arrays |= {"teacher_ids": batch.teacher_ids, "teacher_logs": batch.teacher_logs}
         arrays |= label_arrays(batch, self.heads.few_labels, self.heads.has_pairs, self.ranks)
         sharding = self.shardings.micro_batches()
 

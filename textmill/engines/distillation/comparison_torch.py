@@ -15,29 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from textmill.config import TrainConfig
+from textmill.engines.distillation.terms import Terms
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.tokens.batches.batch import IGNORED
-
-
-class Terms(NamedTuple):
-    """The settings of a loss, as plain values: torch.compile reads them."""
-
-    labels: float
-    kl: float
-    mse: float
-    temperature: float
-    divergence: str
-    smoothing: float
-    z: float
-    top_k: int
-
-
-def terms_of(train: TrainConfig) -> Terms:
-    """The settings of the terms that compare logits."""
-    one = train.distil
-    given = (one.labels, one.kl, one.mse, one.temperature, one.divergence)
-    return Terms(*given, train.label_smoothing, train.z_loss, one.top_k)
 
 
 class Top(NamedTuple):

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from textmill.config import DistilConfig, TrainConfig
+from textmill.config import TrainConfig
 from textmill.devices import autocast
 from textmill.engines.distillation.comparison_torch import Top
 from textmill.engines.distillation.folders import teacher_folder
+from textmill.engines.distillation.terms import check_teacher, check_top_k, matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput
 from textmill.engines.objective.micro_batches_torch import MicroBatch
-from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, Execution
@@ -44,7 +44,7 @@ class Teachers:
         self.nets = [open_net(teacher_folder(name), device) for name in train.distil.teachers]
         for name, net in zip(train.distil.teachers, self.nets, strict=True):
             net.requires_grad_(False)
-            _check_teacher(name, net.shape, shape, train)
+            check_teacher(name, net.shape, shape, train)
         layers = [len(net.blocks) for net in self.nets]
         self.layers = [matched_layers(self.distil, shape.layers, count)[1] for count in layers]
         self.student_layers = matched_layers(self.distil, shape.layers, layers[0])[0]
@@ -84,11 +84,7 @@ def open_teachers(
     """The teachers of a run; None if it has none."""
     if not train.distil.teachers:
         return None
-    if train.distil.top_k >= shape.vocab:
-        raise TextmillError(
-            f"train.distil.top_k: {train.distil.top_k:,} are not fewer than the vocabulary's {shape.vocab:,} tokens; "
-            "set a lower number, or 0 to compare all"
-        )
+    check_top_k(train.distil, shape)
     return CachedTeachers() if train.distil.cache else Teachers(train, shape, device, precision)
 
 
@@ -115,34 +111,3 @@ def collect_blocks(net: BaseNet, layers: Sequence[int]) -> Iterator[list[Tensor]
 
 def _keep(found: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
     found[layer] = out
-
-
-def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[list[int], list[int]]:
-    """The blocks of the model and of a teacher that `train.distil.hidden` compares."""
-    if not distil.hidden:
-        return [], []
-    own = distil.student_layers or list(range(student))
-    given = distil.teacher_layers or [max(0, round((layer + 1) * teacher / student) - 1) for layer in own]
-    for key, layers, count in (("student_layers", own, student), ("teacher_layers", given, teacher)):
-        if wrong := [layer for layer in layers if not 0 <= layer < count]:
-            raise TextmillError(f"train.distil.{key}: there is no block {wrong[0]}; give numbers from 0 to {count - 1}")
-    return own, given
-
-
-def _check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
-    """Refuse a teacher that cannot teach this model."""
-    where, length = f"train.distil.teachers: {name}", train.length or student.positions
-    if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
-        raise TextmillError(
-            f"{where}: predicts {teacher.vocab:,} tokens, the model {student.vocab:,}; both need the same tokenizer"
-        )
-    if teacher.positions < length:
-        raise TextmillError(
-            f"{where}: has {teacher.positions:,} positions, samples have {length:,} tokens; lower train.length"
-        )
-    needs = [term for term in ("cosine", "hidden") if getattr(train.distil, term)]
-    if needs and teacher.width != student.width:
-        raise TextmillError(
-            f"{where}: has width {teacher.width}, the model {student.width}, and train.distil.{needs[0]} compares "
-            f"hidden states; set train.distil.{needs[0]}=0"
-        )

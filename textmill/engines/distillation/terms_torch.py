@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from textmill.config import TrainConfig
-from textmill.engines.distillation.comparison_torch import Columns, Terms, Top, chunk_terms, terms_of, top_of
+from textmill.engines.distillation.comparison_torch import Columns, Top, chunk_terms, top_of
 from textmill.engines.distillation.sizes import chunk_tokens
+from textmill.engines.distillation.terms import Terms, terms_of
 from textmill.engines.losses_torch import GradientInForward, add_bias, token_chunks
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.kernels.matmul_torch import matmul

@@ -5,17 +5,32 @@ Shapes in names: N samples, T tokens, K labelled tokens of a sample, P pairs of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from textmill.config import TrainConfig
+from textmill.engines.distillation.loss_jax import cosine_loss, distillation_loss
+from textmill.engines.distillation.teachers_jax import Teachers
+from textmill.engines.distillation.terms import terms_of
 from textmill.engines.losses_jax import loss_and_correct, summed_loss
+from textmill.engines.objective.labels import PAIR_LOSS
 from textmill.tokens.batches.batch import IGNORED
 
 Arrays = dict[str, Array]
+
+
+class States(NamedTuple):
+    """Hidden states of a micro-batch."""
+
+    all: Array
+    """[N, T, E]."""
+    labelled: Array
+    """[N, K, E]: those of tokens that may have a label."""
+    head_input: Array
+    """What the head multiplies for these."""
 
 
 class Heads:
@@ -27,35 +42,57 @@ class Heads:
         self.few_labels = getattr(net, "FEW_LABELS", False)
         self.has_pairs = hasattr(net, "has_pair_head") and net.has_pair_head(shape)
 
-    def training_loss(self, weights: Arrays, part: Arrays, train: TrainConfig) -> tuple[Array, Array]:
-        """The loss to minimise, and the losses to report: the head's, or both heads' as [2]."""
-        x_NTE, x_NKE = self._states(weights, part)
-        head, bias = self._head(weights)
-        given = (x_NKE, head, part["labels"], part["weights"], bias, self.shape.vocab, self.chunk)
-        loss = summed_loss(*given, train.label_smoothing, train.z_loss)
-        if not self.has_pairs:
-            return loss, loss
-        pair = (self._pair_losses(weights, part, x_NTE)[0] * part["pair_weights"]).sum()
-        return loss + pair, jnp.stack([loss, pair])
+    def training_loss(
+        self, weights: Arrays, part: Arrays, train: TrainConfig, teachers: Teachers | None, taught: list[Arrays]
+    ) -> tuple[Array, Array]:
+        """The loss to minimise, and what to report: the labels' loss, and all of `term_names` behind it as [1 + terms].
+
+        `taught` are the weights of the teachers.
+        """
+        states, terms = self.states(weights, part), list[Array]()
+        head, bias = self.head(weights)
+        given = (states.head_input, head, part["labels"], part["weights"], bias)
+        if teachers is None:
+            loss = summed_loss(*given, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
+            reported = loss
+        else:
+            output, others = teachers.read(taught, part)
+            output = jax.lax.stop_gradient(output)
+            chunk = min(self.chunk, teachers.chunk)
+            loss, sums = distillation_loss(*given, output, self.shape.vocab, chunk, terms_of(train))
+            found = {"kl": sums[1], "mse": sums[2]}
+            if train.distil.cosine:
+                found["cosine"] = cosine_loss(states.labelled, jax.lax.stop_gradient(others), part["weights"])
+                loss += train.distil.cosine * found["cosine"]
+            reported, terms = sums[0], [found[name] for name in train.distil.terms]
+        if self.has_pairs:
+            pair = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
+            loss, terms = loss + pair, [pair, *terms]
+        return loss, jnp.stack([reported, *terms]) if terms else reported
+
+    def term_names(self, train: TrainConfig) -> list[str]:
+        """The names of what `training_loss` reports behind the labels' loss."""
+        return [*([PAIR_LOSS] if self.has_pairs else []), *(f"distil_{name}" for name in train.distil.terms)]
 
     def sums(self, weights: Arrays, part: Arrays) -> list[Array]:
         """The summed loss and the number of correct predictions; also those of the pairs, if there is a pair head."""
         narrow = self.net.cast_matrices(weights, self.options.precision)
-        x_NTE, x_NKE = self._states(narrow, part)
-        head, bias = self._head(weights)
-        losses, correct = loss_and_correct(x_NKE, head, part["labels"], self.shape.vocab, self.chunk, bias)
+        states = self.states(narrow, part)
+        head, bias = self.head(weights)
+        losses, correct = loss_and_correct(states.head_input, head, part["labels"], self.shape.vocab, self.chunk, bias)
         found = [losses.sum(), correct.sum()]
-        return [*found, *(one.sum() for one in self._pair_losses(narrow, part, x_NTE))] if self.has_pairs else found
+        pairs = self._pair_losses(narrow, part, states.all) if self.has_pairs else ()
+        return [*found, *(one.sum() for one in pairs)]
 
-    def _states(self, weights: Arrays, part: Arrays) -> tuple[Array, Array]:
-        """Hidden states of all tokens, and what the head multiplies."""
+    def states(self, weights: Arrays, part: Arrays) -> States:
+        """The hidden states of a micro-batch."""
         types = [part["types"]] if "types" in part else []
         keys, documents = part.get("keys"), part.get("documents")
         x_NTE = self.net.states(weights, self.shape, self.options, part["inputs"], keys, documents, *types)
         x_NKE = jnp.take_along_axis(x_NTE, part["positions"][..., None], 1) if self.few_labels else x_NTE
-        if hasattr(self.net, "head_input"):
-            x_NKE = self.net.head_input(weights, self.shape, self.options, x_NKE)
-        return x_NTE, x_NKE
+        has_input = hasattr(self.net, "head_input")
+        given = self.net.head_input(weights, self.shape, self.options, x_NKE) if has_input else x_NKE
+        return States(x_NTE, x_NKE, given)
 
     def _pair_losses(self, weights: Arrays, part: Arrays, x_NTE: Array) -> tuple[Array, Array]:
         """The loss of each pair, 0 without a label, and whether its label has the higher logit."""
@@ -67,7 +104,7 @@ class Heads:
         losses = jnp.where(labelled, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
         return losses, logits.argmax(-1) == labels
 
-    def _head(self, weights: Arrays) -> tuple[Array, Array | None]:
+    def head(self, weights: Arrays) -> tuple[Array, Array | None]:
         """The head's matrix and its bias, gathered from the devices that divide them."""
         gather = self.options.gathered or (lambda _, values: values)
         name, bias = self.net.head_name(self.shape), getattr(self.net, "HEAD_BIAS", None)

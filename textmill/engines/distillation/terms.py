@@ -1,0 +1,69 @@
+"""The settings of distillation as engines read them, and whether a teacher fits the model; without a framework."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from textmill.config import DistilConfig, TrainConfig
+from textmill.errors import TextmillError
+from textmill.models import Shape
+
+
+class Terms(NamedTuple):
+    """The settings of a loss, as plain values, which compilers can read."""
+
+    labels: float
+    kl: float
+    mse: float
+    temperature: float
+    divergence: str
+    smoothing: float
+    z: float
+    top_k: int
+
+
+def terms_of(train: TrainConfig) -> Terms:
+    """The settings of the terms that compare logits."""
+    one = train.distil
+    given = (one.labels, one.kl, one.mse, one.temperature, one.divergence)
+    return Terms(*given, train.label_smoothing, train.z_loss, one.top_k)
+
+
+def check_top_k(distil: DistilConfig, shape: Shape) -> None:
+    """Refuse to keep as many tokens as there are."""
+    if distil.top_k >= shape.vocab:
+        raise TextmillError(
+            f"train.distil.top_k: {distil.top_k:,} are not fewer than the vocabulary's {shape.vocab:,} tokens; set a "
+            "lower number, or 0 to compare all"
+        )
+
+
+def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[list[int], list[int]]:
+    """The blocks of the model and of a teacher that `train.distil.hidden` compares."""
+    if not distil.hidden:
+        return [], []
+    own = distil.student_layers or list(range(student))
+    given = distil.teacher_layers or [max(0, round((layer + 1) * teacher / student) - 1) for layer in own]
+    for key, layers, count in (("student_layers", own, student), ("teacher_layers", given, teacher)):
+        if wrong := [layer for layer in layers if not 0 <= layer < count]:
+            raise TextmillError(f"train.distil.{key}: there is no block {wrong[0]}; give numbers from 0 to {count - 1}")
+    return own, given
+
+
+def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
+    """Refuse a teacher that cannot teach this model."""
+    where, length = f"train.distil.teachers: {name}", train.length or student.positions
+    if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
+        raise TextmillError(
+            f"{where}: predicts {teacher.vocab:,} tokens, the model {student.vocab:,}; both need the same tokenizer"
+        )
+    if teacher.positions < length:
+        raise TextmillError(
+            f"{where}: has {teacher.positions:,} positions, samples have {length:,} tokens; lower train.length"
+        )
+    needs = [term for term in ("cosine", "hidden") if getattr(train.distil, term)]
+    if needs and teacher.width != student.width:
+        raise TextmillError(
+            f"{where}: has width {teacher.width}, the model {student.width}, and train.distil.{needs[0]} compares "
+            f"hidden states; set train.distil.{needs[0]}=0"
+        )
