@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.teachers import write_teacher
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.config.engines import DeepSpeedEngine
@@ -184,6 +185,28 @@ def test_other_engines_are_compared_with_one_process_of_their_own(
     comparisons = compare_trial(right.trials[0], single[0], parallel[1])
     failed = [comparison.what for comparison in comparisons if not comparison.passed]
     assert [what.partition(" ")[0] for what in failed] == ["losses", "gradient", "gradients", "evaluation"], failed
+
+
+@pytest.mark.long
+def test_teachers_are_part_of_the_copy(tmp_path: Path) -> None:
+    """A correct config, and in the same processes one whose terms have other weights on the mesh."""
+    distil = [f"train.distil.teachers=[{write_teacher(tmp_path / 'teacher')}]", "train.distil.cosine=0.5"]
+    right = plan("engine.mesh.tensor=2", *distil, "train.distil.top_k=64")
+    config = right.parallel[0]
+    assert config.train.distil.top_k == 10
+    weighted = config.train.distil.model_copy(update={"cosine": 0.4})
+    wrong = config.model_copy(update={"train": config.train.model_copy(update={"distil": weighted})})
+    single, parallel = launch(
+        [(right.single, tmp_path / "single", 1), ([config, wrong], tmp_path / "parallel", right.processes)]
+    )
+    assert all(comparison.passed for comparison in compare_trial(right.trials[0], single[0], parallel[0]))
+    assert not all(comparison.passed for comparison in compare_trial(right.trials[0], single[0], parallel[1]))
+
+
+def test_teachers_of_a_config_that_cannot_distil_are_refused(tmp_path: Path) -> None:
+    teacher = f"train.distil.teachers=[{write_teacher(tmp_path / 'teacher')}]"
+    with pytest.raises(TextmillError, match=r"train.distil.hidden: does not work with engine.mesh.tensor=2"):
+        plan(teacher, "train.distil.hidden=1", "engine.mesh.tensor=2")
 
 
 def test_a_deepspeed_json_may_contain_the_runs_batch_and_precision(tmp_path: Path) -> None:

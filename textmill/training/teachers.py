@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textmill.checkpoints.adapters import tokenizer_folder
 from textmill.checkpoints.folders import open_model
-from textmill.config import RunConfig, TorchEngine
+from textmill.config import EngineConfig, JaxEngine, RunConfig, TorchEngine
 from textmill.engines.distillation.folders import teacher_folder
 from textmill.errors import TextmillError
 from textmill.models import open_family, read_shape
@@ -18,15 +18,8 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
     if not names:
         return
     engine = config.engine
-    if config.train.distil.hidden and isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
-        raise TextmillError(
-            f"train.distil.hidden: does not work with engine.mesh.tensor={engine.mesh.tensor}, whose processes divide "
-            "the hidden states; set one of them to 0 or 1"
-        )
-    if config.train.distil.hidden and engine.recompute:
-        raise TextmillError(
-            f"train.distil.hidden: does not work with engine.recompute={engine.recompute}; set one of them to 0"
-        )
+    if config.train.distil.hidden:
+        _check_hidden(engine)
     given = read_shape(open_model(config.model.init_from).folder) if config.model.init_from else None
     own = open_family(given.family if given else config.model.family).OBJECTIVE
     for name in names:
@@ -42,6 +35,21 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
                 f"train.distil.teachers: {name} has another tokenizer than this run, so that its predictions mean "
                 f"other tokens; tokenize with the teacher's: tokenizer.use={folder}"
             )
+
+
+def _check_hidden(engine: EngineConfig) -> None:
+    """Refuse engines that cannot compare the hidden states of blocks."""
+    found = ""
+    if isinstance(engine, JaxEngine):
+        found = "engine.kind=jax; set it to 0, or engine.kind=torch"
+    elif isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
+        found = (
+            f"engine.mesh.tensor={engine.mesh.tensor}, whose processes divide these states; set one of them to 0 or 1"
+        )
+    elif engine.recompute:
+        found = f"engine.recompute={engine.recompute}; set one of them to 0"
+    if found:
+        raise TextmillError(f"train.distil.hidden: does not work with {found}")
 
 
 def fingerprint_teachers(config: RunConfig) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
+from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.config.model import is_family_file
 from textmill.engines.deepspeed_config import fill_unset, read_user_config
@@ -21,6 +21,8 @@ from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import matches
 from textmill.storage.files import read_json, write_text
 from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.training.teachers import check_teachers
+from textmill.verification.small_teachers import shrink_distil, write_teachers
 
 STEPS = 8
 """Optimizer steps that are compared."""
@@ -85,6 +87,7 @@ class Plan:
 
 def build_plan(config: RunConfig) -> Plan:
     """The small copies of a config, for one process and for the mesh, in each precision."""
+    check_teachers(config)
     config = _inline_user_config(config)
     full = _full_shape(config)
     if isinstance(config.engine, TorchEngine):
@@ -162,7 +165,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
         "samples": None,
         "tokens": None,
         "freeze": frozen,
-        "distil": DistilConfig(),  # teachers have another vocabulary than the small net
+        "distil": shrink_distil(config.train.distil),
     }
     engine = {
         "device": "cpu",
@@ -196,10 +199,12 @@ def _full_shape(config: RunConfig) -> Shape:
 
 
 def write_config(config: RunConfig, folder: Path) -> None:
-    """Write a small copy for the processes of a trial.
+    """Write a small copy for the processes of a trial, and its teachers.
 
     `model.lora` has a file of its own: here adapters are on random weights, which the config's validation rejects.
     """
+    shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+    config = write_teachers(config, shape, folder)
     model = config.model.model_copy(update={"lora": None})
     write_text(folder / "config.json", config.model_copy(update={"model": model}).model_dump_json())
     write_text(folder / "lora.json", config.model.lora.model_dump_json() if config.model.lora else "null")

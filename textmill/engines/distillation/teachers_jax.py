@@ -17,7 +17,6 @@ from textmill.engines.distillation.folders import teacher_folder
 from textmill.engines.distillation.sizes import chunk_tokens
 from textmill.engines.distillation.terms import check_teacher, check_top_k
 from textmill.engines.mesh_jax import Shardings
-from textmill.errors import TextmillError
 from textmill.models import Shape, read_shape, weights_of
 from textmill.models.memory_layout import lay_out_weights
 
@@ -32,8 +31,6 @@ class Teachers:
     ) -> None:
         """`open_heads` builds the heads of a net, from its shape and options."""
         distil = train.distil
-        if distil.hidden:
-            raise TextmillError("train.distil.hidden: does not work with engine.kind=jax; set it to 0, or use torch")
         check_top_k(distil, shape)
         self.heads: list[Any] = []
         self.weights: list[Arrays] = []
