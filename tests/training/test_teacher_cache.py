@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from bench.kill_train import read_metrics, train_arguments
+from bench.kill_train import hash_checkpoint, read_metrics, train_arguments
 from tests.support.small_runs import config_for
+from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
+from textmill.commands.check import check
+from textmill.commands.plan import plan
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.storage.stages import find_stage_damage
@@ -117,9 +121,33 @@ def test_a_kill_leaves_the_same_bytes(root: Path, monkeypatch: pytest.MonkeyPatc
     assert find_stage_damage(root / "killed") == []
 
 
+@pytest.mark.long
+def test_resumed_and_on_two_processes(root: Path, tmp_path: Path) -> None:
+    constant = ["train.schedule=constant", "train.save_every=2", f"train.distil.cache={root / 'teacher-cache'}"]
+    train(distilling(root, str(tmp_path / "whole"), *constant))
+    for steps in (2, 4):
+        train(distilling(root, str(tmp_path / "parts"), *constant, f"train.steps={steps}"))
+    assert hash_checkpoint(tmp_path / "parts", 4) == hash_checkpoint(tmp_path / "whole", 4)
+    words = [*train_arguments(root, tmp_path / "two", STEPS), *settings(root, *constant)]
+    assert run_together([sys.executable, "-m", "textmill", *words], 2) == "ok"
+    for one, other in zip(read_metrics(tmp_path / "two"), read_metrics(tmp_path / "whole"), strict=True):
+        assert one == {key: pytest.approx(value, rel=2e-5) for key, value in other.items()}
+
+
+def test_a_disk_that_is_too_small_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(TextmillError, match=r"needs 0.0 GB, and the disk has 0.0 GB free; lower train.distil.top_k"):
+        cache_teacher(distilling(root, "unused", f"train.distil.cache={root / 'full'}"))
+    assert not (root / "full.part").exists()
+
+
 def test_a_finished_cache_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache_teacher(distilling(root, "unused"))
-    assert "done already" in capsys.readouterr().out
+    for steps in (STEPS, STEPS - 1):  # a shorter run needs fewer samples
+        cache_teacher(distilling(root, "unused", f"train.steps={steps}"))
+        assert "done already" in capsys.readouterr().out
+    check(str(root))
+    assert "teacher-cache: intact" in capsys.readouterr().out
+    assert plan(cached(root, "unused"))["step_seconds"] > 0
     with pytest.raises(TextmillError, match=r"made from other settings or inputs: train.seed was 7, is 8"):
         cache_teacher(distilling(root, "unused", "train.seed=8"))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, find_checkpoint_damage, list_checkpoints
 from textmill.config import STAGE_FOLDERS
+from textmill.config.distillation import TEACHER_CACHE
 from textmill.config.load import read_recorded_config
 from textmill.errors import TextmillError
 from textmill.storage.files import is_as_written
@@ -21,7 +22,7 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
     if not root.is_dir() and store_paths(store_prefix(root))[0].is_file():
         return _check_store(store_prefix(root))
     if root.is_dir():
-        folders = [root, *(root / name for name in STAGE_FOLDERS.values())]
+        folders = [root, *(root / name for name in (*STAGE_FOLDERS.values(), TEACHER_CACHE))]
     else:
         config = open_where(where, settings or []).config
         folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]

@@ -38,6 +38,7 @@ from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
+from textmill.training.teacher_cache import cache_teacher
 
 SUMMARY = "summary.json"
 
@@ -58,6 +59,8 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
             _headline(number, name)
             stage(config, force)
     _headline(4, "train")
+    if config.train.distil.cache:
+        cache_teacher(config, force)
     folder = train(config, force, command=whole)
     checkpoint = rank_checkpoints(folder, None)[0]
     files = read_json(checkpoint / MANIFEST)["files"]

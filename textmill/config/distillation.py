@@ -12,6 +12,9 @@ from textmill.errors import TextmillError
 TERMS = ("kl", "mse", "cosine", "hidden")
 """The terms of the loss that need a teacher."""
 
+TEACHER_CACHE = "teacher-cache"
+"""Where `textmill cache-teacher` writes unless `train.distil.cache` is set: a folder next to the tokens."""
+
 
 class DistilConfig(Section):
     """Distillation: the loss compares the model with teachers, frozen models with the same tokenizer."""

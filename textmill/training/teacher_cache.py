@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -12,6 +13,7 @@ import numpy as np
 
 from textmill.checkpoints.folders import open_model
 from textmill.config import RunConfig
+from textmill.config.distillation import TEACHER_CACHE
 from textmill.engines.distillation.folders import resolve_teachers
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, format_path, manifest_entry, write_bytes
@@ -47,10 +49,11 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     length = config.train.length or shape.positions
     batches = open_batches(config.train, data, length=length, folder=None)
     samples = _count_samples(plan_run_length(config.train, batches, length))
-    folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name("teacher-cache"))
+    folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE))
     torch_part: Any = import_module("textmill.engines.distillation.cache_torch")
     exact = torch_part.is_exact(config)
-    made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
+    inputs = describe_cache(config, data, length)
+    made_from = _existing(folder, inputs, samples, exact) or {**inputs, "samples": samples, "exact": exact}
     stage = Stage(COMMAND, folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"{COMMAND}: done already: {format_path(folder)}")
@@ -62,11 +65,33 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
         f"{samples * record.itemsize / 1e9:,.3f} GB in {format_path(folder)}",
         flush=True,
     )
+    _check_disk(folder, samples * record.itemsize)
     with stage.unfinished_folder() as part:
         files = _write_files(part, record, samples, batches, torch_part.TopPredictor(config, shape))
         stage.write_manifest(part, files, {"bytes_per_token": each, PER_FILE: records_per_file(record)})
     print(f"{COMMAND}: written: {format_path(folder)}; train with train.distil.cache={format_path(folder)}")
     return folder
+
+
+def _existing(folder: Path, inputs: dict[str, Any], samples: int, exact: bool) -> dict[str, Any] | None:
+    """What existing predictions were made from, if they have all that is needed, and maybe more samples."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    made_from: dict[str, Any] = open_manifest(folder)["made_from"]
+    found = made_from.get("samples", 0) >= samples and made_from.get("exact", False) >= exact
+    return made_from if found and made_from | inputs == made_from else None
+
+
+def _check_disk(folder: Path, needed: int) -> None:
+    """Refuse to start what does not fit on the disk; files of an earlier start count as free."""
+    place = next(path for path in folder.absolute().parents if path.is_dir())
+    part = folder.with_name(folder.name + ".part")
+    written = sum(path.stat().st_size for path in part.glob("*.bin")) if part.is_dir() else 0
+    if (free := shutil.disk_usage(place).free + written) < needed:
+        raise TextmillError(
+            f"{folder}: needs {needed / 1e9:,.1f} GB, and the disk has {free / 1e9:,.1f} GB free; lower "
+            "train.distil.top_k, or set train.distil.cache to a folder on another disk"
+        )
 
 
 def _check_settings(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from textmill.commands.plan.amounts import (
     open_shape,
     parameters_by_part,
     run_length_of,
+    teacher_cache_bytes,
     trained_weights,
 )
 from textmill.commands.plan.fitting import Fitting, nearest_fitting
@@ -49,6 +50,8 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
         **_describe_work(config, shape, run_length_of(config, shape, data), target, estimate, fits, data.tokens),
     }
     found["disk"] = disk_of(config, shape, data, found["steps"])
+    if config.train.distil.cache and found["tokens"] is not None:
+        found["disk"]["teacher_cache"] = teacher_cache_bytes(config, shape, found["tokens"], estimate.precision)
     print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else format_plan(found))
     return found
 

@@ -17,6 +17,7 @@ from textmill.models.parameter_groups import rules_of
 from textmill.storage.stages import MANIFEST
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.teacher_cache import record_of
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import dtype_for
 from textmill.tokens.vocabulary.tokenizer import open_named, open_tokenizer
@@ -128,6 +129,13 @@ def disk_of(config: RunConfig, shape: Shape, data: Data, steps: int | None) -> d
     kept = max(1, min(keep, saves))
     store = (data.tokens or 0) * dtype_for(data.vocab).itemsize
     return {"checkpoint": checkpoint, "checkpoints_kept": kept, "checkpoints": kept * checkpoint, "tokens": store}
+
+
+def teacher_cache_bytes(config: RunConfig, shape: Shape, tokens: int, precision: str) -> int:
+    """Bytes that `cache-teacher` writes for a run of so many tokens."""
+    length = config.train.length or shape.positions
+    record = record_of(length, config.train.distil.top_k, shape.vocab, exact=precision == "fp32")
+    return -(-tokens // length) * record.itemsize
 
 
 def _count(weights: Iterable[Weight]) -> int:

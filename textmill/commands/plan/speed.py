@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,11 @@ def _step(engine: Engine, shape: Shape, config: RunConfig, rows: int, step: int)
     length = config.train.length or shape.positions
     ids = np.random.default_rng(step).integers(0, shape.vocab, (rows, length + 1)).astype(np.int32)
     batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, config, step), np.arange(rows))
+    if config.train.distil.cache:
+        top_k = config.train.distil.top_k
+        logs = np.full((rows, length, top_k + 1), -np.log(top_k + 1), np.float32)
+        tops = np.broadcast_to(np.arange(top_k, dtype=np.int32), (rows, length, top_k)).copy()
+        batch = replace(batch, teacher_ids=tops, teacher_logs=logs)
     began = time.perf_counter()
     _ = engine.train_step(batch, step, 1e-4).loss
     return time.perf_counter() - began

@@ -80,6 +80,8 @@ def _disk_lines(found: dict[str, Any]) -> list[str]:
     lines = ["disk", f"  a checkpoint: {format_bytes(disk['checkpoint'])}; {kept}"]
     if disk["tokens"]:
         lines.append(f"  token store: {format_bytes(disk['tokens'])}")
+    if disk.get("teacher_cache"):
+        lines.append(f"  predictions of teachers: {format_bytes(disk['teacher_cache'])}")
     return lines
 
 
