@@ -79,7 +79,7 @@ def use_a_bert(project: Path) -> None:
         (flip_a_byte, "the file is damaged or was edited; get it again"),
         (empty_a_choice, "quiz.jsonl:2: choice 2 of 2 is empty; give every choice a text"),
         (lengthen_a_choice, "tokens; the model scores from 1 to 24"),
-        (use_a_bert, "a bert predicts masked tokens, not the next one, so it cannot score a text token by token"),
+        (use_a_bert, "its tokenizer has no mask token such as [MASK], or no [CLS]; use another"),
         (enlarge_the_tokenizer, "rows; use the tokenizer that the model was trained with"),
     ],
 )

@@ -14,6 +14,8 @@ import torch
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.storage.tensor_files import read_model
+from textmill.tokens.store import open_store
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 YAML = """
 folder: .
@@ -106,6 +108,32 @@ def test_piped_lines_are_filled(
     assert out[2].startswith("A ")
 
 
+def test_pseudo_perplexity_of_a_split(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each sentence of the split alone, as transformers scores it; the result is saved in the run."""
+    run, name = project / "run", "pseudo_perplexity"
+    capsys.readouterr()
+    assert main(["evaluate", str(run), f"evaluate.tasks={name}", "engine.device=cpu", "--json", "--step", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)[name]
+    from transformers import BertForPreTraining
+
+    net = BertForPreTraining.from_pretrained(run / "step-0000004").eval()
+    tokenizer, store = open_tokenizer(run / "step-0000004"), open_store(project / "tokens" / "valid")
+    loss, start = 0.0, 0
+    for length in store.lengths.tolist():
+        ids = store.ids[start : start + length].tolist()
+        start += length
+        rows = torch.tensor([[tokenizer.classifier, *ids, tokenizer.separator]] * length)
+        rows[torch.arange(length), torch.arange(1, length + 1)] = tokenizer.mask
+        with torch.no_grad():
+            logits = net(rows).prediction_logits[torch.arange(length), torch.arange(1, length + 1)]
+        loss -= float(logits.double().log_softmax(-1)[torch.arange(length), torch.tensor(ids)].sum())
+    assert found["pseudo_loss"] == pytest.approx(loss / store.tokens, abs=1e-5)
+    assert found["card"]["examples"] == len(store.lengths)
+    assert (run / "evaluation" / f"step-0000004-{name}.json").is_file()
+    assert main(["evaluate", str(run), f"evaluate.tasks={name}", "engine.device=cpu", "evaluate.sample=5"]) == 0
+    assert "pseudo_bits_per_byte" not in capsys.readouterr().out, "the bytes of a sample are not known"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -113,7 +141,7 @@ def test_piped_lines_are_filled(
         (["fill", "sample.prompt=" + "[MASK] king " * 40], "has 82 tokens, the model reads 32; shorten it"),
         (["generate", "sample.prompt=x"], "so it cannot generate text; use: textmill fill"),
         (["chat"], "so it cannot chat; use: textmill fill"),
-        (["evaluate"], "so it cannot score a text token by token; use: textmill fill"),
+        (["evaluate"], "so it has no perplexity; use evaluate.tasks=pseudo_perplexity"),
         (["train", "--force", "train.layout=packed"], "train.layout: packed has labels for next_token, but a bert"),
         (
             ["train", "--force", "train.masked.pairs=order", "model.shape.pair_head=false"],

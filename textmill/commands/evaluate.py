@@ -10,7 +10,7 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import format_result, measure, save_result
-from textmill.evaluation.measured_task import format_card, format_metrics
+from textmill.evaluation.measured_task import check_objective, format_card, format_metrics
 from textmill.evaluation.task import Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
 from textmill.models import find_run_model, label_head_of, read_shape
@@ -30,6 +30,8 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
         if label_head_of(read_shape(checkpoint.folder)):
             return run_on_all(ranks, lambda: _evaluate_labels(checkpoint, config, ranks, as_json))
         scorer = run_on_all(ranks, lambda: _open_scorer(checkpoint, config, ranks))
+        for task in tasks:
+            check_objective(task, scorer)
         results: Result = {}
         for task in tasks:
             results |= run_on_all(ranks, lambda task=task: _run_task(task, scorer, config, ranks, as_json))  # type: ignore[misc]

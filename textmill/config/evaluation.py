@@ -56,9 +56,9 @@ class EvaluateConfig(Section):
     """How a model is evaluated."""
 
     tasks: list[str] = Field(["perplexity"], json_schema_extra={"task_files": True})
-    """What to measure: perplexity (of a split, or of `evaluate.text`), tasks on a file of data such as
-    wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE, your own task as a YAML file, and
-    lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
+    """What to measure: perplexity (of a split, or of `evaluate.text`; for a BERT pseudo_perplexity), tasks on a file of
+    data such as wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE, your own task as a YAML file,
+    and lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
     split: Literal["train", "valid", "test"] = "valid"
     """The split to evaluate on."""
     text: list[str] = Field([], json_schema_extra={"source": True, "per_call": True})

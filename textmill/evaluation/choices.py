@@ -21,6 +21,9 @@ PROMPT_LABELS = re.compile(r"\b(Question|Answer|질문|답변|문장\d?|긍부�
 """What prompts add to the texts of the data."""
 
 
+PSEUDO = "scores are pseudo-log-likelihoods: each token is masked in turn and predicted from all others"
+
+
 @dataclass(frozen=True)
 class Item:
     """One question: the model's answer is the candidate with the highest likelihood."""
@@ -80,6 +83,9 @@ def measure_choices(
     truncated = check_lengths(encoded, [item.place for item in items for _ in item.pairs], scorer)
     scores = scorer.score_tokens(encoded)
     metrics, intervals = accuracies(items, scores)
+    if scorer.objective == "masked":
+        metrics["pseudo_bits_per_byte"] = metrics.pop("bits_per_byte")
+        protocol += f"; {PSEUDO}"
     card = {
         **data.card, "protocol": protocol, **sample_card(len(items), len(every), config.evaluate),
         "candidates": len(pairs), "normalisation": "acc: none; acc_norm: characters; acc_bytes: UTF-8 bytes",

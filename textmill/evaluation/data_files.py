@@ -85,6 +85,11 @@ def read_items(path: Path) -> Iterator[tuple[str, Record]]:
         raise TextmillError(f"{path}: found a '{path.suffix}' file; evaluation data is {FORMATS}")
 
 
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a text file without their ends, each with its place."""
+    return ((place, line.rstrip("\r\n")) for place, line in _lines(path))
+
+
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):

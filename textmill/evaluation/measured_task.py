@@ -17,7 +17,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation.checks import warn_if_untrained
 from textmill.evaluation.metrics import format_number
 from textmill.evaluation.published import published_values
-from textmill.evaluation.task import Measured, Result, Scorer, TaskEntry
+from textmill.evaluation.task import Measured, Result, Scorer, Task, TaskEntry
 from textmill.evaluation.training_data import describe_training_data
 from textmill.storage.files import format_path
 from textmill.storage.progress import format_duration
@@ -29,9 +29,12 @@ class MeasuredTask:
 
     entry: TaskEntry
     function: Callable[[Scorer, RunConfig, TaskEntry], Measured]
+    objectives: tuple[str, ...] = ("next_token",)
+    """The models that it can measure, by what they predict."""
 
     def measure(self, scorer: Scorer, config: RunConfig) -> Result:
         """The metrics of the task under its label, with their intervals and the protocol card."""
+        check_objective(self, scorer)
         start = time.monotonic()
         measured = self.function(scorer, self._with_overrides(config), self.entry)
         warn_if_untrained(scorer, measured.token_loss)
@@ -92,6 +95,17 @@ def format_metrics(label: str, own: Result) -> str:
                  if name in one]  # fmt: skip
         lines.append(line + (f"  published: {', '.join(known)}" if known else ""))
     return "\n".join(lines)
+
+
+def check_objective(task: Task, scorer: Scorer) -> None:
+    """Refuse a task that a model cannot do because of what it predicts."""
+    if scorer.objective in (task.objectives if isinstance(task, MeasuredTask) else ("next_token",)):
+        return
+    name = task.entry.name if isinstance(task, MeasuredTask) else "perplexity"  # which is a module
+    where, is_masked = scorer.checkpoint.folder, scorer.objective == "masked"
+    predicts = "masked tokens, not the next one" if is_masked else "the next token, not masked ones"
+    advice = "pseudo_perplexity, pairs:FILE or choices:FILE" if is_masked else "perplexity"
+    raise TextmillError(f"{where}: predicts {predicts}, so it has no {name}; use evaluate.tasks={advice}")
 
 
 def model_card(scorer: Scorer) -> dict[str, Any]:

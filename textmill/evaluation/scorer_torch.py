@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import Checkpoint
@@ -16,12 +15,14 @@ from textmill.config import EngineConfig, RunConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.checks import warn_if_foreign_tokenizer
+from textmill.evaluation.masked_scorer_torch import MaskedScorer
 from textmill.evaluation.packing import Rows, Tree, build_trees, fill_rows, pack
 from textmill.evaluation.share import ALL_BATCHES, Numbered, Share
-from textmill.evaluation.task import Pair, Score, StoreLoss
+from textmill.evaluation.task import Pair, Score, Scorer, StoreLoss
+from textmill.evaluation.text_scorer_torch import TextScorer, check_ids
 from textmill.evaluation.token_losses_torch import token_log_likelihoods
 from textmill.evaluation.tree_attention_torch import TreeAttention
-from textmill.models import check_next_token
+from textmill.models import check_masked_head, check_next_token, open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.storage.progress import progress
@@ -35,8 +36,6 @@ GPU_ROW_TOKENS, CPU_ROW_TOKENS = 512, 0
 """Short texts share rows of at least this many tokens; on a CPU texts of similar length are rows of one batch."""
 CPU_BATCH_TOKENS = 4096
 """Tokens in one forward pass on a CPU: more do not fit into its caches."""
-ENCODED_TEXTS = 4096
-"""Texts that are encoded at a time."""
 
 
 def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> TorchScorer:
@@ -48,76 +47,45 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
 
 def new_scorer(
     checkpoint: Checkpoint, net: BaseNet, tokenizer: TextTokenizer, config: RunConfig, share: Share = ALL_BATCHES
-) -> TorchScorer:
-    """A scorer of a net that is already loaded."""
-    check_next_token(net.shape, checkpoint.folder, "score a text token by token")
+) -> Scorer:
+    """A scorer of a net that is already loaded: of the next token, or of masked ones."""
     dtype = torch_dtype(config.engine.precision, net.head.device)
+    if open_family(net.shape.family).OBJECTIVE == "masked":
+        check_masked_head(net.shape, checkpoint.folder)
+        masked = MaskedScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share)
+        check_vocabulary(masked)
+        masked.special_ids()
+        return masked
     return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share))
 
 
 def check_tokenizer(scorer: TorchScorer) -> TorchScorer:
     """Refuse a model for other tokens than the next, or one with fewer entries than its tokenizer; warn if that looks
     like another model's."""
+    check_next_token(scorer.net.shape, scorer.checkpoint.folder, "score a text token by token")
+    check_vocabulary(scorer)
+    warn_if_foreign_tokenizer(scorer, scorer.net.shape.end)
+    return scorer
+
+
+def check_vocabulary(scorer: TextScorer) -> None:
+    """Refuse a model with fewer entries than its tokenizer."""
     tokenizer, shape = scorer.tokenizer, scorer.net.shape
-    check_next_token(shape, scorer.checkpoint.folder, "score a text token by token")
     if tokenizer.vocab > shape.vocab:
         raise TextmillError(
             f"{scorer.checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "
             f"{shape.vocab:,} rows; use the tokenizer that the model was trained with"
         )
-    warn_if_foreign_tokenizer(scorer, shape.end)
-    return scorer
 
 
 @dataclass(frozen=True)
-class TorchScorer:
-    """A net with its tokenizer; see Scorer in task.py."""
-
-    checkpoint: Checkpoint
-    net: BaseNet
-    tokenizer: TextTokenizer
-    batch: int
-    """Windows in one forward pass."""
-    dtype: torch.dtype = torch.float32
-    share: Share = ALL_BATCHES
-    """The part of the work that this process does."""
+class TorchScorer(TextScorer):
+    """A net for the next token with its tokenizer; see Scorer in task.py."""
 
     @property
-    def positions(self) -> int:
-        """The longest input of the model, in tokens."""
-        return int(self.net.shape.positions)
-
-    @property
-    def vocab(self) -> int:
-        """How many tokens the model knows."""
-        return int(self.net.shape.vocab)
-
-    @property
-    def precision(self) -> str:
-        """The arithmetic it computes in."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def device(self) -> str:
-        """Where the net is."""
-        return str(self.net.head.device)
-
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
-        """The token ids of each (context, continuation), encoded as one text."""
-        encoded: list[Pair] = []
-        for begin in range(0, len(pairs), ENCODED_TEXTS):
-            block = [_move_spaces(*pair) for pair in pairs[begin : begin + ENCODED_TEXTS]]
-            contexts = list(dict.fromkeys(context for context, _ in block))
-            both = self.tokenizer.encode_many([context + continuation for context, continuation in block])
-            known = dict(zip(contexts, self.tokenizer.encode_many(contexts), strict=True))
-            for (context, _), ids in zip(block, both, strict=True):
-                before = known[context]
-                encoded.append((before.tolist(), ids[len(before) :].tolist()))
-        return encoded
-
-    def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Score each (context, continuation), encoded as one text."""
-        return self.score_tokens(self.encode_pairs(pairs))
+    def objective(self) -> str:
+        """What the model predicts."""
+        return "next_token"
 
     def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
         """Score each (context, continuation) and return the scores in the order given.
@@ -149,14 +117,9 @@ class TorchScorer:
             return [Score(*values) for _, values in self.share.gather(compute)]
 
     def _check(self, pairs: Sequence[Pair]) -> None:
-        for _, continuation in pairs:
-            if not 0 < len(continuation) <= self.positions:
-                raise TextmillError(
-                    f"{self.checkpoint.folder}: a continuation has {len(continuation):,} tokens; "
-                    f"the model scores from 1 to {self.positions:,}"
-                )
+        self.check_lengths(pairs)
         ids = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
-        _check_ids(int(ids.min(initial=0)), int(ids.max(initial=0)), self.vocab, self.checkpoint.folder)
+        check_ids(int(ids.min(initial=0)), int(ids.max(initial=0)), self.vocab, self.checkpoint.folder)
 
     def _score_rows(self, packed: list[list[Tree]]) -> Callable[[], dict[int, Score]]:
         """Queue a batch; what is returned waits for it and gives the scores by the number of the pair."""
@@ -237,7 +200,7 @@ class TorchScorer:
         """The log-likelihood and the number of predicted tokens of each row, and how many are the likeliest."""
         has_loss_NT = labels != IGNORED
         counts = has_loss_NT.sum(1, dtype=np.int64)
-        _check_ids(int(inputs.min()), int(max(inputs.max(), labels.max())), self.vocab, where)
+        check_ids(int(inputs.min()), int(max(inputs.max(), labels.max())), self.vocab, where)
         if not counts.any():
             return np.zeros(len(counts)), counts, 0
         places_M = np.flatnonzero(has_loss_NT)
@@ -261,22 +224,8 @@ def _scores_of(rows: Rows, found_M: NDArray[np.float64], greedy_M: NDArray[np.bo
     return scores
 
 
-def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """Spaces at the end of the context belong to the first token of the continuation."""
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
-
-
 def _sample_windows(count: int, sample: int | None, seed: int) -> NDArray[np.int64]:
     """The numbers of the windows to read: all of them, or a random sample in order."""
     if sample is None or sample >= count:
         return np.arange(count, dtype=np.int64)
     return np.sort(np.random.default_rng(seed).choice(count, sample, replace=False)).astype(np.int64)
-
-
-def _check_ids(lowest: int, highest: int, vocab: int, where: Path) -> None:
-    if highest >= vocab or lowest < 0:
-        raise TextmillError(
-            f"{where}: token ids from {lowest} to {highest} found, the model knows {vocab:,}; "
-            f"tokenize with the model's own tokenizer"
-        )

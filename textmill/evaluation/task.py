@@ -59,8 +59,13 @@ class Scorer(Protocol):
     def tokenizer(self) -> TextTokenizer: ...
 
     @property
+    def objective(self) -> str:
+        """What the model predicts: next_token, or masked. Scores of the latter are pseudo-log-likelihoods."""
+        ...
+
+    @property
     def positions(self) -> int:
-        """The longest input of the model, in tokens."""
+        """The longest input of the model, in tokens; of a masked model, without the special tokens around a text."""
         ...
 
     @property

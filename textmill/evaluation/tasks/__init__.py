@@ -44,4 +44,6 @@ def _open(entry: TaskEntry) -> Task:
             raise TextmillError(f"evaluate.tasks: {LM_EVAL} needs lm-eval; run: pip install 'textmill[eval]'")
         return MeasuredTask(entry, lambda *given: import_module("textmill.evaluation.lm_eval_adapter").measure(*given))
     module = import_module(f"textmill.evaluation.tasks.{entry.name}")
-    return cast(Task, module) if hasattr(module, "format_table") else MeasuredTask(entry, module.measure)
+    if hasattr(module, "format_table"):
+        return cast(Task, module)
+    return MeasuredTask(entry, module.measure, getattr(module, "OBJECTIVES", ("next_token",)))

@@ -12,6 +12,9 @@ from textmill.evaluation.data_files import Record, open_data_file, read_items, t
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 from textmill.evaluation.task_files import fill_template, value_of
 
+OBJECTIVES = ("next_token", "masked")
+"""A masked model scores by pseudo-log-likelihoods."""
+
 
 def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Lines of {"context": ..., "choices": [...], "answer": 0}, or other fields with the templates of a task file."""

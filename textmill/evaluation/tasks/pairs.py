@@ -7,10 +7,15 @@ from textmill.evaluation.choices import Item, choice_item, measure_choices
 from textmill.evaluation.data_files import Record, text_of
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 
+OBJECTIVES = ("next_token", "masked")
+"""A masked model scores by pseudo-log-likelihoods."""
+
 
 def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Lines of {"sentence_good": ..., "sentence_bad": ...}, in any language."""
-    protocol = "the likelier of two sentences, each after an end-of-text token and a space"
+    protocol = "the likelier of two sentences"
+    if scorer.objective == "next_token":
+        protocol += ", each after an end-of-text token and a space"
     return measure_choices(scorer, config, entry, read_item, protocol)
 
 

@@ -1,0 +1,183 @@
+"""The Scorer of a model for masked tokens: pseudo-log-likelihoods (Salazar et al. 2020).
+
+Each token of a text is masked in turn and predicted from all others; the sum of the log-probabilities scores the text.
+Shapes in names: N copies of texts with one mask each, T tokens, K texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.errors import TextmillError
+from textmill.evaluation.share import Numbered
+from textmill.evaluation.task import Pair, Score, StoreLoss
+from textmill.evaluation.text_scorer_torch import TextScorer, check_ids
+from textmill.evaluation.token_losses_torch import token_log_likelihoods
+from textmill.storage.progress import progress
+
+CPU_BATCH_TOKENS = 4096
+"""Tokens in one forward pass on a CPU: more do not fit into its caches."""
+GROUP_TEXTS = 1024
+"""Texts of the same length that are prepared at a time."""
+SPECIAL = 2
+"""[CLS] before a text and [SEP] after it."""
+
+Ids = NDArray[np.int64]
+
+
+class MaskedBatch(NamedTuple):
+    """Copies of texts of the same length, so that there is no padding; each has one mask."""
+
+    ids_NT: Ids
+    places_N: Ids
+    """Where the mask is, in the flat array of all tokens."""
+    labels_N: Ids
+    numbers_N: Ids
+    """Which pair each copy belongs to; copies of a pair are next to each other."""
+    is_last_N: NDArray[np.bool_]
+    """Whether the mask is the pair's last token."""
+
+
+@dataclass(frozen=True)
+class MaskedScorer(TextScorer):
+    """A net for masked tokens with its tokenizer; see Scorer in task.py."""
+
+    @property
+    def objective(self) -> str:
+        """What the model predicts."""
+        return "masked"
+
+    @property
+    def positions(self) -> int:
+        """The longest text in tokens, without the special tokens around it."""
+        return int(self.net.shape.positions) - SPECIAL
+
+    def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
+        """The pseudo-log-likelihood of each continuation: its tokens are masked, the context is not."""
+        self.check_lengths(pairs)
+        on_cpu = self.net.head.device.type == "cpu"
+        tokens = self.batch * self.positions
+        batches = masked_batches(
+            pairs, positions=self.positions, special=self.special_ids(),
+            batch_tokens=min(tokens, CPU_BATCH_TOKENS) if on_cpu else tokens,
+        )  # fmt: skip
+        total = sum(len(continuation) for _, continuation in pairs)
+        with progress("score", total=total, unit="masks") as bar:
+
+            def compute() -> Numbered:
+                found: Numbered = []
+                queued: Callable[[], Numbered] = list
+                for number, batch in enumerate(batches):
+                    before, queued = queued, self._score_batch(number, batch) if self.share.is_mine(number) else list
+                    found += before()  # while the device computes the next batch
+                    bar.advance(len(batch.labels_N))
+                return found + queued()
+
+            return _join(self.share.gather(compute), pairs)
+
+    def special_ids(self) -> tuple[int, int, int]:
+        """[CLS], [SEP] and [MASK]; refuse a tokenizer without them."""
+        first, mask = self.tokenizer.classifier, self.tokenizer.mask
+        if first is None or mask is None:
+            raise TextmillError(
+                f"{self.checkpoint.folder}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another"
+            )
+        return first, self.tokenizer.separator, mask
+
+    def _score_batch(self, number: int, batch: MaskedBatch) -> Callable[[], Numbered]:
+        """Queue a batch; what is returned waits for it and gives the parts of scores that it has."""
+        check_ids(int(batch.labels_N.min()), int(batch.ids_NT.max()), self.vocab, self.checkpoint.folder)
+        found = token_log_likelihoods(
+            self.net, batch.ids_NT, batch.places_N, batch.labels_N, self.dtype, greedy=True
+        )  # fmt: skip
+        return lambda: [(number, _parts_of(batch, *found()))]
+
+    def sum_losses(self, *_: Any, **__: Any) -> StoreLoss:
+        """A masked model has no loss of running text."""
+        self._refuse()
+
+    def sum_answer_losses(self, *_: Any, **__: Any) -> StoreLoss:
+        """The same for answers."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TextmillError(
+            f"{self.checkpoint.folder}: a {self.net.shape.family} predicts masked tokens, not the next one, so it has "
+            "no perplexity; use evaluate.tasks=pseudo_perplexity"
+        )
+
+
+def _parts_of(
+    batch: MaskedBatch, found_N: NDArray[np.float64], greedy_N: NDArray[np.bool_]
+) -> list[list[Any]]:  # fmt: skip
+    """For each pair here: its number, the sum over its copies, whether all are the likeliest tokens, and both for its
+    last token if that is here."""
+    starts = np.sort(np.unique(batch.numbers_N, return_index=True)[1])
+    sums, greedy = np.add.reduceat(found_N, starts), np.logical_and.reduceat(greedy_N, starts)
+    last = {
+        int(batch.numbers_N[place]): (float(found_N[place]), bool(greedy_N[place]))
+        for place in np.flatnonzero(batch.is_last_N)
+    }
+    columns = (column.tolist() for column in (batch.numbers_N[starts], sums, greedy))
+    return [[pair, *values, *last.get(pair, (0.0, False))] for pair, *values in zip(*columns, strict=True)]
+
+
+def masked_batches(
+    pairs: Sequence[Pair], *, positions: int, special: tuple[int, int, int], batch_tokens: int
+) -> Iterator[MaskedBatch]:
+    """All copies of all texts, longest first; `special` are [CLS], [SEP] and [MASK]."""
+    lengths = np.array([min(len(context) + len(text), positions) for context, text in pairs], np.int64)
+    for length in np.unique(lengths)[::-1].tolist():
+        numbers = np.flatnonzero(lengths == length)
+        rows = max(1, batch_tokens // (length + SPECIAL))
+        for begin in range(0, len(numbers), GROUP_TEXTS):
+            group = numbers[begin : begin + GROUP_TEXTS]
+            yield from _masked_group([pairs[number] for number in group], group, length, special, rows)
+
+
+def _masked_group(
+    pairs: Sequence[Pair], numbers: Ids, length: int, special: tuple[int, int, int], rows: int
+) -> Iterator[MaskedBatch]:
+    """The copies of texts with `length` tokens, `rows` at a time."""
+    first, separator, mask = special
+    texts_KT = np.full((len(pairs), length + SPECIAL), separator, np.int64)
+    texts_KT[:, 0] = first
+    for number, (context, continuation) in enumerate(pairs):
+        kept = length - len(continuation)
+        texts_KT[number, 1 : 1 + kept] = list(context)[len(context) - kept :]
+        texts_KT[number, 1 + kept : 1 + length] = continuation
+    counts = np.array([len(continuation) for _, continuation in pairs], np.int64)
+    rows_N = np.repeat(np.arange(len(pairs)), counts)
+    from_end_N = np.repeat(np.cumsum(counts), counts) - np.arange(len(rows_N))
+    columns_N = length + 1 - from_end_N
+    for begin in range(0, len(rows_N), rows):
+        row, column = rows_N[begin : begin + rows], columns_N[begin : begin + rows]
+        ids_NT = texts_KT[row]
+        copies = np.arange(len(row))
+        labels_N = ids_NT[copies, column]
+        ids_NT[copies, column] = mask
+        yield MaskedBatch(
+            ids_NT, copies * ids_NT.shape[1] + column, labels_N, numbers[row], from_end_N[begin : begin + rows] == 1
+        )
+
+
+def _join(results: Numbered, pairs: Sequence[Pair]) -> list[Score]:
+    """The score of each pair, from the parts of it that different batches have."""
+    sums, last = np.zeros(len(pairs)), np.zeros(len(pairs))
+    greedy, last_greedy = np.ones(len(pairs), bool), np.zeros(len(pairs), bool)
+    for _, parts in results:
+        for number, total, likeliest, own_last, own_greedy in parts:
+            sums[number] += total
+            greedy[number] &= likeliest
+            last[number] += own_last
+            last_greedy[number] |= own_greedy
+    found = zip(sums.tolist(), greedy.tolist(), last.tolist(), last_greedy.tolist(), pairs, strict=True)
+    return [
+        Score(total, len(continuation), likeliest, own_last, own_greedy)
+        for total, likeliest, own_last, own_greedy, (_, continuation) in found
+    ]

@@ -1,0 +1,89 @@
+"""Pseudo-perplexity of a model for masked tokens (Salazar et al. 2020): each token is masked in turn and predicted from
+all others. It is not a perplexity: the model sees both sides of a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.evaluation.choices import PSEUDO
+from textmill.evaluation.data_files import open_data_file, read_items, read_lines, sample, sample_card, text_of
+from textmill.evaluation.split_tokens import SplitTokens, open_tokens
+from textmill.evaluation.statistics import mean_loss_interval, transform
+from textmill.evaluation.task import Measured, Scorer, TaskEntry
+
+OBJECTIVES = ("masked",)
+Ids = NDArray[Any]
+
+
+def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+    """The texts of a file (lines, or the field "text" of records), or those of `evaluate.text` or a split."""
+    if entry.file is not None:
+        data = open_data_file(entry)
+        every = [text for text in _read(entry) if text.strip()]
+        texts = sample(every, config.evaluate)
+        encoded = [ids for _, ids in scorer.encode_pairs([("", text) for text in texts])]
+        octets = sum(len(text.encode()) for text in texts)
+        card = {**data.card, **sample_card(len(texts), len(every), config.evaluate)}
+        return _measure(scorer, [np.array(ids, np.int64) for ids in encoded], card, octets)
+    with open_tokens(scorer, config) as tokens:
+        sequences = [ids for ids in _sequences(tokens, scorer.tokenizer.end) if len(ids)]
+        chosen = sample(sequences, config.evaluate)
+        octets = tokens.counts.get("bytes", 0) if len(chosen) == len(sequences) else 0
+        origin = {"text": list(config.evaluate.text)} if config.evaluate.text else {"split": config.evaluate.split}
+        card = {**origin, **sample_card(len(chosen), len(sequences), config.evaluate)}
+        return _measure(scorer, chosen, card, octets)
+
+
+def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
+    """Each text alone."""
+    return ([text] for text in _read(entry))
+
+
+def _read(entry: TaskEntry) -> Iterator[str]:
+    path = open_data_file(entry).path
+    if path.suffix == ".txt":
+        return (line for _, line in read_lines(path))
+    return (text_of(record, "text", place) for place, record in read_items(path))
+
+
+def _sequences(tokens: SplitTokens, end: int) -> Iterator[Ids]:
+    """Each sentence of a sentence-level store, or else each document, without its end-of-text token; not copied."""
+    for store in tokens.stores:
+        ends = np.cumsum(np.asarray(store.lengths, np.int64))
+        for start, stop in zip((ends - store.lengths).tolist(), ends.tolist(), strict=True):
+            ids = store.ids[start:stop]
+            yield ids[:-1] if len(ids) and ids[-1] == end else ids
+
+
+def _measure(scorer: Scorer, texts: list[Ids], card: dict[str, Any], octets: int) -> Measured:
+    """Score every token once; a text that is longer than the model is divided into pieces."""
+    pieces = [ids[begin : begin + scorer.positions] for ids in texts for begin in range(0, len(ids), scorer.positions)]
+    if not pieces:
+        raise TextmillError(f"{card.get('file') or 'the text'}: has no token to predict; give it more text")
+    scores = scorer.score_tokens([((), piece) for piece in pieces])  # type: ignore[misc]
+    losses, counts = [-score.log_likelihood for score in scores], [score.tokens for score in scores]
+    loss = sum(losses) / sum(counts)
+    if not math.isfinite(loss):
+        raise TextmillError(
+            f"{scorer.checkpoint.folder}: its loss is {loss}, not a finite number; the weights are damaged or training "
+            "diverged; use an earlier --step"
+        )
+    metrics: dict[str, float | None] = {"pseudo_loss": loss, "pseudo_perplexity": math.exp(loss)}
+    interval = mean_loss_interval(losses, counts)
+    intervals = {"pseudo_loss": interval, "pseudo_perplexity": transform(interval, math.exp)}
+    if octets:
+        per_byte = sum(counts) / octets / math.log(2)
+        metrics["pseudo_bits_per_byte"] = loss * per_byte
+        intervals["pseudo_bits_per_byte"] = transform(interval, lambda mean: mean * per_byte)
+    card |= {
+        "protocol": PSEUDO, "tokens": sum(counts), "pieces": len(pieces),
+        "interval": "95%, from the spread of texts", "special_tokens": "[CLS] and [SEP] are not scored",
+    }  # fmt: skip
+    return Measured(metrics, card, {name: ends for name, ends in intervals.items() if ends is not None}, loss)
