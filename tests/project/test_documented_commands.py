@@ -40,6 +40,7 @@ SMALLER = {
 }  # fmt: skip
 """What is appended to each command. A server takes any free port, because another one may use the printed port."""
 SMALLER_LINES = {
+    "evaluate.tasks=pseudo_perplexity": ["evaluate.split=train"],  # the small text has no valid split
     "textmill train quickstart  # from": [
         *("train.batch=1", "train.length=8", "train.evaluate_batches=1"),
         *("model.shape.layers=1", "model.shape.heads=1", "model.shape.width=8"),
