@@ -127,9 +127,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_labelled(folder)
     pairs = [f"{number}시에 뭐 해?,{number}시에는 물레방아를 돌려요.,0\n" for number in range(60)]
     (folder / "ChatbotData.csv").write_text("Q,A,label\n" + "".join(pairs), encoding="utf-8")
-    for name in ("chat-ko.yaml", "finetune.yaml", "bert-classify.yaml"):
     shutil.copy(folder / "ChatbotData.csv", folder / "pairs.csv")
-    for name in ("chat-ko.yaml", "finetune.yaml"):
+    for name in ("chat-ko.yaml", "finetune.yaml", "bert-classify.yaml"):
         shutil.copy(ROOT / "recipes" / name, folder)
     shutil.copy(ROOT / "tests" / "support" / "mynet.py", folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n', encoding="utf-8")
