@@ -139,7 +139,7 @@ def test_small_nets_stand_for_a_deep_one() -> None:
 
 def test_activation_checkpointing_keeps_the_stream_and_one_block() -> None:
     shape = shape_of(RunConfig(model=ModelConfig(size="small")), 50257)
-    kept = sample_activations(shape, 1024, 32.0, 2, Mesh(), 1)
+    kept = sample_activations(shape, 1024, 32.0, 4.0, 2, Mesh(), 1)
     stream, block = 768 * 1024 * 2, 32 * 768 * 1024
     assert kept == 12 * stream + block
 
@@ -149,7 +149,7 @@ def test_automatic_micro_batches_keep_memory_free() -> None:
     estimate, shape = on_gpu("small", 512), shape_of(RunConfig(model=ModelConfig(size="small")), 50257)
     for gigabytes in (16, 24, 80):
         found = largest_on_gpu(
-            512, estimate.state, sample_activations(shape, 1024, 32.0, 2, Mesh(), 0), gigabytes << 30
+            512, estimate.state, sample_activations(shape, 1024, 32.0, 4.0, 2, Mesh(), 0), gigabytes << 30
         )
         fits = (0.6 * (gigabytes << 30) - 24 * 124_475_904) / (40 * 768 * 12 * 1024)
         assert found == 1 << int(fits).bit_length() - 1

@@ -14,9 +14,11 @@ from textmill.engines import format_compile_time
 from textmill.errors import TextmillError
 from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
+from textmill.runners.on_local import usable_cores
 
-MIN_SECONDS = 60.0
-"""The eager run time from which on compiling pays: on an H200 it adds 10 to 30 s and halves the other steps."""
+MIN_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 60.0, 8, 150.0
+"""The eager run time from which on compiling pays: on an H200 it adds 10 to 30 s and halves the other steps; with
+fewer cores than these, or busy ones, it took up to 45 s."""
 EAGER_FRACTION, DEFAULT_PEAK = 0.2, 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
 COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
@@ -41,11 +43,12 @@ def _note(compiled: bool) -> str:
 
 
 def _is_long(train: TrainConfig, shape: Shape, device: torch.device) -> bool:
+    enough = MIN_SECONDS if usable_cores() >= FEW_CORES else FEW_CORES_SECONDS
     if train.minutes is not None:
-        return 60 * train.minutes >= MIN_SECONDS
+        return 60 * train.minutes >= enough
     tokens = train.steps * train.batch * (train.length or shape.positions)
     flops_per_second = EAGER_FRACTION * (peak_flops_of(device) or DEFAULT_PEAK)
-    return bool(6 * shape.parameters * tokens >= MIN_SECONDS * flops_per_second)
+    return bool(6 * shape.parameters * tokens >= enough * flops_per_second)
 
 
 class CompileMonitor:

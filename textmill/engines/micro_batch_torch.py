@@ -10,7 +10,7 @@ import torch
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.engines.distillation.sizes import teacher_bytes
-from textmill.engines.memory.parts import ACTIVATION_BYTES, State, sample_activations
+from textmill.engines.memory.parts import ACTIVATION_BYTES, ATTENTION_BYTES, State, sample_activations
 from textmill.engines.memory.state_torch import count_state
 from textmill.engines.meshes import Mesh, check_batch
 from textmill.engines.parallel_torch import Parallel
@@ -62,8 +62,8 @@ def largest_micro_batch(
     samples = rank_samples(train, mesh, compiled=compiled)
     if device.type != "cuda":
         return largest_on_cpu(samples, shape, length)
-    per_channel = ACTIVATION_BYTES[compiled and requested]
-    sample = sample_activations(shape, length, per_channel, precision.itemsize, mesh, config.engine.recompute)
+    sizes = (ACTIVATION_BYTES[compiled and requested], ATTENTION_BYTES[compiled and requested])
+    sample = sample_activations(shape, length, *sizes, precision.itemsize, mesh, config.engine.recompute)
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))
     return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)

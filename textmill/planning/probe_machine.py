@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 
 import numpy as np
@@ -13,6 +12,7 @@ from textmill.devices import measure_matmul, memory_of, name_of, open_device
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
 from textmill.planning.facts import MachineFacts
+from textmill.runners.on_local import usable_cores
 from textmill.tokens.batches.batch import Batch
 
 PROBED = ((2, 64), (4, 192))
@@ -39,11 +39,7 @@ def probe_machine(device_name: str = "auto") -> MachineFacts:
     else:
         small, large = (_train_rate(layers, width) for layers, width in PROBED)
         rates = small, large
-    return MachineFacts(kind, name_of(device), _cores(), memory_of(device), rates, STARTUP_SECONDS[kind])
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return MachineFacts(kind, name_of(device), usable_cores(), memory_of(device), rates, STARTUP_SECONDS[kind])
 
 
 def _train_rate(layers: int, width: int) -> tuple[int, float]:

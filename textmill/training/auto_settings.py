@@ -28,6 +28,8 @@ TARGET_EPOCHS = 9
 """Epochs where the net is larger than the text has tokens."""
 FEW_EPOCHS_RATIO = 11
 """Tokens for each parameter of a net that is not."""
+SMALL_NET, SMALL_NET_POWER = 1e7, 0.4
+"""Nets below this many parameters are best with fewer epochs and tokens, by this power of their size."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def best_weight_decay(rate: float, batch_tokens: float, epochs: float, parameter
 
 def wanted_epochs(parameters: float, unique: float) -> float:
     """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
-    return min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * parameters / unique)
+    factor = math.pow(min(1.0, parameters / SMALL_NET), SMALL_NET_POWER)
+    return factor * min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * parameters / unique)
 
 
 def round_setting(value: float) -> float:

@@ -11,7 +11,14 @@ import torch
 from textmill.config import JaxEngine, RunConfig, TorchEngine
 from textmill.engines.distillation.sizes import teacher_bytes
 from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
-from textmill.engines.memory.parts import ACTIVATION_BYTES, JAX_ACTIVATION_BYTES, Memory, State, sample_activations
+from textmill.engines.memory.parts import (
+    ACTIVATION_BYTES,
+    ATTENTION_BYTES,
+    JAX_ACTIVATION_BYTES,
+    Memory,
+    State,
+    sample_activations,
+)
 from textmill.engines.meshes import Mesh, check_batch, mesh_of
 from textmill.engines.micro_batch_torch import largest_on_cpu, largest_on_gpu, micro_batch_of, rank_samples
 from textmill.errors import TextmillError
@@ -89,10 +96,10 @@ class Estimator:
         """Bytes of activations of one sample: measured constants on a GPU, a traced forward pass on a CPU."""
         engine, itemsize = config.engine, DTYPES[precision].itemsize
         if device.on_gpu or isinstance(engine, JaxEngine):
-            per_channel: float = JAX_ACTIVATION_BYTES
-            if not isinstance(engine, JaxEngine):
-                per_channel = ACTIVATION_BYTES[is_compiled(config, mesh, device)]
-            return sample_activations(self.shape, length, per_channel, itemsize, mesh, engine.recompute)
+            compiled = is_compiled(config, mesh, device)
+            per_channel = JAX_ACTIVATION_BYTES if isinstance(engine, JaxEngine) else ACTIVATION_BYTES[compiled]
+            per_weight = ATTENTION_BYTES[compiled]
+            return sample_activations(self.shape, length, per_channel, per_weight, itemsize, mesh, engine.recompute)
         # Imported here: it is needed for plans for a CPU only.
         from textmill.engines.memory.saved_torch import saved_per_sample
 

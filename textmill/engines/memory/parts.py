@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from textmill.engines.meshes import Mesh
 from textmill.models import Shape
 
-ACTIVATION_BYTES = {True: 32.0, False: 57.6}
-"""On a GPU, of bf16 activations, per channel of a token in a layer: compiled (docs/plan.md compares it with measured
-peaks) and eager (an upper bound)."""
+ACTIVATION_BYTES = {True: 32.0, False: 38.0}
+"""On a GPU, of bf16 activations, per channel of a token in a layer: compiled and eager (docs/plan.md compares both with
+measured peaks)."""
+ATTENTION_BYTES = {True: 4.0, False: 8.0}
+"""The same for each attention weight, if these have dropout; the second is an upper bound."""
 JAX_ACTIVATION_BYTES = 48.0
 """The same with JAX; not measured."""
 DIVIDED = 24 / 34
@@ -56,13 +58,13 @@ class Memory:
 
 
 def sample_activations(
-    shape: Shape, length: int, per_channel: float, itemsize: int, mesh: Mesh, recompute: int
+    shape: Shape, length: int, per_channel: float, per_weight: float, itemsize: int, mesh: Mesh, recompute: int
 ) -> float:
-    """Bytes of activations that backward needs of one sample; `per_channel` is in bf16.
+    """Bytes of activations that backward needs of one sample; those for a channel and an attention weight are in bf16.
 
     With activation checkpointing, a group of blocks keeps its input, and one group at a time has all its activations.
     """
-    layer = per_channel * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+    layer = per_channel * shape.width + (per_weight * shape.heads * length if shape.attention_dropout else 0)
     whole = DIVIDED / mesh.tensor + (1 - DIVIDED) / (mesh.tensor if mesh.sequence else 1)
     block = layer * length * itemsize / 2 * whole
     if not recompute:
