@@ -58,11 +58,12 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.[bj]*")}
 
 
-@pytest.mark.long_with("jax")
-@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.long_with("jax", "deepspeed")
+@pytest.mark.parametrize("kind", ["torch", "jax", "deepspeed"])
 def test_a_cached_teacher_equals_the_live_one(kind: str, root: Path, tmp_path: Path) -> None:
-    train(distilling(root, str(tmp_path / "live"), "model.shape.dropout=0"))
-    train(cached(root, str(tmp_path / "cached"), "model.shape.dropout=0", f"engine.kind={kind}"))
+    same = ["model.shape.dropout=0", "train.optimizer=adamw", "train.learning_rate=1e-3"]
+    train(distilling(root, str(tmp_path / "live"), *same))
+    train(cached(root, str(tmp_path / "cached"), *same, f"engine.kind={kind}"))
     lines = [[line for line in read_metrics(tmp_path / name) if "loss" in line] for name in ("live", "cached")]
     assert len(lines[0]) == STEPS
     for live, other in zip(*lines, strict=True):
@@ -145,6 +146,12 @@ def test_a_finished_cache_is_kept(root: Path, capsys: pytest.CaptureFixture[str]
     for steps in (STEPS, STEPS - 1):  # a shorter run needs fewer samples
         cache_teacher(distilling(root, "unused", f"train.steps={steps}"))
         assert "done already" in capsys.readouterr().out
+    other = f"train.distil.cache={root / 'other'}"
+    cache_teacher(distilling(root, "unused", other))
+    cache_teacher(distilling(root, "unused", other, f"train.steps={STEPS - 1}"), force="yes")
+    with pytest.raises(TextmillError, match=r"has the predictions of 24 samples, the run needs 32"):
+        train(distilling(root, "refused", other))
+    capsys.readouterr()
     check(str(root))
     assert "teacher-cache: intact" in capsys.readouterr().out
     assert plan(cached(root, "unused"))["step_seconds"] > 0

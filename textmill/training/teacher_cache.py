@@ -17,7 +17,7 @@ from textmill.config.distillation import TEACHER_CACHE
 from textmill.engines.distillation.folders import resolve_teachers
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, format_path, manifest_entry, write_bytes
-from textmill.storage.progress import progress
+from textmill.storage.progress import format_amount, progress
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches
@@ -52,8 +52,9 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE))
     torch_part: Any = import_module("textmill.engines.distillation.cache_torch")
     exact = torch_part.is_exact(config)
-    inputs = describe_cache(config, data, length)
-    made_from = _existing(folder, inputs, samples, exact) or {**inputs, "samples": samples, "exact": exact}
+    made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
+    if force != "yes" and (existing := _existing(folder, made_from)):
+        made_from, samples, exact = existing, existing["samples"], existing["exact"]
     stage = Stage(COMMAND, folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"{COMMAND}: done already: {format_path(folder)}")
@@ -62,7 +63,7 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     each = record.itemsize / length
     print(
         f"{COMMAND}: {samples:,} samples of {length:,} tokens, {each:,.1f} bytes per token, "
-        f"{samples * record.itemsize / 1e9:,.3f} GB in {format_path(folder)}",
+        f"{format_amount(samples * record.itemsize, 'bytes')} in {format_path(folder)}",
         flush=True,
     )
     _check_disk(folder, samples * record.itemsize)
@@ -73,13 +74,15 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     return folder
 
 
-def _existing(folder: Path, inputs: dict[str, Any], samples: int, exact: bool) -> dict[str, Any] | None:
-    """What existing predictions were made from, if they have all that is needed, and maybe more samples."""
+def _existing(folder: Path, needed: dict[str, Any]) -> dict[str, Any] | None:
+    """What existing predictions were made from, if they are those that are needed, or more, or more exact."""
     if not (folder / MANIFEST).is_file():
         return None
-    made_from: dict[str, Any] = open_manifest(folder)["made_from"]
-    found = made_from.get("samples", 0) >= samples and made_from.get("exact", False) >= exact
-    return made_from if found and made_from | inputs == made_from else None
+    found: dict[str, Any] = open_manifest(folder)["made_from"]
+    amounts = ("samples", "exact")
+    has_all = all(found.get(name, 0) >= needed[name] for name in amounts)
+    same = {**needed, **{name: found.get(name) for name in amounts}} == found
+    return found if has_all and same else None
 
 
 def _check_disk(folder: Path, needed: int) -> None:
