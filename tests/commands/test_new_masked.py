@@ -1,4 +1,4 @@
-"""`textmill new --family bert`: the plan of a model that predicts masked tokens, and its run."""
+"""`textmill new --family`: the plan of a model that predicts masked tokens, and its run; the plan of a Llama."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.corpus.inspection import RecordFacts
+from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import limit_vocabs
 from textmill.planning.plan import plan_for
@@ -42,6 +43,17 @@ def test_the_config_accepts_the_plan(text: TextFacts, least: int, pairs: str, ma
     assert not config.tokens.append_end
 
 
+@pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])
+def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts) -> None:
+    text = TextFacts(10**8, 10**4, 0.0, BYTES, {"Latin": 1.0})
+    plan = plan_for(text, machine, 5)
+    written = project_yaml("x", ["a.txt"], RecordFacts(), text, machine, plan, family="llama")
+    config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
+    assert config.model.family == "llama"
+    shape = open_family("llama").shape_of(config.model, vocab=plan.vocab, end=0)
+    assert shape.parameters == pytest.approx(plan.parameters, rel=0.08)
+
+
 @pytest.mark.long
 def test_a_bert_from_three_files(
     tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -69,7 +81,7 @@ def test_mistakes_are_named(
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts", "--family", "t5"]) == 2
-    assert "--family: no family 't5'; choose gpt2 or bert" in capsys.readouterr().err
+    assert "--family: no family 't5'; choose auto, gpt2 or llama or bert" in capsys.readouterr().err
     Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n' * 30, encoding="utf-8")
     assert main(["new", "mine", "--text", "chat.jsonl", "--family", "bert"]) == 2
     assert "conversations" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from tests.support.weights import noisy_weights
 from textmill.config import SIZES, ModelConfig
 from textmill.errors import TextmillError
-from textmill.models import open_family
+from textmill.models import open_family, to_memory, weights_of
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots
 from textmill.models.nets_torch import fill, new_net
@@ -188,3 +188,21 @@ def test_a_size_is_about_as_large_as_gpt2s(size: str) -> None:
         for family in ("llama", "gpt2")
     )
     assert ours == pytest.approx(theirs, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["llama3 in a new config", "biases", "qwen2 with yarn", "qwen3"])
+def test_the_jax_net_has_the_same_states(name: str) -> None:
+    jax = pytest.importorskip("jax", reason="needs the extra jax")
+    from textmill.models.llama import net_jax
+
+    shape: Any = FAMILY.shape_of_hf({**CONFIG, **CONFIGS[name]}, "config.json")
+    named, net, ids = noisy_weights(shape), new_net(shape, CPU), random_ids(2, 50)
+    fill(net, named, "test")
+    known = {weight.name: weight for weight in weights_of(shape)}
+    weights = {name: jax.numpy.asarray(to_memory(known[name], values)) for name, values in named}
+    documents = torch.repeat_interleave(torch.arange(1, 4), torch.tensor([17, 1, 32]))[None].repeat(2, 1)
+    for given in (None, documents):
+        arrays = [jax.numpy.asarray(ids.numpy()), None, None if given is None else jax.numpy.asarray(given.numpy())]
+        found = net_jax.states(weights, shape, net_jax.NetOptions(jax.numpy.float32), *arrays)
+        with torch.no_grad():
+            assert (torch.tensor(found.tolist()) - net(ids, documents_NT=given)).abs().max() < 1e-4

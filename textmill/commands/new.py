@@ -22,17 +22,20 @@ from textmill.planning.project_file import project_yaml
 from textmill.storage.files import write_text
 from textmill.where import PROJECT
 
+AUTO_FAMILY = "gpt2"
+"""What `--family auto` chooses: the family whose plans were measured."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
 
 
-def new(folder: str, text: str | Sequence[str], minutes: float | None = None, family: str = "gpt2") -> Path:
+def new(folder: str, text: str | Sequence[str], minutes: float | None = None, family: str = "auto") -> Path:
     """Write FOLDER/textmill.yaml for the user's own text: files, folders, globs or shipped corpora; return its path.
 
     The settings are chosen so that `textmill run FOLDER` takes about `minutes`; default: until more does not help.
     """
+    family = AUTO_FAMILY if family == "auto" else family
     if family not in SIZES:
-        raise TextmillError(f"--family: no family '{family}'; choose {' or '.join(SIZES)}")
+        raise TextmillError(f"--family: no family '{family}'; choose auto, {' or '.join(SIZES)}")
     masked = open_family(family).OBJECTIVE == "masked"
     path, entries = Path(folder) / PROJECT, [text] if isinstance(text, str) else list(text)
     if path.exists():
@@ -69,8 +72,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    masked_family = family if masked else ""
-    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, masked_family))
+    kind = {"masked" if masked else "family": family}
+    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     print(f"new: {len(sources)} files, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
     if facts.different_documents < FEW_DOCUMENTS:

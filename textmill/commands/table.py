@@ -93,7 +93,12 @@ JSON = Flag("--json", "as_json", "print JSON instead of text")
 MINUTES = Flag(
     "--minutes", "minutes", "how long `textmill run` may take (default: until more does not help)", "minutes"
 )
-FAMILY = Flag("--family", "family", "gpt2: predicts the next token (default); bert: predicts masked tokens", "text")
+FAMILY = Flag(
+    "--family",
+    "family",
+    "gpt2 (default, as auto) or llama: predicts the next token; bert: predicts masked tokens",
+    "text",
+)
 TUNE_MINUTES = Flag("--minutes", "minutes", "how long all trials together may take (default: 60)", "minutes")
 TUNE_AGAIN = Flag("--force", "force", "remove the finished trials and start again", value="yes")
 TEXT = Flag(

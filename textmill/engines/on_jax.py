@@ -290,7 +290,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
     default = "fp32" if devices[0].platform == "cpu" else "bf16"
     name = engine.precision if engine.precision != "auto" else default
     precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[name])
-    head_width = shape.width // shape.heads
+    head_width = getattr(shape, "head_width", shape.width // shape.heads)
     fused = devices[0].platform == "gpu" and name == "bf16" and head_width % 8 == 0 and head_width <= 128
     options = net.NetOptions(precision, engine.recompute, fused, config.model.lora)
     micro_batch = engine.micro_batch

@@ -63,9 +63,10 @@ def _normed(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
 
 
 def linear(weights: Weights, name: str, shape: Any, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
-    """A linear layer (its matrix is outputs x inputs), with its adapter if it has one."""
+    """A linear layer (its matrix is outputs x inputs), with its bias and its adapter if it has them."""
     work = partial(jnp.einsum, "nti,oi->nto")
-    y_NTE = matmul(weights, f"{name}.weight", options, work, x_NTE) + weights[f"{name}.bias"]
+    y_NTE = matmul(weights, f"{name}.weight", options, work, x_NTE)
+    y_NTE = y_NTE + weights[f"{name}.bias"] if f"{name}.bias" in weights else y_NTE
     narrow_NTR = narrow(weights, name, shape, options, x_NTE, keys_N)
     return y_NTE if narrow_NTR is None else y_NTE + matmul(weights, name + LORA_B, options, work, narrow_NTR)
 

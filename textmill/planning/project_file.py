@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from textmill.config import ModelConfig
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import Row, masked_sections
@@ -13,10 +14,10 @@ STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
 def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: TextFacts, machine: MachineFacts,
-                 plan: Plan, other_minutes: str = "", masked: str = "") -> str:  # fmt: skip
+                 plan: Plan, other_minutes: str = "", masked: str = "", family: str = "gpt2") -> str:  # fmt: skip
     """The content of textmill.yaml; `other_minutes` says what more or fewer minutes would bring.
 
-    `masked` is the family of a model that predicts masked tokens; empty: a GPT-2, which predicts the next one.
+    `masked` is the family of a model that predicts masked tokens; empty: one of `family`, which predicts the next one.
     """
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
     head = f"""\
@@ -32,6 +33,8 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 """
     lines = [head]
     sections = _sections(sources, records, text, plan)
+    if family != ModelConfig().family:
+        sections["model"].insert(0, ("family", family, "rotary positions, RMSNorm and a gated MLP"))
     for section, rows in (masked_sections(sections, text, plan, masked) if masked else sections).items():
         lines.append(f"{section}:")
         lines += [_line(*row) for row in rows]
