@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import textmill
 from tests.support.bert_models import pretrained_encoder, write_bert
 from tests.support.small_models import TEXT, write_model
 from textmill.checkpoints.folders import open_model
@@ -23,6 +24,7 @@ from textmill.models.gpt2 import facts as gpt2
 from textmill.models.packed_texts import pack_texts
 from textmill.models.pooling import read_pooling
 from textmill.tokens.vocabulary.tokenizer import fit
+from textmill.where import open_where
 
 SENTENCES = [
     "The mill stands by the river.", "A wheel turns.", "", "Who is there?",
@@ -51,7 +53,10 @@ def test_packing_keeps_every_token_once(lengths: list[int], row_tokens: int, bat
         rows, width = packed.ids_NT.shape
         assert rows == 1 or rows * width <= max(batch_tokens, 2 * max(row_tokens, max(lengths)))
         if packed.documents_NT is not None:
-            assert np.count_nonzero(packed.documents_NT) == packed.lengths_U.sum()
+            assert np.count_nonzero(packed.documents_NT > 0) == packed.lengths_U.sum()
+            padding = packed.documents_NT <= 0
+            beside = padding[:, 1:] & padding[:, :-1]
+            assert (np.diff(packed.documents_NT)[beside] != 0).all(), "padding may be longer than the model's context"
     assert sorted(seen) == list(range(len(lengths)))
 
 
@@ -89,6 +94,17 @@ def test_a_pretrained_encoder_gives_the_embeddings_of_sentence_transformers(tmp_
     assert again.max_seq_length == 256
 
 
+def test_padding_may_be_longer_than_the_context(tmp_path: Path) -> None:
+    """Rows are wider than the 8 positions of this model, and the last one is nearly empty."""
+    net, tokenizer = write_bert(tmp_path, "BertModel", positions=8)
+    texts = ["the mill"] * 32 + ["a"]
+    found = opened(tmp_path).embed(texts)
+    for text, vector in zip(texts[-2:], found[-2:], strict=True):
+        ids = [tokenizer.classifier, *tokenizer.encode(text), tokenizer.separator][:8]
+        with torch.no_grad():
+            assert np.abs(net(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy() - vector).max() < 1e-5
+
+
 def test_a_next_token_model_gives_the_mean_of_its_states(tmp_path: Path) -> None:
     import transformers
 
@@ -111,17 +127,19 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 def test_the_command_prints_lines_and_writes_matrices(
-    bert: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: Any
+    bert: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     folder, net, tokenizer = bert
     monkeypatch.chdir(tmp_path)
     texts = ["The mill", "물레방아는 강가에", "the wheel " * 40]
     assert main(["embed", str(folder), *texts]) == 0
-    out, errors = capfdbinary.readouterr()
-    lines = [json.loads(line) for line in out.decode().splitlines()]
+    out, errors = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [line["text"] for line in lines] == texts
     assert [line.get("truncated", False) for line in lines] == [False, False, True]
-    assert b"1 of 3 texts are longer than 48 tokens and were truncated; the longest has" in errors
+    assert "1 of 3 texts are longer than 48 tokens and were truncated; the longest has" in errors
+    vectors = textmill.embed(open_where(str(folder), []).config, texts)
+    assert np.array_equal(vectors, np.array([line["embedding"] for line in lines], np.float32))
     Path("texts.txt").write_text("\n".join(texts), encoding="utf-8")
     Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for name in ("texts.txt", "texts.jsonl"):

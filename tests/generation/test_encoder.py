@@ -72,7 +72,7 @@ def test_a_small_request_passes_a_large_one() -> None:
     model.open(100)
     wait_for(lambda: "large" in found, lambda: found)
     assert vectors(found["large"]).tolist() == [[7 * 512, 512]] * 40
-    assert max(model.steps) <= STEP_TOKENS["cpu"]
+    assert max(model.steps) <= STEP_TOKENS["cpu"] + 512, "at least one text of each request"
     encoder.close(LONGEST)
 
 

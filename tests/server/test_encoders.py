@@ -90,7 +90,7 @@ def test_three_thousand_texts_in_one_request(bert: Live, reference: tuple[Any, A
     dice = np.random.default_rng(5)
     texts = [" ".join(dice.choice(WORDS, int(dice.integers(1, 12)))) for _ in range(3000)]
     reply = embed(bert, texts, encoding_format="base64")
-    assert len(reply["data"]) == 3000
+    assert len(reply.get("data", [])) == 3000, reply
     for number in dice.integers(0, 3000, 20).tolist():
         found = np.frombuffer(base64.b64decode(reply["data"][number]["embedding"]), "<f4")
         assert np.abs(found - embedding_of(reference, texts[number])).max() < 1e-5

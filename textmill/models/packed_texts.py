@@ -20,7 +20,8 @@ class PackedTexts:
 
     ids_NT: Ids
     documents_NT: Ids | None
-    """The number of each token's text in its row from 1 on, 0 for padding; None if every row is one whole text."""
+    """The number of each token's text in its row from 1 on; 0 and -1 in turn for padding, so that each padding token is
+    at position 0 of its own text, however many there are. None if every row is one whole text."""
     numbers_U: Ids
     """Which of all texts are here."""
     starts_U: Ids
@@ -65,7 +66,8 @@ def pack_texts(texts: Sequence[Sequence[int] | Ids], *, row_tokens: int, batch_t
 def _fill_rows(texts: Sequence[Sequence[int] | Ids], lengths: Ids, rows: list[list[int]]) -> PackedTexts:
     sizes = [int(lengths[row].sum()) for row in rows]
     width = max(sizes)
-    ids, documents = (np.zeros((len(rows), width), np.int64) for _ in range(2))
+    ids = np.zeros((len(rows), width), np.int64)
+    documents = np.broadcast_to(-(np.arange(width) % 2), ids.shape).copy()
     starts = []
     for place, row in enumerate(rows):
         start = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -78,10 +78,13 @@ def embed(
     embedder = open_embedder(checkpoint, config.engine, config.embed)
     with ExitStack() as stack:
         kept: list[Vectors] | None = [] if is_listed(list(texts)) and out is None else None
-        writer: Writer = _Lines(sys.stdout.buffer, kept)
+        writer: Writer = _Lines(partial(print, end="", flush=True), kept)
         if out is not None:
             stream = stack.enter_context(atomic_writer(Path(out)))
-            writer = _Lines(stream, None) if out.endswith(".jsonl") else _Matrix(stream, embedder.texts.dimension)
+            if out.endswith(".jsonl"):
+                writer = _Lines(lambda line: stream.write(line.encode()), None)
+            else:
+                writer = _Matrix(stream, embedder.texts.dimension)
         truncated = _embed_all(embedder, given, total, writer, show=out is not None)
         if isinstance(writer, _Matrix):
             writer.end()
@@ -117,17 +120,15 @@ def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
 class _Lines:
     """JSON lines; `kept` also gets the vectors."""
 
-    def __init__(self, stream: BinaryIO | Any, kept: list[Vectors] | None) -> None:
-        self.stream, self.kept = stream, kept
+    def __init__(self, put: Callable[[str], object], kept: list[Vectors] | None) -> None:
+        self.put, self.kept = put, kept
 
     def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
         """A line for each text."""
         for text, one, vector in zip(texts, encoded, vectors, strict=True):
             head: dict[str, Any] = {"text": text, "tokens": len(one.ids)}
             head |= {"truncated": True} if one.truncated else {}
-            line = json.dumps(head, ensure_ascii=False)[:-1] + f', "embedding": {format_vector(vector)}}}\n'
-            self.stream.write(line.encode("utf-8", "replace"))
-        self.stream.flush()
+            self.put(json.dumps(head, ensure_ascii=False)[:-1] + f', "embedding": {format_vector(vector)}}}\n')
         if self.kept is not None:
             self.kept.append(vectors)
 

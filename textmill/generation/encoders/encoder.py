@@ -29,8 +29,9 @@ from textmill.generation.requests import (
 from textmill.generation.text_chunks import DeliverChunk, TextChunk
 from textmill.generation.turns import Turns
 
-STEP_TOKENS = {"cpu": 2048, "cuda": 1 << 15}
-"""Tokens of all requests that are computed in one step; cancelled requests end between two steps."""
+STEP_TOKENS = {"cpu": 512, "cuda": 1 << 15}
+"""Tokens of all requests that are computed in one step. Texts that are generated wait for it, and cancelled requests
+end after it."""
 CLOSE_SECONDS = 5.0
 """How long `close` waits for a step that does not end."""
 MAX_FAILED_STEPS = 3
@@ -71,7 +72,7 @@ class Encoder:
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
         self._close_at: float | None = None
-        self._requests = self._tokens = self._cancelled = self._failed_steps = 0
+        self._requests = self._cancelled = self._failed_steps = 0
         self._step_started: float | None = None
         self._thread = threading.Thread(target=self._run, name="textmill-encoder", daemon=True)
         self._thread.start()
