@@ -45,6 +45,8 @@ class CorpusConfig(Section):
     sources: list[str] = source([])
     """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json,
     or the name of a corpus."""
+    download: bool = False
+    """Download the pages of `.urls` files, which have a web address per line; without it such a source is refused."""
     corpora_file: str | None = path()
     """A file of named corpora (name: {sources: [...], text_key: ...}); default: `corpora.yaml` next to the config,
     if it exists."""

@@ -49,7 +49,7 @@ from textmill.storage.files import (
 from textmill.storage.progress import progress
 from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
-WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki")
+WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "urls")
 """Formats that `corpus.chat` cannot read."""
 SHOWN_SKIPPED = 5
 """Skipped files that are named on the console."""
