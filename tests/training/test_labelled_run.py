@@ -209,3 +209,25 @@ def test_gpt2_has_no_head_for_labels(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = str(write_project(tmp_path, SEQUENCES, 2))
     assert main(["run", config, "model.family=gpt2", "model.size=nano", "model.shape.width=96"]) == 2
     assert "model.family: gpt2 has no head for corpus.labels" in capsys.readouterr().err
+
+
+def test_other_commands_on_a_finetuned_model(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = str(classifier.parents[1])
+    assert main(["plan", project, "plan.probe_steps=2"]) == 0
+    assert "timed here: 2 steps" in capsys.readouterr().out
+    refused = {
+        ("evaluate", project, "evaluate.tasks=lambada:x.jsonl"): "evaluate.tasks: a model with a finetuned head",
+        ("evaluate", project, "evaluate.split=test"): "the test split has no examples",
+        ("generate", project, "sample.prompt=x"): "cannot generate text; use: textmill evaluate",
+        (
+            "merge",
+            str(tmp_path / "out"),
+            f"{project}/tokens",
+            f"{project}/tokens",
+        ): "examples with labels, which cannot",
+    }
+    for words, message in refused.items():
+        assert main(list(words)) == 2
+        assert message in capsys.readouterr().err

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import format_result, measure, save_result
 from textmill.evaluation.measured_task import check_objective, format_card, format_metrics
@@ -45,6 +45,8 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
     from textmill.evaluation.labelled.measuring import measure_labels
     from textmill.evaluation.labelled.predictor_torch import Predictor
 
+    if config.evaluate.tasks != EvaluateConfig().tasks:
+        raise TextmillError("evaluate.tasks: a model with a finetuned head is measured on its own task; remove it")
     if ranks.world > 1:
         raise TextmillError("evaluate: a model with a finetuned head is evaluated by one process; start only one")
     run, (task, _) = config.folder_of("train"), label_head_of(read_shape(checkpoint.folder)) or ("", ())

@@ -82,7 +82,8 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
         _remove_intermediate_files(part, files)
         manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
         stage.write_manifest(part, files, manifest_fields)
-    print("\n".join(format_account(counts, folder, config.corpus.split)))
+    ratios = [0.0] * len(config.corpus.split) if config.corpus.labels else config.corpus.split
+    print("\n".join(format_account(counts, folder, ratios)))
     return _export_to_mongo(config, folder, inputs)
 
 

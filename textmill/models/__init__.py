@@ -100,11 +100,11 @@ def check_next_token(shape: Shape, where: object, work: str) -> None:
     """Refuse a model that does not predict the next token; `work` is what only those can do."""
     objective = open_family(shape.family).OBJECTIVE
     if objective != "next_token":
-        advice = (
-            f"textmill fill {where} sample.prompt='a text with [MASK]'"
-            if has_masked_head(shape)
-            else f"textmill embed {where} 'a text'"
-        )
+        advice = f"textmill embed {where} 'a text'"
+        if label_head_of(shape):
+            advice = f"textmill evaluate {where} evaluate.text=FILE"
+        elif has_masked_head(shape):
+            advice = f"textmill fill {where} sample.prompt='a text with [MASK]'"
         raise TextmillError(
             f"{where}: a {shape.family} predicts {objective} tokens, not the next one, so it cannot {work}; "
             f"use: {advice}"

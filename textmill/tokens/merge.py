@@ -68,6 +68,10 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
             raise TextmillError(
                 f"{part}: contains feature rows, which cannot be joined; join folders made without tokens.kind=features"
             )
+        if "labels" in manifest:
+            raise TextmillError(
+                f"{part}: contains examples with labels, which cannot be joined; name all their files in corpus.sources"
+            )
     made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
     # The result can be used like the output of tokenize, so it gets the config of its first part.
     stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))

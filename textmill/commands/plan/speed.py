@@ -13,7 +13,7 @@ from textmill.commands.plan.target import Target
 from textmill.config import RunConfig
 from textmill.engines import Engine, open_engine
 from textmill.engines.memory.estimate import Estimate
-from textmill.models import Shape, initial_weights, open_family
+from textmill.models import Shape, initial_weights, label_head_of, open_family
 from textmill.models.lora import initial_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 
@@ -82,7 +82,9 @@ def _fastest(engine: Engine, shape: Shape, config: RunConfig, rows: int, steps: 
 
 
 def _labels(ids: NDArray[np.int32], shape: Shape, config: RunConfig, step: int) -> NDArray[np.int32]:
-    """A label for every token, or for as many as a masked language model predicts."""
+    """A label for every token, or for as many as a masked language model predicts; two for a finetuned head."""
+    if label_head_of(shape):
+        return np.where(np.arange(ids.shape[1]) < 2, np.zeros_like(ids), np.int32(IGNORED))
     if open_family(shape.family).OBJECTIVE == "next_token":
         return ids
     predicted = np.random.default_rng(step).random(ids.shape) < config.train.masked.probability
