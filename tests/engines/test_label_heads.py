@@ -150,5 +150,7 @@ def test_deepspeed_computes_the_same_steps() -> None:
 
 
 def test_jax_is_refused() -> None:
-    with pytest.raises(TextmillError, match=r"engine\.kind=jax does not have; set engine\.kind=torch"):
+    with pytest.raises(
+        TextmillError, match=r"train\.layout: the JAX engine has no heads for labels; set engine\.kind=torch"
+    ):
         engine_of(TASKS[0], "jax")

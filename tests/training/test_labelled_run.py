@@ -133,11 +133,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["replicate", "shard", "tensor"])
+def test_two_processes_equal_one(mesh: str, tmp_path: Path) -> None:
     config = write_project(tmp_path, ANSWERS, 6, dropout=0.1)
     assert main(["run", str(config), "train.optimizer=adamw", "train.learning_rate=1e-3"]) == 0
     words = [sys.executable, "-m", "textmill", "train", str(config), "train.optimizer=adamw"]
-    words += ["train.learning_rate=1e-3", f"train.folder={tmp_path / 'two'}"]
+    words += ["train.learning_rate=1e-3", f"train.folder={tmp_path / 'two'}", f"engine.mesh.{mesh}=2"]
     assert run_together(words, 2) == "ok"
     alone, two = (metrics(tmp_path / run) for run in ("run", "two"))
     for one, other in zip(alone, two, strict=True):

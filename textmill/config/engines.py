@@ -16,7 +16,7 @@ class EngineSection(Section):
     one_process: ClassVar[bool] = False
     """True if one process uses all devices of a machine; otherwise each device has its own process."""
     refused: ClassVar[dict[str, str]] = {}
-    """Optimizers that the engine does not support, or `average`, and why."""
+    """Optimizers and layouts that the engine does not support, or `average`, and why."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = changeable("auto")
@@ -94,7 +94,10 @@ class JaxEngine(EngineSection):
     """JAX on one device or a mesh of them."""
 
     one_process: ClassVar[bool] = True
-    refused: ClassVar[dict[str, str]] = {"average": "the JAX engine does not average weights"}
+    refused: ClassVar[dict[str, str]] = {
+        "average": "the JAX engine does not average weights",
+        "labelled": "the JAX engine has no heads for labels",
+    }
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = changeable("auto")

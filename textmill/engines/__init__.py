@@ -186,14 +186,9 @@ def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine
     """The engine of `engine.kind` on these processes; calls `new_engine` of engines/on_KIND.py.
 
     A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True, one that
-    supports teachers has TEACHERS = True, and one with heads for labels LABEL_HEADS = True.
+    supports teachers has TEACHERS = True.
     """
     module = _import_engine(config)
-    if config.train.layout == "labelled" and not getattr(module, "LABEL_HEADS", False):
-        raise TextmillError(
-            f"train.layout: labelled needs a head that engine.kind={config.engine.kind} does not have; "
-            "set engine.kind=torch"
-        )
     if config.train.distil.teachers and not getattr(module, "TEACHERS", False):
         raise TextmillError(
             f"train.distil: engine.kind={config.engine.kind} has no distillation; set engine.kind=torch"

@@ -47,8 +47,6 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 """Values of `engine.precision` by dtype."""
 TEACHERS = True
 """This engine supports `train.distil`."""
-LABEL_HEADS = True
-"""This engine supports `train.layout=labelled`."""
 
 
 class OnDeepSpeed:

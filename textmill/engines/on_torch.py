@@ -50,8 +50,6 @@ FAULTS = True
 """This engine supports the injected faults nan and flip."""
 TEACHERS = True
 """This engine supports `train.distil`."""
-LABEL_HEADS = True
-"""This engine supports `train.layout=labelled`."""
 
 
 class OnTorch:
