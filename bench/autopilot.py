@@ -61,8 +61,8 @@ CELLS = {
     "korean-106mb-9": Cell("ko.jsonl.xz", 9, 0),
     "english-200mb-9": Cell("en.jsonl.xz", 9, 0, 2e8),
 }
-RATES = "6e-4,1e-3,2e-3"
-"""nanoGPT's learning rates."""
+RATES, TIMED_STEPS = "6e-4,1e-3,2e-3", 60
+"""nanoGPT's learning rates, and the steps of a first run of it that is only timed."""
 
 
 def documents(path: Path, cell: Cell) -> Iterator[str]:
@@ -171,18 +171,17 @@ class Bench:
         data, out = self.folder / "nanogpt-data", self.folder / f"nanogpt-{rate}"
         vocab = json.loads((root / "tokens" / "manifest.json").read_text())["vocab"]
         write_nanogpt_data(root / "tokens", data, vocab)
-        seconds = {steps: self.train_nanogpt(config, data, out, rate, steps) for steps in (20, 60)}
-        step = max(1e-4, (seconds[60] - seconds[20]) / 40)
-        steps = max(60, int((60 * self.minutes - max(0.0, seconds[20] - 20 * step)) / step))
-        took = self.train_nanogpt(config, data, out, rate, steps)
+        seconds, step = self.train_nanogpt(config, data, out, rate, TIMED_STEPS)
+        steps = max(TIMED_STEPS, int((60 * self.minutes - max(0.0, seconds - TIMED_STEPS * step)) / step))
+        took, _ = self.train_nanogpt(config, data, out, rate, steps)
         model, tokenizer = self.folder / f"nanogpt-{rate}-hf", str(root / "tokenizer")
         if not model.exists():
             self.textmill("import", str(out / "ckpt.pt"), str(model), "--tokenizer", tokenizer, "--vocab", str(vocab))
         bits = self.test_bits(str(model), f"tokens.folder={root / 'tokens'}", f"train.length={config.train.length}")
         return {"bits": bits, "steps": steps, "seconds": took}
 
-    def train_nanogpt(self, config: RunConfig, data: Path, out: Path, rate: str, steps: int) -> float:
-        """Seconds of a run of its train.py."""
+    def train_nanogpt(self, config: RunConfig, data: Path, out: Path, rate: str, steps: int) -> tuple[float, float]:
+        """Seconds of a run of its train.py, and the median of its steps' seconds."""
         shape: Any = config.model.shape
         device = self.options.get("device", "cuda")
         settings = {
@@ -191,7 +190,7 @@ class Bench:
             "batch_size": config.train.batch, "gradient_accumulation_steps": 1, "dropout": shape.dropout,
             "learning_rate": rate, "min_lr": float(rate) / 10, "warmup_iters": max(1, steps // 20), "max_iters": steps,
             "lr_decay_iters": steps, "eval_interval": steps, "eval_iters": 1, "always_save_checkpoint": True,
-            "log_interval": 1000, "dtype": "bfloat16" if device != "cpu" else "float32",
+            "log_interval": 1 if steps == TIMED_STEPS else 1000, "dtype": "bfloat16" if device != "cpu" else "float32",
         }  # fmt: skip
         words = [f"--{key}={value}" for key, value in settings.items()]
         start = time.monotonic()
@@ -200,7 +199,8 @@ class Bench:
                               text=True, check=False)  # fmt: skip
         if done.returncode:
             sys.exit(f"nanoGPT: {done.stderr[-2000:]}")
-        return time.monotonic() - start
+        logged = [float(one) / 1e3 for one in re.findall(r"^iter \d+: .*time ([\d.]+)ms", done.stdout, re.MULTILINE)]
+        return time.monotonic() - start, statistics.median(logged)
 
     def report(self) -> str:
         """The table of the cell."""
