@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.project.test_recipes import SMALLER as SMALL_RECIPES
-from tests.project.test_recipes import SYSTEMS, write_inputs
 from tests.support.live_server import served
 from tests.support.mongo_process import open_database
+from tests.support.small_recipes import SMALLER as SMALL_RECIPES
+from tests.support.small_recipes import SYSTEMS, write_inputs
 from tests.support.together import run_together
 from tests.support.web import get
 from textmill.cli import main

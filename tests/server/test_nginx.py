@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.support import web
 from tests.support.live_server import Live
-from tests.support.slurm_process import find_program
+from tests.support.programs import find_program
 from tests.support.waiting import wait_for
 from textmill.verification.launcher import free_port
 

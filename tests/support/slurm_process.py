@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import getpass
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
+from tests.support.programs import find_program
 from tests.support.waiting import wait_for
 from textmill.verification.launcher import free_port
 
@@ -42,15 +40,6 @@ SlurmdParameters=config_overrides
 NodeName=localhost NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-
-
-def find_program(name: str) -> str:
-    """A program on the PATH or in sbin; the test is skipped, with the package's name, if it is not installed."""
-    found = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
-    if found is None:
-        packages = {"mpirun": "openmpi-bin", "nginx": "nginx"}
-        pytest.skip(f"needs {name} (Debian: {packages.get(name, 'slurmctld, slurmd and slurm-client')})")
-    return found
 
 
 @contextmanager

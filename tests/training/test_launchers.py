@@ -13,7 +13,8 @@ import pytest
 
 from bench.kill_train import read_metrics, textmill, train_arguments
 from tests.conftest import ROOT
-from tests.support.slurm_process import find_program, one_node_slurm
+from tests.support.programs import find_program
+from tests.support.slurm_process import one_node_slurm
 from tests.support.waiting import LONGEST
 
 STEPS = 4
