@@ -91,9 +91,9 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
         settings["train.masked.counts"] = hash_file(Path(config.train.masked.counts))
     settings["train.length"] = config.train.length or shape.positions
     model = {f"model.{name}": value for name, value in vars(shape).items()}
-    for name in ("untied", "task", "labels"):  # runs older than these still resume
-        if not model.get(f"model.{name}", True):
-            del model[f"model.{name}"]
+    # Runs older than these still resume: left out are the values that they had without a name for it.
+    older = {"untied": False, "task": "", "labels": (), "masked_head": True, "pooler": model.get("model.pair_head")}
+    model = {name: value for name, value in model.items() if older.get(name.removeprefix("model."), ...) != value}
     if "model.labels" in model:
         model["model.labels"] = list(model["model.labels"])
     lora = config.model.lora.model_dump() if config.model.lora else None
