@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.support.weights import noisy_weights
 from textmill.config import SIZES, ModelConfig
+from textmill.engines.memory.saved_torch import saved_bytes
 from textmill.errors import TextmillError
 from textmill.models import open_family, to_memory, weights_of
 from textmill.models.base_torch import BaseNet
@@ -206,3 +208,18 @@ def test_the_jax_net_has_the_same_states(name: str) -> None:
         found = net_jax.states(weights, shape, net_jax.NetOptions(jax.numpy.float32), *arrays)
         with torch.no_grad():
             assert (torch.tensor(found.tolist()) - net(ids, documents_NT=given)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("inner", "qk_norm"), [(2048, False), (2048, True), (4096, False)])
+def test_activations_are_estimated_from_gpt2s(inner: int, qk_norm: bool) -> None:
+    """A plan for a GPU has constants that were measured with GPT-2."""
+    numbers = {"gpt2": {"inner": 3072}, "llama": {"inner": inner, "qk_norm": qk_norm}}
+    shapes = [
+        open_family(family).shape_of(ModelConfig(family=family, shape={"layers": 2, **own}), vocab=1000, end=0)
+        for family, own in numbers.items()
+    ]
+    gpt2, llama = (
+        saved_bytes(shape, 1, 256, torch.float32) - saved_bytes(replace(shape, layers=1), 1, 256, torch.float32)
+        for shape in shapes
+    )
+    assert shapes[1].activation_factor == pytest.approx(llama / gpt2, rel=0.03)

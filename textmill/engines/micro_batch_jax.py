@@ -29,6 +29,7 @@ def largest_micro_batch(
         memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
         weights = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
         weights += teacher_bytes(config.train, on_gpu=True)
-        layer = ACTIVATION_BYTES * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        per_channel = ACTIVATION_BYTES * getattr(shape, "activation_factor", 1.0)
+        layer = per_channel * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
         fits = int((FRACTION * memory - weights) / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, device_batch + 1) if device_batch % size == 0 and size <= max(1, fits))

@@ -64,6 +64,7 @@ def sample_activations(
 
     With activation checkpointing, a group of blocks keeps its input, and one group at a time has all its activations.
     """
+    per_channel *= getattr(shape, "activation_factor", 1.0)  # of GPT-2's; the constants are measured with that
     layer = per_channel * shape.width + (per_weight * shape.heads * length if shape.attention_dropout else 0)
     whole = DIVIDED / mesh.tensor + (1 - DIVIDED) / (mesh.tensor if mesh.sequence else 1)
     block = layer * length * itemsize / 2 * whole

@@ -82,6 +82,12 @@ class Shape:
         return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias and not self.out_bias else "llama"
 
     @property
+    def activation_factor(self) -> float:
+        """Activations that backward needs, as a multiple of the 16 per channel of a GPT-2: four of the MLP's width, and
+        turned queries and keys. Counted for the eager net."""
+        return (11 + 4 * self.inner / self.width + 4 * self.qk_norm) / 16
+
+    @property
     def uses_dropout(self) -> bool:
         """True if training uses dropout anywhere."""
         return bool(self.dropout or self.attention_dropout)

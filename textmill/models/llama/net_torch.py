@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.matmul_torch import linear, use_tuned_matmul
@@ -132,6 +135,13 @@ def turn(x_NHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_NHTD.dtype)
 
 
+def rotary_rates(shape: Shape) -> tuple[NDArray[np.float32], float]:
+    """Computed in fp32 on the CPU, as transformers does; in float64 angles of far positions would differ."""
+    with _disable_current_modes(), torch.device("cpu"):  # a plan runs the net on tensors without values
+        powers_D = shape.rotary_base ** (torch.arange(0, shape.head_width, 2, dtype=torch.float32) / shape.head_width)
+        return turning_rates(powers_D.numpy(), shape.rotary_base, shape.rotary_scaling)
+
+
 class Block(BaseBlock):
     """Attention and MLP after an RMSNorm each, both added to the residual stream."""
 
@@ -192,17 +202,10 @@ class Net(BaseNet):
     def forward(self, ids_NT: Tensor, *given: Any, **named: Any) -> Tensor:
         """As BaseNet's; the rates are put on the device here, where nothing is compiled or captured."""
         if not len(self.rates_D) or self.rates_D.device != ids_NT.device:
+            rates_D, self.turn_scale = rotary_rates(self.shape)
             with torch.inference_mode(False):
-                self.rates_D, self.turn_scale = self._rates(ids_NT.device)
+                self.rates_D = torch.tensor(rates_D.tolist(), dtype=torch.float32, device=ids_NT.device)
         return super().forward(ids_NT, *given, **named)
-
-    def _rates(self, device: torch.device) -> tuple[Tensor, float]:
-        """Computed in fp32 on the CPU, as transformers does; in float64 angles of far positions would differ."""
-        shape, D = self.shape, self.shape.head_width
-        with torch.device("cpu"):
-            powers_D = shape.rotary_base ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
-            rates_D, scale = turning_rates(powers_D.numpy(), shape.rotary_base, shape.rotary_scaling)
-            return torch.from_numpy(rates_D).to(device), scale
 
     def begin(
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
