@@ -158,7 +158,9 @@ class TorchScorer(TextScorer):
                 results: Numbered = []
                 for number, batch in zip(own, batches, strict=True):
                     labels = np.where((batch.labels == end) & (not count_end), IGNORED, batch.labels)
-                    found, counts, _ = self._score_labels(batch.inputs, labels, store.prefix)
+                    # A short text does not fill its window, which can have tens of thousands of tokens.
+                    used = 1 + int(np.flatnonzero((labels != IGNORED).any(0)).max(initial=0))
+                    found, counts, _ = self._score_labels(batch.inputs[:, :used], labels[:, :used], store.prefix)
                     results.append((number, [(-found).tolist(), counts.tolist()]))
                     bar.advance(len(counts) * self.share.parts, int(counts.sum()))
                     self.share.ranks.report_progress()
