@@ -23,7 +23,7 @@ SMALLER = {
     ],
     "chat-ko": [],
     "ko-gpt2": [*TINY, "tokenizer.vocab=400"],
-    "tr-gpt2": [*TINY, "tokenizer.vocab=400", "train.decay_steps=2", "engine.micro_batch=2"],
+    "tr-gpt2": [*TINY, "tokenizer.vocab=400", "train.decay_steps=2"],
     "megatron-gpt2": [*TINY, "tokenizer.vocab=400", "corpus.min_words=5", "corpus.languages=[]"],
     "megatron-bert": [
         *TINY, "tokenizer.vocab=400", "corpus.min_words=5", "train.decay_steps=2", "train.masked.max_predictions=5",
