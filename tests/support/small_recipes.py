@@ -14,6 +14,7 @@ TINY = ["model.shape.layers=2", "model.shape.heads=2", "model.shape.width=32"]
 """The net of a recipe, much smaller, with its activation, norms and dropout."""
 SMALLER = {
     "gpt2-small": ["model.size=nano"],
+    "llama-small": ["model.size=nano"],
     "bert-base": ["model.size=tiny", "tokenizer.vocab=2000"],
     "bert-ko": ["model.size=tiny", "tokenizer.vocab=2000"],
     "bert-classify": ["tokenizer.use=encoder", "model.init_from=encoder"],
