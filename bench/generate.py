@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from textmill.config import SampleConfig
+from textmill.config import ModelConfig, SampleConfig
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request, Token
+from textmill.models import open_family
 from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-PROMPT, ROUNDS = 32, 3
+PROMPT, ROUNDS, VOCAB = 32, 3, 50257
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64}
 Ids = list[list[int]]
 
@@ -51,13 +52,16 @@ def main() -> None:
         )
 
 
-def open_both(device: torch.device, dtype: torch.dtype, tiny: bool) -> tuple[Generator, Any]:
+def open_both(device: torch.device, dtype: torch.dtype, tiny: bool, family: str = "gpt2") -> tuple[Generator, Any]:
     """Open the same random weights as our generator and as a transformers model."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
-        GPT2LMHeadModel(GPT2Config(**(TINY if tiny else {}))).save_pretrained(folder)
+        size = ModelConfig(family=family, size="nano" if tiny else "small")
+        shape = open_family(family).shape_of(size, vocab=VOCAB, end=VOCAB - 1, length=1024)
+        config = AutoConfig.for_model(**open_family(family).hf_config_of(shape))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         net: Any = open_net(Path(folder), device)
     return Generator(net.to(dtype), new_tokenizer()), theirs

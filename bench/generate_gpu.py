@@ -1,8 +1,8 @@
 """Generation speed on a GPU, compared with transformers' `generate` in the same run.
 
-    python bench/generate_gpu.py [new tokens] [texts] [server] [tiny]
+    python bench/generate_gpu.py [new tokens] [texts] [server] [tiny] [llama]
 
-GPT-2 124M with random weights, bf16, prompts of 128 tokens, 256 new tokens.
+GPT-2 124M, or a Llama of that size, with random weights, bf16, prompts of 128 tokens, 256 new tokens.
 
 texts    one and 64 texts, greedy and sampled, compared with transformers' default cache and its compiled static cache;
          time to the first token
@@ -29,9 +29,9 @@ from generate import Ids, compare, new_tokenizer, open_both, our_tokens, random_
 from load_server import serving, write_model
 from serve_rate import measure_scheduler
 
-from textmill.config import ModelConfig
+from textmill.config import SIZES, ModelConfig
 from textmill.generation.generator import Generator
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models import open_family
 
 PROMPT = 128
 
@@ -45,10 +45,11 @@ def main() -> None:
         return
     new = next((int(one) for one in arguments if one.isdigit()), 8 if tiny else 256)
     device = torch.device("cuda" if cuda else "cpu")
-    ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny)
+    family = next((one for one in arguments if one in SIZES), "gpt2")
+    ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny, family)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {new} new tokens")
     for part in [one for one in arguments if one in ("texts", "server")] or ["texts", "server"]:
-        measure_texts(ours, theirs, new, cuda) if part == "texts" else measure_server(ours, new, tiny)
+        measure_texts(ours, theirs, new, cuda) if part == "texts" else measure_server(ours, new, tiny, family)
 
 
 def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
@@ -67,7 +68,7 @@ def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
         print(f"  batch {batch:>3}  first token after {first_token(ours, random_prompts(batch, PROMPT)) * 1e3:.1f} ms")
 
 
-def measure_server(ours: Generator, new: int, tiny: bool) -> None:
+def measure_server(ours: Generator, new: int, tiny: bool, family: str) -> None:
     """Measure the generator alone, through the scheduler and through HTTP."""
     alone = compare(random_prompts(64, PROMPT), new, {"textmill, greedy": lambda ids: our_tokens(ours, ids, new)})[
         "textmill, greedy"
@@ -75,7 +76,7 @@ def measure_server(ours: Generator, new: int, tiny: bool) -> None:
     print(
         f"  64 requests through the scheduler: {measure_scheduler(ours, random_prompts(64, PROMPT), new):,.0f} tokens/s"
     )
-    for streamed, rate in measure_clients(new, tiny).items():
+    for streamed, rate in measure_clients(new, tiny, family).items():
         kind = "streamed" if streamed else "complete texts"
         print(
             f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator",
@@ -121,13 +122,14 @@ async def run_clients(port: int, bodies: list[bytes], seconds: float) -> float:
     return replies / seconds
 
 
-def measure_clients(new: int, tiny: bool) -> dict[bool, float]:
+def measure_clients(new: int, tiny: bool, family: str) -> dict[bool, float]:
     """Return the tokens/s of 64 clients of a server, for complete and for streamed texts."""
     rates, seconds = {}, 2.0 if tiny else 8.0
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), new_tokenizer()
-        size = ModelConfig(size="nano" if tiny else "small")
-        where = write_model(root, gpt2.shape_of(size, vocab=tokenizer.vocab, end=tokenizer.end, length=1024), tokenizer)
+        size = ModelConfig(family=family, size="nano" if tiny else "small")
+        shape: Any = open_family(family).shape_of(size, vocab=tokenizer.vocab, end=tokenizer.end, length=1024)
+        where = write_model(root, shape, tokenizer)
         started, before = time.perf_counter(), _used_memory()
         with serving(root, [str(where), "serve.slots=64", "serve.queue=64"]) as (port, _):
             ready, used = time.perf_counter() - started, _used_memory() - before

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
-from textmill.models import initial_weights
+from textmill.models import Shape, initial_weights, open_family
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -62,9 +62,12 @@ def small_model(root: Path) -> Path:
     return write_model(root, shape, tokenizer)
 
 
-def write_model(root: Path, shape: gpt2.Shape, tokenizer: TextTokenizer) -> Path:
+def write_model(root: Path, shape: Shape, tokenizer: TextTokenizer) -> Path:
     """Write a model with random weights; return its config file."""
-    texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
+    texts = {
+        "config.json": json.dumps(open_family(shape.family).hf_config_of(shape)),
+        **tokenizer.files(shape.positions),
+    }
     files = {name: text.encode() for name, text in texts.items()}
     write_checkpoint(root / "run", Snapshot(1, list(initial_weights(shape, 1)), [], {"step": 1}, files))
     (root / "model.yaml").write_text("folder: .\n", encoding="utf-8")
