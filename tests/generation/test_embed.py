@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from textmill.cli import main
 from textmill.config import EmbedConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.encoders.embedder_torch import Embedder, open_embedder
+from textmill.generation.encoders.filler_torch import open_filler
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.packed_texts import pack_texts
 from textmill.models.pooling import read_pooling
@@ -221,3 +223,12 @@ def test_foreign_modules_and_pooling_are_refused(tmp_path: Path) -> None:
             read_pooling(tmp_path)
     write([pooling], {"pooling_mode": "max"})
     assert read_pooling(tmp_path, "cls").kind == "cls", "a setting overrides the file"
+
+
+def test_a_mask_that_is_filled_with_a_mask_keeps_the_order(tmp_path: Path) -> None:
+    write_bert(tmp_path)
+    filler = open_filler(open_model(str(tmp_path)), TorchEngine(device="cpu"), 1)
+    mask, other = filler.texts.mask_id, filler.tokenizer.encode("the")[0]
+    logits = F.one_hot(torch.tensor([mask, other]), filler.tokenizer.vocab).float()
+    filler.net.logits = lambda states: logits  # type: ignore[method-assign]
+    assert [one.text for one in filler.fill(["a [MASK] b [MASK] c"])] == ["a [MASK] b the c"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +56,23 @@ def new_encoder(**limits: int) -> tuple[Any, Model, dict[str, TextChunk], Any]:
     return encoder, model, found, submit
 
 
+@dataclass
+class Filled:
+    prompt: str
+    choices: int
+
+
+class Filler:
+    """A token for each word of a text; `sizes` are the texts of each call."""
+
+    def __init__(self) -> None:
+        self.texts, self.sizes = SimpleNamespace(encode=str.split), list[int]()
+
+    def fill(self, prompts: Sequence[str], choices: int) -> list[Filled]:
+        self.sizes.append(len(prompts))
+        return [Filled(prompt, choices) for prompt in prompts]
+
+
 def vectors(chunk: TextChunk) -> Any:
     assert chunk.done is not None
     assert chunk.done.reason == "stop"
@@ -73,6 +92,34 @@ def test_a_small_request_passes_a_large_one() -> None:
     wait_for(lambda: "large" in found, lambda: found)
     assert vectors(found["large"]).tolist() == [[7 * 512, 512]] * 40
     assert max(model.steps) <= STEP_TOKENS["cpu"] + 512, "at least one text of each request"
+    encoder.close(LONGEST)
+
+
+def test_a_small_request_passes_many_masks() -> None:
+    encoder, model, found, submit = new_encoder()
+    encoder.filler = filler = Filler()
+    prompts = tuple(f"{number} " + "word " * 99 for number in range(40))
+    submit("fill", FillRequest(prompts, 7))
+    submit("small", SMALL)
+    model.open(2)
+    wait_for(lambda: "small" in found, lambda: found)
+    assert "fill" not in found
+    model.open(100)
+    wait_for(lambda: "fill" in found, lambda: found)
+    assert json.loads(found["fill"].text) == [{"prompt": prompt, "choices": 7} for prompt in prompts]
+    assert found["fill"].done.tokens == 4000  # type: ignore[union-attr]
+    assert max(filler.sizes) * 100 <= STEP_TOKENS["cpu"] + 100
+    encoder.close(LONGEST)
+
+
+def test_more_requests_than_tokens_in_a_step() -> None:
+    count = STEP_TOKENS["cpu"] + 100
+    encoder, model, found, submit = new_encoder(slots=1024)
+    for number in range(count):
+        submit(str(number), SMALL)
+    model.open(5)
+    wait_for(lambda: len(found) == count, lambda: len(found))
+    assert all(vectors(chunk).tolist() == [[3, 2], [3, 1]] for chunk in found.values())
     encoder.close(LONGEST)
 
 

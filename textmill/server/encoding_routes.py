@@ -26,6 +26,8 @@ from textmill.server.request_models import EmbeddingBody, FillBody
 from textmill.server.service import Service
 
 DEFAULT_CHOICES = 5
+MAX_CHOICES = 100_000
+"""Tokens that one request may ask for, over all of its masks; each takes about 60 bytes of the reply."""
 JSON = "application/json"
 
 
@@ -62,14 +64,13 @@ def add_encoding(routes: APIRouter, service: Service) -> None:
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         _check_count(service, len(prompts), "prompt")
         tokens = await asyncio.to_thread(_check_prompts, service.masked, prompts)
+        _check_choices(sum(prompt.count(service.masked.mask) for prompt in prompts), body.top_k or DEFAULT_CHOICES)
         _log(service, http, prompts)
         request = FillRequest(tuple(prompts), body.top_k or DEFAULT_CHOICES)
-        data = [
-            {"index": index, **one} for index, one in enumerate(json.loads(await _run(service, http, request, tokens)))
-        ]
+        found = await _run(service, http, request, tokens)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        reply = {"object": "list", "data": data, "model": service.name, "usage": usage}
-        return Response(json.dumps(reply, ensure_ascii=False), media_type=JSON)
+        content = await asyncio.to_thread(_fill_json, found, {"model": service.name, "usage": usage})
+        return Response(content, media_type=JSON)
 
 
 async def _run(service: Service, http: Request, request: EncoderRequest, tokens: int) -> str:
@@ -127,6 +128,17 @@ def _check_count(service: Service, count: int, field: str) -> None:
     if count > service.config.max_inputs:
         message = f"{field}: {count:,} texts in one request; the limit is {service.config.max_inputs:,}; send fewer"
         raise HttpError(400, message, field=field)
+
+
+def _check_choices(masks: int, top_k: int) -> None:
+    if masks * top_k > MAX_CHOICES:
+        message = f"top_k: {top_k:,} tokens for each of {masks:,} masks; the limit is {MAX_CHOICES:,} in one request; "
+        raise HttpError(400, message + "lower top_k, or send fewer texts", field="top_k")
+
+
+def _fill_json(found: str, more: dict[str, object]) -> bytes:
+    data = [{"index": index, **one} for index, one in enumerate(json.loads(found))]
+    return json.dumps({"object": "list", "data": data, **more}, ensure_ascii=False).encode()
 
 
 def _embeddings_json(found: str, dimension: int, encoding: str, more: dict[str, object]) -> bytes:

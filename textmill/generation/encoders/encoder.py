@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ class Encoder:
                 raise QueueFull
             self._requests += 1
             job = Job(self._requests, request, deliver, math.inf if deadline is None else deadline)
-            job.left = _longest_first(request)
+            job.left = _order(request)
             if isinstance(request, EmbedRequest):
                 job.vectors = np.zeros((len(request.ids), self.embedder.texts.dimension), np.float32)
             self._jobs.append(job)
@@ -193,22 +193,25 @@ class Encoder:
             self._step_started = None
 
     def _compute(self, jobs: list[Job]) -> None:
-        share = STEP_TOKENS.get(self.embedder.net.head.device.type, STEP_TOKENS["cpu"]) // len(jobs)
+        share = max(1, STEP_TOKENS.get(self.embedder.net.head.device.type, STEP_TOKENS["cpu"]) // len(jobs))
         texts: list[tuple[Job, int]] = []
         for job in jobs:
             if isinstance(job.request, FillRequest):
-                self._fill(job, job.request)
+                self._fill(job, job.request, share)
             else:
-                texts += [(job, number) for number in _take(job, job.request, share)]
+                texts += [(job, number) for number in _take(job, job.request.ids.__getitem__, share)]
         ids = [np.array(job.request.ids[number]) for job, number in texts if isinstance(job.request, EmbedRequest)]
         for (job, number), vector in zip(texts, self.embedder.embed_ids(ids), strict=True):
             assert job.vectors is not None
             job.vectors[number] = vector
 
-    def _fill(self, job: Job, request: FillRequest) -> None:
+    def _fill(self, job: Job, request: FillRequest, tokens: int) -> None:
+        """Fill the next texts of a job with about this many tokens."""
         assert self.filler is not None
-        job.filled += [asdict(one) for one in self.filler.fill(request.prompts, request.choices)]
-        job.left, job.tokens = [], sum(len(self.filler.texts.encode(prompt)) for prompt in request.prompts)
+        texts, prompts = self.filler.texts, request.prompts
+        taken = _take(job, lambda number: texts.encode(prompts[number]), tokens)
+        filled = self.filler.fill([prompts[number] for number in taken], request.choices)
+        job.filled += [asdict(one) for one in filled]
 
     def _end(self, job: Job, done: Done, text: str = "") -> None:
         with self._changed:
@@ -219,19 +222,19 @@ class Encoder:
             warn(f"request {job.number}: delivering its result failed ({type(error).__name__})")
 
 
-def _longest_first(request: EncoderRequest) -> list[int]:
-    """The numbers of a request's texts in the order of computation, last one first."""
+def _order(request: EncoderRequest) -> list[int]:
+    """The numbers of a request's texts in the order of computation, last one first: long texts, or as given."""
     if isinstance(request, FillRequest):
-        return list(range(len(request.prompts)))
+        return list(reversed(range(len(request.prompts))))
     return sorted(range(len(request.ids)), key=lambda number: len(request.ids[number]))
 
 
-def _take(job: Job, request: EmbedRequest, tokens: int) -> list[int]:
+def _take(job: Job, ids_of: Callable[[int], Sequence[int]], tokens: int) -> list[int]:
     """The next texts of a job with about this many tokens, at least one text."""
     taken: list[int] = []
     while job.left and tokens > 0:
         taken.append(job.left.pop())
-        length = len(request.ids[taken[-1]])
+        length = len(ids_of(taken[-1]))
         tokens -= length
         job.tokens += length
     return taken

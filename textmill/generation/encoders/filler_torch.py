@@ -73,9 +73,9 @@ class Filler:
                 [Choice(self._text(id_), id_, chance) for id_, chance in zip(*pair, strict=True)]
                 for pair in zip(tokens.tolist(), values.tolist(), strict=True)
             ]
-            text = prompt
-            for choices in masks:
-                text = text.replace(self.mask, choices[0].token.removeprefix("##"), 1)
+            text, *rest = prompt.split(self.mask)
+            for choices, after in zip(masks, rest, strict=True):
+                text += choices[0].token.removeprefix("##") + after
             yield Filled(prompt, text, masks)
 
     def _text(self, id_: int) -> str:
