@@ -169,3 +169,20 @@ def test_what_a_model_cannot_be_measured_by_is_one_line(
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("textmill: ")]
         assert len(errors) == 1
         assert message in errors[0]
+
+
+def test_a_loss_beyond_all_perplexities_has_none(
+    bert: tuple[Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """e to the power of 710 is no double; the loss itself still says what is wrong."""
+    folder = tmp_path / "diverged"
+    net, tokenizer = write_bert(folder)
+    word = tokenizer.encode("river")[0]
+    with torch.no_grad():
+        net.cls.predictions.bias[word] -= 5000
+    net.save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("river\n")
+    found = evaluate(folder, f"pseudo_perplexity:{tmp_path / 'text.txt'}", capsys)["pseudo_perplexity"]
+    assert found["pseudo_loss"] > 710
+    assert found["pseudo_perplexity"] is None
+    assert main(["evaluate", str(folder), f"evaluate.tasks=pseudo_perplexity:{tmp_path / 'text.txt'}"]) == 0

@@ -28,12 +28,12 @@ def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str
         )
     metrics: dict[str, float | None] = {
         "loss": loss / counts["tokens"],
-        "token_perplexity": _perplexity(loss, counts["tokens"]),
+        "token_perplexity": perplexity_of(loss, counts["tokens"]),
     }
     if "words" in counts:
-        metrics["word_perplexity"] = _perplexity(loss, counts["words"])
+        metrics["word_perplexity"] = perplexity_of(loss, counts["words"])
     if "bytes" in counts:
-        metrics["byte_perplexity"] = _perplexity(loss, counts["bytes"])
+        metrics["byte_perplexity"] = perplexity_of(loss, counts["bytes"])
         metrics["bits_per_byte"] = loss / counts["bytes"] / math.log(2) if counts["bytes"] else None
     return metrics
 
@@ -43,17 +43,18 @@ def metric_intervals(mean: Interval | None, counts: dict[str, int]) -> dict[str,
     tokens = counts["tokens"]
     found = {
         "loss": mean,
-        "token_perplexity": transform(mean, lambda loss: _perplexity(loss * tokens, tokens)),
+        "token_perplexity": transform(mean, lambda loss: perplexity_of(loss * tokens, tokens)),
     }
     if counts.get("words"):
-        found["word_perplexity"] = transform(mean, lambda loss: _perplexity(loss * tokens, counts["words"]))
+        found["word_perplexity"] = transform(mean, lambda loss: perplexity_of(loss * tokens, counts["words"]))
     if counts.get("bytes"):
-        found["byte_perplexity"] = transform(mean, lambda loss: _perplexity(loss * tokens, counts["bytes"]))
+        found["byte_perplexity"] = transform(mean, lambda loss: perplexity_of(loss * tokens, counts["bytes"]))
         found["bits_per_byte"] = transform(mean, lambda loss: loss * tokens / counts["bytes"] / math.log(2))
     return {name: interval for name, interval in found.items() if interval is not None}
 
 
-def _perplexity(loss: float, count: int) -> float | None:
+def perplexity_of(loss: float, count: int) -> float | None:
+    """The perplexity of a summed loss; None if it is beyond all numbers."""
     return math.exp(loss / count) if count and loss / count < MAX_MEAN_LOSS else None
 
 

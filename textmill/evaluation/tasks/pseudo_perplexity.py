@@ -14,6 +14,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import PSEUDO
 from textmill.evaluation.data_files import open_data_file, read_items, read_lines, sample, sample_card, text_of
+from textmill.evaluation.metrics import perplexity_of
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
 from textmill.evaluation.statistics import mean_loss_interval, transform
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
@@ -75,9 +76,9 @@ def _measure(scorer: Scorer, texts: list[Ids], card: dict[str, Any], octets: int
             f"{scorer.checkpoint.folder}: its loss is {loss}, not a finite number; the weights are damaged or training "
             "diverged; use an earlier --step"
         )
-    metrics: dict[str, float | None] = {"pseudo_loss": loss, "pseudo_perplexity": math.exp(loss)}
+    metrics: dict[str, float | None] = {"pseudo_loss": loss, "pseudo_perplexity": perplexity_of(loss, 1)}
     interval = mean_loss_interval(losses, counts)
-    intervals = {"pseudo_loss": interval, "pseudo_perplexity": transform(interval, math.exp)}
+    intervals = {"pseudo_loss": interval, "pseudo_perplexity": transform(interval, lambda mean: perplexity_of(mean, 1))}
     if octets:
         per_byte = sum(counts) / octets / math.log(2)
         metrics["pseudo_bits_per_byte"] = loss * per_byte
