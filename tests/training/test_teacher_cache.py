@@ -29,6 +29,7 @@ from textmill.training.loop import train
 from textmill.training.setup import complete_config, prepare_run
 from textmill.training.teacher_cache import cache_teacher
 from textmill.training.teachers import teacher_flops
+from textmill.where import open_where
 
 STEPS, TOP_K = 4, 6
 EVERY = ["train.log_every=1", "train.warmup=0", "train.save_every=4", "train.evaluate_every=100", "train.seed=7"]
@@ -154,6 +155,9 @@ def test_a_finished_cache_is_kept(root: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     check(str(root))
     assert "teacher-cache: intact" in capsys.readouterr().out
+    _, where, *own = train_arguments(root, root / "run", STEPS)
+    check(where, [*own, *EVERY])
+    assert "teacher-cache: intact" in capsys.readouterr().out, "of a config too"
     assert plan(cached(root, "unused"))["step_seconds"] > 0
     with pytest.raises(TextmillError, match=r"made from other settings or inputs: train.seed was 7, is 8"):
         cache_teacher(distilling(root, "unused", "train.seed=8"))
@@ -167,14 +171,21 @@ def test_a_finished_cache_is_kept(root: Path, capsys: pytest.CaptureFixture[str]
         ("train.packed.isolate_documents=true", r"train.packed.isolate_documents was False, is True"),
         ("train.length=16", r"train.length was \d+, is 16"),
         ("train.steps=5", r"has the predictions of \d+ samples, the run needs \d+; lower train.steps"),
+        ("train.epochs=5", r"has the predictions of \d+ samples, the run needs [0-9,]+; lower train.epochs"),
+        ("train.minutes=1", r"train.minutes: how many samples the run will see is not known before"),
+        ("train.layout=masked", r"train.distil.cache: does not work with train.layout=masked"),
         ("train.distil.cosine=1", r"train.distil.cosine: needs the teachers themselves"),
         ("train.distil.top_k=0", r"set train.distil.top_k to how many"),
         ("train.distil.cache=nothing", r"nothing: no predictions found; write them with: textmill cache-teacher"),
     ],
 )
 def test_a_cache_of_another_run_is_refused(root: Path, change: str, message: str) -> None:
+    _, where, *own = train_arguments(root, root / "refused", STEPS)
+    if change.startswith(("train.epochs", "train.minutes")):
+        own.remove(f"train.steps={STEPS}")
+    more = settings(root, f"train.distil.cache={root / 'teacher-cache'}", change)
     with pytest.raises(TextmillError, match=message):
-        train(cached(root, "refused", change))
+        train(open_where(where, [*own, *more]).config)
     assert not (root / "refused").exists()
 
 
@@ -209,3 +220,40 @@ def test_settings_that_cannot_be_cached(root: Path) -> None:
     masked = config.train.model_copy(update={"layout": "masked"})
     with pytest.raises(TextmillError, match=r"train.distil.cache: does not work with train.layout=masked"):
         cache_teacher(config.model_copy(update={"train": masked}))
+
+
+def test_what_cannot_be_cached_leaves_nothing_behind(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    for changes, message in (
+        (["train.distil.top_k=5000"], r"train.distil.top_k: 5,000 are not fewer than the vocabulary's \d+ tokens"),
+        (
+            ["model.shape.positions=2048", "train.length=2048"],
+            r"has \d+ positions, samples have 2,048 tokens; lower train.length",
+        ),
+    ):
+        with pytest.raises(TextmillError, match=message):
+            cache_teacher(distilling(root, "unused", f"train.distil.cache={folder}", *changes))
+        assert not [*tmp_path.iterdir()]
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(TextmillError, match=r"exists and was not made by 'textmill cache-teacher'"):
+        cache_teacher(distilling(root, "unused", f"train.distil.cache={folder}"))
+
+
+def test_damaged_predictions_are_refused(root: Path, tmp_path: Path) -> None:
+    """An id beyond the vocabulary when it is read, any other byte by the checksum, before anything is saved."""
+    folder = Path(shutil.copytree(root / "teacher-cache", tmp_path / "cache"))
+    config = distilling(root, str(tmp_path / "run"), f"train.distil.cache={folder}")
+    *_, batches, _ = prepare_run(resolved(config), "no", "latest")
+    assert batches.teacher is not None
+    path = folder / records.file_name(0)
+    rows = np.fromfile(path, batches.teacher.record)
+    before, rows["ids"][0, 3, 2] = rows.copy(), 65_535
+    rows.tofile(path)
+    with pytest.raises(TextmillError, match=r"has the token 65,535, and the vocabulary \d+ tokens; a file is damaged"):
+        batches.batch_at(0)
+    before["logs"][0, 3, 2] -= 1
+    before.tofile(path)
+    with pytest.raises(TextmillError, match=r"not match its checksum.* make it again with: textmill cache-teacher"):
+        train(config)
+    assert not [*(tmp_path / "run").glob("step-*")]

@@ -25,7 +25,8 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
         folders = [root, *(root / name for name in (*STAGE_FOLDERS.values(), TEACHER_CACHE))]
     else:
         config = open_where(where, settings or []).config
-        folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
+        cache = config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE)
+        folders = [*(config.folder_of(stage) for stage in STAGE_FOLDERS), Path(cache)]
     checkpoints = [path for folder in folders for path in list_checkpoints(folder).values()]
     stages = [folder for folder in folders if (folder / MANIFEST).is_file() and not (folder / "progress.json").exists()]
     if (root / "progress.json").exists():

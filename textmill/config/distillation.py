@@ -78,6 +78,19 @@ class DistilConfig(Section):
             )
         return self
 
+    def check_samples(self, layout: str, minutes: float | None) -> None:
+        """Refuse a run whose samples, or their number, are not known before it: predictions cannot be cached."""
+        if layout == "masked":
+            raise TextmillError(
+                "train.distil.cache: does not work with train.layout=masked, where few positions have predictions; "
+                "train with the teachers themselves"
+            )
+        if minutes is not None:
+            raise TextmillError(
+                "train.minutes: how many samples the run will see is not known before, so predictions of teachers "
+                "cannot be cached; set train.steps or train.epochs"
+            )
+
     def _check_cache(self) -> None:
         if not self.top_k:
             raise TextmillError(

@@ -263,6 +263,12 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_distil_cache(self) -> TrainConfig:
+        if self.distil.cache is not None:
+            self.distil.check_samples(self.layout, self.minutes)
+        return self
+
+    @model_validator(mode="after")
     def _check_range_test_start(self) -> TrainConfig:
         if self.schedule == "range_test" and not self.min_learning_rate:
             raise TextmillError(

@@ -15,6 +15,7 @@ from textmill.checkpoints.folders import open_model
 from textmill.config import RunConfig
 from textmill.config.distillation import TEACHER_CACHE
 from textmill.engines.distillation.folders import resolve_teachers
+from textmill.engines.distillation.terms import check_top_k
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, format_path, manifest_entry, write_bytes
 from textmill.storage.progress import format_amount, progress
@@ -46,9 +47,11 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     check_teachers(config, data.tokenizer)
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = replace(choose_shape(config, data, given), vocab=data.tokenizer.vocab)
+    check_top_k(config.train.distil, shape)
     length = config.train.length or shape.positions
     batches = open_batches(config.train, data, length=length, folder=None)
-    samples = _count_samples(plan_run_length(config.train, batches, length))
+    run_length = plan_run_length(config.train, batches, length)
+    samples = run_length.samples_after(run_length.steps)
     folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE))
     torch_part: Any = import_module("textmill.engines.distillation.cache_torch")
     exact = torch_part.is_exact(config)
@@ -67,8 +70,9 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
         flush=True,
     )
     _check_disk(folder, samples * record.itemsize)
+    predictor = torch_part.TopPredictor(config, shape)  # refuses teachers that do not fit, before anything is written
     with stage.unfinished_folder() as part:
-        files = _write_files(part, record, samples, batches, torch_part.TopPredictor(config, shape))
+        files = _write_files(part, record, samples, batches, predictor)
         stage.write_manifest(part, files, {"bytes_per_token": each, PER_FILE: records_per_file(record)})
     print(f"{COMMAND}: written: {format_path(folder)}; train with train.distil.cache={format_path(folder)}")
     return folder
@@ -78,7 +82,7 @@ def _existing(folder: Path, needed: dict[str, Any]) -> dict[str, Any] | None:
     """What existing predictions were made from, if they are those that are needed, or more, or more exact."""
     if not (folder / MANIFEST).is_file():
         return None
-    found: dict[str, Any] = open_manifest(folder)["made_from"]
+    found: dict[str, Any] = open_manifest(folder).get("made_from", {})
     amounts = ("samples", "exact")
     has_all = all(found.get(name, 0) >= needed[name] for name in amounts)
     same = {**needed, **{name: found.get(name) for name in amounts}} == found
@@ -103,19 +107,7 @@ def _check_settings(config: RunConfig) -> None:
         raise TextmillError("train.distil.teachers: there are none to cache; name a run or a model folder")
     if not distil.top_k:
         raise TextmillError("train.distil.top_k: is 0; set how many tokens to keep at each position, such as 64")
-    if config.train.layout == "masked":
-        raise TextmillError(
-            "train.distil.cache: does not work with train.layout=masked, where few positions have predictions; train "
-            "with the teachers themselves"
-        )
-
-
-def _count_samples(length: RunLength) -> int:
-    if not length.known:
-        raise TextmillError(
-            "train.minutes: how many samples the run will see is not known before; set train.steps or train.epochs"
-        )
-    return length.samples_after(length.steps)
+    distil.check_samples(config.train.layout, config.train.minutes)
 
 
 def describe_cache(config: RunConfig, data: Splits, length: int) -> dict[str, Any]:
@@ -177,14 +169,14 @@ def open_teacher_cache(
             f"train.distil.cache: {folder} was made for another run: {'; '.join(changes[:4])}; set them back, or write "
             f"the predictions again with: textmill {COMMAND} --force"
         )
-    if (needed := _count_samples(length)) > samples:
+    if (needed := length.samples_after(length.steps)) > samples:
         raise TextmillError(
             f"train.distil.cache: {folder} has the predictions of {samples:,} samples, the run needs {needed:,}; lower "
-            f"train.{length.train.unit}, or write more with: textmill {COMMAND} --force"
+            f"train.{config.train.unit}, or write more with: textmill {COMMAND} --force"
         )
     if damage := find_damage(folder, manifest["files"], deep=False):
         raise TextmillError(f"train.distil.cache: {folder}: {damage[0]}; write it again: textmill {COMMAND} --force")
     vocab = data.tokenizer.vocab
     record = record_of(length.sample_length, config.train.distil.top_k, vocab, exact=exact)
-    cache = TeacherCache(folder, record, samples, manifest[PER_FILE])
-    return cache, {folder / name: one for name, one in manifest["files"].items()}
+    cache = TeacherCache(folder, record, samples, manifest[PER_FILE], vocab)
+    return cache, {folder / name: {**one, "command": COMMAND} for name, one in manifest["files"].items()}

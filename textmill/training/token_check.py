@@ -17,7 +17,8 @@ POLL_SECONDS = 0.2
 
 
 class TokenCheck:
-    """Checks in a daemon thread; `files` are paths with their manifest entries, none on ranks other than the first."""
+    """Checks in a daemon thread; `files` are paths with their manifest entries, which may name the
+    command that writes them; none on ranks other than the first."""
 
     def __init__(self, run: Path, files: dict[Path, dict[str, Any]]) -> None:
         self.run, self.files = run, files
@@ -35,7 +36,7 @@ class TokenCheck:
                 if damage := find_damage(path.parent, {path.name: entry}):
                     raise TextmillError(
                         f"{path.parent}: {damage[0]}, so the training data is wrong; no further checkpoint is saved; "
-                        "put the file back, or make it again with: textmill tokenize --force"
+                        f"put the file back, or make it again with: textmill {entry.get('command', 'tokenize')} --force"
                     )
                 checked[str(path)] = state
                 write_json(self.run / CHECKED_FILE, checked)

@@ -57,8 +57,8 @@ def encode_records(
 class TeacherCache:
     """The records of all samples of a run, memory-mapped."""
 
-    def __init__(self, folder: Path, record: np.dtype[Any], samples: int, per_file: int) -> None:
-        self.folder, self.record, self.samples, self.per_file = folder, record, samples, per_file
+    def __init__(self, folder: Path, record: np.dtype[Any], samples: int, per_file: int, vocab: int) -> None:
+        self.folder, self.record, self.samples, self.per_file, self.vocab = folder, record, samples, per_file, vocab
         self._open = lru_cache(maxsize=64)(self._map)
 
     def _map(self, number: int) -> NDArray[np.void]:
@@ -80,5 +80,10 @@ class TeacherCache:
             raise TextmillError(
                 f"train.distil.cache: {self.folder}: sample {int(batch.samples[wrong[0]]):,} of this run has other "
                 "tokens than the teachers read; write the predictions again with: textmill cache-teacher --force"
+            )
+        if (highest := int(rows["ids"].max(initial=0))) >= self.vocab:
+            raise TextmillError(
+                f"train.distil.cache: {self.folder}: has the token {highest:,}, and the vocabulary {self.vocab:,} "
+                "tokens; a file is damaged; write the predictions again with: textmill cache-teacher --force"
             )
         return replace(batch, teacher_ids=rows["ids"].astype(np.int32), teacher_logs=rows["logs"].astype(np.float32))
