@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from textmill.config import RunConfig
 from textmill.config.evaluation import AnswersConfig
+from textmill.corpus.labelled.example import Example
+from textmill.errors import TextmillError
 from textmill.evaluation.labelled.answers import find_best_answer
 from textmill.evaluation.labelled.class_metrics import ConfusionMatrix
 from textmill.evaluation.labelled.entities import EntityCounts, find_entities
+from textmill.evaluation.labelled.measuring import AnswerMeasure
 from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_score, normalize_answer
 from textmill.tokens.labelled.encoding import Sample
 
@@ -143,3 +147,12 @@ def test_the_best_answer_of_all_windows(seed: int) -> None:
     for margin, text in ((none - score - 0.01, ""), (none - score + 0.01, found.text)):
         rule = AnswersConfig(max_tokens=4, no_answer_margin=float(margin))
         assert find_best_answer(context, samples, logits, rule, no_answer=True).text == text
+
+
+def test_a_question_twice_is_not_left_out_of_the_predictions() -> None:
+    measure = AnswerMeasure(RunConfig(folder="."), no_answer=True)
+    sample = Sample(np.zeros(2, np.int32), np.zeros(2, np.int32), spans=np.array([[-1, -1], [0, 3]], np.int32))
+    example, logits = Example("f", "line 3", ("Who?", "Kim"), answers=(("Kim", 0),), id="q1"), np.zeros((2, 2))
+    measure.add(example, [sample], [logits.astype(np.float32)])
+    with pytest.raises(TextmillError, match="f:3: the id 'q1' occurs twice; each question needs its own"):
+        measure.add(example, [sample], [logits.astype(np.float32)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from textmill.cli import main
 from textmill.config import EmbedConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.encoders.embedder_torch import Embedder, open_embedder
+from textmill.generation.encoders.embedding_texts import new_text_encoder
 from textmill.generation.encoders.filler_torch import open_filler
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.packed_texts import pack_texts
@@ -164,6 +167,7 @@ def test_what_cannot_be_embedded_is_one_line(
     folder = str(bert[0])
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
+    Path("folder.npy").mkdir()
     Path("latin.txt").write_bytes(b"ok\n\xff\xfe\n")
     Path("bad.jsonl").write_text('{"text": "ok"}\n{"texts": "no"}\n')
     for words, message in (
@@ -171,6 +175,10 @@ def test_what_cannot_be_embedded_is_one_line(
         ([folder, "latin.txt", "--out", "x.npy"], "latin.txt:2: is not UTF-8 text"),
         ([folder, "bad.jsonl", "--out", "x.npy"], 'bad.jsonl:2: is not a text; write each line as {"text": "TEXT"}'),
         ([folder, "a", "b", "--out", "x.csv"], "'x.csv' is no .npy or .jsonl file"),
+        ([folder, "a", "embed.length=49"], "embed.length: 49 is more than the model's 48; lower it"),
+        ([folder, "a", "--out", "folder.npy"], "--out: folder.npy is a folder; name a file in it"),
+        ([folder, "a", "--out", "latin.txt/x.npy"], "--out: latin.txt is not a folder; name another one"),
+        ([folder, "texts/none.txt", "--out", "x.npy"], "texts/none.txt: no such file"),
         ([folder, "a", "embed.length=2"], "embed.length: 2 has no space for a text; raise it"),
         ([folder, "a", "embed.pooling=max"], "embed.pooling: "),
         (["nowhere", "a"], "nowhere: no such file or folder"),
@@ -216,6 +224,7 @@ def test_foreign_modules_and_pooling_are_refused(tmp_path: Path) -> None:
         ([pooling], ["mean"], "is not an object of settings"),
         ([pooling, dense], {"pooling_mode": "mean"}, "has the module Dense, which textmill does not compute"),
         ([{**pooling, "path": "../1_Pooling"}], {}, "a folder inside this one is expected"),
+        ([{**pooling, "path": ".."}], {}, "a folder inside this one is expected"),
         ("Pooling", {}, "is not a list of modules"),
     ):
         write(modules, kinds)
@@ -232,3 +241,28 @@ def test_a_mask_that_is_filled_with_a_mask_keeps_the_order(tmp_path: Path) -> No
     logits = F.one_hot(torch.tensor([mask, other]), filler.tokenizer.vocab).float()
     filler.net.logits = lambda states: logits  # type: ignore[method-assign]
     assert [one.text for one in filler.fill(["a [MASK] b [MASK] c"])] == ["a [MASK] b the c"]
+
+
+def test_names_of_files_among_texts_are_pointed_out(
+    bert: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one\ntwo\n")
+    assert main(["embed", str(bert[0]), "a.txt", "b", "--out", "new/folder/x.npy"]) == 0
+    assert "a.txt: is embedded as a text, though a file has this name" in capsys.readouterr().err
+    assert np.load("new/folder/x.npy").shape == (2, 32)
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=lambda: Path("pipe").write_text("one\ntwo\n"))
+    writer.start()
+    assert main(["embed", str(bert[0]), "pipe"]) == 0
+    writer.join()
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
+
+
+def test_a_model_without_cls_has_no_cls_pooling(tmp_path: Path) -> None:
+    shape = gpt2.Shape(layers=1, heads=2, width=16, inner=32, positions=32, vocab=300, end=0)
+    tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
+    with pytest.raises(
+        TextmillError, match=r"embed.pooling: .* has no \[CLS\] token at the start of a text; set it to"
+    ):
+        new_text_encoder(shape, tokenizer, EmbedConfig(pooling="cls"), tmp_path)

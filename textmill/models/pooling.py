@@ -57,7 +57,7 @@ def read_pooling(folder: Path, kind: str | None = None) -> Pooling:
 
 
 def _read_kind(folder: Path, part: Any) -> str:
-    if not isinstance(part, str) or Path(part).name != part:
+    if not isinstance(part, str) or part == ".." or Path(part).name != part:
         raise TextmillError(f"{folder / MODULES}: the pooling's path is {part!r}; a folder inside this one is expected")
     path = folder / part / "config.json"
     settings = read_json(path)

@@ -76,6 +76,16 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def make_folder_for(path: Path, key: str) -> None:
+    """Make the folder of a file that a user names in `key`; refuse a path that cannot become a file."""
+    if path.is_dir():
+        raise TextmillError(f"{key}: {path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise TextmillError(f"{key}: {path.parent} is not a folder; name another one") from None
+
+
 def write_text(path: Path, text: str) -> dict[str, Any]:
     """Write a text file atomically."""
     return write_bytes(path, [text.encode()])

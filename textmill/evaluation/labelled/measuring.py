@@ -22,7 +22,7 @@ from textmill.evaluation.labelled.class_metrics import ConfusionMatrix
 from textmill.evaluation.labelled.entities import OUTSIDE, EntityCounts, has_entities
 from textmill.evaluation.labelled.squad import AnswerScores
 from textmill.evaluation.task import Result
-from textmill.storage.files import atomic_writer, format_path
+from textmill.storage.files import atomic_writer, format_path, make_folder_for
 from textmill.tokens.labelled.encoding import Sample
 
 Logits = NDArray[np.float32]
@@ -96,9 +96,12 @@ class AnswerMeasure:
 
     def __init__(self, config: RunConfig, no_answer: bool) -> None:
         self.rule, self.no_answer = config.evaluate.answers, no_answer
-        self.scores = AnswerScores(version_2=no_answer)
+        self.scores, self.ids = AnswerScores(version_2=no_answer), set[str]()
 
     def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
+        if example.id in self.ids:
+            raise TextmillError(f"{example.where}: the id '{example.id}' occurs twice; each question needs its own")
+        self.ids.add(example.id)
         best = find_best_answer(example.texts[1], samples, logits, self.rule, no_answer=self.no_answer)
         if example.answers is not None:
             self.scores.add(best.text, [text for text, _ in example.answers])
@@ -156,7 +159,7 @@ def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) 
         for _ in rows():
             pass
     else:
-        predictions.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_for(predictions, "evaluate.predictions")
         with atomic_writer(predictions) as stream:
             stream.writelines(_json_object(rows()) if task == ANSWERS else _json_lines(rows()))
     metrics: dict[str, float] = measure.metrics() if counts["labelled"] else {}

@@ -19,7 +19,7 @@ from textmill.errors import TextmillError, warn
 from textmill.generation.encoders.embedding_files import count_texts, is_listed, read_texts
 from textmill.generation.encoders.embedding_texts import Encoded, format_vector
 from textmill.models import find_run_model
-from textmill.storage.files import atomic_writer, format_path
+from textmill.storage.files import atomic_writer, format_path, make_folder_for
 from textmill.storage.progress import progress
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def embed(
         raise TextmillError(f"--out: '{out}' is no {' or '.join(SUFFIXES)} file; choose one of these endings")
     checkpoint = find_run_model(config, step)
     given, total = read_texts(list(texts)), count_texts(list(texts))
+    if out is not None:
+        make_folder_for(Path(out), "--out")
     embedder = open_embedder(checkpoint, config.engine, config.embed)
     with ExitStack() as stack:
         kept: list[Vectors] | None = [] if is_listed(list(texts)) and out is None else None

@@ -9,14 +9,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 
+FILE_ENDINGS = (".txt", ".jsonl")
 NO_TEXT = "no text; write: textmill embed MODEL 'a text', name a file of texts, or pipe lines in"
 
 
 def read_texts(given: list[str]) -> Iterator[str]:
     """The texts; a single argument that names a file stands for its lines. Raises if there is none."""
     file = _file_of(given)
+    _check_names(given, file)
     listed = (_check(text, f"text {number}") for number, text in enumerate(given, 1))
     texts = _read_lines(file) if file else listed if given else _read_piped()
     first = next(texts, None)
@@ -30,6 +32,8 @@ def count_texts(given: list[str]) -> int | None:
     file = _file_of(given)
     if file is None:
         return len(given) or None
+    if file.is_fifo():
+        return None
     with file.open("rb") as stream:
         return sum(1 for _ in stream)
 
@@ -40,12 +44,23 @@ def is_listed(given: list[str]) -> bool:
 
 
 def _file_of(given: list[str]) -> Path | None:
-    if len(given) != 1:
-        return None
+    return Path(given[0]) if len(given) == 1 and _is_file(given[0]) else None
+
+
+def _is_file(text: str) -> bool:
     try:
-        return Path(given[0]) if Path(given[0]).is_file() else None
+        return Path(text).is_file() or Path(text).is_fifo()
     except (OSError, ValueError):  # a text that cannot be a path
-        return None
+        return False
+
+
+def _check_names(given: list[str], file: Path | None) -> None:
+    """Refuse the name of a file that does not exist; warn about several names, which are embedded as texts."""
+    if len(given) == 1 and file is None and given[0].endswith(FILE_ENDINGS) and len(given[0].split()) == 1:
+        raise TextmillError(f"embed: {given[0]}: no such file; name one, or write a text of several words")
+    for text in given if len(given) > 1 else ():
+        if _is_file(text):
+            warn(f"{text}: is embedded as a text, though a file has this name; to embed its lines, name only this file")
 
 
 def _checked(first: str, rest: Iterable[str]) -> Iterator[str]:

@@ -81,6 +81,8 @@ def new_text_encoder(
             "put the tokenizer that the model was trained with into this folder"
         )
     pooling = _pooling_of(folder, config)
+    if (config.length or 0) > shape.positions:
+        raise TextmillError(f"embed.length: {config.length:,} is more than the model's {shape.positions:,}; lower it")
     longest = min(pooling.longest or shape.positions, shape.positions)
     first: Sequence[int] = ()
     last: Sequence[int] = ()
@@ -88,6 +90,8 @@ def new_text_encoder(
         if tokenizer.classifier is None:
             raise TextmillError(f"{folder}: its tokenizer has no [CLS] token; use the one the model was trained with")
         first, last = [tokenizer.classifier], [tokenizer.separator]
+    elif pooling.kind == "cls":
+        raise TextmillError(f"embed.pooling: {folder} has no [CLS] token at the start of a text; set it to mean")
     if longest <= len(first) + len(last):
         raise TextmillError(f"embed.length: {longest} has no space for a text; raise it")
     return TextEncoder(tokenizer, longest, shape.width, tuple(first), tuple(last)), pooling
