@@ -105,6 +105,18 @@ def test_splits_and_labels_of_a_corpus(tmp_path: Path) -> None:
     assert [one.labels for one in read_split(tmp_path / "corpus", "valid")] == [("10",)]
 
 
+def test_labels_that_look_like_numbers_are_text(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\ngood,\u00b2\nbad,--5\n", encoding="utf-8")
+    assert run_prepare(tmp_path, SEQUENCES, "train.csv") == 0
+    assert read_json(tmp_path / "corpus" / "account.json")["labels"]["names"] == ["--5", "\u00b2"]
+
+
+def test_a_question_without_an_id_is_named_by_its_place(tmp_path: Path) -> None:
+    rows = [{"id": None, "context": "Kim", "question": "Who?", "answers": []}] * 2
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [one.id for one in read(tmp_path / "a.jsonl", ANSWERS)] == [f"{tmp_path}/a.jsonl:{n}" for n in (1, 2)]
+
+
 def test_questions_about_a_context_are_in_one_split(tmp_path: Path) -> None:
     articles = [
         squad(*(question(f"{number}-{one}", "Kim") for one in range(5)), context=f"Kim has {number} cats.")["data"][0]
@@ -134,6 +146,7 @@ MISTAKES = {
     "one label": (SEQUENCES, {"train.csv": "text,label\ngood,a\n"}, r"one label only, 'a'"),
     "no json": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": 1}\n{"text": \n'}, r"train\.jsonl:2: not JSON"),
     "a list as label": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": [1]}'}, r"jsonl:1: the label is \[1\]"),
+    "a label that is no number": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": NaN}'}, r"the label is nan"),
     "plain text": (SEQUENCES, {"train.txt": "good\n"}, r"train\.txt: corpus\.labels=sequence-class.* reads CSV"),
     "unequal words": (WORDS, {"train.jsonl": '{"words": ["a", "b"], "labels": ["O"]}'},
                       r"train\.jsonl:1: 2 words but 1 labels; each word needs one label"),

@@ -163,3 +163,10 @@ def test_a_store_without_labels_is_refused(tmp_path: Path) -> None:
         store.add([[1, 7, 2]])
     with pytest.raises(TextmillError, match=r"has no labels, which train\.layout=labelled needs"):
         LabelledLayout(open_store(tmp_path / "train"), length=8, seed=None, pad=0, separator=2)
+
+
+def test_an_unknown_label_of_a_word_without_tokens_is_named(tokenizer: TextTokenizer) -> None:
+    encoder = ExampleEncoder(tokenizer, WORDS, 16, 4, ["O", "B"])
+    example = Example("f", "line 3", ("kim", " "), ("O", "X"))
+    with pytest.raises(TextmillError, match="f:3: the label 'X' is not one of the model's: O, B"):
+        list(encoder.encode([example]))

@@ -159,8 +159,12 @@ def test_files_without_labels_get_predictions_only(
     assert (found["card"]["examples"], found["card"]["labelled"]) == (2, 0)
     assert "accuracy" not in found
     assert [json.loads(line)["label"] for line in out.read_text().splitlines()] == ["pos", "neg"]
-    assert main(words) == 0
-    assert "sequence-classification" in capsys.readouterr().out
+    assert main([*words, "evaluate.sample=2"]) == 0
+    printed = capsys.readouterr()
+    assert "sequence-classification" in printed.out
+    assert "evaluate.sample: is ignored" in printed.err
+    assert main([*words, f"evaluate.predictions={tmp_path}"]) == 2
+    assert f"evaluate.predictions: {tmp_path} is a folder; name a file in it" in capsys.readouterr().err
 
 
 def test_a_finetuned_model_no_longer_predicts_tokens(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EvaluateConfig, RunConfig
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.evaluation import format_result, measure, save_result
 from textmill.evaluation.measured_task import check_objective, format_card, format_metrics
 from textmill.evaluation.task import Result, Scorer, Task
@@ -47,6 +47,9 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
 
     if config.evaluate.tasks != EvaluateConfig().tasks:
         raise TextmillError("evaluate.tasks: a model with a finetuned head is measured on its own task; remove it")
+    for key in ("sample", "window", "stride"):
+        if getattr(config.evaluate, key) is not None:
+            warn(f"evaluate.{key}: is ignored: with a finetuned head all examples are measured, as they were trained")
     if ranks.world > 1:
         raise TextmillError("evaluate: a model with a finetuned head is evaluated by one process; start only one")
     run, (task, _) = config.folder_of("train"), label_head_of(read_shape(checkpoint.folder)) or ("", ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -75,7 +76,7 @@ class LabelSet:
                     f"{where} has the label '{label}', which the train split does not have; its labels are "
                     f"{', '.join(sorted(self.counts)[:12])}"
                 )
-        numbers = all(label.lstrip("-").isdigit() for label in self.counts)
+        numbers = all(re.fullmatch("-?[0-9]{1,18}", label) for label in self.counts)
         return sorted(self.counts, key=int) if numbers else sorted(self.counts)
 
 

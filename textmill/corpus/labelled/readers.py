@@ -106,6 +106,7 @@ def _list_fields(record: Record) -> str:
 
 def _label_text(label: Any, where: str) -> str:
     """A label as text: a number keeps its form in the file."""
-    if isinstance(label, dict | list) or label is None or (isinstance(label, str) and not label.strip()):
+    empty = not label.strip() if isinstance(label, str) else label is None or label != label  # NaN differs from itself
+    if isinstance(label, dict | list) or empty:
         raise TextmillError(f"{where}: the label is {label!r}; it must be text or a number")
     return label.strip() if isinstance(label, str) else json.dumps(label)

@@ -33,7 +33,7 @@ def read_question(record: Record, source: str, place: str) -> Example:
 def _to_example(record: Any, context: str, source: str, place: str) -> Example:
     where = format_place(source, place)
     question = _text_of(record, "question", where)
-    id_ = str(record.get("id", "")) or where
+    id_ = where if record.get("id") in (None, "") else str(record["id"])
     where = f"{where} (id {id_})" if id_ != where else where
     answers: tuple[Answer, ...] | None = None
     if record.get("is_impossible") is True:

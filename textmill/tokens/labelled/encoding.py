@@ -74,6 +74,7 @@ class ExampleEncoder:
     def _word_windows(self, example: Example, encoding: Encoding) -> Iterator[Sample]:
         """Consecutive words, as many as fit; a word that is longer than a sample loses its end."""
         ids, words = np.array(encoding.ids, np.int32), np.array(encoding.word_ids, np.int32)
+        numbers = np.array([self._number(example, word) for word in range(len(example.texts))], np.int32)
         starts_word = np.append(True, words[1:] != words[:-1]) if len(words) else np.zeros(0, np.bool_)
         firsts, start, most = np.flatnonzero(starts_word), 0, self.length - 2
         while start < len(ids) or start == 0:
@@ -84,7 +85,7 @@ class ExampleEncoder:
             here = np.where(starts_word[start:stop], words[start:stop], np.int32(-1))
             inside = np.concatenate([[-1], here, [-1]]).astype(np.int32)
             labels = np.full(len(inside), IGNORED, np.int32)
-            labels[inside >= 0] = [self._number(example, word) for word in inside[inside >= 0].tolist()]
+            labels[inside >= 0] = numbers[inside[inside >= 0]]
             yield Sample(self._join([ids[start:stop]]), labels, words=inside)
             after = firsts[np.searchsorted(firsts, stop, side="left") :]
             start = int(after[0]) if len(after) else max(len(ids), 1)
