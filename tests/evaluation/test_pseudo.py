@@ -156,12 +156,20 @@ def test_what_a_model_cannot_be_measured_by_is_one_line(
     empty.write_text(" \n")
     plain = tmp_path / "plain"
     write_bert(plain, "BertModel")
+    short = tmp_path / "short"
+    write_bert(short, positions=2)
     only = "predicts masked tokens, not the next one, so it has no "
     for folder, task, more, message in (
         (bert[0], "perplexity", [f"evaluate.text={text}"], only + "perplexity; use evaluate.tasks=pseudo_perplexity"),
         (bert[0], f"lambada:{text}", [], only + "lambada; use evaluate.tasks=pseudo_perplexity, pairs:FILE or choices"),
         (bert[0], f"pseudo_perplexity:{empty}", [], "empty.txt: has no token to predict; give it more text"),
         (bert[0], "pseudo_perplexity:nowhere.txt", [], "nowhere.txt: no such file"),
+        (
+            short,
+            f"pseudo_perplexity:{text}",
+            [],
+            "has 2 positions, and [CLS] and [SEP] take two; use a model with more",
+        ),
         (plain, f"pseudo_perplexity:{text}", [], "has no head for masked tokens, so it cannot predict them; use a"),
     ):
         capsys.readouterr()

@@ -23,6 +23,7 @@ from textmill.commands.check import check
 from textmill.commands.plan import plan
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
+from textmill.storage.files import read_json
 from textmill.storage.stages import find_stage_damage
 from textmill.tokens.batches import teacher_cache as records
 from textmill.training.loop import train
@@ -246,6 +247,7 @@ def test_damaged_predictions_are_refused(root: Path, tmp_path: Path) -> None:
     config = distilling(root, str(tmp_path / "run"), f"train.distil.cache={folder}")
     *_, batches, _ = prepare_run(resolved(config), "no", "latest")
     assert batches.teacher is not None
+    assert read_json(folder / "manifest.json")["made_from"]["exact"]
     path = folder / records.file_name(0)
     rows = np.fromfile(path, batches.teacher.record)
     before, rows["ids"][0, 3, 2] = rows.copy(), 65_535
@@ -257,3 +259,7 @@ def test_damaged_predictions_are_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match=r"not match its checksum.* make it again with: textmill cache-teacher"):
         train(config)
     assert not [*(tmp_path / "run").glob("step-*")]
+    path.unlink()
+    low = distilling(root, "unused", f"train.distil.cache={folder}", "engine.precision=bf16")
+    cache_teacher(low, force="changed")
+    assert not read_json(folder / "manifest.json")["made_from"]["exact"], "written again in bf16"

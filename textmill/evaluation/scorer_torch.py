@@ -55,6 +55,11 @@ def new_scorer(
         masked = MaskedScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share)
         check_vocabulary(masked)
         masked.special_ids()
+        if masked.positions < 1:
+            raise TextmillError(
+                f"{checkpoint.folder}: has {net.shape.positions} positions, and [CLS] and [SEP] take two; use a model "
+                "with more"
+            )
         return masked
     return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share))
 

@@ -57,11 +57,12 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     exact = torch_part.is_exact(config)
     made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
     if force != "yes" and (existing := _existing(folder, made_from)):
-        made_from, samples, exact = existing, existing["samples"], existing["exact"]
+        made_from, samples = existing, existing["samples"]
     stage = Stage(COMMAND, folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"{COMMAND}: done already: {format_path(folder)}")
         return folder
+    stage = replace(stage, made_from={**made_from, "exact": exact})  # damaged ones are not written as exactly as before
     record = record_of(length, config.train.distil.top_k, shape.vocab, exact=exact)
     each = record.itemsize / length
     print(
