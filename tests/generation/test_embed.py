@@ -239,8 +239,11 @@ def test_a_mask_that_is_filled_with_a_mask_keeps_the_order(tmp_path: Path) -> No
     filler = open_filler(open_model(str(tmp_path)), TorchEngine(device="cpu"), 1)
     mask, other = filler.texts.mask_id, filler.tokenizer.encode("the")[0]
     logits = F.one_hot(torch.tensor([mask, other]), filler.tokenizer.vocab).float()
-    filler.net.logits = lambda states: logits  # type: ignore[method-assign]
+    filler.net.logits = lambda x_NTE: logits  # type: ignore[method-assign]
     assert [one.text for one in filler.fill(["a [MASK] b [MASK] c"])] == ["a [MASK] b the c"]
+    filler.net.logits = lambda x_NTE: logits * torch.nan  # type: ignore[method-assign]
+    with pytest.raises(TextmillError, match="a probability is not finite"):
+        list(filler.fill(["a [MASK] b [MASK] c"]))
 
 
 def test_names_of_files_among_texts_are_pointed_out(

@@ -165,6 +165,16 @@ def test_a_store_without_labels_is_refused(tmp_path: Path) -> None:
         LabelledLayout(open_store(tmp_path / "train"), length=8, seed=None, pad=0, separator=2)
 
 
+@pytest.mark.parametrize("task", [SEQUENCES, WORDS, ANSWERS])
+def test_the_shortest_sample(tokenizer: TextTokenizer, task: str) -> None:
+    with pytest.raises(TextmillError, match=r"train\.length: 7 has no space for an example; set at least 8"):
+        ExampleEncoder(tokenizer, task, 7, 2, ["O"])
+    texts = ("who what where", "kim ne who what where")
+    labels, answers = (None, (("kim", 0),)) if task == ANSWERS else (("O", "O"), None)
+    [samples] = ExampleEncoder(tokenizer, task, 8, 2, ["O"]).encode([Example("f", "line 1", texts, labels, answers)])
+    assert all(3 <= len(sample.ids) <= 8 for sample in samples)
+
+
 def test_an_unknown_label_of_a_word_without_tokens_is_named(tokenizer: TextTokenizer) -> None:
     encoder = ExampleEncoder(tokenizer, WORDS, 16, 4, ["O", "B"])
     example = Example("f", "line 3", ("kim", " "), ("O", "X"))

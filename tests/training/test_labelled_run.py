@@ -14,7 +14,12 @@ import torch
 
 from tests.support.labelled_files import ANSWERS, SEQUENCES, WORDS, write_project
 from tests.support.together import run_together
+from textmill.checkpoints.folders import open_model
 from textmill.cli import main
+from textmill.config import RunConfig, TorchEngine
+from textmill.corpus.labelled.example import Example
+from textmill.errors import TextmillError
+from textmill.evaluation.labelled.predictor_torch import Predictor
 from textmill.storage.files import read_json
 from textmill.storage.tensor_files import read_model
 
@@ -236,3 +241,13 @@ def test_other_commands_on_a_finetuned_model(
     for words, message in refused.items():
         assert main(list(words)) == 2
         assert message in capsys.readouterr().err
+
+
+def test_damaged_weights_predict_nothing(classifier: Path, tmp_path: Path) -> None:
+    predictor = Predictor(
+        open_model(str(classifier)), RunConfig(folder=str(tmp_path), engine=TorchEngine(device="cpu"))
+    )
+    with torch.no_grad():
+        dict(predictor.net.named_parameters())["classifier.bias"].fill_(torch.nan)
+    with pytest.raises(TextmillError, match="a prediction is not finite; the weights are damaged"):
+        list(predictor.predict(iter([Example("f", "line 1", ("a lovely story",))])))

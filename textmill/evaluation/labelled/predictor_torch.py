@@ -13,6 +13,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
 from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, Example
 from textmill.devices import autocast, open_device, torch_dtype
+from textmill.errors import TextmillError
 from textmill.models import label_head_of
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.labelled import find_types
@@ -32,7 +33,7 @@ class Predictor:
         self.device = open_device(config.engine.device)
         self.precision = torch_dtype(config.engine.precision, self.device)
         self.net, self.batch = open_net(checkpoint.folder, self.device), config.evaluate.batch
-        self.tokenizer = open_tokenizer(checkpoint.tokenizer)
+        self.tokenizer, self.where = open_tokenizer(checkpoint.tokenizer), str(checkpoint.folder)
         head = label_head_of(self.net.shape)
         assert head is not None
         self.task, self.names = head
@@ -74,4 +75,9 @@ class Predictor:
             states = self.net(ids, documents_NT=documents, types_NT=segments)
             logits = self.net.label_logits(states, positions, documents, None).float().cpu().numpy()
         for one, count in zip(logits, counts.tolist(), strict=True):
-            yield one[:, :count] if self.task == ANSWERS else one[:count]
+            found = one[:, :count] if self.task == ANSWERS else one[:count]
+            if not np.isfinite(found).all():
+                raise TextmillError(
+                    f"{self.where}: a prediction is not finite; the weights are damaged or training diverged"
+                )
+            yield found

@@ -10,6 +10,7 @@ import torch
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig
 from textmill.devices import open_device, torch_dtype
+from textmill.errors import TextmillError
 from textmill.generation.encoders.fill_texts import MaskedTexts, new_masked_texts
 from textmill.models import check_masked_head
 from textmill.models.base_torch import BaseNet
@@ -68,6 +69,8 @@ class Filler:
         for row, (prompt, one) in enumerate(zip(prompts, encoded, strict=True)):
             places = [place for place, id_ in enumerate(one) if id_ == self.texts.mask_id]
             chances = self.net.logits(states[row, places]).float().softmax(-1)[:, : self.tokenizer.vocab]
+            if not chances.isfinite().all():
+                raise TextmillError("a probability is not finite; the weights are damaged or training diverged")
             values, tokens = chances.topk(min(count, chances.shape[1]))
             masks = [
                 [Choice(self._text(id_), id_, chance) for id_, chance in zip(*pair, strict=True)]

@@ -15,6 +15,8 @@ from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 Ids = NDArray[np.int32]
+SHORTEST = 8
+"""Tokens of the shortest sample: three special ones, and some of a question and its context."""
 NO_SPAN = -1
 """The offset of a token that is not part of the context."""
 
@@ -42,6 +44,8 @@ class ExampleEncoder:
                 "the tokenizer has no token such as [CLS] or <s>, which train.layout=labelled needs; "
                 "set tokenizer.use to the tokenizer of a BERT"
             )
+        if length < SHORTEST:
+            raise TextmillError(f"train.length: {length} has no space for an example; set at least {SHORTEST}")
         self.tokenizer, self.task, self.length, self.overlap = tokenizer, task, length, overlap
         self.first, self.separator = classifier, tokenizer.separator
         self.numbers = {name: number for number, name in enumerate(names)}
