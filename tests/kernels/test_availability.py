@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from textmill.engines import shared_torch as torch_parts
 from textmill.kernels import availability as building
 
 
@@ -54,4 +53,4 @@ def test_without_a_compiler_torch_is_the_fallback(machine: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
     with pytest.raises(ImportError, match=r"missing: Python\.h"):
         importlib.import_module("textmill.kernels.require_triton")
-    assert torch_parts.load_kernels("textmill.kernels.adam_triton") is None
+    assert building.load_kernels("textmill.kernels.adam_triton") is None
