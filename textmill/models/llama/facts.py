@@ -139,7 +139,9 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
     given = open_hf_config(hf, where, "Llama").hf
-    kind = given.get("model_type", NAME)
+    kind = given.get("model_type") or NAME
+    if kind not in list(CLASSES):
+        raise TextmillError(f"{where}: model_type is {kind!r}; textmill's {NAME} reads {', '.join(CLASSES)}")
     defaults = {"num_key_value_heads": given.get("num_attention_heads"), "head_dim": 128 if kind == "qwen3" else None}
     hf = {**{key: value for key, value in defaults.items() if value is not None},
           **{key: value for key, value in given.items() if value is not None}}  # fmt: skip
@@ -150,14 +152,16 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
     if heads % kv_heads:
         raise TextmillError(f"{where}: {kv_heads} key heads do not divide {heads} heads; fix num_key_value_heads")
-    if any(one != "full_attention" for one in hf.get("layer_types") or ()):
-        raise TextmillError(
-            f"{where}: layer_types has {sorted(set(hf['layer_types']))}; textmill has full_attention only"
-        )
+    layers = hf.get("layer_types") or []
+    if not isinstance(layers, list) or any(one != "full_attention" for one in layers):
+        raise TextmillError(f"{where}: layer_types is {layers}; textmill has full_attention only")
+    head_width = hf.get("head_dim", hf["hidden_size"] // heads)
+    if head_width % 2:
+        raise TextmillError(f"{where}: a head has {head_width} channels; rotary positions turn pairs; fix head_dim")
     base, scaling = read_rotary(hf, where, hf["max_position_embeddings"])
     bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
     return Shape(
-        kv_heads=kv_heads, head_width=hf.get("head_dim", hf["hidden_size"] // heads),
+        kv_heads=kv_heads, head_width=head_width,
         end=_end_of(hf, where), activation=config.activation("hidden_act", "silu"), qk_norm=kind == "qwen3",
         qkv_bias=bias or kind == "qwen2", out_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)) and kind == "llama",
         untied=not hf.get("tie_word_embeddings", False), rotary_base=base, rotary_scaling=scaling,

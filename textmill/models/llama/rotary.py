@@ -33,6 +33,10 @@ def read_rotary(hf: dict[str, Any], where: str, positions: int) -> tuple[float, 
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise TextmillError(f"{where}: rope_scaling is {given!r}; a config.json has an object there, or null")
+    if any(isinstance(value, dict) for value in given.values()):
+        raise TextmillError(
+            f"{where}: rope_parameters has settings for {', '.join(sorted(given))}; textmill has one for all layers"
+        )
     base = given.get("rope_theta", hf.get("rope_theta", DEFAULT_BASE))
     _check_number(base, "rope_theta", where)
     for factor in (given.get("partial_rotary_factor"), hf.get("partial_rotary_factor")):
