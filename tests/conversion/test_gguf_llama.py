@@ -116,3 +116,32 @@ def test_what_llama_cpp_does_not_have_is_refused(
     assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention.head_count": [4, 2], "attention.key_length": None}, r"num_attention_heads is \[4, 2\]"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count is 8; textmill turns all 16"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 0.5},
+         "yarn_attn_factor is 0.5"),
+    ],
+)  # fmt: skip
+def test_keys_of_other_files_are_refused(keys: dict[str, Any], message: str) -> None:
+    given = {
+        "block_count": 2, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16, **keys,
+    }  # fmt: skip
+    named = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in given.items()}}
+    with pytest.raises(TextmillError, match=message):
+        gguf_llama.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))
+
+
+def test_yarns_options_of_other_files_are_read() -> None:
+    names = {theirs: CONFIG[ours] for theirs, ours in gguf_llama.NUMBERS.items() if ours in CONFIG}
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 24, "yarn_beta_fast": 16.0}
+    given = {**names, **{f"rope.scaling.{key}": value for key, value in scaling.items()}}
+    named = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in given.items()}}
+    shape = gguf_llama.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))
+    wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 16.0}
+    assert json.loads(shape.rotary_scaling) == wanted

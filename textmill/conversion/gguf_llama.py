@@ -38,6 +38,12 @@ NUMBERS = {
 """Keys of the file below the architecture's name, and those of a config.json."""
 SCALING = "textmill.rope_scaling"
 """The scaling of rotary positions as config.json has it: llama.cpp's keys do not have all of its numbers."""
+SCALING_NUMBERS = {
+    "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
+YARN_FIXED = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
+"""Keys that llama.cpp multiplies into a scaling in its own way; 1 changes nothing."""
 LLAMA3 = [
     {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 8192}
@@ -129,14 +135,14 @@ def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
         "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "tie_word_embeddings": OUTPUT not in tensors,
         "attention_bias": "blk.0.attn_output.bias" in biases, "mlp_bias": "blk.0.ffn_up.bias" in biases,
     }  # fmt: skip
-    rotated = keys.get(f"{kind}.rope.dimension_count")
-    head_width = hf.get("head_dim") or hf.get("hidden_size", 0) // max(1, hf.get("num_attention_heads", 1))
-    if rotated not in (None, head_width):
-        raise TextmillError(
-            f"{path}: rope.dimension_count is {rotated}; textmill turns all {head_width} channels of a head"
-        )
     hf["rope_scaling"] = _scaling_of(keys, kind, tensors, hf, path)
-    return open_family("llama").shape_of_hf(hf, str(path))
+    shape: Any = open_family("llama").shape_of_hf(hf, str(path))
+    rotated = keys.get(f"{kind}.rope.dimension_count")
+    if rotated not in (None, shape.head_width):
+        raise TextmillError(
+            f"{path}: rope.dimension_count is {rotated}; textmill turns all {shape.head_width} channels of a head"
+        )
+    return shape
 
 
 def _scaling_of(
@@ -161,8 +167,11 @@ def _scaling_of(
     factor = keys.get(f"{kind}.rope.scaling.factor")
     if name == "none" or (name == "linear" and factor in (None, 0.0, 1.0)):
         return None
-    original = keys.get(f"{kind}.rope.scaling.original_context_length")
-    return {"rope_type": name, "factor": factor, **({"original_max_position_embeddings": original} if original else {})}
+    for key in YARN_FIXED:
+        if (value := keys.get(f"{kind}.rope.scaling.{key}")) not in (None, 1.0):
+            raise TextmillError(f"{path}: rope.scaling.{key} is {value}; convert the model's folder instead")
+    options = {ours: keys.get(f"{kind}.rope.scaling.{theirs}") for theirs, ours in SCALING_NUMBERS.items()}
+    return {"rope_type": name, "factor": factor, **{key: value for key, value in options.items() if value}}
 
 
 def weight_of(name: str, values: Array, shape: Any) -> tuple[str, Array] | None:
