@@ -21,6 +21,8 @@ from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import published
 from textmill.evaluation.statistics import mean_loss_interval, proportion_interval
+from textmill.evaluation.task import Score
+from textmill.evaluation.tasks import lambada
 from textmill.evaluation.wikitext_text import count_spaced_words, detokenize
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -105,6 +107,13 @@ def test_end_tokens_of_articles_can_count(run: Run, tmp_path: Path) -> None:
     )
     assert with_end["card"]["counted"] == without["card"]["counted"] + 3
     assert with_end["word_perplexity"] > without["word_perplexity"]
+
+
+def test_a_lambada_loss_beyond_all_perplexities_has_none() -> None:
+    """e to the power of 1,000 is no double."""
+    found = lambada._measured([Score(-1000.0, 1, False, -1000.0, False)] * 3, 9, {})
+    assert found.metrics["perplexity"] is found.metrics["last_token_perplexity"] is None
+    assert found.metrics["bits_per_byte"] == pytest.approx(1000 / math.log(2) / 3)
 
 
 def test_lambada_last_word_and_last_token(run: Run, model: Any, tokenizer: TextTokenizer, tmp_path: Path) -> None:

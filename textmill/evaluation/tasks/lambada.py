@@ -11,6 +11,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import check_lengths
 from textmill.evaluation.data_files import Published, open_data_file, read_items, sample, sample_card, text_of
+from textmill.evaluation.metrics import perplexity_of
 from textmill.evaluation.published import LAMBADA_SHA256
 from textmill.evaluation.statistics import mean_loss_interval, proportion_interval, transform
 from textmill.evaluation.task import Measured, Score, Scorer, TaskEntry
@@ -50,19 +51,24 @@ def _measured(scores: list[Score], octets: int, card: dict[str, object]) -> Meas
     last = np.array([-score.last_log_likelihood for score in scores])
     right, right_last = sum(score.greedy for score in scores), sum(score.last_greedy for score in scores)
     metrics: dict[str, float | None] = {
-        "accuracy": right / len(scores), "perplexity": math.exp(losses.mean()),
-        "last_token_accuracy": right_last / len(scores), "last_token_perplexity": math.exp(last.mean()),
+        "accuracy": right / len(scores), "perplexity": _perplexity(losses.mean()),
+        "last_token_accuracy": right_last / len(scores), "last_token_perplexity": _perplexity(last.mean()),
         "bits_per_byte": float(losses.sum()) / math.log(2) / octets,
     }  # fmt: skip
     ones = [1] * len(scores)
     found = {
         "accuracy": proportion_interval(right, len(scores)),
-        "perplexity": transform(mean_loss_interval(losses.tolist(), ones), math.exp),
+        "perplexity": transform(mean_loss_interval(losses.tolist(), ones), _perplexity),
         "last_token_accuracy": proportion_interval(right_last, len(scores)),
-        "last_token_perplexity": transform(mean_loss_interval(last.tolist(), ones), math.exp),
+        "last_token_perplexity": transform(mean_loss_interval(last.tolist(), ones), _perplexity),
     }
     intervals = {name: interval for name, interval in found.items() if interval is not None}
     return Measured(metrics, card, intervals, float(losses.sum()) / sum(score.tokens for score in scores))
+
+
+def _perplexity(loss: float) -> float | None:
+    """Of a mean loss."""
+    return perplexity_of(loss, 1)
 
 
 def split_last_word(text: str, place: str) -> tuple[str, str]:
