@@ -24,6 +24,7 @@ You are a mill.<|im_end|>
 HEADERS = """{{- bos_token }}
 {%- set date = strftime_now("%Y") %}
 {%- for message in messages %}
+    {%- if loop.last and loop.length > 1 and loop.index0 * 2 ** 3 > 0 %}{{ loop.previtem.role }}{% endif %}
     {%- if message.role not in ['user', 'assistant', 'system'] %}
         {{- raise_exception('Unknown role: ' + message.role) }}
     {%- endif %}
@@ -85,6 +86,10 @@ def test_special_tokens_in_messages_are_plain_text(tmp_path: Path, jinja: str, s
         ("{% include 'config.json' %}", "no loader"),
         ("{% for x in %}", "Expected an expression"),
         ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "more than 200,000 steps"),
+        ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(25) }}", "200,000 steps"),
+        ("{{ ('x' * 100000000) | length }}", "too large"),
+        ("{{ 7 ** 30000 > 1 }}", "too large"),
     ],
 )
 def test_what_a_template_may_not_do_is_one_message(tmp_path: Path, jinja: str, message: str) -> None:

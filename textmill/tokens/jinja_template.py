@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,11 @@ MARK = "\ue000{}\ue001"
 MARKS = re.compile("\ue000([0-9]+)\ue001")
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags of transformers around what the assistant wrote; they write nothing."""
+STEPS = "textmill steps"
+MAX_STEPS = 200_000
+"""Turns of loops and calls in one rendering: a template that would never end is refused."""
+MAX_LENGTH = 10_000_000
+"""Of a text or a list that a template repeats."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,12 @@ class JinjaTemplate:
 
     def _text(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
         roles = {**self.tokenizer.roles, "eos_token": self.tokenizer.inner.id_to_token(self.tokenizer.end)}
-        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None}
+        given: dict[str, Any] = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+        }
+        given[STEPS] = iter(range(MAX_STEPS))
         try:
             return str(self._compiled.render(**roles, **given, documents=None))
         except Exception as error:  # what a template can raise has no limit
@@ -82,7 +92,43 @@ class JinjaTemplate:
         )
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-        return environment.from_string(GENERATION.sub("", self.jinja))
+        return environment.from_string(_bound(environment, GENERATION.sub("", self.jinja)))
+
+
+def _bound(environment: Any, jinja: str) -> Any:
+    """The parsed template; its loops, calls and products have limits."""
+    from jinja2 import nodes, pass_context
+
+    call, compute = environment.call, environment.call_binop
+
+    def count(context: Any) -> None:
+        if next(context.parent[STEPS], None) is None:
+            raise ValueError(f"it takes more than {MAX_STEPS:,} steps")
+
+    @pass_context
+    def counted(context: Any, values: Any) -> Iterator[Any]:
+        for value in values:
+            count(context)
+            yield value
+
+    def counted_call(context: Any, called: Any, *given: Any, **named: Any) -> Any:
+        count(context)
+        return call(context, called, *given, **named)
+
+    def checked_product(context: Any, sign: str, left: Any, right: Any) -> Any:
+        length = max((len(one) for one in (left, right) if hasattr(one, "__len__")), default=0)
+        times = min((one for one in (left, right) if isinstance(one, int)), default=0)
+        if length * times > MAX_LENGTH or (sign == "**" and max(abs(left), abs(right)) > 1000):
+            raise ValueError(f"a result of {sign} is too large")
+        return compute(context, sign, left, right)
+
+    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.call, environment.call_binop = counted_call, checked_product
+    environment.filters[STEPS] = counted
+    tree = environment.parse(jinja)
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = nodes.Filter(loop.iter, STEPS, [], [], None, None, lineno=loop.lineno)
+    return tree.set_environment(environment)
 
 
 def _refuse(message: str) -> None:
