@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from textmill.kernels.dropout_torch import block_keys
 from textmill.models.cache_torch import Cache
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.family import Shape
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "tanh": torch.tanh,
+}  # fmt: skip
+"""Activations of MLPs by our names."""
 
 
 class BaseBlock(nn.Module):
@@ -170,3 +177,9 @@ class BaseNet(nn.Module):
 def new_embedding(rows: int, width: int) -> nn.Embedding:
     """An embedding without initial values: sampling them on the meta device would make torch import its compiler."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
+def to_matmul_dtype(x: Tensor) -> Tensor:
+    """The residual stream in the precision of the matmuls: half the memory traffic."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

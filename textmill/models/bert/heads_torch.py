@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.models.base_torch import ACTIVATIONS
 from textmill.models.bert.facts import PAIR_CLASSES, Shape
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-    "tanh": torch.tanh, "relu2": lambda x: F.relu(x).square(),
-}  # fmt: skip
 
 
 class Transform(nn.Module):

@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.matmul_torch import linear
-from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
+from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.bert.facts import ANSWERS, SEQUENCES, Shape
-from textmill.models.bert.heads_torch import ACTIVATIONS, Heads, Pooler
+from textmill.models.bert.heads_torch import Heads, Pooler
 from textmill.models.cache_torch import Cache
 from textmill.models.lora_torch import apply_linear
 from textmill.models.masks_torch import Mask, document_starts, two_way_block_mask, two_way_mask, use_block_mask
@@ -86,7 +86,7 @@ class Output(nn.Module):
         """The residual stream after the branch."""
         y_NTE = drop(apply_linear(self.dense, y, keys_N), self.dropout, keys_N, site, self.tokens_part)
         x_NTE = stream_NTE + y_NTE
-        return x_NTE if self.LayerNorm is None else _to_matmul_dtype(self.LayerNorm(x_NTE))
+        return x_NTE if self.LayerNorm is None else to_matmul_dtype(self.LayerNorm(x_NTE))
 
 
 class Attention(nn.Module):
@@ -150,12 +150,6 @@ class Encoder(nn.Module):
         self.ln = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "pre" else None
 
 
-def _to_matmul_dtype(x: Tensor) -> Tensor:
-    """The residual stream in the precision of the matmuls: half the memory traffic."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 class Net(BaseNet):
     """BERT, with learned positions, a tied head for masked tokens and a head for sentence pairs."""
 
@@ -196,7 +190,7 @@ class Net(BaseNet):
 
     def head_input(self, x_ME: Tensor) -> Tensor:
         """A matrix, the activation and a LayerNorm; without a head for masked tokens, the hidden states."""
-        return _to_matmul_dtype(self.cls.predictions.transform(x_ME)) if self.shape.masked_head else x_ME
+        return to_matmul_dtype(self.cls.predictions.transform(x_ME)) if self.shape.masked_head else x_ME
 
     def pair_logits(self, x_PE: Tensor) -> Tensor:
         """The logits of both classes."""
@@ -233,12 +227,12 @@ class Net(BaseNet):
             mask = self._mask(documents_NT, keys_N)
             positions = positions - document_starts(documents_NT)
         types_NT = torch.zeros_like(ids_NT) if types_NT is None else types_NT
-        x_NTE = _to_matmul_dtype(self.embeddings(ids_NT, types_NT, positions))
+        x_NTE = to_matmul_dtype(self.embeddings(ids_NT, types_NT, positions))
         return drop(x_NTE, self.shape.dropout, keys_N, 0, self.tokens_part), mask
 
     def end(self, x_NTE: Tensor) -> Tensor:
         """The last LayerNorm, if there is one."""
-        return x_NTE if self.encoder.ln is None else _to_matmul_dtype(self.encoder.ln(x_NTE))
+        return x_NTE if self.encoder.ln is None else to_matmul_dtype(self.encoder.ln(x_NTE))
 
     def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
         """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from textmill.kernels.matmul_torch import add_linear, linear, use_tuned_matmul
 from textmill.kernels.norms_torch import norm_and_residual
 from textmill.kernels.qkv_torch import project_qkv
 from textmill.models.activations import GELUS
-from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
+from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.cache_torch import Cache
 from textmill.models.gpt2.facts import Shape
 from textmill.models.lora_torch import apply_linear
@@ -103,17 +101,6 @@ class Attention(nn.Module):
         return drop(scores.softmax(-1, dtype=torch.float32), dropout, keys_N, 1, self.heads_part).to(q_NHTD.dtype)
 
 
-def _to_matmul_dtype(x: Tensor) -> Tensor:
-    """The residual stream in the precision of the matmuls: half the memory traffic."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
-OTHER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "tanh": torch.tanh,
-}  # fmt: skip
-
-
 class MLP(nn.Module):
     """Two matrices and an activation between them, usually a GELU."""
 
@@ -123,7 +110,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(shape.inner, shape.width)
         self.approximate = {"gelu_new": "tanh", "gelu": "none"}.get(shape.activation, "")
         """The form of GELU; empty if the activation is another one."""
-        self.activation = OTHER_ACTIVATIONS.get(shape.activation)
+        self.activation = None if self.approximate else ACTIVATIONS[shape.activation]
         self.fp8 = False
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None, stream_NTE: Tensor | None = None) -> Tensor:
@@ -239,12 +226,12 @@ class Net(BaseNet):
         if documents_NT is not None:
             mask = self._mask(documents_NT, keys_N)
             positions = positions - document_starts(documents_NT)
-        x_NTE = _to_matmul_dtype(self.wte(ids_NT) + self.wpe(positions))
+        x_NTE = to_matmul_dtype(self.wte(ids_NT) + self.wpe(positions))
         return drop(x_NTE, self.shape.embedding_dropout, keys_N, 0, self.tokens_part), mask
 
     def end(self, x_NTE: Tensor) -> Tensor:
         """The last LayerNorm."""
-        return _to_matmul_dtype(self.ln_f(x_NTE))
+        return to_matmul_dtype(self.ln_f(x_NTE))
 
     def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
         """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.matmul_torch import linear, use_tuned_matmul
-from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
+from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.cache_torch import Cache
 from textmill.models.llama.facts import Shape
 from textmill.models.llama.rotary import turning_rates
@@ -31,10 +30,6 @@ from textmill.models.masks_torch import (
 
 Context = tuple[Tensor, Tensor, Mask | None]
 """Cosine and sine of every position's angles, and the mask."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(), "tanh": torch.tanh,
-}  # fmt: skip
 
 
 class RMSNorm(nn.Module):
@@ -229,9 +224,3 @@ class Net(BaseNet):
         explicit = self.recompute or (keys_N is not None and self.shape.attention_dropout)
         blocks = not explicit and use_block_mask(documents_NT, self.shape.head_width)
         return document_block_mask(documents_NT) if blocks else document_mask(documents_NT)
-
-
-def to_matmul_dtype(x: Tensor) -> Tensor:
-    """The residual stream in the precision of the matmuls: half the memory traffic."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
