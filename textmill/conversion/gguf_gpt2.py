@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from textmill.conversion.gguf_names import read_name
 from textmill.conversion.model import Array, Model
 from textmill.errors import TextmillError
 from textmill.models import open_family, weights_of
@@ -76,11 +77,9 @@ def _is_tied(tensors: dict[str, Any]) -> bool:
 
 def weight_of(name: str, values: Array, shape: Any) -> tuple[str, Array] | None:
     """A tensor under the family's name and in its layout; None if a GPT-2 has no such tensor."""
-    ours = {theirs: mine for mine, theirs in NAMES.items()}
-    block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
-    if stem not in ours:
+    if (found := read_name(name, NAMES)) is None:
         return None
-    full = f"transformer.h.{block[1]}.{ours[stem]}.{ending}" if block else f"{ours[stem]}.{ending}"
+    block, module, ending = found
+    full = f"{module}.{ending}" if block is None else f"transformer.h.{block}.{module}.{ending}"
     transposed = any(weight.transposed for weight in weights_of(shape) if weight.name == full)
     return full, np.ascontiguousarray(values.T) if transposed and values.ndim == 2 else values

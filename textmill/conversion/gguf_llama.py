@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from textmill.conversion.gguf_names import read_name
 from textmill.conversion.model import Array, Model
 from textmill.errors import TextmillError
 from textmill.models import open_family
@@ -176,12 +177,10 @@ def _scaling_of(
 
 def weight_of(name: str, values: Array, shape: Any) -> tuple[str, Array] | None:
     """A tensor under the family's name and in its layout; None if the family has no such tensor."""
-    ours = {theirs: mine for mine, theirs in NAMES.items()}
-    block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
-    if stem not in ours:
+    if (found := read_name(name, NAMES)) is None:
         return None
-    full = f"model.layers.{block[1]}.{ours[stem]}" if block else ours[stem]
+    block, module, ending = found
+    full = module if block is None else f"model.layers.{block}.{module}"
     heads = _permuted_heads(shape, full)
     if heads and len(values) == heads * shape.head_width:
         values = _swap_rows(values, heads, shape.head_width // 2)

@@ -114,7 +114,7 @@ class TorchScorer(TextScorer):
                 for number, packed in enumerate(batches):
                     before, queued = queued, self._score_rows(packed) if self.share.is_mine(number) else dict
                     scores |= before()  # while the device computes the next batch
-                    texts = sum(len(tree.branches) for row in packed for tree in row)
+                    texts = sum(len(pairs) for row in packed for tree in row for pairs in tree.branches.values())
                     bar.advance(sum(tree.tokens for row in packed for tree in row), texts)
                 scores |= queued()
                 return [(number, list(vars(score).values())) for number, score in scores.items()]

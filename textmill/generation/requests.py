@@ -126,3 +126,18 @@ def check_served_settings(sample: SampleConfig) -> None:
 def describe_hang(seconds: float) -> str:
     """Return the message for a step that does not end."""
     return f"the model has been in one step for {seconds:.0f} s; restart the server if it does not recover"
+
+
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the model counts as broken."""
+
+
+def describe_problem(is_alive: bool, step_seconds: float, max_step_seconds: float, failed_steps: int) -> str:
+    """Return what is wrong with a model's thread, from its current step and its last failed ones; empty if nothing."""
+    if not is_alive:
+        return "the model's thread has died; restart the server"
+    if step_seconds > max_step_seconds:
+        return describe_hang(step_seconds)
+    if failed_steps >= MAX_FAILED_STEPS:
+        return f"the model's last {failed_steps} steps failed; restart the server"
+    return ""

@@ -21,7 +21,7 @@ from textmill.generation.requests import (
     QueueFull,
     Request,
     Token,
-    describe_hang,
+    describe_problem,
     max_new_tokens_served,
 )
 from textmill.generation.turns import Turns
@@ -30,8 +30,6 @@ DeliverEvent = Callable[[Token | Done], None]
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for a step that does not end."""
-MAX_FAILED_STEPS = 3
-"""Failed steps in a row after which the model counts as broken."""
 PREFILL_TOKENS = 8192
 """Prompt tokens that join in one step, unless a single prompt has more."""
 PREFILL_SECONDS = 0.0015
@@ -132,12 +130,8 @@ class Scheduler:
             return self._problem(max_step_seconds) if self._close_at is None else ""
 
     def _problem(self, max_step_seconds: float) -> str:
-        if not self._thread.is_alive():
-            return "the model's thread has died; restart the server"
-        if (seconds := self.step_seconds()) > max_step_seconds:
-            return describe_hang(seconds)
-        failed = self._failed_steps
-        return f"the model's last {failed} steps failed; restart the server" if failed >= MAX_FAILED_STEPS else ""
+        alive, seconds = self._thread.is_alive(), self.step_seconds()
+        return describe_problem(alive, seconds, max_step_seconds, self._failed_steps)
 
     def step_seconds(self) -> float:
         """Return how long the current step has taken; 0 between steps."""

@@ -138,6 +138,12 @@ def attention(
     return jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, is_causal=causal, implementation=kernel)
 
 
+def document_mask(documents_NT: Array) -> Array:
+    """Which tokens before it, and itself, each one attends to when attention stays inside its document."""
+    same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
+    return (same_NTT & causal_mask(same_NTT.shape[1]))[:, None]
+
+
 def causal_mask(length: int) -> Array:
     """Each token attends to itself and to those before it."""
     return jnp.tril(jnp.ones((length, length), bool))

@@ -24,7 +24,7 @@ from textmill.generation.requests import (
     FillRequest,
     FinishReason,
     QueueFull,
-    describe_hang,
+    describe_problem,
 )
 from textmill.generation.text_chunks import DeliverChunk, TextChunk
 from textmill.generation.turns import Turns
@@ -34,8 +34,6 @@ STEP_TOKENS = {"cpu": 512, "cuda": 1 << 15}
 end after it."""
 CLOSE_SECONDS = 5.0
 """How long `close` waits for a step that does not end."""
-MAX_FAILED_STEPS = 3
-"""Failed steps in a row after which the model counts as broken."""
 
 
 @dataclass
@@ -118,12 +116,8 @@ class Encoder:
         """Describe what is wrong with the model; empty if nothing is."""
         if self._close_at is not None:
             return ""
-        if not self._thread.is_alive():
-            return "the model's thread has died; restart the server"
-        if (seconds := self.step_seconds()) > max_step_seconds:
-            return describe_hang(seconds)
-        failed = self._failed_steps
-        return f"the model's last {failed} steps failed; restart the server" if failed >= MAX_FAILED_STEPS else ""
+        alive, seconds = self._thread.is_alive(), self.step_seconds()
+        return describe_problem(alive, seconds, max_step_seconds, self._failed_steps)
 
     def step_seconds(self) -> float:
         """Return how long the current step has taken; 0 between steps."""

@@ -17,7 +17,7 @@ from textmill.models.base_jax import (
     ACTIVATIONS,
     Weights,
     attention,
-    causal_mask,
+    document_mask,
     document_starts,
     linear,
     matmul,
@@ -56,7 +56,7 @@ def states(
     positions = jnp.arange(ids_NT.shape[1])
     mask_N1TT = None
     if documents_NT is not None:
-        mask_N1TT = _document_mask(documents_NT)
+        mask_N1TT = document_mask(documents_NT)
         positions = positions - document_starts(documents_NT)
     table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
     embedded = table[ids_NT] + weights["transformer.wpe.weight"][positions]
@@ -118,9 +118,3 @@ def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: 
     activate = jax.checkpoint(ACTIVATIONS[shape.activation])
     inner = activate(linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
     return linear(weights, f"{name}.c_proj", shape, options, inner, keys_N)
-
-
-def _document_mask(documents_NT: Array) -> Array:
-    """Which tokens each one attends to when attention stays inside its document."""
-    same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
-    return (same_NTT & causal_mask(same_NTT.shape[1]))[:, None]

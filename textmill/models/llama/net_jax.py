@@ -17,7 +17,7 @@ from textmill.models.base_jax import (
     ACTIVATIONS,
     Weights,
     attention,
-    causal_mask,
+    document_mask,
     document_starts,
     linear,
     run_blocks,
@@ -54,8 +54,7 @@ def states(
     positions = jnp.arange(ids_NT.shape[1])[None]
     mask_N1TT = None
     if documents_NT is not None:
-        same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
-        mask_N1TT = (same_NTT & causal_mask(same_NTT.shape[1]))[:, None]
+        mask_N1TT = document_mask(documents_NT)
         positions = positions - document_starts(documents_NT)
     cos, sin = _angles(shape, positions)
     table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
