@@ -34,16 +34,22 @@ class GraphedPass:
         self.run_pass, self.parameters = run_pass, parameters
         self.captured: dict[tuple[object, ...], CapturedPass] = {}
         self.pool = torch.cuda.graph_pool_handle()
+        self.most_graphs = MAX_GRAPHS
+        """0 if the pass cannot be captured, because it waits for the GPU: a user's own net may."""
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
         """The loss, valid until the next call; gradients are in the graph's memory until a second pass adds to them."""
         key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in arguments)
         if key not in self.captured:
-            if len(self.captured) == MAX_GRAPHS:
+            if len(self.captured) >= self.most_graphs:
                 return self.run_pass(*arguments)
             gradients = [parameter.grad for parameter in self.parameters]
-            self.captured[key] = self._capture(arguments)
+            captured = self._capture(arguments)
             self._set_gradients(gradients)
+            if captured is None:
+                self.most_graphs = 0
+                return self.run_pass(*arguments)
+            self.captured[key] = captured
         captured = self.captured[key]
         for static, new in zip(captured.inputs, arguments, strict=True):
             if static is not None and new is not None:
@@ -61,7 +67,8 @@ class GraphedPass:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _capture(self, arguments: tuple[Tensor | None, ...]) -> CapturedPass:
+    def _capture(self, arguments: tuple[Tensor | None, ...]) -> CapturedPass | None:
+        """None if the pass does something that cannot be captured."""
         inputs = [None if tensor is None else tensor.clone() for tensor in arguments]
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
@@ -72,8 +79,16 @@ class GraphedPass:
         torch.cuda.current_stream().wait_stream(side_stream)
         self._set_gradients([None] * len(self.parameters))
         torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        with capture_graph(graph, self.pool):
-            loss = self.run_pass(*inputs)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with capture_graph(graph, self.pool):
+                loss = self.run_pass(*inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own as the current one
+            if "captur" not in str(error):
+                raise
+            return None
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return CapturedPass(graph, inputs, loss, gradients)

@@ -73,7 +73,7 @@ class OnTorch:
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         # Collectives run in the middle of backward, from hooks that a CUDA graph does not replay.
-        graphed = compiled and self.device.type == "cuda" and ranks.world == 1
+        graphed = self.device.type == "cuda" and ranks.world == 1
         self.run_pass = GraphedPass(self._pass, self.optimizer.parameters) if graphed else self._pass
         self.pinned_buffers: PinnedBuffers | None = None
         """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
@@ -143,7 +143,7 @@ class OnTorch:
             monitor.fall_back(error)
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
             parameter.grad = gradient
-        self.execution, self.run_pass = EAGER, self._pass
+        self.execution = EAGER
         return self.run_pass(*arguments)
 
     def _pass(self, *tensors: Tensor | None) -> Tensor:
