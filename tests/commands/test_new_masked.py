@@ -10,7 +10,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 
 from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
-from textmill.config import RunConfig
+from textmill.config import ModelConfig, RunConfig, ShapeConfig
 from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
@@ -34,13 +34,28 @@ BYTES = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000
 def test_the_config_accepts_the_plan(text: TextFacts, least: int, pairs: str, machine: MachineFacts) -> None:
     facts = limit_vocabs(text)
     assert min(facts.bytes_per_token) == least
-    written = project_yaml("x", ["a.txt"], RecordFacts(), facts, machine, plan_for(facts, machine, 5), masked="bert")
+    written = project_yaml(
+        "x", ["a.txt"], RecordFacts(), facts, machine, plan_for(facts, machine, 5, True), masked="bert"
+    )
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     assert config.model.family == "bert"
     assert config.tokenizer.vocab >= least
     assert (config.tokenizer.kind, config.tokens.level, config.train.layout) == ("wordpiece", "sentence", "masked")
     assert config.train.masked.pairs == pairs
     assert not config.tokens.append_end
+
+
+def test_the_head_costs_as_much_as_the_masked_tokens_need() -> None:
+    """The planned seconds are the FLOPs of the family, which counts its head for 15% of the tokens."""
+    text = limit_vocabs(TextFacts(2 * 10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}))
+    plan, entire = plan_for(text, H200, 8, masked=True), plan_for(text, H200, 8)
+    assert plan.vocab > entire.vocab
+    assert (plan.length, entire.length) == (128, 1024)
+    shape = ShapeConfig(layers=plan.layers, width=plan.width, heads=plan.heads, positions=plan.length)
+    net = open_family("bert").shape_of(ModelConfig(family="bert", shape=shape), vocab=plan.vocab, end=0)
+    tokens = plan.epochs * plan.train_tokens
+    computed = 12 * plan.layers * plan.width**2 + 0.15 * plan.width * plan.vocab
+    assert plan.seconds * H200.flops(computed) == pytest.approx(tokens * net.flops_per_token(plan.length), rel=0.1)
 
 
 @pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])

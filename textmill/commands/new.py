@@ -63,8 +63,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     facts = replace(inspect_text(sources, corpus, VOCABS), section=section)
     facts = limit_vocabs(facts) if masked else facts
     machine = probe_machine()
-    minutes = minutes or default_minutes(facts, machine)
-    plan = plan_for(facts, machine, minutes)
+    minutes = minutes or default_minutes(facts, machine, masked)
+    plan = plan_for(facts, machine, minutes, masked)
     large = plan.parameters >= LAW_PARAMETERS and not masked
     other_minutes = describe(forecast(facts, machine, minutes)) if large else ""
     try:

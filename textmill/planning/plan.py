@@ -28,6 +28,10 @@ MAX_EPOCHS = 25
 DROPOUT_EPOCHS = 18
 """Dropout pays from this many epochs on; below it costs speed and loss."""
 DROPOUT = 0.1
+MASKED = 0.15
+"""The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
+MAX_LENGTH, MASKED_LENGTH = 1024, 128
+"""The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
 MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
 """Without a number of minutes."""
 
@@ -59,10 +63,13 @@ class Plan:
     """Estimated seconds of training."""
 
 
-def plan_for(text: TextFacts, machine: MachineFacts, minutes: float) -> Plan:
-    """The settings for this text on this machine, so that the whole command takes about these minutes."""
+def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: bool = False) -> Plan:
+    """The settings for this text on this machine, so that the whole command takes about these minutes.
+
+    `masked`: of a model that predicts masked tokens.
+    """
     left = max(5.0, 60 * minutes - _other_seconds(text, machine))
-    shapes = list(_shapes(text, machine, left))
+    shapes = list(_shapes(text, machine, left, MASKED if masked else 1.0))
     fitting = [shape for shape in shapes if shape.parameters <= MAX_PARAMETERS_PER_TOKEN * shape.unique]
     # The largest net that still sees the text often enough; a larger one would end undertrained.
     chosen = max(
@@ -72,7 +79,7 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float) -> Plan:
     )
     epochs = min(chosen.epochs, MAX_EPOCHS)
     tokens = epochs * chosen.unique
-    length = _length(text, machine, chosen, tokens)
+    length = min(_length(text, machine, chosen, tokens), MASKED_LENGTH if masked else MAX_LENGTH)
     batch = max(1, round(best_batch_tokens("muon", tokens) / length))
     steps = max(20, round(tokens / (batch * length)))
     found = auto_settings("muon", chosen.width, chosen.parameters, chosen.unique, tokens, batch * length)
@@ -82,14 +89,14 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float) -> Plan:
         learning_rate=found.learning_rate, adamw_rate_factor=found.adamw_rate_factor, weight_decay=found.weight_decay,
         dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
         parameters=chosen.parameters, train_tokens=round(chosen.unique),
-        seconds=FLOPS_PER_PARAMETER * chosen.parameters * tokens / machine.flops(chosen.parameters),
+        seconds=FLOPS_PER_PARAMETER * chosen.computed * tokens / machine.flops(chosen.computed),
     )  # fmt: skip
 
 
-def default_minutes(text: TextFacts, machine: MachineFacts) -> float:
+def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False) -> float:
     """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
     most = MAX_MINUTES[machine.device]
-    plan = plan_for(text, machine, most)
+    plan = plan_for(text, machine, most, masked)
     if plan.minutes is not None:
         return most
     return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
@@ -113,6 +120,8 @@ class _Shape:
     width: int
     unique: float
     epochs: float
+    predicted: float = 1.0
+    """The fraction of tokens that the head is computed for."""
 
     @property
     def layers(self) -> int:
@@ -131,33 +140,38 @@ class _Shape:
         return self.blocks + self.width * self.vocab
 
     @property
+    def computed(self) -> float:
+        """Parameters that a token is multiplied with, on average."""
+        return self.blocks + self.predicted * self.width * self.vocab
+
+    @property
     def wanted_epochs(self) -> float:
         """How often a net of this size should see the text; all of these for a net below the text's tokens."""
         return wanted_epochs(self.parameters, self.unique)
 
 
-def _shapes(text: TextFacts, machine: MachineFacts, seconds: float) -> Iterator[_Shape]:
+def _shapes(text: TextFacts, machine: MachineFacts, seconds: float, predicted: float) -> Iterator[_Shape]:
     for width in WIDTHS:
-        vocab = _vocab(text, width)
+        vocab = _vocab(text, width, predicted)
         unique = text.train_bytes / text.bytes_per_token[vocab]
-        parameters = _Shape(vocab, width, unique, 0).parameters
-        tokens = seconds * machine.flops(parameters) / (FLOPS_PER_PARAMETER * parameters)
-        yield _Shape(vocab, width, unique, tokens / unique)
+        computed = _Shape(vocab, width, unique, 0, predicted).computed
+        tokens = seconds * machine.flops(computed) / (FLOPS_PER_PARAMETER * computed)
+        yield _Shape(vocab, width, unique, tokens / unique, predicted)
 
 
-def _vocab(text: TextFacts, width: int) -> int:
+def _vocab(text: TextFacts, width: int, predicted: float) -> int:
     """The vocabulary that makes a pass over the text cheapest, among those whose entries are seen often enough."""
     allowed = [vocab for vocab in text.bytes_per_token if vocab * BYTES_PER_PIECE <= text.train_bytes]
 
     def cost(vocab: int) -> float:
-        return _Shape(vocab, width, 1.0, 0).parameters / text.bytes_per_token[vocab]
+        return _Shape(vocab, width, 1.0, 0, predicted).computed / text.bytes_per_token[vocab]
 
     return min(allowed or [min(text.bytes_per_token)], key=cost)
 
 
 def _length(text: TextFacts, machine: MachineFacts, shape: _Shape, tokens: float) -> int:
     """Tokens of a sample: short on a CPU and for small nets, and not longer than two usual documents."""
-    longest = 64 if shape.parameters < 1e6 else 256 if machine.device == "cpu" else 512 if tokens < 1e8 else 1024
+    longest = 64 if shape.parameters < 1e6 else 256 if machine.device == "cpu" else 512 if tokens < 1e8 else MAX_LENGTH
     usual = 2 * text.document_bytes / text.bytes_per_token[shape.vocab]
     return max(32, min(longest, 1 << math.ceil(math.log2(max(2.0, usual)))))
 
