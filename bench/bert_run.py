@@ -1,11 +1,11 @@
 """A BERT in minutes on real text: masked accuracy, loss curve, minimal pairs, and one minute of finetuning.
 
-    python bench/bert_run.py data=FOLDER out=FOLDER [minutes=7.5] [tune_minutes=1] [limit=580] [size=NAME]
+    python bench/bert_run.py data=FOLDER out=FOLDER [minutes=7.5] [tune_minutes=1] [limit=580] [shape=LAYERSxWIDTH]
                              [documents=N] [pairs=400] [examples=2000] [set=train.batch=256,...]
 
 data: the folder with en.jsonl.xz, lines of {"text": ..., "source": ...}. `textmill new --family bert` plans the run for
-`minutes`, which count the entire `textmill run`; size=NAME takes recipes/bert-base.yaml with that size instead. `set`
-changes settings of the run. documents: only the first N of the text.
+`minutes`, which count the entire `textmill run`; `shape` takes that net instead, with 32,000 tokens, 256 x 128 tokens a
+step and the rates of `train.preset=auto`. `set` changes settings of the run. documents: only the first N of the text.
 
 - Minimal pairs are made of sentences of the test split (bench/minimal_pairs.py has the rules).
 - Finetuning: which of the sources is a passage of 200 to 500 characters from? Trained on documents of the valid split,
@@ -126,14 +126,10 @@ class Bench:
 
     def plan(self) -> Numbers:
         """Write the settings of the run."""
-        if "size" in self.options:
-            recipe = Path(__file__).parent.parent / "recipes" / "bert-base.yaml"
-            config = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-            config["corpus"] |= {"sources": [str(self.out / "text")], "split": "90,5,5"}
-            config["model"] |= {"size": self.options["size"]}
-            del config["train"]["steps"]
-            config["train"] |= {"minutes": self.minutes, "evaluate_every": 500, "save_every": 500}
+        if "shape" in self.options:
+            layers, width = map(int, self.options["shape"].split("x"))
             self.root.mkdir(exist_ok=True)
+            config = run_config(self.out / "text", layers, width, self.minutes)
             (self.root / "textmill.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         elif not (self.root / "textmill.yaml").is_file():
             text, minutes = str(self.out / "text"), f"{self.minutes:g}"
@@ -207,10 +203,11 @@ class Bench:
         tested = {source: texts for source, texts in tested.items() if source in trained}
         write_passages(folder / "train.csv", trained)
         write_passages(folder / "valid.csv", tested)
+        length = min(128, net_of(best)["positions"])
         nets = {"pretrained": {"init_from": str(best)}, "random": {"shape": str(best / "config.json")}}
         running = {}
         for name, net in nets.items():
-            config = tune_config(folder, name, self.root / "tokenizer", net, self.tune_minutes)
+            config = tune_config(folder, name, self.root / "tokenizer", net, length, self.tune_minutes)
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
             running[name] = self.start("run", str(folder / f"{name}.yaml"))
         try:
@@ -239,6 +236,20 @@ class Bench:
         except Stopped as reason:
             print(f"stopped: {reason}; the same command continues", flush=True)
         print(f"{time.monotonic() - STARTED:.0f} s\n\n" + "\n".join(report(self.results)))
+
+
+def run_config(text: Path, layers: int, width: int, minutes: float) -> Numbers:
+    """The settings of a run with a net of this shape."""
+    return {
+        "corpus": {"sources": [str(text)], "sentences": "split", "split": "90,5,5"},
+        "tokenizer": {"kind": "wordpiece", "vocab": 32_000, "lowercase": True},
+        "tokens": {"level": "sentence", "append_end": False},
+        "model": {"family": "bert", "shape": {"layers": layers, "width": width, "heads": max(1, width // 64)}},
+        "train": {
+            "layout": "masked", "masked": {"pairs": "next"}, "length": 128, "batch": 256, "minutes": minutes,
+            "preset": "auto", "evaluate_every": 750, "evaluate_batches": 40, "save_every": 3000,
+        },
+    }  # fmt: skip
 
 
 def net_of(folder: Path) -> Numbers:

@@ -3,7 +3,8 @@
 A pair is a sentence of 5 to 30 words as it was written, and the same sentence with one change:
 
 - agreement: the only one of is/are, was/were, has/have, does/do in it becomes the other form;
-- article: the only a or an in it becomes the other one;
+- article: the only a or an in it becomes the other one; of both rules, each form is changed equally often at most, so
+  that a model gains little by choosing the more frequent form;
 - order: two neighbouring words change places, both of small letters only, at a place drawn from the seed.
 
 Nobody has read the pairs: a few changed sentences are correct English too.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -31,22 +33,24 @@ SENTENCE = re.compile(r"[A-Z][A-Za-z ,;'’-]*[.?!]")
 WORDS = range(5, 31)
 Pair = tuple[str, str]
 """The sentence as it was written, and the changed one."""
-Change = Callable[[list[str], Random], "list[str] | None"]
+Change = Callable[[list[str], Random], "tuple[str, list[str]] | None"]
+"""From words to the changed ones and the form that was changed, or None if the rule does not fit."""
 
 
 def swap_form(forms: dict[str, str]) -> Change:
     """A rule that swaps the only one of these words."""
 
-    def change(words: list[str], _: Random) -> list[str] | None:
+    def change(words: list[str], _: Random) -> tuple[str, list[str]] | None:
         found = [number for number, word in enumerate(words) if word in forms]
         if len(found) != 1:
             return None
-        return [forms[word] if number == found[0] else word for number, word in enumerate(words)]
+        at = found[0]
+        return words[at], [*words[:at], forms[words[at]], *words[at + 1 :]]
 
     return change
 
 
-def swap_neighbours(words: list[str], dice: Random) -> list[str] | None:
+def swap_neighbours(words: list[str], dice: Random) -> tuple[str, list[str]] | None:
     """Two neighbouring words, both of small letters, change places."""
     found = [
         number
@@ -56,31 +60,34 @@ def swap_neighbours(words: list[str], dice: Random) -> list[str] | None:
     if not found:
         return None
     at = dice.choice(found)
-    return [*words[:at], words[at + 1], words[at], *words[at + 2 :]]
+    return "", [*words[:at], words[at + 1], words[at], *words[at + 2 :]]
 
 
-RULES: dict[str, Change] = {
-    "agreement": swap_form(FORMS), "article": swap_form(ARTICLES), "order": swap_neighbours
-}  # fmt: skip
+RULES: dict[str, tuple[Change, int]] = {
+    "agreement": (swap_form(FORMS), len(FORMS)),
+    "article": (swap_form(ARTICLES), len(ARTICLES)),
+    "order": (swap_neighbours, 1),
+}
+"""Each rule, and the number of its forms."""
 
 
 def build_pairs(documents: Iterable[str], count: int, per_document: int = 5, seed: int = 1) -> dict[str, list[Pair]]:
     """Up to `count` pairs of each rule; each sentence is in one pair only, and a document gives a few of each rule."""
-    dice, pairs = Random(seed), {name: list[Pair]() for name in RULES}
+    dice, pairs, forms = Random(seed), {name: list[Pair]() for name in RULES}, Counter[tuple[str, str]]()
     for document in documents:
         given = dict.fromkeys(RULES, 0)
         for line in document.splitlines():
             words = line.split()
             if len(words) not in WORDS or not SENTENCE.fullmatch(line):
                 continue
-            for name, change in RULES.items():
-                open_places = len(pairs[name]) < count and given[name] < per_document
-                if open_places and (changed := change(words, dice)):
-                    pairs[name].append((" ".join(words), " ".join(changed)))
-                    given[name] += 1
-                    break
-        if all(len(found) >= count for found in pairs.values()):
-            break
+            for name, (change, kinds) in RULES.items():
+                if given[name] < per_document and (found := change(words, dice)):
+                    form, changed = found
+                    if forms[name, form] < max(1, count // kinds):
+                        pairs[name].append((" ".join(words), " ".join(changed)))
+                        forms[name, form] += 1
+                        given[name] += 1
+                        break
     return pairs
 
 

@@ -32,7 +32,9 @@ def write_passages(path: Path, passages: dict[str, list[str]]) -> None:
         rows.writerows((text, source) for source, texts in sorted(passages.items()) for text in texts)
 
 
-def tune_config(folder: Path, name: str, tokenizer: Path, net: dict[str, Any], minutes: float) -> dict[str, Any]:
+def tune_config(
+    folder: Path, name: str, tokenizer: Path, net: dict[str, Any], length: int, minutes: float
+) -> dict[str, Any]:
     """The settings of a finetuning, as in recipes/bert-classify.yaml."""
     return {
         "folder": str(folder / name),
@@ -44,8 +46,8 @@ def tune_config(folder: Path, name: str, tokenizer: Path, net: dict[str, Any], m
         "model": {"family": "bert", **net},
         "engine": {"compile": False},
         "train": {
-            "layout": "labelled", "length": 128, "batch": 32, "minutes": minutes, "warmup": 0.1, "schedule": "linear",
+            "layout": "labelled", "length": length, "batch": 32, "minutes": minutes, "warmup": 0.1,
             "learning_rate": RATE if name == "pretrained" else RANDOM_RATE, "betas": [0.9, 0.999],
-            "weight_decay": 0.01, "evaluate_every": 200, "save_every": 200, "log_every": 20,
+            "schedule": "linear", "weight_decay": 0.01, "evaluate_every": 200, "save_every": 200, "log_every": 20,
         },
     }  # fmt: skip

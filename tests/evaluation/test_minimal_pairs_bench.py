@@ -31,6 +31,8 @@ def test_each_rule_changes_one_thing() -> None:
         changed = [number for number, (one, other) in enumerate(zip(*words, strict=True)) if one != other]
         assert sorted(words[0]) == sorted(words[1])
         assert changed == [changed[0], changed[0] + 1]
+    twice = build_pairs([TEXT, TEXT.replace("mills", "gates")], 8)
+    assert len(twice["agreement"]) == 1, "one of eight forms"
     assert not build_pairs(["It is 5 o'clock in the (old) town."], 5)["agreement"], "numbers and brackets"
 
 
