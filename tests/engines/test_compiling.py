@@ -44,12 +44,23 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         (TorchEngine(), LONG.model_copy(update={"steps": 20}), GPU, 1, False),
         (TorchEngine(), LONG.model_copy(update={"length": None}), GPU, 1, True),
         (TorchEngine(), LONG, torch.device("cpu"), 1, False),
-        (TorchEngine(), LONG, GPU, 2, False),
+        (TorchEngine(), LONG, GPU, 2, True),
+        (TorchEngine(), LONG, GPU, 64, False),
         (TorchEngine(deterministic=True), LONG, GPU, 1, False),
         (TorchEngine(compile=False), LONG, GPU, 1, False),
         (TorchEngine(compile=True), LONG.model_copy(update={"steps": 1}), torch.device("cpu"), 2, True),
     ],
-    ids=["long", "short", "default length", "no GPU", "two processes", "deterministic", "set to false", "set to true"],
+    ids=[
+        "long",
+        "short",
+        "default length",
+        "no GPU",
+        "two",
+        "short on 64",
+        "deterministic",
+        "set to false",
+        "set to true",
+    ],
 )
 def test_when_a_net_is_compiled(
     engine: TorchEngine, train: TrainConfig, device: torch.device, world: int, compiled: bool

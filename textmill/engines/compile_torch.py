@@ -31,8 +31,8 @@ def decide_compile(
     """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run."""
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
-    # Compiling is tested on one device only, and `engine.deterministic` is promised for eager nets.
-    if device.type != "cuda" or world > 1 or engine.deterministic or not _is_long(train, shape, device):
+    # `engine.deterministic` is promised for eager nets.
+    if device.type != "cuda" or engine.deterministic or not _is_long(train, shape, device, world):
         return False, ""
     missing = missing_requirement()
     return not missing, f"not compiled, although it would be faster: no {missing} found" if missing else _note(True)
@@ -42,12 +42,12 @@ def _note(compiled: bool) -> str:
     return "compiles in the first step, which takes longer" if compiled else ""
 
 
-def _is_long(train: TrainConfig, shape: Shape, device: torch.device) -> bool:
+def _is_long(train: TrainConfig, shape: Shape, device: torch.device, world: int) -> bool:
     enough = MIN_SECONDS if usable_cores() >= FEW_CORES else FEW_CORES_SECONDS
     if train.minutes is not None:
         return 60 * train.minutes >= enough
     tokens = train.steps * train.batch * (train.length or shape.positions)
-    flops_per_second = EAGER_FRACTION * (peak_flops_of(device) or DEFAULT_PEAK)
+    flops_per_second = EAGER_FRACTION * (peak_flops_of(device) or DEFAULT_PEAK) * world
     return bool(6 * shape.parameters * tokens >= enough * flops_per_second)
 
 

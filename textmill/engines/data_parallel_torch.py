@@ -42,6 +42,11 @@ class DataParallel:
             ):
                 parameter.grad = values.view_as(parameter)
 
+    def repeat_pass(self) -> None:
+        """Expect the gradients of the last pass once more; buckets that are sent already had all of theirs."""
+        if self.active:
+            self.missing = [len(bucket) for bucket in self.buckets]
+
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called when a gradient is complete; all-reduces complete buckets in the same order on every rank."""
         if not self.active:

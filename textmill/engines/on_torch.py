@@ -72,8 +72,8 @@ class OnTorch:
         self.average = Average(self.optimizer.own, train.average.memory)
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
-        # Collectives run in the middle of backward, from hooks that a CUDA graph does not replay.
-        graphed = self.device.type == "cuda" and ranks.world == 1
+        # With several processes, hooks that a CUDA graph would not replay send gradients in the middle of backward.
+        graphed = self.device.type == "cuda" and parallel.axes is None
         self.run_pass = GraphedPass(self._pass, self.optimizer.parameters) if graphed else self._pass
         self.pinned_buffers: PinnedBuffers | None = None
         """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
@@ -132,7 +132,7 @@ class OnTorch:
 
     def _try_pass(self, monitor: CompileMonitor, *arguments: Any) -> Tensor:
         """A pass; if compiling fails and was not requested, it and all later passes run eagerly."""
-        if self.requested or not monitor.compiled:
+        if self.requested or not monitor.compiled or not self.parallel.can_repeat_pass:
             return self.run_pass(*arguments)
         before = [parameter.grad for parameter in self.optimizer.parameters]
         try:
@@ -143,6 +143,7 @@ class OnTorch:
             monitor.fall_back(error)
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
             parameter.grad = gradient
+        self.parallel.repeat_pass()
         self.execution = EAGER
         return self.run_pass(*arguments)
 
@@ -260,6 +261,8 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
     compiled, note = decide_compile(engine, config.train, shape, device, ranks.world)
+    if ranks.any(not compiled) and compiled:
+        compiled, note = False, "not compiled, since another process cannot compile"
     parallel = Parallel(mesh, ranks.rank, device)
     net = new_net(shape, device, config.model.lora, parallel.shard_net)
     micro_batch, requested = engine.micro_batch, engine.compile != "auto"

@@ -44,19 +44,22 @@ class Parallel:
         if self.tensor:
             divide_net(net, self.tensor)
         if self.mesh.shard > 1:
-            # Imported here: it takes a second, which runs without FSDP need not wait for.
-            from torch.distributed.fsdp import FSDPModule, fully_shard
+            self._shard_blocks(net)
 
-            assert self.axes is not None
-            axes = self.axes["replicate", "shard"] if self.mesh.replicate > 1 else self.axes["shard"]
-            for block in net.blocks:
-                fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
-            fully_shard(net, mesh=axes)
-            self.sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
-            # Token weights are those of the global batch, so gradients are summed, never averaged.
-            for module in self.sharded:
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+    def _shard_blocks(self, net: BaseNet) -> None:
+        # Imported here: it takes a second, which runs without FSDP need not wait for.
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        assert self.axes is not None
+        axes = self.axes["replicate", "shard"] if self.mesh.replicate > 1 else self.axes["shard"]
+        for block in net.blocks:
+            fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
+        fully_shard(net, mesh=axes)
+        self.sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
+        # Token weights are those of the global batch, so gradients are summed, never averaged.
+        for module in self.sharded:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on, all-reduce the gradients of these parameters over replicas."""
@@ -68,6 +71,16 @@ class Parallel:
         for module in self.sharded:
             module.set_requires_all_reduce(last, recurse=False)
         return self.data_parallel.during_pass(last) if self.data_parallel else nullcontext()
+
+    @property
+    def can_repeat_pass(self) -> bool:
+        """Whether one rank alone may repeat a pass that failed: not if ranks communicate in its forward pass."""
+        return self.mesh.shard * self.mesh.tensor == 1
+
+    def repeat_pass(self) -> None:
+        """Before a pass that repeats a failed one."""
+        if self.data_parallel:
+            self.data_parallel.repeat_pass()
 
     def sum_loss(self, value: Tensor) -> Tensor:
         """The sum over all data-parallel ranks."""

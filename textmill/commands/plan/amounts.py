@@ -158,13 +158,16 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
             found["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
     if mesh.shard > 1:
         ring, gathers = (mesh.shard - 1) / mesh.shard, 1 if mesh.keep_gathered else 2
-        found["FSDP: weights"] = round(passes * gathers * ring * state.weights * mesh.shard)
+        blocks = state.weights - state.outside_blocks
+        found["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
         found["FSDP: gradients"] = round(passes * ring * full)
     if mesh.tensor > 1:
-        ring = (mesh.tensor - 1) / mesh.tensor
-        stream = estimate.micro_batch * length * shape.width * estimate.itemsize
-        sums = 4 * shape.layers + (2 * shape.layers if config.engine.recompute else 0) + 3
-        found["tensor parallel: residual stream"] = round(passes * sums * 2 * ring * stream)
+        ring, tokens = (mesh.tensor - 1) / mesh.tensor, passes * estimate.micro_batch * length
+        sums = 4 * shape.layers + (2 * shape.layers if config.engine.recompute else 0) + 2
+        found["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
+        # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
+        shared = _count(weight for weight in trained_weights(config, shape) if weight.split is None)
+        found["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
     return found
 
 

@@ -33,6 +33,8 @@ class State:
     """Bytes in the machine's memory instead of the device's: what DeepSpeed offloads."""
     elements: int = 0
     """Weights of this rank."""
+    outside_blocks: int = 0
+    """Bytes of those weights that belong to no block: FSDP keeps them gathered from forward to backward."""
 
     @property
     def total(self) -> int:

@@ -30,7 +30,7 @@ def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4
     Weights are fp32 whatever the `itemsize` of matmuls.
     """
     world = mesh.data_ranks * mesh.tensor
-    with _fake_ranks(world):
+    with fake_ranks(world):
         parallel = Parallel(mesh, 0, torch.device("cpu"))
         with torch.device("meta"):
             net = build_net(shape, config.model.lora)
@@ -53,7 +53,11 @@ def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
         own = matrices[parallel.rank :: world]
         muon = sum(2 * 4 * weight.memory_shape[0] * weight.memory_shape[1] for weight, _ in own)
     average = gradients if train.average.memory else 0
-    return State(weights, gradients, moments + muon + average, _buffers(net, parallel, gradients), elements=elements)
+    blocks = sum(held[parameter].nbytes for parameter in net.blocks.parameters() if parameter in held)
+    return State(
+        weights, gradients, moments + muon + average, _buffers(net, parallel, gradients), elements=elements,
+        outside_blocks=weights - blocks,
+    )  # fmt: skip
 
 
 def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
@@ -73,7 +77,7 @@ def _full_bytes(module: nn.Module) -> int:
 
 
 @contextmanager
-def _fake_ranks(world: int) -> Iterator[None]:
+def fake_ranks(world: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is rank 0 and the others do not exist."""
     if world == 1:
         yield

@@ -1,0 +1,65 @@
+"""Compiled nets on meshes: every layout gives the numbers of its eager run; on a GPU where there is one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import compiled_process
+from tests.support.compiled_process import STEPS
+from tests.support.together import run_together
+
+ON_CPU = ("ddp-2", "shard-2", "tensor-2", "sequence-2", "bert-shard-2")
+SHARED = ("ddp-2", "tensor-2", "sequence-2", "shard-2")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def measured(folder: Path, device: str, world: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Losses and gradient norms of each layout, and whether the net was compiled."""
+    path = folder / "numbers.json"
+    command = [sys.executable, compiled_process.__file__, str(path), device, *names]
+    assert run_together(command, world) == "ok"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def check(found: dict[str, Any], loss: float, norm: float) -> None:
+    """Compare losses and gradient norms of all layouts, eager and compiled."""
+    for name, kinds in found.items():
+        (eager, without), (compiled, with_compiler) = kinds["eager"], kinds["compiled"]
+        assert (without, with_compiler, len(eager)) == (False, True, STEPS)
+        assert [one for one, _ in compiled] == pytest.approx([one for one, _ in eager], rel=loss), name
+        assert [one for _, one in compiled] == pytest.approx([one for _, one in eager], rel=norm), name
+
+
+@pytest.mark.long
+def test_compiled_layouts_give_the_numbers_of_eager_ones(tmp_path: Path) -> None:
+    """Two processes over gloo. The backend traces forward and backward but generates no code, which takes minutes."""
+    check(measured(tmp_path, "cpu", 2, ON_CPU), 1e-6, 1e-5)
+
+
+@needs_gpu
+def test_a_mesh_of_one_process_on_a_gpu(tmp_path: Path) -> None:
+    """Hooks, FSDP and NCCL run, with a single rank in each group."""
+    found = measured(tmp_path, "cuda", 1, ("ddp-2", "shard-2"))
+    check(found, 2e-2, 0.1)
+    for kind in ("eager", "compiled"):
+        one, other = (found[name][kind][0] for name in found)
+        assert [loss for loss, _ in one] == pytest.approx([loss for loss, _ in other], rel=2e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", SHARED)
+def test_two_processes_share_a_gpu(layout: str, tmp_path: Path) -> None:
+    """Over gloo, since NCCL refuses two ranks on one GPU; the numbers are those of a single process."""
+    found = measured(tmp_path, "cuda", 2, (layout,))
+    check(found, 2e-2, 0.1)
+    alone = measured(tmp_path, "cuda", 1, ("ddp-2",))
+    assert [loss for loss, _ in found[layout]["eager"][0]] == pytest.approx(
+        [loss for loss, _ in alone["ddp-2"]["eager"][0]], rel=2e-2
+    )
