@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from textmill.models.decode_torch import NetSlots, open_slots
+from textmill.models.captured_torch import CapturedSlots, prefill_shapes, step_sizes
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
-from textmill.models.gpt2.decode_torch import FastSlots, prefill_shapes, step_sizes
 
 
 class Needed(Exception):
@@ -18,11 +17,8 @@ class Needed(Exception):
 @pytest.mark.parametrize(("slots", "length"), [(1, 16), (3, 40), (6, 64), (8, 33), (70, 130), (5, 4200)])
 def test_every_needed_shape_is_captured_in_advance(monkeypatch: pytest.MonkeyPatch, slots: int, length: int) -> None:
     net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=1, width=4, inner=4, positions=length, vocab=8, end=0))
-    on_cpu = open_slots(net, slots, length)
-    assert type(on_cpu) is NetSlots
-    assert on_cpu.warm_up() == 0, "a CPU captures nothing"
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    memory, steps, prefills = FastSlots(net, slots, length), set[int](), set[tuple[int, int]]()
+    memory, steps, prefills = CapturedSlots(net, slots, length), set[int](), set[tuple[int, int]]()
 
     def step(count: int) -> None:
         steps.add(count)

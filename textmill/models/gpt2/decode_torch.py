@@ -1,120 +1,33 @@
-"""Fast decoding of GPT-2 on a GPU: fused kernels between the matmuls, every step and prefill a captured CUDA graph.
+"""Fast decoding of GPT-2 on a GPU: one kernel for everything between two matmuls.
 
-Shapes in names: N texts, T tokens, E width, F inner width, V vocabulary.
+Shapes in names: N texts, E width, H heads, D head width, F width of a matrix's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.kernels.graph_capture_torch import capture_graph
-from textmill.kernels.transfer_torch import copy_to_device
-from textmill.models.activations import GELUS
-from textmill.models.decode_torch import PREFILL_TOKENS, NetSlots
+from textmill.models.captured_torch import CapturedSlots, has_no_adapter, usable
 from textmill.models.gpt2.net_torch import MLP, Net
 
-try:
-    from textmill.kernels import decode_triton as fused
-except ImportError:  # Triton kernels cannot be built here
-    fused = None  # type: ignore[assignment]
-
-SHORTEST = 32
-"""Prompts are padded to a power of two, at least this: capturing a shape takes 100 times as long as replaying it."""
+__all__ = ["FastSlots", "usable"]
 
 
-def usable(net: Net) -> bool:
-    """True if the kernels can run this net on its device."""
-    return net.head.is_cuda and fused is not None
-
-
-class FastSlots(NetSlots):
-    """Slots whose steps and prefills are captured CUDA graphs."""
+class FastSlots(CapturedSlots):
+    """GPT-2's captured slots."""
 
     net: Net
 
-    def __init__(self, net: Net, slots: int, length: int) -> None:
-        super().__init__(net, slots, length)
-        self.ids_N = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self.positions_N = torch.zeros(slots, dtype=torch.long, device=self.device)
-        self.next: list[int] = []
-        """The values of `positions_N` after the last step: the captured step advances them on the GPU."""
-        self.arrivals = torch.zeros(slots * net.shape.heads, dtype=torch.int32, device=self.device)
-        """Counters of finished partial attention results; always 0 between steps."""
-        self.steps: dict[int, tuple[Any, Tensor]] = {}
-        self.prefills: dict[tuple[int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-
-    @torch.inference_mode()
-    def warm_up(self) -> int:
-        """Capture every step and prefill that texts can need, so that no text waits for a capture; return how many."""
-        counts, shapes = step_sizes(self.slots), prefill_shapes(self.slots, self.length)
-        for count in counts:
-            self._step_graph(count)
-        for rows, tokens in shapes:
-            self._prefill_graph(rows, tokens)
-        return len(counts) + len(shapes)
-
-    def fits_one_prefill(self, count: int, longest: int) -> bool:
-        """A limit on the tokens of one prefill, including padding."""
-        return super().fits_one_prefill(*padded_shape(count, longest))
-
-    @torch.inference_mode()
-    def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
-        """Replay the captured prefill of the next larger shape; padding rows go into the extra slot."""
-        T, N = max(map(len, contexts)), len(contexts)
-        rows, tokens = padded_shape(N, T)
-        if not self.fits_one_prefill(N, T) or tokens > self.length:
-            return super().prefill(first, contexts)
-        ids_NT = torch.tensor([context + [0] * (tokens - len(context)) for context in [*contexts, *[[]] * (rows - N)]])
-        slots_N = torch.tensor([*range(first, first + N), *[self.slots] * (rows - N)])
-        graph, static_NT, static_N, hidden_NTE = self._prefill_graph(rows, tokens)
-        static_NT.copy_(ids_NT.pin_memory(), non_blocking=True)
-        static_N.copy_(slots_N.pin_memory(), non_blocking=True)
-        graph.replay()
-        return hidden_NTE[:N, :T]
-
-    def _prefill_graph(self, rows: int, tokens: int) -> tuple[Any, Tensor, Tensor, Tensor]:
-        if (rows, tokens) not in self.prefills:
-            ids_NT = torch.zeros(rows, tokens, dtype=torch.long, device=self.device)
-            slots_N = torch.full((rows,), self.slots, device=self.device)
-            graph, hidden_NTE = self._capture(lambda: self._read(ids_NT, slots_N), lambda: None)
-            self.prefills[rows, tokens] = graph, ids_NT, slots_N, hidden_NTE
-        return self.prefills[rows, tokens]
-
-    @torch.inference_mode()
-    def decode(self, ids_N: Tensor, positions: list[int]) -> Tensor:
-        """Replay the captured step of the next larger size; spare rows work on free slots."""
-        count = len(positions)
-        self.ids_N[:count] = ids_N
-        if positions != self.next:
-            self.positions_N[:count] = copy_to_device(positions, self.device)
-        self.next = []  # stays empty if the step fails: the positions are unknown then
-        graph, logits_NV = self._step_graph(min(power_of_two(count), self.slots))
-        graph.replay()
-        self.next = [position + 1 for position in positions]
-        return logits_NV[:count]
-
-    def _step_graph(self, count: int) -> tuple[Any, Tensor]:
-        if count not in self.steps:
-            few = count <= fused.MAX_FUSED_TEXTS and _has_no_adapter(self.net) and self.net.shape.activation in GELUS
-            positions_N = self.positions_N.clone()
-            self.steps[count] = self._capture(
-                lambda: self._step(count, few=few), lambda: self.positions_N.copy_(positions_N)
-            )
-        return self.steps[count]
-
-    def _step(self, count: int, *, few: bool) -> Tensor:
-        """Logits after one more token of each text; every position advances by one."""
-        hidden_NE = self._hidden(count, few=few)
-        # A slot without a text advances too, and must stay inside its memory.
-        self.positions_N[:count].add_(1).clamp_(max=self.length - 1)
-        return self.net.logits(hidden_NE)
+    def can_fuse(self) -> bool:
+        """True without adapters, and with an activation that the kernels have."""
+        blocks: list[Any] = list(self.net.blocks)
+        return self.net.shape.activation in self.kernels.ACTIVATIONS and all(
+            has_no_adapter((block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)) for block in blocks
+        )
 
     def _hidden(self, count: int, *, few: bool) -> Tensor:
         """The last hidden states of a step: one kernel for everything between two matmuls.
@@ -122,79 +35,24 @@ class FastSlots(NetSlots):
         With few texts, kernel launches take most of the time; then one kernel does a matmul and everything around it,
         including norms.
         """
-        net, blocks = self.net, [*self._blocks(), None]
+        net, fused = self.net, self.kernels
+        blocks: list[Any] = [*net.blocks, None]
         x_NE: Tensor = fused.embed(self.ids_N[:count], self.positions_N[:count], net.wte.weight, net.wpe.weight)
         h_NE = x_NE if few else blocks[0].ln_1(x_NE)
         for layer, (block, following) in enumerate(pairwise(blocks)):
             attn, mlp, norm = block.attn, block.mlp, following.ln_1 if following else net.ln_f
             qkv_NF = fused.fused_linear(x_NE, attn.c_attn, norm=block.ln_1) if few else attn.c_attn(h_NE)
-            y_NE = self._attend(layer, qkv_NF.view(count, net.shape.heads, 3, -1))
-            x_NE, h_NE = _add_linear(x_NE, y_NE, attn.c_proj, block.ln_2, few=few)
+            qkv_NH3D = qkv_NF.view(count, net.shape.heads, 3, -1)
+            y_NE = fused.attend(qkv_NH3D, self.cache.memory[layer], self.positions_N[:count], self.arrivals)
+            x_NE, h_NE = self._add_linear(x_NE, y_NE, attn.c_proj, block.ln_2, few=few)
             inner_NF = (
-                fused.fused_linear(x_NE, mlp.c_fc, norm=block.ln_2, gelu=mlp.approximate)
+                fused.fused_linear(x_NE, mlp.c_fc, norm=block.ln_2, activation=net.shape.activation)
                 if few
                 else _activations(mlp, h_NE)
             )
-            x_NE, h_NE = _add_linear(x_NE, inner_NF, mlp.c_proj, norm, few=few)
+            x_NE, h_NE = self._add_linear(x_NE, inner_NF, mlp.c_proj, norm, few=few)
         hidden_NE: Tensor = net.ln_f(x_NE) if few else h_NE
         return hidden_NE
-
-    def _blocks(self) -> list[Any]:
-        return list(self.net.blocks)
-
-    def _attend(self, layer: int, qkv_NH3D: Tensor) -> Tensor:
-        out: Tensor = fused.attend(qkv_NH3D, self.cache.memory[layer], self.positions_N[: len(qkv_NH3D)], self.arrivals)
-        return out
-
-    def _capture(self, work: Callable[[], Tensor], undo: Callable[[], object]) -> tuple[Any, Tensor]:
-        """Capture `work` as a CUDA graph; return the graph and the tensor with its result.
-
-        `work` runs twice before, as a warm-up, and `undo` reverts each run. All graphs share their memory: a result is
-        consumed, in stream order, before another graph is replayed.
-        """
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                work()
-                undo()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with capture_graph(graph, self.pool):
-            result = work()
-        return graph, result
-
-
-def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
-    return 1 << max(0, count - 1).bit_length()
-
-
-def padded_shape(count: int, longest: int) -> tuple[int, int]:
-    """The shape that prompts are padded to: rows and tokens."""
-    return power_of_two(count), max(SHORTEST, power_of_two(longest))
-
-
-def step_sizes(slots: int) -> list[int]:
-    """The batch sizes for which steps are captured."""
-    return sorted({min(power_of_two(count), slots) for count in range(1, slots + 1)})
-
-
-def prefill_shapes(slots: int, length: int) -> list[tuple[int, int]]:
-    """The shapes (rows, tokens) for which prefills are captured: all that this many slots of this length can need."""
-    rows = sorted({padded_shape(count, 1)[0] for count in range(1, slots + 1)})
-    tokens = sorted({padded_shape(1, T)[1] for T in range(1, length)})
-    return [(row, many) for row in rows for many in tokens if row * many <= PREFILL_TOKENS and many <= length]
-
-
-def _has_no_adapter(net: Net) -> bool:
-    blocks: list[Any] = list(net.blocks)
-    matrices = [
-        matrix
-        for block in blocks
-        for matrix in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-    ]
-    return all(type(matrix) is nn.Linear for matrix in matrices)
 
 
 def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:
@@ -202,17 +60,3 @@ def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:
     if mlp.approximate != "tanh" or type(mlp.c_fc) is not nn.Linear:
         return mlp.inner(h_NE)
     return torch._addmm_activation(mlp.c_fc.bias, h_NE, mlp.c_fc.weight.T, use_gelu=True)
-
-
-def _add_linear(
-    x_NE: Tensor, y_NE: Tensor, linear: nn.Module, norm: nn.LayerNorm, *, few: bool
-) -> tuple[Tensor, Tensor]:
-    """The residual stream plus linear(y), and its norm; with few texts the next matmul computes the norm itself."""
-    if few:
-        x_NE = fused.fused_linear(y_NE, linear, added=x_NE)
-        return x_NE, x_NE
-    if type(linear) is not nn.Linear:  # it has an adapter
-        x_NE = x_NE + linear(y_NE)
-        return x_NE, norm(x_NE)
-    added: tuple[Tensor, Tensor] = fused.add_norm(x_NE, F.linear(y_NE, linear.weight), linear.bias, norm)
-    return added

@@ -35,14 +35,14 @@ Context = tuple[Tensor, Tensor, Mask | None]
 class RMSNorm(nn.Module):
     """Divides by the root mean square of the channels, in fp32."""
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.epsilon = epsilon
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * inverse * self.weight).to(x.dtype)
 
 
