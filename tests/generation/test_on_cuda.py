@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import queue
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.small_models import write_model
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import SampleConfig, TorchEngine
+from textmill.config import ModelConfig, SampleConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Token
 from textmill.generation.scheduler import Scheduler
+from textmill.models import open_family
+from textmill.models.captured_torch import CapturedSlots
+from textmill.models.decode_torch import NetSlots, Slots
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 PROMPTS = ["The mill", "물레방아는", "", "Değirmen köprünün üstünde", "a"] * 4
@@ -25,6 +31,28 @@ SAMPLES = [
                  stop=["e"]),
     SampleConfig(max_tokens=12, beams=3),
 ]  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"heads": 2, "width": 32},
+    "llama": {"heads": 4, "kv_heads": 2, "width": 32},
+    "qwen3": {"heads": 4, "kv_heads": 2, "width": 32, "head_width": 16, "qk_norm": True},
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any, tokenizer: TextTokenizer) -> Checkpoint:
+    """A small model of each family that has fast decoding."""
+    family = "gpt2" if request.param == "gpt2" else "llama"
+    numbers = {"layers": 2, "inner": 128, "positions": 96, **SHAPES[request.param]}
+    model = ModelConfig(family=family, size="nano", shape=numbers)  # type: ignore[arg-type]
+    shape = open_family(family).shape_of(model, vocab=tokenizer.vocab, end=tokenizer.end)
+    return write_model(tmp_path_factory.mktemp(request.param) / "run", tokenizer, shape)
+
+
+@pytest.fixture(scope="module")
+def generator(checkpoint: Checkpoint) -> Generator:
+    return open_generator(checkpoint, TorchEngine(device="cpu", precision="fp32"))
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +93,14 @@ def test_fused_kernels_give_the_logits_of_plain_torch(
     """The same contexts and ids, with few and many texts: captured kernels against torch's operations in fp32."""
     kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
-    plain = generator.new_slots(texts + 1, 96)
-    plain.captured = False  # type: ignore[attr-defined]
+    plain = NetSlots(generator.net, texts + 1, 96)
     fused = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
     fused.net.to(kinds[precision])  # type: ignore[attr-defined]
-    slots, places = fused.new_slots(texts + 1, 96), [2, 5, 40] * (texts // 3)
-    for one in (plain, slots):
+    slots: Slots = fused.new_slots(texts + 1, 96)
+    assert isinstance(slots, CapturedSlots)
+    places = [2, 5, 40] * (texts // 3)
+    both: tuple[Slots, Slots] = (plain, slots)
+    for one in both:
         one.prefill(0, [[1, 2], [4, 5, 6, 7, 8], [9] * 40] * (texts // 3))
     ids = torch.tensor([5, 6, 7] * (texts // 3), device="cuda")
     for _ in range(20):

@@ -13,12 +13,9 @@ from tests.support.weights import noisy_weights, shape_of
 from textmill.config import SIZES, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family, read_shape, to_memory, weights_of
-from textmill.models.base_torch import BaseNet
-from textmill.models.decode_torch import NetSlots, open_slots
 from textmill.models.nets_torch import checkpoint_tensors, fill, new_net
 
 CPU = torch.device("cpu")
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 SHAPES = [
     ("nano", {}, 500),
     ("nano", {"layers": 3, "heads": 5, "width": 80, "inner": 200, "positions": 33}, 129),
@@ -52,39 +49,6 @@ def test_logits_equal_transformers(size: str, numbers: dict[str, Any], vocab: in
     assert got.shape == wanted.shape
     assert (got - wanted).abs().max() < 1e-5
     assert shape.parameters == sum(parameter.numel() for parameter in theirs.parameters())
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
-@pytest.mark.parametrize("activation", ["gelu_new", "relu"])
-def test_decoding_gives_the_logits_of_a_full_pass(device: str, activation: str) -> None:
-    """Texts of different lengths in slots: prefilled, copied, decoded token by token; with fast and generic slots."""
-    shape = shape_of("nano", {"activation": activation}, 300)
-    net = new_net(shape, torch.device(device))
-    fill(net, noisy_weights(shape), "test")
-    texts = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
-    lengths = [9, 1, 20]
-    for kind in (NetSlots, open_slots):
-        slots = kind(net, 4, 48)
-        hidden = slots.prefill(0, [text[:length] for text, length in zip(texts, lengths, strict=True)])
-        wanted = [logits_of(net, text) for text in texts]
-        for row, length in enumerate(lengths):
-            with torch.inference_mode():
-                found = net.logits(hidden[row, :length])
-            assert (found - wanted[row][:length]).abs().max() < 1e-4
-        order = [2, 0, 1]
-        slots.move(0, 3, lengths[0])
-        slots.reorder([2, 3, 1], max(lengths))
-        for step in range(8):
-            places = [lengths[text] + step for text in order]
-            ids = torch.tensor([texts[text][place] for text, place in zip(order, places, strict=True)], device=device)
-            found = slots.decode(ids, places)
-            for row, (text, place) in enumerate(zip(order, places, strict=True)):
-                assert (found[row] - wanted[text][place]).abs().max() < 1e-4
-
-
-def logits_of(net: BaseNet, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return net.logits(net(torch.tensor([ids], device=net.head.device)))[0]
 
 
 def test_padding_rows_do_not_change_logits() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
-from textmill.models import initial_weights
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models import Shape, initial_weights, open_family
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 TEXT = [
@@ -19,18 +18,21 @@ TEXT = [
 ]
 
 
-def write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
+def write_model(run: Path, tokenizer: TextTokenizer, shape: Shape) -> Checkpoint:
     """Write a checkpoint with large random weights, so that the likeliest token differs between positions."""
     dice = np.random.default_rng(7)
     weights = [
         (
             name,
-            values * np.float32(8 if "wte" in name else 20)
+            values * np.float32(8 if "wte" in name or "embed_tokens" in name else 20)
             if values.ndim == 2
             else values + dice.random(len(values), np.float32),
         )
         for name, values in initial_weights(shape, 7)
     ]
-    texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
+    texts = {
+        "config.json": json.dumps(open_family(shape.family).hf_config_of(shape)),
+        **tokenizer.files(shape.positions),
+    }
     files = {name: text.encode() for name, text in texts.items()}
     return open_checkpoint(write_checkpoint(run, Snapshot(7, weights, [], {"step": 7}, files)))
