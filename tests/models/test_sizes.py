@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from textmill.config import ModelConfig
+from textmill.config import ModelConfig, ShapeConfig
 from textmill.models import open_family
 from textmill.models.nets_torch import new_net, parameters_of
 
@@ -30,3 +30,15 @@ def test_published_counts(size: str, vocab: int, published: float, places: int) 
     padding = (shape.padded_vocab - shape.vocab) * shape.width
     assert sum(parameter.numel() for _, parameter in parameters_of(net).values()) == shape.parameters + padding
     assert all(parameter.is_meta for _, parameter in parameters_of(net).values())
+
+
+@pytest.mark.parametrize(("family", "size"), [("gpt2", "nano"), ("llama", "nano"), ("bert", "tiny")])
+def test_attention_may_have_a_dropout_rate_of_its_own(family: str, size: str) -> None:
+    """config.json has both rates, under the names that transformers reads."""
+    names = {"gpt2": ("resid_pdrop", "attn_pdrop"), "llama": ("residual_dropout", "attention_dropout"),
+             "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob")}  # fmt: skip
+    opened = open_family(family)
+    for own, expected in ((None, [0.1, 0.1]), (0.0, [0.1, 0.0])):
+        model = ModelConfig(family=family, size=size, shape=ShapeConfig(dropout=0.1, attention_dropout=own))
+        written = opened.hf_config_of(opened.shape_of(model, vocab=100, end=0))
+        assert [written[name] for name in names[family]] == expected

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.machines import H200, TWO_CORES
 from textmill.config import RunConfig
 from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.plan import MAX_EPOCHS, default_minutes, plan_for
+from textmill.planning.plan import COMPILE_SECONDS, MAX_EPOCHS, STAGE_RATES, default_minutes, plan_for
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
 FLAT = MachineFacts("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)
@@ -30,7 +30,7 @@ def text_of(size: float, **more: float) -> TextFacts:
 def test_sizes_are_near_those_of_the_scaling_laws(million_tokens: int, seconds: int, million_parameters: int) -> None:
     """Compute-optimal sizes at 4e14 FLOP/s, where repeated text allows them; the rules choose from a few widths."""
     text = text_of(million_tokens * 1e6 * 4.3 / 0.9)
-    other = sum(text.bytes / rate / 16 for rate in (8e6, 4e6, 8e6))
+    other = COMPILE_SECONDS + sum(text.bytes / rate / 16**power for rate, power in STAGE_RATES.values())
     plan = plan_for(text, FLAT, (seconds + other) / 60)
     assert million_parameters / 2.1 < plan.parameters / 1e6 < million_parameters * 2.1
 
@@ -76,3 +76,9 @@ def test_the_korean_trial() -> None:
     assert (plan.layers, plan.width, plan.vocab) == (6, 384, 8192)
     assert 1.5 < plan.weight_decay < 2.5
     assert 10_000 < plan.batch * plan.length < 20_000
+
+
+def test_compiling_must_save_more_time_than_it_takes() -> None:
+    assert not plan_for(text_of(60e6), H200, 0.8).compiled
+    assert plan_for(text_of(60e6), H200, 3).compiled
+    assert not plan_for(text_of(1e6), TWO_CORES, 5).compiled

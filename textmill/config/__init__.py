@@ -199,9 +199,11 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {}
     if "extra" in own:
         raise TextmillError(f"model.shape.extra: {model.family} has no numbers of its own; remove it")
-    if unknown := [name for name in own if name not in sizes[model.size] and name != "inner"]:
+    known_names = (*sizes[model.size], "inner", "attention_dropout")
+    if unknown := [name for name in own if name not in known_names]:
         raise TextmillError(f"model.shape.{unknown[0]}: the family {model.family} does not have it; remove it")
-    return {**sizes[model.size], **own}
+    numbers = {**sizes[model.size], **own}
+    return {"attention_dropout": numbers["dropout"], **numbers}
 
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:

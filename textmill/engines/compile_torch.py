@@ -16,7 +16,7 @@ from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
 from textmill.runners.on_local import usable_cores
 
-MIN_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 90.0, 8, 150.0
+MIN_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 50.0, 8, 120.0
 """The eager run time from which on compiling pays: on an H200 it adds 10 to 30 s and halves the other steps; with
 fewer cores than these, or busy ones, it took up to 45 s."""
 EAGER_FRACTION, DEFAULT_PEAK = 0.2, 1e14

@@ -53,9 +53,9 @@ class MachineFacts:
     memory: int
     """Bytes of the device's memory."""
     rates: tuple[tuple[int, float], tuple[int, float]]
-    """(parameters, achieved operations per second) of a small and a larger net in training."""
+    """(parameters, achieved operations per second) of a small and a larger net in training; compiled on a GPU."""
     startup_seconds: float
-    """Seconds of a command that are not work on text or steps: imports, compiling, saving, evaluating."""
+    """Seconds of a command that are not work on text or steps: imports, saving, evaluating."""
 
     def flops(self, parameters: float) -> float:
         """Achieved operations per second with a net of so many parameters: a power law through the two measured

@@ -43,4 +43,5 @@ def masked_sections(sections: dict[str, list[Row]], text: TextFacts, plan: Plan,
         "model": [("family", family, "predicts masked tokens"), *shape],
         "train": [("layout", "masked", "15 % of the tokens are masked, others in each epoch"),
                   ("masked", "", ""), pairs, *sections["train"]],
+        **{name: rows for name, rows in sections.items() if name == "engine"},
     }  # fmt: skip

@@ -32,6 +32,10 @@ MASKED = 0.15
 """The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
 MAX_LENGTH, MASKED_LENGTH = 1024, 128
 """The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
+COMPILE_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 18.0, 8, 45.0
+"""On a GPU, what compiling takes; with fewer cores than these, and beside other work, it takes longer."""
+EAGER_SPEED = 0.5
+"""The speed of a net that is not compiled, relative to a compiled one."""
 MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
 """Without a number of minutes."""
 
@@ -61,6 +65,8 @@ class Plan:
     """Unique tokens of the train split."""
     seconds: float
     """Estimated seconds of training."""
+    compiled: bool
+    """Whether the net is compiled: on a GPU, if that saves more time than it takes."""
 
 
 def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: bool = False) -> Plan:
@@ -69,7 +75,9 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     `masked`: of a model that predicts masked tokens.
     """
     left = max(5.0, 60 * minutes - _other_seconds(text, machine))
-    shapes = list(_shapes(text, machine, left, MASKED if masked else 1.0))
+    compiled = machine.device == "cuda" and left - _compile_seconds(machine) >= EAGER_SPEED * left
+    seconds = _full_speed_seconds(machine, left, compiled)
+    shapes = list(_shapes(text, machine, seconds, MASKED if masked else 1.0))
     fitting = [shape for shape in shapes if shape.parameters <= MAX_PARAMETERS_PER_TOKEN * shape.unique]
     # The largest net that still sees the text often enough; a larger one would end undertrained.
     chosen = max(
@@ -88,9 +96,27 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
         epochs=epochs, steps=steps, minutes=minutes if chosen.epochs <= MAX_EPOCHS else None,
         learning_rate=found.learning_rate, adamw_rate_factor=found.adamw_rate_factor, weight_decay=found.weight_decay,
         dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
-        parameters=chosen.parameters, train_tokens=round(chosen.unique),
-        seconds=FLOPS_PER_PARAMETER * chosen.computed * tokens / machine.flops(chosen.computed),
+        parameters=chosen.parameters, train_tokens=round(chosen.unique), compiled=compiled,
+        seconds=_training_seconds(machine, chosen.computed, tokens, compiled),
     )  # fmt: skip
+
+
+def _compile_seconds(machine: MachineFacts) -> float:
+    return COMPILE_SECONDS if machine.cores >= FEW_CORES else FEW_CORES_SECONDS
+
+
+def _full_speed_seconds(machine: MachineFacts, seconds: float, compiled: bool) -> float:
+    """The seconds at the measured speed that are worth as much as so many seconds of training."""
+    if compiled:
+        return seconds - _compile_seconds(machine)
+    return seconds * (EAGER_SPEED if machine.device == "cuda" else 1.0)
+
+
+def _training_seconds(machine: MachineFacts, parameters: float, tokens: float, compiled: bool) -> float:
+    seconds = FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters)
+    if compiled:
+        return seconds + _compile_seconds(machine)
+    return seconds / (EAGER_SPEED if machine.device == "cuda" else 1.0)
 
 
 def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False) -> float:
@@ -177,9 +203,12 @@ def _length(text: TextFacts, machine: MachineFacts, shape: _Shape, tokens: float
 
 
 def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:
-    """Seconds of the stages before and after training, with start-up and compiling."""
-    return machine.startup_seconds + text.bytes * sum(1 / rate for rate in STAGE_RATES.values()) / machine.cores
+    """Seconds of the stages before and after training, with start-up."""
+    parts = (text.bytes / rate / math.pow(machine.cores, power) for rate, power in STAGE_RATES.values())
+    return machine.startup_seconds + sum(parts)
 
 
-STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "fit-tokenizer": 4e6, "tokenize": 8e6}
-"""Bytes of text that one core handles in a second."""
+STAGE_RATES: Mapping[str, tuple[float, float]] = {
+    "prepare": (8e6, 0.5), "fit-tokenizer": (6e6, 0.2), "tokenize": (3e6, 0.5),
+}  # fmt: skip
+"""Bytes of text that one core handles in a second, and the power of the cores with which that grows."""

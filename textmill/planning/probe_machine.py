@@ -20,13 +20,13 @@ PROBED = ((2, 64), (4, 192))
 VOCAB, LENGTH, ROWS = 1024, 64, 16
 PROBE_SECONDS = 1.5
 """For each net, after its first step."""
-GPU_SMALL, GPU_LARGE = 5_200_000, 124_000_000
+GPU_SMALL, GPU_LARGE = 7_500_000, 124_000_000
 """Parameters of the nets whose speed on a GPU is known relative to that of large matmuls."""
-GPU_SMALL_FRACTION, GPU_LARGE_FRACTION = 0.05, 0.5
-"""Of the speed of large matmuls, reached in training by nets of these sizes (docs/autopilot.md); a net is not trained
-on a GPU for the probe, since it would be compiled first."""
-STARTUP_SECONDS = {"cpu": 8.0, "cuda": 25.0}
-"""Imports, compiling, saving and the last evaluation."""
+GPU_SMALL_FRACTION, GPU_LARGE_FRACTION = 0.25, 0.57
+"""Of the speed of large matmuls, reached in training by compiled nets of these sizes (docs/autopilot.md); a net is not
+trained on a GPU for the probe, since it would be compiled first."""
+STARTUP_SECONDS = {"cpu": 8.0, "cuda": 12.0}
+"""Imports, saving and the last evaluation."""
 
 
 def probe_machine(device_name: str = "auto") -> MachineFacts:

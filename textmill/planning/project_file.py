@@ -33,6 +33,8 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 """
     lines = [head]
     sections = _sections(sources, records, text, plan)
+    if machine.device == "cuda" and not plan.compiled:
+        sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
     if family != ModelConfig().family:
         sections["model"].insert(0, ("family", family, "rotary positions, RMSNorm and a gated MLP"))
     for section, rows in (masked_sections(sections, text, plan, masked) if masked else sections).items():
@@ -66,9 +68,7 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
             ("  layers", plan.layers, ""),
             ("  heads", plan.heads, ""),
             ("  width", plan.width, "the largest net that sees the text often enough in this time"),
-            ("  dropout", plan.dropout, "used when the text is repeated many times" if plan.dropout else "not needed "
-                                                                                                         "for so few "
-                                                                                                         "epochs"),
+            *_dropout_rows(plan),
         ],
         "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),
                   *_train_rows(plan, often)],
@@ -78,6 +78,15 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
             ("max_tokens", 200, "tokens of new text"),
         ],
     }  # fmt: skip
+
+
+def _dropout_rows(plan: Plan) -> list[Row]:
+    if not plan.dropout:
+        return [("  dropout", 0.0, "not needed for so few epochs")]
+    return [
+        ("  dropout", plan.dropout, "used when the text is repeated many times"),
+        ("  attention_dropout", 0.0, "none on attention weights: that would be slow on a GPU"),
+    ]
 
 
 def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> list[Row]:

@@ -124,9 +124,7 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
     if length and config.shape.positions is None:
         numbers["positions"] = length
     numbers.setdefault("inner", 4 * numbers["width"])
-    return Shape(
-        vocab=vocab, end=end, attention_dropout=numbers["dropout"], pooler=numbers["pair_head"], **numbers
-    )  # fmt: skip
+    return Shape(vocab=vocab, end=end, pooler=numbers["pair_head"], **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:

@@ -87,9 +87,7 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
     if length and config.shape.positions is None:
         numbers["positions"] = length  # positions that are never trained would be noise in generation
     numbers.setdefault("inner", 4 * numbers["width"])
-    return Shape(
-        vocab=vocab, end=end, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout, **numbers
-    )
+    return Shape(vocab=vocab, end=end, embedding_dropout=dropout, residual_dropout=dropout, **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:

@@ -133,7 +133,7 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
         )
     if numbers["qk_norm"] and numbers["qkv_bias"]:
         raise TextmillError("model.shape.qk_norm: no model of transformers has it with qkv_bias; remove one of them")
-    return Shape(vocab=vocab, end=end, attention_dropout=numbers["dropout"], **numbers)
+    return Shape(vocab=vocab, end=end, **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
