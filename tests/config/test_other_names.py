@@ -40,10 +40,19 @@ OPTIONS = """
 --wandb-username --wandb_dir --warmup --webtext-eval --weight-decay --workers --workspace --workspace_finetune
 """.split()
 """Every option in the manuals of the five tools that textmill replaces."""
+DISTILLATION = """
+--data_file --student_type --student_config --student_pretrained_weights --teacher_type --teacher_name --temperature
+--alpha_ce --alpha_mlm --alpha_clm --alpha_mse --alpha_cos --mlm --mlm_mask_prop --word_mask --word_keep --word_rand
+--mlm_smoothing --token_counts --restrict_ce_to_mask --freeze_pos_embs --freeze_token_type_embds --n_epoch
+--group_by_size --warmup_prop --weight_decay --learning_rate --adam_epsilon --max_grad_norm --initializer_range
+--fp16_opt_level --n_gpu --log_interval --checkpoint_interval --vocab_transform --ref_model_path --alpha_lm --pkd
+--alpha_pkd --beta_pkd --teacher_layers --pkd_output --minilm --alpha_att --alpha_val --max_steps
+""".split()
+"""Every option of Hugging Face's distillation scripts, and those that a compression project for GPT-2 added."""
 SAME_NAME = r"did you mean '[\w.]+\.{leaf}'\?"
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", sorted({*OPTIONS, *DISTILLATION}))
 def test_no_option_gets_a_wrong_suggestion(option: str) -> None:
     """Advice is from the tables, or names a key with the very same last word: likeness of letters is not meaning."""
     name = option.lstrip("-").replace("-", "_")

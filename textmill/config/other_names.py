@@ -107,11 +107,16 @@ OTHER_NAMES = {
     "alpha_ce": "train.distil.kl", "alpha_clm": "train.distil.labels", "alpha_mlm": "train.distil.labels",
     "alpha_mse": "train.distil.mse", "alpha_cos": "train.distil.cosine", "teacher_name": "train.distil.teachers",
     "alpha_pkd": "train.distil.kl", "beta_pkd": "train.distil.hidden", "teacher_layers": "train.distil.teacher_layers",
+    "alpha_lm": "train.distil.labels", "n_epoch": "train.epochs", "warmup_prop": "train.warmup",
+    "checkpoint_interval": "train.save_every", "freeze_token_type_embds": "train.freeze",
+    "mlm_mask_prop": "train.masked.probability", "ref_model_path": "model.init_from",
     "whole_word_mask": "train.masked.whole_words", "do_whole_word_mask": "train.masked.whole_words",
 }  # fmt: skip
 
 _LAUNCHER = "not needed: start textmill with torchrun, srun, mpirun or deepspeed, whose options these are"
 _INSTALL = "not needed: make installs everything"
+_MASKING = "not available: of the tokens to predict, 80 % are masked, 10 % kept and 10 % replaced"
+_ATTENTION = "not available: attention is not compared; use train.distil.kl, cosine or hidden"
 # Options of those tools that have no key here, and what to do instead.
 ADVICE = {
     "load": "to go on with a run, give the same command again; to start from the weights of another, "
@@ -142,6 +147,16 @@ ADVICE = {
     "these blocks",
     "temperature": "use sample.temperature to generate, train.distil.temperature to distil",
     "teacher_type": "not needed: the folders in train.distil.teachers say what they are",
+    "restrict_ce_to_mask": "not needed: every term of train.distil counts tokens with a label only",
+    "group_by_size": "not needed: train.layout=packed fills every sample, so that there is no padding to save",
+    "word_mask": _MASKING, "word_keep": _MASKING, "word_rand": _MASKING,
+    "fp16_opt_level": "not needed: engine.precision=bf16 or fp16 keeps weights and their updates in fp32",
+    "initializer_range": "not available: weights start with the spread of the published model, 0.02",
+    "n_gpu": "use CUDA_VISIBLE_DEVICES to choose GPUs, and torchrun to use several",
+    "vocab_transform": "not needed: model.init_from copies the head too",
+    "pkd": "set train.distil.hidden above 0, with train.distil.student_layers and train.distil.teacher_layers",
+    "pkd_output": "not available: hidden states are compared without a projection, so teachers need the model's width",
+    "minilm": _ATTENTION, "alpha_att": _ATTENTION, "alpha_val": _ATTENTION,
     "local_rank": _LAUNCHER, "master_addr": _LAUNCHER, "master_port": _LAUNCHER, "nnodes": _LAUNCHER,
     "node_rank": _LAUNCHER, "nproc_per_node": _LAUNCHER, "num_gpus": _LAUNCHER, "deepspeed_mpi": _LAUNCHER,
     "distributed_backend": "not needed: nccl on GPUs, gloo on CPUs", "jobid": _LAUNCHER,
