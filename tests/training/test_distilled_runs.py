@@ -62,6 +62,9 @@ def test_a_resumed_run_is_bitwise_the_same(root: Path) -> None:
             ["engine.mesh.tensor=2", "engine.mesh.shard=2"],
             ["train.distil.top_k=5", "train.distil.divergence=reverse"],
         ),
+        (2, ["engine.mesh.shard=2"], ["train.distil.hidden=0.3", "train.freeze=[wpe]"]),
+        (2, ["engine.kind=deepspeed", "engine.zero=2"], ["train.distil.hidden=0.3"]),
+        (2, ["engine.kind=deepspeed", "engine.zero=3"], ["train.distil.hidden=0.3", "train.distil.mse=0.001"]),
     ],
 )
 def test_processes_equal_one(count: int, mesh: list[str], more: list[str], root: Path, tmp_path: Path) -> None:

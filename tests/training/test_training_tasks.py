@@ -155,3 +155,25 @@ def test_adapters_and_two_processes_give_the_same_figures(root: Path) -> None:
     for line in (one, two):
         del line["choices/seconds"], line["perplexity/seconds"]
     assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("count", "engine"),
+    [
+        (2, ["engine.mesh.shard=2"]),
+        (2, ["engine.mesh.tensor=2"]),
+        (2, ["engine.kind=deepspeed", "engine.zero=3"]),
+        (1, ["engine.kind=jax"]),
+    ],
+)
+def test_other_engines_and_meshes_give_the_same_figures(root: Path, count: int, engine: list[str]) -> None:
+    train(config_for(root, root / "plain", 2, *KEEP, *tasks_of(root), "train.tasks_every=2"))
+    run = root / "-".join(engine)
+    words = [*train_arguments(root, run, 2), *KEEP, *tasks_of(root), "train.tasks_every=2", *engine]
+    assert run_together([sys.executable, "-m", "textmill", *words], count) == "ok"
+    found, wanted = (
+        {name: value for name, value in logged(one)[2].items() if not name.endswith("/seconds")}
+        for one in (run, root / "plain")
+    )
+    assert found == pytest.approx(wanted, rel=1e-4)
