@@ -15,7 +15,8 @@ from tests.support.compiled_process import STEPS
 from tests.support.together import run_together
 
 ON_CPU = ("ddp-2", "shard-2", "tensor-2", "sequence-2", "bert-shard-2")
-SHARED = ("ddp-2", "tensor-2", "sequence-2", "shard-2")
+SHARED = (("ddp-2", "tensor-2"), ("shard-2", "sequence-2"))
+"""In one launch each: all-reduces only, and all-gathers and reduce-scatters too."""
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
@@ -43,23 +44,27 @@ def test_compiled_layouts_give_the_numbers_of_eager_ones(tmp_path: Path) -> None
     check(measured(tmp_path, "cpu", 2, ON_CPU), 1e-6, 1e-5)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process on a GPU, with data parallelism and with FSDP in groups of one rank."""
+    return measured(tmp_path_factory.mktemp("alone"), "cuda", 1, ("ddp-2", "shard-2"))
+
+
 @needs_gpu
-def test_a_mesh_of_one_process_on_a_gpu(tmp_path: Path) -> None:
+def test_a_mesh_of_one_process_on_a_gpu(alone: dict[str, Any]) -> None:
     """Hooks, FSDP and NCCL run, with a single rank in each group."""
-    found = measured(tmp_path, "cuda", 1, ("ddp-2", "shard-2"))
-    check(found, 2e-2, 0.1)
+    check(alone, 2e-2, 0.1)
     for kind in ("eager", "compiled"):
-        one, other = (found[name][kind][0] for name in found)
-        assert [loss for loss, _ in one] == pytest.approx([loss for loss, _ in other], rel=2e-2)
+        replicated, sharded = (alone[name][kind][0] for name in alone)
+        assert [loss for loss, _ in replicated] == pytest.approx([loss for loss, _ in sharded], rel=2e-2)
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", SHARED)
-def test_two_processes_share_a_gpu(layout: str, tmp_path: Path) -> None:
-    """Over gloo, since NCCL refuses two ranks on one GPU; the numbers are those of a single process."""
-    found = measured(tmp_path, "cuda", 2, (layout,))
+@pytest.mark.parametrize("layouts", SHARED, ids=str)
+def test_two_processes_share_a_gpu(layouts: tuple[str, ...], alone: dict[str, Any], tmp_path: Path) -> None:
+    """Over gloo, since NCCL refuses two ranks on one GPU; the losses are those of a single process."""
+    found = measured(tmp_path, "cuda", 2, layouts)
     check(found, 2e-2, 0.1)
-    alone = measured(tmp_path, "cuda", 1, ("ddp-2",))
-    assert [loss for loss, _ in found[layout]["eager"][0]] == pytest.approx(
-        [loss for loss, _ in alone["ddp-2"]["eager"][0]], rel=2e-2
-    )
+    wanted = [loss for loss, _ in alone["ddp-2"]["eager"][0]]
+    for name in layouts:
+        assert [loss for loss, _ in found[name]["eager"][0]] == pytest.approx(wanted, rel=2e-2), name
