@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.hub import find_model_folder
-from textmill.storage.tensor_files import Named, fingerprint_weights, read_model, read_tensors
+from textmill.storage.tensor_files import Named, fingerprint_weights, read_model, read_model_names, read_tensors
 
 Array = NDArray[np.float32]
 
@@ -27,11 +27,14 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FP32_MAX = 1e38
 """About the largest fp32 number."""
 UNSUPPORTED = (
-    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
+    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
     "trainable_token_indices", "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
 """PEFT settings beyond plain LoRA, which change the meaning of the matrices."""
+
+LABEL_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+"""PEFT's tasks whose head is saved completely."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Adapter:
     pairs: dict[str, tuple[Array, Array]]
     """A (rank x inputs) and B (outputs x rank), by the name of the weight that they change, without ".weight"."""
     full_weights: dict[str, Array]
-    """Weights that replace those of the base: an embedding with more rows."""
+    """Weights that replace those of the base, or are added to them: an embedding with more rows, a head for labels."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -111,10 +114,13 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
 
 
 def read_base(base: Path, full_weights: dict[str, Array]) -> Iterator[Named]:
-    """The weights of a base model, with those that an adapter's folder replaces."""
+    """The weights of a base model, with those that an adapter's folder replaces or adds."""
+    added = dict(full_weights)
     for name, values in read_model(base):
         replaced = find_name(name, full_weights)
         yield name, values if replaced is None else full_weights[replaced]
+        added.pop(replaced or "", None)
+    yield from added.items()
 
 
 def find_name(name: str, known: Collection[str]) -> str | None:
@@ -169,6 +175,11 @@ def open_adapter(folder: Path) -> Adapter:
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < FP32_MAX:
         raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both must be above 0, and r an integer")
+    if settings.get("modules_to_save") and settings.get("task_type") not in LABEL_TASKS:
+        raise TextmillError(
+            f"{where}: modules_to_save is {settings['modules_to_save']!r}; textmill reads entire modules of heads for "
+            f"labels only, with a task_type of {', '.join(LABEL_TASKS)}"
+        )
     dropout = settings.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it must be at least 0 and below 1")
@@ -177,7 +188,20 @@ def open_adapter(folder: Path) -> Adapter:
     pairs, full_weights = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
     base, inputs_first = find_base(folder), bool(settings.get("fan_in_fan_out"))
+    if not (folder / MERGED_CONFIG).is_file():
+        _check_heads(folder, base, full_weights)
     return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, full_weights)
+
+
+def _check_heads(folder: Path, base: Path, full_weights: dict[str, Array]) -> None:
+    """Refuse a head that the base does not have if nothing describes it."""
+    known = read_model_names(base) if full_weights else []
+    for name in full_weights:
+        if find_name(name, known) is None:
+            raise TextmillError(
+                f"{folder}: has '{name}', which its base {base} lacks, and no {MERGED_CONFIG} with the names of the "
+                "labels; merge it with PEFT (merge_and_unload), and use that folder"
+            )
 
 
 def _sort_tensors(

@@ -167,7 +167,7 @@ def _check_labels(config: RunConfig) -> None:
         return
     if "labelled" in config.engine.refused:
         raise TextmillError(f"train.layout: {config.engine.refused['labelled']}; set engine.kind=torch")
-    unused = {"model.lora": config.model.lora, "tokens.use": config.tokens.use, "train.distil": train.distil.teachers,
+    unused = {"tokens.use": config.tokens.use, "train.distil": train.distil.teachers,
               "train.label_smoothing": train.label_smoothing, "train.z_loss": train.z_loss}  # fmt: skip
     if found := [name for name, value in unused.items() if value]:
         raise TextmillError(f"{found[0]}: cannot be used with corpus.labels={labels}; remove it")

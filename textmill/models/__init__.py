@@ -70,9 +70,9 @@ def read_shape(folder: Path) -> Shape:
     shape = family.shape_of_hf(hf, str(path))
     if path.name == "config.json":
         _check_size(shape, path.parent)
-    # Which heads a file has is not always what its config.json says.
+    # Which heads a file has is not always what its config.json says; the config of a merged adapter is ours.
     with_weights = getattr(family, "shape_with_weights", None)
-    if with_weights is not None and any(path.parent.glob("*.safetensors")):
+    if with_weights is not None and path.name == "config.json" and any(path.parent.glob("*.safetensors")):
         shape = with_weights(shape, read_model_names(path.parent))
     return shape
 

@@ -11,7 +11,7 @@ from typing import Any
 from textmill.checkpoints.adapters import LORA_A, LORA_B, Adapter
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
-from textmill.models import Shape, Weight, open_family, weights_of
+from textmill.models import Shape, Weight, label_head_of, open_family, weights_of
 from textmill.models.weights import count_parameters, sample_weights
 from textmill.storage.tensor_files import Named
 
@@ -19,6 +19,11 @@ SITES = 1 << 16
 """The first dropout site of adapters, far above the sites of a net."""
 ALL = "all"
 """The target that means every matrix that can have an adapter."""
+
+TASK_TYPES = {
+    "sequence-classification": "SEQ_CLS", "token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS",
+}  # fmt: skip
+"""PEFT's names of the tasks with labels."""
 
 
 def adapter_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
@@ -47,8 +52,14 @@ def weights_with_adapters(shape: Shape, lora: LoraConfig | None) -> list[Weight]
 
 
 def saved_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
-    """The weights that a checkpoint stores: only the adapters, if there are any."""
-    return adapter_weights(shape, lora) or weights_of(shape)
+    """The weights that a checkpoint stores: all, or with adapters only what is trained."""
+    return trained_with_adapters(shape, lora) if lora else weights_of(shape)
+
+
+def trained_with_adapters(shape: Shape, lora: LoraConfig) -> list[Weight]:
+    """The adapters, and a head for labels, which is new and so trained completely."""
+    head = [weight for weight in weights_of(shape) if weight.head] if label_head_of(shape) else []
+    return [*head, *adapter_weights(shape, lora)]
 
 
 def count_with_adapters(shape: Shape, lora: LoraConfig | None) -> int:
@@ -118,8 +129,12 @@ def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
     ends = sorted({name.rpartition(".")[2] for name in names})
     alike = [one for one in weights_of(shape) if len(one.shape) == 2 and one.stem.rpartition(".")[2] in ends]
     causal = open_family(shape.family).OBJECTIVE == "next_token"
+    task, _ = label_head_of(shape) or ("", ())
+    head = dict.fromkeys(weight.parameter.partition(".")[0] for weight in weights_of(shape) if task and weight.head)
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None, "base_model_name_or_path": base,
+        "peft_type": "LORA", "base_model_name_or_path": base,
+        "task_type": TASK_TYPES.get(task, "CAUSAL_LM" if causal else None),
+        "modules_to_save": list(head) or None,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
         "fan_in_fan_out": any(weight.transposed for weight in targets), "inference_mode": True,
         "init_lora_weights": True, "target_modules": ends if len(alike) == len(names) else names,

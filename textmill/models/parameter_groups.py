@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from textmill.config import LoraConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.models.lora import adapter_weights, weights_with_adapters
+from textmill.models.lora import trained_with_adapters, weights_with_adapters
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
     Layer-wise learning rate: a weight uses the step's rate times `train.layer_decay` to the power of its depth: 0 after
     the blocks, 1 in the last block, `layers` in the first, `layers + 1` in the embeddings (and so in a tied head).
     Weight decay applies to matrices and embeddings, or to what `train.weight_decay_only` names instead, except for
-    what `train.no_weight_decay` names. With LoRA, only the adapters are trained.
+    what `train.no_weight_decay` names. With LoRA, only the adapters and a head for labels are
+    trained.
     """
     weights = {weight.parameter: weight for weight in weights_with_adapters(shape, lora)}
     frozen, decayed, undecayed = (
@@ -39,7 +40,7 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
         for key in ("freeze", "weight_decay_only", "no_weight_decay")
     )
     if lora is not None:
-        frozen |= weights.keys() - {weight.parameter for weight in adapter_weights(shape, lora)}
+        frozen |= weights.keys() - {weight.parameter for weight in trained_with_adapters(shape, lora)}
     if len(frozen) == len(weights):
         raise TextmillError("train.freeze: matches every weight, so nothing is trained; remove some patterns")
     rules = {}

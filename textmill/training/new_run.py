@@ -21,7 +21,7 @@ from textmill.models import (
     read_shape,
     with_label_head,
 )
-from textmill.models.lora import initial_adapters
+from textmill.models.lora import initial_adapters, trained_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
 from textmill.storage.tensor_files import Named, fingerprint_weights
@@ -114,7 +114,10 @@ def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: Run
         raise TextmillError(f"model.init_from: {given.folder} is an adapter itself; merge it first: {advice}")
     weights = list(start.weights)
     before = dict(known_weights(start.shape, given.weights()))
-    changed = [(name, values) for name, values in weights if not np.array_equal(values, before[name])]
+    trained = {weight.name for weight in trained_with_adapters(start.shape, lora)}  # saved in any case
+    changed = [
+        (name, values) for name, values in weights if name not in trained and not np.array_equal(values, before[name])
+    ]
     weights += initial_adapters(start.shape, lora, config.train.seed)
     # A hub name works on every machine; a folder is recorded by its full path.
     base = str(config.model.init_from)

@@ -21,7 +21,7 @@ from textmill.config.renamed import rename_settings
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.models.lora import normalized_targets
+from textmill.models.lora import normalized_targets, trained_with_adapters
 from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.splits import Splits
@@ -116,11 +116,12 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     if config.model.lora is None:
         return start
     adapter = open_adapter(found.folder)
+    trained = {weight.name for weight in trained_with_adapters(start.shape, config.model.lora)}
     return replace(
         start,
         weights=read_base_and_adapter(adapter),
         base=adapter.base_name,
-        changed_weights=list(adapter.full_weights.items()),
+        changed_weights=[one for one in adapter.full_weights.items() if one[0] not in trained],
     )
 
 

@@ -175,8 +175,14 @@ def shape_with_weights(shape: Shape, names: Iterable[str]) -> Shape:
 
 
 def unneeded_weights(shape: Shape) -> frozenset[str]:
-    """Weights that a file may have and a net of this shape does not use: a pooler without a head after it."""
-    return frozenset() if shape.pooler else frozenset(f"bert.pooler.dense.{part}" for part in ("weight", "bias"))
+    """Weights that a file may have and a net of this shape does not use: a pooler without a head after it; with a
+    finetuned head, all other heads."""
+    every = {f"bert.pooler.dense.{part}" for part in ("weight", "bias")}
+    if shape.task:
+        heads = replace(shape, task="", labels=(), masked_head=True, pair_head=True, pooler=True)
+        every |= {weight.name for weight in weights_of(heads) if weight.head}
+        every |= {f"{head}.{part}" for head in ("classifier", "qa_outputs") for part in ("weight", "bias")}
+    return frozenset(every - {weight.name for weight in weights_of(shape)})
 
 
 def hf_config_of(shape: Shape) -> dict[str, Any]:
