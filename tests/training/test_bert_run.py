@@ -56,6 +56,27 @@ def test_both_losses_are_logged(project: Path) -> None:
     assert valid[-1].keys() >= {"valid_accuracy", "valid_pair_loss", "valid_pair_accuracy"}
 
 
+def test_run_evaluates_the_configured_tasks(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(project / "bert.yaml")]
+    capsys.readouterr()
+    assert main(words) == 0
+    out = capsys.readouterr().out.partition("Next:")[2]
+    assert all(f"textmill {name} " in out for name in ("fill", "embed", "evaluate"))
+    words += ["evaluate.tasks=pseudo_perplexity", "evaluate.sample=5", "sample.prompt=a [MASK]"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    (saved,) = (project / "run" / "evaluation").glob("*pseudo_perplexity.json")
+    found = json.loads(saved.read_text())["pseudo_perplexity"]["pseudo_perplexity"]
+    assert 50 < found < 250, "about the vocabulary's size, after four steps"
+    assert f"{found:.2f}" in first
+    assert "textmill evaluate" not in first.partition("Next:")[2]
+    assert main(words) == 0
+    again = capsys.readouterr().out
+    assert "evaluate: done already" in again
+    assert "fill: done already" in again
+    assert f"{found:.2f}" in again
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(project: Path) -> None:
     again = project / "again"
     for steps in (2, 4):

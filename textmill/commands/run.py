@@ -11,7 +11,7 @@ from typing import Any
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
-from textmill.config import SIZES, ModelConfig, RunConfig
+from textmill.config import SIZES, EvaluateConfig, ModelConfig, RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.devices import open_device
 from textmill.evaluation import format_tables
@@ -91,15 +91,24 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
         _headline(6, "generate: not needed: the model predicts labels")
         return measured, []
     if open_family(shape.family).OBJECTIVE == "masked":
-        _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens")
+        measured = _evaluate_masked(config)
         _headline(6, "fill" if config.sample.prompt else "fill: no sample.prompt")
-        return None, fill(config) if config.sample.prompt else []
+        return measured, fill(config) if config.sample.prompt else []
     _headline(5, "evaluate")
     measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
     _headline(6, "generate")
     if config.train.layout == "chat":
         return measured, answer(config)
     return measured, [(config.sample.prompt or "") + text for text in generate(_without_prompt(config))]
+
+
+def _evaluate_masked(config: RunConfig) -> dict[str, Any] | None:
+    """Run the tasks that are configured; the default one is for models that predict the next token."""
+    if config.evaluate.tasks == EvaluateConfig().tasks:
+        _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens; more with evaluate.tasks")
+        return None
+    _headline(5, "evaluate")
+    return evaluate(config) if _has_tokens(config, config.evaluate.split) else None
 
 
 def _not_needed(config: RunConfig, command: str) -> str | None:
@@ -145,7 +154,8 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
         _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
         labels = config.corpus.labels
         print(format_metrics(labels, measured[labels]) if labels else format_tables(config.evaluate.tasks, measured))
-    _headline(6, "generate: done already")
+    masked = open_family(config.model.family).OBJECTIVE == "masked"
+    _headline(6, f"{'fill' if masked else 'generate'}: done already")
     for text in summary["texts"]:
         print(text)
 
@@ -157,6 +167,9 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
         print(f"  textmill evaluate {root} evaluate.text=FILE")
     elif open_family(config.model.family).OBJECTIVE == "masked":
         print(f"  textmill fill {root} sample.prompt='a text with [MASK]'")
+        print(f"  textmill embed {root} 'a text' 'another text'")
+        if config.evaluate.tasks == EvaluateConfig().tasks:
+            print(f"  textmill evaluate {root} evaluate.tasks=pseudo_perplexity evaluate.sample=1000")
     elif config.train.layout == "chat":
         print(f"  textmill chat {root}")
     elif config.train.layout != "masked":
