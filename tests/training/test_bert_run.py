@@ -77,6 +77,26 @@ def test_run_evaluates_the_configured_tasks(project: Path, capsys: pytest.Captur
     assert f"{found:.2f}" in again
 
 
+def test_texts_of_the_same_name_have_results_of_their_own(project: Path) -> None:
+    for folder, text in (("a", "The old king sees a castle.\n"), ("b", "A queen.\nThe young man fears a garden.\n")):
+        (project / folder).mkdir()
+        (project / folder / "new.txt").write_text(text)
+        words = ["evaluate", str(project / "bert.yaml"), "evaluate.tasks=pseudo_perplexity"]
+        for _ in range(2):  # the same file twice has one result
+            assert main([*words, f"evaluate.text={project / folder / 'new.txt'}"]) == 0
+    saved = sorted((project / "run" / "evaluation").glob("*pseudo_perplexity-new-*.json"))
+    cards = [json.loads(path.read_text())["pseudo_perplexity"]["card"] for path in saved]
+    assert sorted(card["text"] for card in cards) == [[str(project / name / "new.txt")] for name in "ab"]
+    pairs = '{"sentence_good": "A king.", "sentence_bad": "King a."}\n'
+    for folder in "ab":
+        (project / folder / "pairs.jsonl").write_text(pairs * (1 if folder == "a" else 3))
+    tasks = ",".join(f"pairs:{project / folder / 'pairs.jsonl'}" for folder in "ab")
+    assert main(["evaluate", str(project / "bert.yaml"), f"evaluate.tasks=[{tasks}]"]) == 0
+    found = [json.loads(path.read_text()) for path in (project / "run" / "evaluation").glob("*-pairs-*.json")]
+    counts = [one["card"]["examples"] for tree in found for name, one in tree.items() if name.startswith("pairs")]
+    assert sorted(counts) == [1, 3]
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(project: Path) -> None:
     again = project / "again"
     for steps in (2, 4):

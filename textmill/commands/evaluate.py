@@ -10,6 +10,7 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.evaluation import format_result, measure, save_result
+from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.measured_task import check_objective, format_card, format_metrics
 from textmill.evaluation.task import Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
@@ -53,7 +54,7 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
     if ranks.world > 1:
         raise TextmillError("evaluate: a model with a finetuned head is evaluated by one process; start only one")
     run, (task, _) = config.folder_of("train"), label_head_of(read_shape(checkpoint.folder)) or ("", ())
-    name = task if not config.evaluate.text else f"{task}-{Path(config.evaluate.text[0]).stem}"
+    name = task if not config.evaluate.text else f"{task}-{name_of_texts(config.evaluate.text)}"
     in_run = bool(checkpoint.progress) and checkpoint.folder.parent.resolve() == run.resolve()
     ending = "json" if task == "question-answering" else "jsonl"
     default = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.predictions.{ending}" if in_run else None

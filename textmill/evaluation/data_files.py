@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,18 @@ from textmill.storage.files import hash_file
 T = TypeVar("T")
 Record = dict[str, Any]
 FORMATS = ".jsonl, .ndjson, .json, .tsv, .csv or .parquet"
+
+
+def name_of_texts(files: Sequence[str]) -> str:
+    """A name for the result of these files: that of the first, and a checksum of all paths, so that files of the same
+    name in other folders have results of their own."""
+    paths = "\n".join(str(Path(file).resolve()) for file in files)
+    return f"{slug(Path(files[0]).stem)}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file name."""
+    return re.sub(r"[^\w.-]+", "_", text)
 
 
 @dataclass(frozen=True)

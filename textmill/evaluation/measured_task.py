@@ -15,6 +15,7 @@ from textmill.config.load import merge_trees
 from textmill.config.mistakes import first_mistake
 from textmill.errors import TextmillError
 from textmill.evaluation.checks import warn_if_untrained
+from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.metrics import format_number
 from textmill.evaluation.published import published_values
 from textmill.evaluation.task import Measured, Result, Scorer, Task, TaskEntry
@@ -73,8 +74,13 @@ class MeasuredTask:
         return format_card(result[self.entry.label]["card"])
 
     def result_name(self, config: RunConfig) -> str:
-        """The label of its entry."""
-        return self.entry.label
+        """The label of its entry; if it measures texts or a split, the name of these too."""
+        if self.entry.file is not None:
+            return self.entry.label
+        if config.evaluate.text:
+            return f"{self.entry.label}-{name_of_texts(config.evaluate.text)}"
+        default = config.evaluate.split == EvaluateConfig().split
+        return self.entry.label if default else f"{self.entry.label}-{config.evaluate.split}"
 
 
 def format_metrics(label: str, own: Result) -> str:

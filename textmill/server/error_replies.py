@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from textmill.generation.messages import replace_surrogates
-from textmill.server.request_models import EXPECTED, known_fields
+from textmill.server.request_models import expected_value, known_fields
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 STATUS_MESSAGES = {
@@ -108,8 +108,8 @@ def describe_validation_error(errors: Sequence[Mapping[str, Any]], path: str) ->
         return f"{name}: is not supported; remove it", top
     if error["type"] == "missing":
         return f"{'.'.join(map(str, location))}: is missing", top
-    if len(same_field) > 1 and top in EXPECTED:
-        return f"{top}: must be {EXPECTED[top]}", top
+    if len(same_field) > 1 and (wanted := expected_value(path, top)):
+        return f"{top}: must be {wanted}", top
     expected = str(error["msg"])
     for phrase, ours in PYDANTIC_PHRASES.items():
         expected = expected.replace(phrase, ours)

@@ -15,6 +15,8 @@ EXPECTED = {
     "logit_bias": "an object that maps token ids to numbers from -100 to 100",
 }
 """What a field with several types must be, for error messages."""
+EXPECTED_BY_PATH = {"/fill": {"prompt": "a text or a list of texts, with the mask token where a token is missing"}}
+"""The same for fields that have other types in requests to this path."""
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -213,6 +215,11 @@ BODIES: dict[str, type[Body]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+
+
+def expected_value(path: str, field: str) -> str | None:
+    """What a field of a path's body must be; None if its type says so."""
+    return EXPECTED_BY_PATH.get(path, {}).get(field) or EXPECTED.get(field)
 
 
 def known_fields(path: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,6 +12,7 @@ from typing import cast
 
 from textmill.config.evaluation import LM_EVAL, is_task_file
 from textmill.errors import TextmillError
+from textmill.evaluation.data_files import slug
 from textmill.evaluation.measured_task import MeasuredTask
 from textmill.evaluation.task import Task, TaskEntry
 from textmill.evaluation.task_files import read_task_file
@@ -20,8 +21,11 @@ from textmill.evaluation.task_files import read_task_file
 def open_tasks(entries: Sequence[str]) -> list[Task]:
     """The tasks of `evaluate.tasks`; which names exist is checked when the config is read."""
     parsed = [parse_entry(entry) for entry in entries]
-    labels = Counter(entry.label for entry in parsed)
-    return [_open(_with_own_label(entry) if labels[entry.label] > 1 else entry) for entry in parsed]
+    parts: list[Callable[[Path], str]] = [lambda file: file.stem, lambda file: slug(str(file))]
+    for label_part in parts:  # the file's name; if that is not enough, its path
+        labels = Counter(entry.label for entry in parsed)
+        parsed = [_relabel(entry, label_part) if labels[entry.label] > 1 else entry for entry in parsed]
+    return [_open(entry) for entry in parsed]
 
 
 def parse_entry(entry: str) -> TaskEntry:
@@ -34,8 +38,9 @@ def parse_entry(entry: str) -> TaskEntry:
     return TaskEntry(name, name, Path(file) if file else None)
 
 
-def _with_own_label(entry: TaskEntry) -> TaskEntry:
-    return replace(entry, label=f"{entry.label}-{entry.file.stem}") if entry.file else entry
+def _relabel(entry: TaskEntry, label_part: Callable[[Path], str]) -> TaskEntry:
+    """An entry whose label has a part of its file's path."""
+    return replace(entry, label=f"{entry.label}-{label_part(entry.file)}") if entry.file else entry
 
 
 def _open(entry: TaskEntry) -> Task:

@@ -3,9 +3,7 @@ baselines."""
 
 from __future__ import annotations
 
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.baselines import count, sum_losses
 from textmill.evaluation.checks import warn_if_untrained
+from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.measured_task import format_card, model_card
 from textmill.evaluation.metrics import (
     compute_metrics,
@@ -129,7 +128,7 @@ def describe_method(result: Result) -> str:
 def result_name(config: RunConfig) -> str:
     """The split, or the text: each has its own file."""
     if config.evaluate.text:
-        return "text-" + re.sub(r"[^\w.-]+", "_", Path(config.evaluate.text[0]).stem)
+        return f"text-{name_of_texts(config.evaluate.text)}"
     return config.evaluate.split
 
 
