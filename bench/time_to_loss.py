@@ -5,17 +5,19 @@
 
 Documents whose line number modulo 100 is 7 are the validation split, the others the training split, each followed by an
 end-of-text token. The validation loss is that of the first 524,288 tokens, in windows of 1,024. The clock counts
-training steps only; the schedule is a cosine over the given seconds with 5% warm-up.
+training steps only; the schedule is a cosine over the given seconds with 5% warm-up, unless `schedule` and `warmup`
+are set. `ramp=16:0.3` takes 16 samples a step in the first 30% of the seconds.
 
 `then` separates the settings of several runs; each run starts with the settings of the one before.
 `optimizer=adamw` and `optimizer=muon` set the learning rate and batch of their preset; later arguments override these.
 `seconds=60,170,540` means three runs. `total` limits the time of all runs with compiling and evaluating: a run that
 would not fit is skipped, with a message.
 
-After each run its curve is printed: seconds, tokens and validation loss at fixed fractions of its length. At the end,
-all curves are compared at equal tokens. `family=llama` trains that family. `set=kv_heads:4,qk_norm:true` changes other
-numbers of `model.shape`. `valid` (tokens), `length`, `shape` (layers x heads x width) and `compile` make it small
-enough for a CPU.
+After each run its curve is printed: seconds, tokens and validation loss at fixed fractions of its length, or at those
+of `evaluations=0.5,1`. At the end, all curves are compared at equal tokens and at equal seconds. `family=llama` trains
+that family. `shape` is layers x heads x width, and `set=kv_heads:4,qk_norm:true` changes other numbers of
+`model.shape`; the next run keeps both unless it sets them (`set=` for none). `valid` (tokens), `length` and `compile`
+make it small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -42,8 +44,6 @@ from textmill.tokens.batches.batch import Batch
 END = 50256
 TICKS = 100_000
 """Steps of the schedule; the clock is scaled to these."""
-EVALUATIONS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
-"""Fractions of a run after which the validation loss is measured."""
 
 
 def preset_settings(optimizer: str) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def preset_settings(optimizer: str) -> dict[str, Any]:
 SETTINGS: dict[str, Any] = {
     "seconds": "60", "target": 4.416, "optimizer": "muon", **preset_settings("muon"), "weight_decay": 0.1,
     "beta2": 0.95, "family": "gpt2", "size": "small", "shape": "", "set": "",
-    "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1,
+    "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1, "schedule": "cosine", "warmup": 0.05,
+    "ramp": "", "evaluations": "0.1,0.25,0.4,0.55,0.7,0.75,0.8,0.85,0.9,0.95,1",
 }  # fmt: skip
 
 
@@ -73,11 +74,12 @@ class Curve:
     """Seconds of the first steps, before the clock started."""
     points: list[tuple[float, int, float]] = field(default_factory=list)
 
-    def at(self, tokens: int) -> float | None:
-        """The loss after so many tokens, linear between two evaluations."""
-        for (_, low, high_loss), (_, high, low_loss) in zip(self.points, self.points[1:], strict=False):
-            if low <= tokens <= high:
-                return high_loss + (low_loss - high_loss) * (tokens - low) / max(1, high - low)
+    def at(self, amount: float, axis: int) -> float | None:
+        """The loss after so many seconds (axis 0) or tokens (axis 1), linear between two evaluations."""
+        for before, after in zip(self.points, self.points[1:], strict=False):
+            if before[axis] <= amount <= after[axis]:
+                part = (amount - before[axis]) / max(1e-9, after[axis] - before[axis])
+                return before[2] + (after[2] - before[2]) * part
         return None
 
 
@@ -99,10 +101,9 @@ def shuffle_windows(settings: dict[str, Any], tokens: Any) -> Any:
     return np.random.default_rng(settings["seed"]).permutation((len(tokens) - 1) // settings["length"])
 
 
-def batch_at(tokens: Any, order: Any, step: int, settings: dict[str, Any], size: int | None = None) -> Batch:
-    """Return the windows of a step, in a shuffled order that repeats."""
-    length, size = settings["length"], size or settings["batch"]
-    positions = np.arange(step * size, (step + 1) * size)
+def batch_at(tokens: Any, order: Any, first: int, settings: dict[str, Any], size: int) -> Batch:
+    """Return `size` windows, starting with number `first` of a shuffled order that repeats."""
+    length, positions = settings["length"], np.arange(first, first + size)
     starts = order[positions % len(order)].astype(np.int64) * length
     ids = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     return Batch(ids[:, :-1], ids[:, 1:], positions)
@@ -113,7 +114,7 @@ def evaluate(engine: Engine, valid: Any, settings: dict[str, Any]) -> float:
     windows, sums = settings["valid"] // settings["length"], Sums(0.0, 0, 0)
     size = min(64, windows)
     for step in range(windows // size):
-        sums = sums + engine.eval_step(batch_at(valid, np.arange(windows), step, settings, size))
+        sums = sums + engine.eval_step(batch_at(valid, np.arange(windows), step * size, settings, size))
     return sums.loss / sums.loss_tokens
 
 
@@ -121,8 +122,8 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     """Open an engine with initial weights."""
     length = settings["length"]
     train = TrainConfig(
-        batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["learning_rate"], warmup=0.05,
-        optimizer=settings["optimizer"],
+        batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["learning_rate"],
+        warmup=settings["warmup"], schedule=settings["schedule"], optimizer=settings["optimizer"],
         muon=MuonConfig(adamw_rate_factor=settings["adamw_rate_factor"], momentum=settings["momentum"]),
         weight_decay=settings["weight_decay"], betas=[0.9, settings["beta2"]],
     )  # fmt: skip
@@ -142,45 +143,59 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     return opened, train
 
 
+def batch_size_at(done: float, settings: dict[str, Any]) -> int:
+    """Return the samples of a step after this fraction of the run."""
+    small, _, until = settings["ramp"].partition(":")
+    return int(small) if small and done < float(until) else int(settings["batch"])
+
+
+def describe(settings: dict[str, Any], seconds: float, parameters: int) -> str:
+    """Return the settings that differ from the defaults."""
+    changed = [f"{key}={value}" for key, value in settings.items() if value != SETTINGS[key] and key != "seconds"]
+    return f"{seconds:g} s, {parameters / 1e6:.0f}M, {' '.join(changed) or 'defaults'}"
+
+
 def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Curve:
     """Train for some seconds and measure the validation loss in between; print the curve and when it met the target."""
-    order, batch = shuffle_windows(settings, train), settings["batch"]
+    order = shuffle_windows(settings, train)
     started = time.perf_counter()
     engine, config = open_initial_engine(settings)
-    for step in range(4):  # these steps compile; then a new engine is opened and the clock starts
-        float(engine.train_step(batch_at(train, order, step, settings), step, 0.0).loss)
+    sizes = dict.fromkeys([settings["batch"], batch_size_at(0.0, settings)])
+    for step, size in enumerate([*sizes] * 4):  # these steps compile; then a new engine is opened and the clock starts
+        float(engine.train_step(batch_at(train, order, 0, settings, size), step, 0.0).loss)
     del engine
     gc.collect()
     compiling = time.perf_counter() - started
     engine, config = open_initial_engine(settings)
-    float(engine.train_step(batch_at(train, order, 0, settings), 0, 0.0).loss)
-    named = "optimizer", "learning_rate", "adamw_rate_factor", "momentum", "batch", "weight_decay", "beta2", "seed"
-    name = " ".join(f"{key}={settings[key]}" for key in named)
-    curve, spent, step = Curve(f"{name} seconds={seconds:g}", compiling), 0.0, 0
-    for fraction in EVALUATIONS:
+    for size in sizes:
+        float(engine.train_step(batch_at(train, order, 0, settings, size), 0, 0.0).loss)
+    curve = Curve(describe(settings, seconds, engine.facts()["parameters"]), compiling)
+    spent, step, samples = 0.0, 0, 0
+    for fraction in map(float, settings["evaluations"].split(",")):
         started, before = time.perf_counter(), spent
         while spent < fraction * seconds:
             rate = lr_at(int(spent / seconds * TICKS), config)
-            last = engine.train_step(batch_at(train, order, step, settings), step, rate)
-            step, spent = step + 1, before + time.perf_counter() - started
+            size = batch_size_at(spent / seconds, settings)
+            last = engine.train_step(batch_at(train, order, samples, settings, size), step, rate)
+            step, samples, spent = step + 1, samples + size, before + time.perf_counter() - started
         float(last.loss)
         spent = before + time.perf_counter() - started
-        curve.points.append((spent, step * batch * settings["length"], evaluate(engine, valid, settings)))
+        curve.points.append((spent, samples * settings["length"], evaluate(engine, valid, settings)))
     engine.close()
-    print(f"{curve.name} | {curve.points[-1][1] / spent:,.0f} tokens/s", flush=True)
+    print(f"{curve.name} | {curve.points[-1][1] / spent:,.0f} tokens/s, {compiling:.0f} s before the clock", flush=True)
     print("  " + "; ".join(f"{time_:.1f} s {tokens / 1e6:.2f}M {loss:.3f}" for time_, tokens, loss in curve.points))
     met = next((time_ for time_, _, loss in curve.points if loss <= settings["target"]), None)
     print(f"  {settings['target']} met at {met:.1f} s" if met else f"  {settings['target']} not met", flush=True)
     return curve
 
 
-def print_at_equal_tokens(curves: list[Curve], count: int = 6) -> None:
-    """Print the losses of all curves at numbers of tokens that each of them has reached."""
-    least = min(curve.points[-1][1] for curve in curves)
-    counts = [least * number // count for number in range(1, count + 1)]
-    print("at equal tokens: " + " | ".join(f"{tokens / 1e6:.2f}M" for tokens in counts))
+def print_compared(curves: list[Curve], axis: int, unit: str, divisor: float, count: int = 6) -> None:
+    """Print the losses of all curves at amounts of seconds (axis 0) or tokens (axis 1) that each of them reached."""
+    least = min(curve.points[-1][axis] for curve in curves)
+    amounts = [least * number / count for number in range(1, count + 1)]
+    print(f"at equal {unit}: " + " | ".join(f"{amount / divisor:.2f}" for amount in amounts))
     for curve in curves:
-        losses = [curve.at(tokens) for tokens in counts]
+        losses = [curve.at(amount, axis) for amount in amounts]
         print(f"  {curve.name}: " + " | ".join("-" if loss is None else f"{loss:.3f}" for loss in losses), flush=True)
 
 
@@ -208,7 +223,8 @@ def main(arguments: list[str]) -> None:
     curves: list[Curve] = []
     evaluating, compiling, compiled = 0.0, 0.0, set()
     for settings, seconds in runs:
-        shape = tuple(settings[key] for key in ("optimizer", "batch", "family", "size", "shape", "set", "length"))
+        keys = "optimizer", "batch", "ramp", "family", "size", "shape", "set", "length"
+        shape = tuple(settings[key] for key in keys)
         # Without compiling, a start takes no longer than the evaluations.
         overhead = evaluating + (evaluating if shape in compiled else compiling)
         left = totals[0] - (time.perf_counter() - started) if totals else float("inf")
@@ -225,7 +241,8 @@ def main(arguments: list[str]) -> None:
         compiled.add(shape)
         gc.collect()
     if len(curves) > 1:
-        print_at_equal_tokens(curves)
+        print_compared(curves, 1, "millions of tokens", 1e6)
+        print_compared(curves, 0, "seconds", 1.0)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,16 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
-    ("smoothing", "z", "lean"),
-    [(0.0, 0.0, 0), (0.1, 0.0, 0), (0.0, 1e-2, 0), (0.2, 1e-3, 0), (0.0, 0.5, 16), (0.2, 0.5, 16)],
-)
+    ("smoothing", "z", "lean", "cap"),
+    [
+        (0.0, 0.0, 0, 0), (0.1, 0.0, 0, 0), (0.0, 1e-2, 0, 0), (0.2, 1e-3, 0, 0), (0.0, 0.5, 16, 0), (0.2, 0.5, 16, 0),
+        (0.0, 0.0, 0, 3.0), (0.2, 1e-3, 0, 3.0), (0.2, 0.5, 16, 20.0),
+    ],
+)  # fmt: skip
 def test_loss_and_gradients(
-    device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, cap: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With a lean some tokens have a denominator whose log is far below zero: there the square's grad outweighs the
     loss's own."""
     monkeypatch.setattr(losses_torch, "CPU_LOGITS", 20 * PADDED)
@@ -35,9 +39,9 @@ def test_loss_and_gradients(
     x, head, labels, weights = given(73, dtype, device, lean)
     x.requires_grad_()
     head.requires_grad_()
-    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z)
+    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap)
     (3 * loss).backward()  # type: ignore[no-untyped-call]
-    wanted, grad_x, grad_head = exact(x.detach(), head.detach(), labels, weights, smoothing, z)
+    wanted, grad_x, grad_head = exact(x.detach(), head.detach(), labels, weights, smoothing, z, cap)
     assert x.grad is not None
     assert head.grad is not None
     assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-6 if dtype == torch.float32 else 1e-3)
@@ -47,7 +51,8 @@ def test_loss_and_gradients(
     assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no gradient"
     assert x.grad[::5].abs().max() == 0, "tokens without a label have no gradient"
     x.grad = head.grad = None
-    summed_loss(x, head, labels, weights, VOCAB, smoothing, z, ends=True).backward()  # type: ignore[no-untyped-call]
+    again = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap, ends=True)
+    again.backward()  # type: ignore[no-untyped-call]
     assert relative_difference(x.grad, grad_x) < bound
     assert relative_difference(head.grad, grad_head) < bound
 

@@ -7,7 +7,8 @@ from typing import Any
 GPT2 = {"activation": "gelu_new", "dropout": 0.0, "untied": False}
 LLAMA = {
     "kv_heads": None, "head_width": None, "activation": "silu", "qk_norm": False, "qkv_bias": False,
-    "rotary_base": 10000.0, "untied": False, "dropout": 0.0,
+    "rotary_base": 10000.0, "untied": False, "dropout": 0.0, "gated": True, "value_embeddings": 0,
+    "embedding_residual": False, "logit_softcap": 0.0, "zero_init": False,
 }  # fmt: skip
 """None: as many heads of keys as of queries, and heads that divide the width."""
 BERT = {"positions": 512, "activation": "gelu", "norm": "post", "pair_head": True, "deep_init": False, "dropout": 0.0}

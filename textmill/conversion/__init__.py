@@ -17,7 +17,7 @@ from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
 from textmill.conversion.remote_export import export_to_url
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
-from textmill.models import find_run_model, read_shape
+from textmill.models import find_run_model, own_options, read_shape
 from textmill.models.pooling import find_pooling
 from textmill.storage.files import format_path, hash_json
 from textmill.storage.remote_folders import is_url
@@ -46,6 +46,11 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
     before, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    if own := own_options(before):
+        raise TextmillError(
+            f"export.kind: {config.export.kind} has no {', '.join(own)} of model.shape; only textmill opens this "
+            f"model: use the folder {format_path(checkpoint.folder)}"
+        )
     tokens = config.export.vocab_used_in
     reduction = reduce_vocabulary(tokenizer, tokens) if tokens else None
     shape, tokenizer = (reduce_shape(before, reduction), reduction.tokenizer) if reduction else (before, tokenizer)

@@ -26,28 +26,29 @@ GPU_TOKENS = 32768
 
 def summed_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0,
-    z: float = 0.0, fp8: bool = False, *, ends: bool = False, bias_V: Tensor | None = None,
+    z: float = 0.0, fp8: bool = False, *, ends: bool = False, cap: float = 0.0, bias_V: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labelled tokens' losses; weights are 0 or more; head rows from `vocab` on are padding.
 
     `smoothing` is label smoothing as in torch's cross_entropy; `z` is the weight of z-loss, the square of the log of
     the softmax's denominator. With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding
-    so wide a matrix would need another pass. `ends` means that backward starts here, with a gradient of 1.
+    so wide a matrix would need another pass. Above 0, `cap` limits logits x to
+    cap * tanh(x / cap). `ends` means that backward starts here, with a gradient of 1.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, fp8, ends, bias_V
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, ends, bias_V
     )
     return loss
 
 
 @torch.no_grad()
 def loss_and_correct(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, bias_V: Tensor | None = None
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, bias_V: Tensor | None = None, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, 0 without a label, and whether its label has the highest logit."""
     head = head_VE.to(x_ME.dtype)
     chunks = [
-        _chunk_loss_and_correct(add_bias(x_ME[rows] @ head.T, bias_V), labels_M[rows], vocab)
+        _chunk_loss_and_correct(cap_logits(add_bias(x_ME[rows] @ head.T, bias_V), cap), labels_M[rows], vocab)
         for rows in token_chunks(x_ME, head)
     ]
     return torch.cat([losses for losses, _ in chunks]), torch.cat([correct for _, correct in chunks])
@@ -58,10 +59,15 @@ def add_bias(logits_MV: Tensor, bias_V: Tensor | None) -> Tensor:
     return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(logits_MV.dtype))
 
 
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Limit logits smoothly to plus and minus `cap`, in place; 0: they stay."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
 class GradientInForward(torch.autograd.Function):
     """A loss that computes the gradients of hidden states and head in forward, while a chunk's logits exist.
 
-    The first two of ten arguments of `apply` are these, and the last is the head's bias or None.
+    The first two arguments of `apply` are these, and the last is the head's bias or None.
     """
 
     @staticmethod
@@ -84,7 +90,7 @@ class GradientInForward(torch.autograd.Function):
         grad_head = (
             torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         )
-        grad_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[9] else None
+        grad_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[-1] else None
         total = torch.zeros((), device=x_ME.device)
         for rows in token_chunks(x_ME, head, chunk):
             loss, grad_MV = compute_chunk(rows, head)
@@ -103,21 +109,21 @@ class GradientInForward(torch.autograd.Function):
         if not ctx.ends:
             gradients = tuple(None if one is None else one.mul_(gradient) for one in gradients)
         grad_x, grad_head, grad_bias = gradients
-        return grad_x, grad_head, None, None, None, None, None, None, None, grad_bias
+        return grad_x, grad_head, *[None] * (len(ctx.needs_input_grad) - 3), grad_bias
 
 
 class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, fp8: bool, ends: bool, bias_V: Tensor | None,
+        z: float, cap: float, fp8: bool, ends: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         head8 = quantize_rows(head_VE) if fp8 else None
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
             logits_MV = add_bias(logits_MV, bias_V)
-            losses_M = label_loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z)
+            losses_M = label_loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z, cap)
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
         return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V)
@@ -130,14 +136,16 @@ def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list
 
 
 def label_loss_and_gradient(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0
-) -> Tensor:
-    """The loss of each row; overwrites the logits with the gradient of the weighted sum."""
+    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0,
+    cap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The loss of each row; overwrites the logits, before their cap, with the gradient of the weighted sum."""
     if logits_MV.is_cuda and (fused := load_kernels(KERNELS)) is not None:
-        losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
+        losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z, cap)
         return losses
     real = logits_MV[:, :vocab]
-    values = real.float() if real.dtype.itemsize < 4 else real
+    values = cap_logits(real.float() if real.dtype.itemsize < 4 else real, cap)
+    slopes = 1 - (values / cap).square() if cap else None
     labelled_M = labels_M != IGNORED
     targets_M1 = labels_M.where(labelled_M, 0).long()[:, None]
     log_sum_M1 = values.logsumexp(1, keepdim=True)
@@ -149,6 +157,8 @@ def label_loss_and_gradient(
     if smoothing:
         values.sub_(weight_M1 * (smoothing / vocab))
     values.scatter_add_(1, targets_M1, -(1 - smoothing) * weight_M1)
+    if slopes is not None:
+        values.mul_(slopes)
     if values is not real:
         real.copy_(values)
     logits_MV[:, vocab:] = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.errors import TextmillError
-from textmill.models import Shape
+from textmill.models import Shape, own_options
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ def _check_net(config: RunConfig, shape: Shape, mesh: Mesh) -> None:
 
 def check_divides_net(shape: Shape, tensor: int) -> None:
     """Refuse a number of tensor-parallel ranks that does not divide the heads and widths of the net."""
+    if own := own_options(shape):
+        raise TextmillError(
+            f"engine.mesh.tensor: tensor parallelism has no {', '.join(own)} of model.shape; set engine.mesh.tensor=1"
+        )
     sizes = shape.tensor_parallel_sizes()
     for name, size in sizes.items():
         if size % tensor:

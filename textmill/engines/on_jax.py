@@ -18,7 +18,7 @@ from textmill.engines.objective.labels import PAIR_LOSS, count_pairs, label_arra
 from textmill.engines.shared_torch import check_fields, part_of
 from textmill.engines.spikes import State, new_guard
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_family_module, to_checkpoint, weights_of
+from textmill.models import Shape, find_family_module, own_options, to_checkpoint, weights_of
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
 from textmill.models.memory_layout import lay_out_weight, lay_out_weights
 from textmill.tokens.batches.batch import IGNORED, Batch
@@ -267,7 +267,8 @@ def _jax_net(shape: Shape) -> Any:
     """The module of the family's JAX net: models/FAMILY/net_jax.py with HEAD, NetOptions, cast_matrices and states."""
     module = find_family_module(shape, "net_jax")
     if module is None:
-        raise TextmillError(f"engine.kind: the family {shape.family} has no JAX net; set engine.kind=torch")
+        name = " with ".join([shape.family, *own_options(shape)])
+        raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
     return module
 
 
@@ -293,8 +294,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
     head_width = getattr(shape, "head_width", shape.width // shape.heads)
     fused = devices[0].platform == "gpu" and name == "bf16" and head_width % 8 == 0 and head_width <= 128
     options = net.NetOptions(precision, engine.recompute, fused, config.model.lora)
-    micro_batch = engine.micro_batch
-    if micro_batch == "auto":
+    if (micro_batch := engine.micro_batch) == "auto":
         micro_batch = largest_micro_batch(config, shape, devices[0], shardings, precision)
     xla = {**(ON_GPU if devices[0].platform == "gpu" else {}), **(DETERMINISTIC if engine.deterministic else {})}
     return OnJax(shape, train, options, shardings, ranks, micro_batch, xla or None)

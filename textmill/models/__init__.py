@@ -25,11 +25,11 @@ from textmill.storage.tensor_files import read_model_names
 
 __all__ = [
     "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "find_family_module", "find_run_model",
-    "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family", "read_shape",
+    "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family", "own_options", "read_shape",
     "to_checkpoint", "to_memory", "weights_of", "with_label_head",
 ]  # fmt: skip
 
-FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama"}
+FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama", "textmill-llama": "llama"}
 """The family that reads a config.json, by its model_type, where the two names differ."""
 
 
@@ -48,11 +48,18 @@ def open_family(name: str) -> Family:
 def find_family_module(shape: Shape, part: str) -> ModuleType | None:
     """A module of a shape's family: net_torch, net_jax or decode_torch; None if the family has none.
 
-    A family in the user's own file has net_torch only, in that file."""
+    A family in the user's own file has net_torch only, in that file; so has a shape with options of our own."""
     if (file := find_family_file(shape.family)) is not None:
         return file.module if part == "net_torch" else None
+    if own_options(shape) and part != "net_torch":
+        return None
     name = f"textmill.models.{shape.family}.{part}"
     return import_module(name) if find_spec(name) else None
+
+
+def own_options(shape: Shape) -> list[str]:
+    """The options of a shape that only textmill's torch net has, such as value_embeddings=2."""
+    return list(getattr(shape, "own_options", ()))
 
 
 def read_shape(folder: Path) -> Shape:

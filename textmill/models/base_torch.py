@@ -87,6 +87,11 @@ class BaseNet(nn.Module):
         """The head's bias [padded vocabulary], if it has one."""
         return None
 
+    @property
+    def logit_softcap(self) -> float:
+        """Logits x become cap * tanh(x / cap); 0: they stay."""
+        return 0.0
+
     def head_input(self, x_ME: Tensor) -> Tensor:
         """What the head multiplies: the hidden states, or what a family computes from them."""
         return x_ME
@@ -171,7 +176,8 @@ class BaseNet(nn.Module):
 
     def logits(self, x_NTE: Tensor) -> Tensor:
         """Logits of the real vocabulary; padding rows never reach a softmax."""
-        return F.linear(self.head_input(x_NTE), self.head, self.head_bias)[..., : self.shape.vocab]
+        logits = F.linear(self.head_input(x_NTE), self.head, self.head_bias)[..., : self.shape.vocab]
+        return self.logit_softcap * torch.tanh(logits / self.logit_softcap) if self.logit_softcap else logits
 
 
 def new_embedding(rows: int, width: int) -> nn.Embedding:

@@ -168,7 +168,8 @@ def count_flops(
     known, tables = {weight.name for weight in weights}, [weight for weight in weights if weight.by_token]
     flops = 6.0 * sum(weight.size for weight in trained if weight.name not in known)
     for weight in weights:
-        if weight.by_position or (weight.by_token and weight.depth > layers and len(tables) > 1):
+        looked_up = weight.by_token and weight.depth > layers and not weight.copies and len(tables) > 1
+        if weight.by_position or looked_up:
             continue  # rows are looked up: nothing is multiplied
         has_gradient = weight.by_token or weight.depth <= lowest  # the head is above all blocks, a tied one too
         flops += weight.size * (2.0 + 2.0 * has_gradient + 2.0 * (weight.name in names))

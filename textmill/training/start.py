@@ -93,6 +93,7 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
     model = {f"model.{name}": value for name, value in vars(shape).items()}
     # Runs older than these still resume: left out are the values that they had without a name for it.
     older = {"untied": False, "task": "", "labels": (), "masked_head": True, "pooler": model.get("model.pair_head")}
+    older |= {"gated": True, "value_embeddings": 0, "embedding_residual": False, "logit_softcap": 0, "zero_init": False}
     model = {name: value for name, value in model.items() if older.get(name.removeprefix("model."), ...) != value}
     if "model.labels" in model:
         model["model.labels"] = list(model["model.labels"])

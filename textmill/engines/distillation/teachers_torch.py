@@ -17,7 +17,7 @@ from textmill.config import TrainConfig
 from textmill.devices import autocast
 from textmill.engines.distillation.comparison_torch import Top
 from textmill.engines.distillation.folders import teacher_folder
-from textmill.engines.distillation.terms import check_teacher, check_top_k, matched_layers
+from textmill.engines.distillation.terms import check_logits, check_teacher, check_top_k, matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.models import Shape
@@ -85,6 +85,7 @@ def open_teachers(
     if not train.distil.teachers:
         return None
     check_top_k(train.distil, shape)
+    check_logits(shape)
     return CachedTeachers() if train.distil.cache else Teachers(train, shape, device, precision)
 
 

@@ -50,8 +50,15 @@ def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[li
     return own, given
 
 
+def check_logits(shape: Shape) -> None:
+    """Refuse a net whose logits are capped: they are compared as the head gives them."""
+    if getattr(shape, "logit_softcap", 0):
+        raise TextmillError("train.distil: a model with model.shape.logit_softcap cannot be a teacher or be taught")
+
+
 def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
     """Refuse a teacher that cannot teach this model."""
+    check_logits(teacher)
     where, length = f"train.distil.teachers: {name}", train.length or student.positions
     if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
         raise TextmillError(

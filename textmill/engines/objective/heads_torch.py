@@ -6,6 +6,7 @@ Shapes in names: M tokens, E width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,8 @@ class HeadStates:
         elif tensor:
             loss = tensor_parallel_loss(*given, train.label_smoothing, train.z_loss, tensor, net.head_bias)
         else:
-            loss = summed_loss(*given, train.label_smoothing, train.z_loss, net.fp8, ends=ends, bias_V=net.head_bias)
+            options: Any = {"ends": ends, "cap": net.logit_softcap, "bias_V": net.head_bias}
+            loss = summed_loss(*given, train.label_smoothing, train.z_loss, net.fp8, **options)
         reported = label_loss if self.teachers else loss.detach()
         if self.pair_losses is not None and part.pair_weights is not None:
             pair = (self.pair_losses * part.pair_weights.flatten()).sum()
@@ -111,7 +113,7 @@ class HeadStates:
         losses, correct = (
             tensor_parallel_loss_and_correct(*given, tensor, net.head_bias)
             if tensor
-            else loss_and_correct(*given, net.head_bias)
+            else loss_and_correct(*given, net.head_bias, net.logit_softcap)
         )
         found = [losses.sum(), correct.sum()]
         if self.pair_losses is not None and self.pair_correct is not None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
+from textmill.models.llama import options
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
 from textmill.models.weights import Weight, count_flops, count_parameters
 
@@ -25,8 +26,11 @@ Array = NDArray[np.float32]
 
 NAME, OBJECTIVE, BATCH_FIELDS = "llama", "next_token", frozenset({"documents"})
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Transformers' classes by the `model_type` of config.json."""
+CLASSES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    options.MODEL_TYPE: options.CLASS,
+}  # fmt: skip
+"""Transformers' classes by the `model_type` of config.json, and ours."""
 MUST_BE = {"use_sliding_window": False}
 WHOLE_NUMBERS = {
     "num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width", "intermediate_size": "inner",
@@ -70,6 +74,16 @@ class Shape:
     """On embeddings and both residual branches."""
     attention_dropout: float = 0.0
     epsilon: float = 1e-5
+    gated: bool = True
+    """False: the MLP has two matrices, as GPT-2's, and the activation is between them."""
+    value_embeddings: int = 0
+    """Embedding tables whose rows are added to the values of the first layers, and again to those of the last ones."""
+    embedding_residual: bool = False
+    """True if every block adds the token embeddings to the residual stream again, with a learned factor."""
+    logit_softcap: float = 0.0
+    """Logits x become cap * tanh(x / cap); 0: they stay."""
+    zero_init: bool = False
+    """True if the last matrix of each residual branch starts as zeros."""
     family: str = NAME
 
     def with_dropout(self, fraction: float) -> Shape:
@@ -77,15 +91,22 @@ class Shape:
         return replace(self, dropout=fraction, attention_dropout=fraction)
 
     @property
+    def own_options(self) -> list[str]:
+        """The options that only textmill's torch net has."""
+        return options.used_options(self)
+
+    @property
     def model_type(self) -> str:
         """The kind of model as config.json has it."""
+        if self.own_options:
+            return options.MODEL_TYPE
         return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias and not self.out_bias else "llama"
 
     @property
     def activation_factor(self) -> float:
         """Activations that backward needs, as a multiple of the 16 per channel of a GPT-2: four of the MLP's width, and
         turned queries and keys. Counted for the eager net."""
-        return (11 + 4 * self.inner / self.width + 4 * self.qk_norm) / 16
+        return (11 + (4 if self.gated else 2) * self.inner / self.width + 4 * self.qk_norm) / 16
 
     @property
     def uses_dropout(self) -> bool:
@@ -120,7 +141,8 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
         numbers["positions"] = length
     numbers.setdefault("kv_heads", numbers["heads"])
     numbers.setdefault("head_width", numbers["width"] // numbers["heads"])
-    numbers.setdefault("inner", -(-8 * numbers["width"] // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE)
+    inner = -(-8 * numbers["width"] // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE
+    numbers.setdefault("inner", inner if numbers["gated"] else 4 * numbers["width"])
     if numbers["heads"] % numbers["kv_heads"]:
         raise TextmillError(
             f"model.shape.kv_heads: {numbers['kv_heads']} do not divide {numbers['heads']} heads; set "
@@ -133,6 +155,11 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
         )
     if numbers["qk_norm"] and numbers["qkv_bias"]:
         raise TextmillError("model.shape.qk_norm: no model of transformers has it with qkv_bias; remove one of them")
+    if numbers["value_embeddings"] > numbers["layers"]:
+        raise TextmillError(
+            f"model.shape.value_embeddings: {numbers['value_embeddings']} tables are more than the "
+            f"{numbers['layers']} layers; set at most {numbers['layers']}"
+        )
     return Shape(vocab=vocab, end=end, **numbers)
 
 
@@ -159,11 +186,10 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     if head_width % 2:
         raise TextmillError(f"{where}: a head has {head_width} channels; rotary positions turn pairs; fix head_dim")
     base, scaling = read_rotary(hf, where, hf["max_position_embeddings"])
-    bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
     return Shape(
         kv_heads=kv_heads, head_width=head_width,
-        end=_end_of(hf, where), activation=config.activation("hidden_act", "silu"), qk_norm=kind == "qwen3",
-        qkv_bias=bias or kind == "qwen2", out_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)) and kind == "llama",
+        end=_end_of(hf, where), activation=config.activation("hidden_act", "silu"),
+        **options.read_options(hf, kind, where),
         untied=not hf.get("tie_word_embeddings", False), rotary_base=base, rotary_scaling=scaling,
         dropout=hf.get("residual_dropout", 0.0), attention_dropout=hf.get("attention_dropout", 0.0),
         epsilon=hf.get("rms_norm_eps", 1e-6), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
@@ -187,8 +213,7 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "head_dim": shape.head_width, "hidden_act": shape.activation, "rms_norm_eps": shape.epsilon,
         "rope_theta": shape.rotary_base,
         "rope_scaling": json.loads(shape.rotary_scaling) if shape.rotary_scaling else None,
-        **({} if kind == "qwen2" else {"attention_bias": shape.qkv_bias}),
-        **({"mlp_bias": shape.mlp_bias} if kind == "llama" else {"use_sliding_window": False}),
+        **options.write_options(shape, kind),
         "attention_dropout": shape.attention_dropout, "residual_dropout": shape.dropout, "initializer_range": 0.02,
         "bos_token_id": shape.end, "eos_token_id": shape.end, "tie_word_embeddings": not shape.untied,
         "use_cache": True,
@@ -200,33 +225,44 @@ def weights_of(shape: Shape) -> list[Weight]:
     by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
     table = Weight(EMBEDDING, (shape.vocab, shape.width), 0.02, copies=() if shape.untied else (HEAD,), **by_token)
     weights = [replace(table, depth=shape.layers + 1)]
+    values = (shape.vocab, shape.kv_heads * shape.head_width)
+    weights += [
+        Weight(f"model.value_embeddings.{number}.weight", values, 0.02, depth=shape.layers + 1, **by_token)
+        for number in range(shape.value_embeddings)
+    ]
     for layer in range(shape.layers):
-        weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, f"model.layers.{layer}")]
+        weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, layer)]
     weights.append(Weight("model.norm.weight", (shape.width,), ones=True))
     if shape.untied:
         weights.append(Weight(HEAD, (shape.vocab, shape.width), 0.02, **by_token))
     return [replace(weight, parameter=weight.name.removeprefix("model.")) for weight in weights]
 
 
-def _block(shape: Shape, name: str) -> list[Weight]:
-    width, residual = shape.width, 0.02 / math.sqrt(2 * shape.layers)
+def _block(shape: Shape, layer: int) -> list[Weight]:
+    name = f"model.layers.{layer}"
+    width, residual = shape.width, 0.0 if shape.zero_init else 0.02 / math.sqrt(2 * shape.layers)
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    scales = [Weight(f"{name}.stream_scale", (1,), ones=True), Weight(f"{name}.embedding_scale", (1,))]
     norms = [
         # A tensor-parallel rank has some of the heads, and so a part of the gradient.
         Weight(f"{attention}.{part}_norm.weight", (shape.head_width,), ones=True, partial_gradient=True)
         for part in ("q", "k")
         if shape.qk_norm
     ]
+    has_table = options.value_table(layer, shape.layers, shape.value_embeddings) is not None
+    gate = Weight(f"{attention}.value_gate.weight", (shape.kv_heads, min(options.GATE_INPUTS, width)))
     return [
+        *(scales if shape.embedding_residual else []),
         Weight(f"{name}.input_layernorm.weight", (width,), ones=True),
         *_linear(f"{attention}.q_proj", width, queries, 0.02, 0, bias=shape.qkv_bias),
         *_linear(f"{attention}.k_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
         *_linear(f"{attention}.v_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
+        *([gate] if has_table else []),
         *norms,
         *_linear(f"{attention}.o_proj", queries, width, residual, 1, bias=shape.out_bias),
         Weight(f"{name}.post_attention_layernorm.weight", (width,), ones=True),
-        *_linear(f"{mlp}.gate_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias),
+        *(_linear(f"{mlp}.gate_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias) if shape.gated else []),
         *_linear(f"{mlp}.up_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias),
         *_linear(f"{mlp}.down_proj", shape.inner, width, residual, 1, bias=shape.mlp_bias),
     ]
@@ -255,5 +291,7 @@ def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
         "layers": 2, "heads": heads, "kv_heads": heads if shape.kv_heads == shape.heads else 2 * tensor,
         "width": width, "inner": 2 * width, "head_width": head_width, "activation": shape.activation,
         "qk_norm": shape.qk_norm, "qkv_bias": shape.model_type == "qwen2", "untied": shape.untied,
-        "dropout": max(shape.dropout, shape.attention_dropout),
+        "dropout": max(shape.dropout, shape.attention_dropout), "gated": shape.gated,
+        "value_embeddings": min(shape.value_embeddings, 2), "embedding_residual": shape.embedding_residual,
+        "logit_softcap": shape.logit_softcap,
     }  # fmt: skip

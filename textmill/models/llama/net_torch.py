@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from textmill.kernels.dropout_torch import drop
 from textmill.kernels.matmul_torch import linear, use_tuned_matmul
 from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.cache_torch import Cache
+from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.llama.facts import Shape
+from textmill.models.llama.options import GATE_INPUTS, value_table
 from textmill.models.llama.rotary import turning_rates
 from textmill.models.lora_torch import apply_linear
 from textmill.models.masks_torch import (
@@ -28,8 +30,18 @@ from textmill.models.masks_torch import (
     use_block_mask,
 )
 
-Context = tuple[Tensor, Tensor, Mask | None]
-"""Cosine and sine of every position's angles, and the mask."""
+
+class Context(NamedTuple):
+    """What all blocks share."""
+
+    cos: Tensor
+    """Cosine and sine of every position's angles."""
+    sin: Tensor
+    mask: Mask | None
+    embedded_NTE: Tensor | None
+    """The token embeddings, if blocks add them again."""
+    values: tuple[Tensor, ...]
+    """The rows of each table of value embeddings; inside a block, those of its own table."""
 
 
 class RMSNorm(nn.Module):
@@ -58,18 +70,24 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.width, bias=shape.out_bias)
         self.q_norm = RMSNorm(shape.head_width, shape.epsilon) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_width, shape.epsilon) if shape.qk_norm else None
+        self.value_gate: nn.Linear | None = None
+        """Multiplies the value embeddings of each head, if the layer adds some."""
+        if value_table(layer, shape.layers, shape.value_embeddings) is not None:
+            self.value_gate = nn.Linear(min(GATE_INPUTS, shape.width), shape.kv_heads, bias=False)
         self.shape, self.layer = shape, layer
         self.heads_part = 0
         """Which of several equal parts of the heads a tensor-parallel rank has."""
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context) -> Tensor:
-        cos, sin, mask = context
         parts = join_linears((self.q_proj, self.k_proj, self.v_proj), x_NTE, keys_N)
         q_NTHD, k_NTHD, v_NTHD = (part.view(*x_NTE.shape[:2], -1, self.shape.head_width) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_NTHD, k_NTHD = self.q_norm(q_NTHD), self.k_norm(k_NTHD)
-        q_NHTD, k_NHTD = (turn(part.transpose(1, 2), cos, sin) for part in (q_NTHD, k_NTHD))
-        y_NHTD = self._attend(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), keys_N, cache, mask)
+        if self.value_gate is not None:
+            gate_NTH = 2 * torch.sigmoid(self.value_gate(x_NTE[..., : self.value_gate.in_features]))
+            v_NTHD = v_NTHD + gate_NTH[..., None] * context.values[0].view_as(v_NTHD)
+        q_NHTD, k_NHTD = (turn(part.transpose(1, 2), context.cos, context.sin) for part in (q_NTHD, k_NTHD))
+        y_NHTD = self._attend(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), keys_N, cache, context.mask)
         return apply_linear(self.o_proj, y_NHTD.transpose(1, 2).flatten(2), keys_N)
 
     def _attend(
@@ -98,16 +116,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices side by side, the first one's outputs activated as a gate of the second's, then one back."""
+    """Two matrices side by side, the first one's outputs activated as a gate of the second's, then one back.
+
+    Without a gate the second's outputs are activated.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
+        self.gate_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias) if shape.gated else None
         self.up_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(shape.inner, shape.width, bias=shape.mlp_bias)
         self.activation = ACTIVATIONS[shape.activation]
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
+        if self.gate_proj is None:
+            inner_NTF = self.activation(apply_linear(self.up_proj, x_NTE, keys_N))
+            return apply_linear(self.down_proj, inner_NTF, keys_N)
         gate_NTF, up_NTF = join_linears((self.gate_proj, self.up_proj), x_NTE, keys_N)
         return apply_linear(self.down_proj, self.activation(gate_NTF) * up_NTF, keys_N)
 
@@ -142,16 +166,31 @@ class Block(BaseBlock):
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
+        self.stream_scale = nn.Parameter(torch.empty(1)) if shape.embedding_residual else None
+        self.embedding_scale = nn.Parameter(torch.empty(1)) if shape.embedding_residual else None
         self.input_layernorm = RMSNorm(shape.width, shape.epsilon)
         self.self_attn = Attention(shape, layer)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.epsilon)
         self.mlp = MLP(shape)
         self.dropout = shape.dropout
+        self.table = value_table(layer, shape.layers, shape.value_embeddings)
+        """Which value embeddings attention adds to its values."""
         self.tokens_part = 0
         """Which of several equal parts of the tokens a sequence-parallel rank has."""
 
+    def forward(
+        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context, execution: Execution = EAGER
+    ) -> Tensor:
+        """As BaseBlock's. The table is chosen here, so that blocks with any of them share their compiled code."""
+        values = () if self.table is None else (context.values[self.table],)
+        return super().forward(x_NTE, keys_N, cache, context._replace(values=values), execution)
+
     def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context) -> Tensor:
         """The residual stream after this block."""
+        if context.embedded_NTE is not None:
+            assert self.stream_scale is not None
+            assert self.embedding_scale is not None
+            x_NTE = (self.stream_scale * x_NTE + self.embedding_scale * context.embedded_NTE).to(x_NTE.dtype)
         y_NTE = self.self_attn(self.input_layernorm(x_NTE), keys_N, cache, context)
         x_NTE = x_NTE + drop(y_NTE, self.dropout, keys_N, 2, self.tokens_part)
         y_NTE = self.mlp(self.post_attention_layernorm(x_NTE), keys_N)
@@ -166,6 +205,10 @@ class Net(BaseNet):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.embed_tokens = new_embedding(shape.padded_vocab, shape.width)
+        values = shape.kv_heads * shape.head_width
+        self.value_embeddings = nn.ModuleList(
+            new_embedding(shape.padded_vocab, values) for _ in range(shape.value_embeddings)
+        )
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.epsilon)
         self.lm_head = nn.Linear(shape.width, shape.padded_vocab, bias=False) if shape.untied else None
@@ -188,6 +231,11 @@ class Net(BaseNet):
     def head(self) -> Tensor:
         """The head's own weights, or those of the embedding that it is tied to."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def logit_softcap(self) -> float:
+        """The cap of the logits."""
+        return self.shape.logit_softcap
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -213,7 +261,11 @@ class Net(BaseNet):
             positions = positions - document_starts(documents_NT)
         angles = (positions[..., None].float() * self.rates_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
         x_NTE = drop(to_matmul_dtype(self.embed_tokens(ids_NT)), self.shape.dropout, keys_N, 0, self.tokens_part)
-        return x_NTE, (angles.cos() * self.turn_scale, angles.sin() * self.turn_scale, mask)
+        values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
+        embedded_NTE = x_NTE if self.shape.embedding_residual else None
+        return x_NTE, Context(
+            angles.cos() * self.turn_scale, angles.sin() * self.turn_scale, mask, embedded_NTE, values
+        )
 
     def end(self, x_NTE: Tensor) -> Tensor:
         """The last norm."""
