@@ -66,11 +66,8 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     label, start = tl.load(labels + row), logits + row * padded
     offsets = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     unmasked = vocab // (ROWS * 8) * (ROWS * 8)
-    maxima, totals, logit_sums = (
-        tl.full([ROWS], LOW, tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        tl.zeros([ROWS], tl.float32),
-    )
+    maxima, totals = tl.full([ROWS], LOW, tl.float32), tl.zeros([ROWS], tl.float32)
+    logit_sums = tl.zeros([ROWS], tl.float32)
     for first in range(0, unmasked, ROWS * 8):
         x = _capped(tl.load(start + first + offsets, eviction_policy="evict_last").to(tl.float32), cap, CAP)
         maxima, totals = _running_log_sum(x, maxima, totals)
