@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import engine_runs
 from tests.support.engine_runs import VOCAB, adapting, batch_of, config_of, run, started
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
@@ -106,7 +107,9 @@ def test_fp16_is_close_to_fp32_once_the_scale_fits() -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 products here"
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_fp8_is_near_and_learns(compiled: bool) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_fp8_is_near_and_learns(monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool) -> None:
+    monkeypatch.setattr(engine_runs, "FAMILY", [family])
     config = on_gpu("fp8")
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"compile": compiled})})
     exact, near = run(started(on_gpu("bf16")), range(30), unequal=False), run(started(config), range(30), unequal=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support import engine_runs
 from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from tests.support.loss_oracle import VOCAB as SCORES
 from tests.support.loss_oracle import exact, given, relative_difference
@@ -19,8 +21,18 @@ from textmill.devices import check_fp8, torch_dtype
 from textmill.engines import open_engine
 from textmill.engines.losses_torch import summed_loss
 from textmill.errors import TextmillError
-from textmill.kernels.fp8_torch import FP8_DTYPE, bias_gelu8, bias_gelu8_backward, fp8_matmul, fp8_mlp, quantize_rows
+from textmill.kernels.fp8_torch import (
+    FP8_DTYPE,
+    FP8_GATES,
+    bias_gelu8,
+    bias_gelu8_backward,
+    fp8_gated_mlp,
+    fp8_matmul,
+    fp8_mlp,
+    quantize_rows,
+)
 from textmill.models import open_family
+from textmill.models.base_torch import ACTIVATIONS
 from textmill.models.nets_torch import new_net
 
 
@@ -117,11 +129,56 @@ def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | 
         assert relative_difference(leaf.grad, right) < bound
 
 
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", None), ("cpu", "aot_eager"), *(pytest.param("cuda", one, marks=on_gpu) for one in (None, "inductor"))],
+)
+@pytest.mark.parametrize("activation", FP8_GATES)
+def test_a_gated_mlp_and_its_gradients(activation: str, device: str, backend: str | None) -> None:
+    """Everything against fp64, within the error of two fp8 matmuls; weight gradients also against their bf16 inputs."""
+    dice = torch.Generator().manual_seed(4)
+    x, gate, up, down, dy = (
+        (torch.randn(size, generator=dice) * spread).to(device)
+        for size, spread in (((48, 64), 1.0), ((80, 64), 0.2), ((80, 64), 0.1), ((32, 80), 0.1), ((48, 32), 1e-7))
+    )
+    x, dy = x.bfloat16(), dy.bfloat16()
+    leaves = [tensor.requires_grad_() for tensor in (x, gate, up, down)]
+    made = fp8_gated_mlp
+    if backend is not None:
+        made = torch.compile(fp8_gated_mlp, backend=backend, fullgraph=True, dynamic=False)
+    y = made(*leaves, activation)
+    y.backward(dy)
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    x64, gate64, up64, down64 = exact
+    wanted = (ACTIVATIONS[activation](x64 @ gate64.T) * (x64 @ up64.T)) @ down64.T
+    wanted.backward(dy.double())
+    assert relative_difference(y.detach(), wanted.detach()) < 9e-2
+    for leaf, right in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == leaf.dtype
+        assert right.grad is not None
+        assert relative_difference(leaf.grad, right.grad) < 9e-2
+    x8 = quantize_rows(x.detach())
+    h64 = [fp8_matmul(x8, quantize_rows(one.detach())).double().requires_grad_() for one in (gate, up)]
+    y64 = ACTIVATIONS[activation](h64[0]) * h64[1]
+    y64.backward(fp8_matmul(quantize_rows(dy), quantize_rows(down.detach().T)).double())
+    for leaf, h in ((gate, h64[0]), (up, h64[1])):
+        assert leaf.grad is not None
+        assert h.grad is not None
+        assert relative_difference(leaf.grad, h.grad.T @ x64.detach()) < 6e-3
+    assert down.grad is not None
+    assert relative_difference(down.grad, dy.double().T @ y64.detach()) < 6e-3
+
+
 def test_frozen_weights_need_no_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textmill.kernels.fp8_torch.matmul_to_dtype", None)
     x, fc, bias, proj = torch.ones(16, 16, requires_grad=True), torch.ones(16, 16), torch.ones(16), torch.ones(16, 16)
     fp8_mlp(x, fc, bias, proj, True).sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(x.grad, torch.full((16, 16), 256.0)), "what is in fp32 has its gradient in fp32"  # type: ignore[arg-type]
+    gated = torch.ones(16, 16, requires_grad=True)
+    fp8_gated_mlp(gated, fc, fc, proj, "relu2").sum().backward()  # type: ignore[no-untyped-call]
+    # y = 16 (sum x)^3 in each of 16 outputs, with 16 inner channels: the slope is 16 * 16 * 3 * 16^2.
+    assert torch.allclose(gated.grad, torch.full((16, 16), 16.0 * 16 * 3 * 256), rtol=0.1)  # type: ignore[arg-type]
 
 
 def test_zeros_stay_zero_and_infinities_stay_visible() -> None:
@@ -218,8 +275,10 @@ def in_fp8(recompute: int = 0, **options: Any) -> RunConfig:
     )
 
 
-def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """It learns as well as bf16, resumes bitwise, and gives the same with activation checkpointing."""
+    monkeypatch.setattr(engine_runs, "FAMILY", [family])
     monkeypatch.setattr("textmill.engines.on_torch.check_fp8", lambda device: None)
     near = config_of("torch")
     near = near.model_copy(update={"engine": near.engine.model_copy(update={"precision": "bf16"})})
@@ -231,7 +290,7 @@ def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses == pytest.approx(wanted, rel=2e-2)
     assert losses != wanted
     assert losses[-1] < losses[0] - 0.5
-    again = open_engine(in_fp8(recompute=1), open_family("gpt2").shape_of(near.model, vocab=VOCAB, end=0))
+    again = open_engine(in_fp8(recompute=1), open_family(family).shape_of(near.model, vocab=VOCAB, end=0))
     again.load(weights, moments, 6, "saved")
     assert first + run(again, range(6, 12), unequal=False) == losses
     plain = started(near)
@@ -257,16 +316,26 @@ def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("width", "lora", "message"),
+    ("family", "numbers", "lora", "message"),
     [
-        (36, None, "fp8 needs widths that are multiples of 16, found 36 and 144"),
-        (32, LoraConfig(), "fp8 does not support model.lora"),
+        ("gpt2", {"width": 36}, None, "fp8 needs widths that are multiples of 16, found 36 and 144"),
+        ("gpt2", {}, LoraConfig(), r"fp8 does not support model\.lora"),
+        ("gpt2", {"activation": "relu"}, None, "fp8 has no relu, only gelu_new and gelu"),
+        ("llama", {"inner": 100}, None, "fp8 needs widths that are multiples of 16, found 32 and 100"),
+        ("llama", {}, LoraConfig(), r"fp8 does not support model\.lora"),
+        ("llama", {"activation": "gelu"}, None, "fp8 has no gelu, only silu and relu2"),
+        ("llama", {"mlp_bias": True}, None, "fp8 does not support mlp_bias"),
+        ("llama", {"gated": False}, None, r"fp8 does not support model\.shape\.gated=false"),
+        ("bert", {}, None, "the family bert has no fp8 code"),
     ],
 )
-def test_unsupported_nets_are_refused(width: int, lora: LoraConfig | None, message: str) -> None:
-    config = config_of("torch")
-    shape = config.model.shape.model_copy(update={"width": width})  # type: ignore[union-attr]
-    model = config.model.model_copy(update={"shape": shape})
-    net = new_net(open_family("gpt2").shape_of(model, vocab=VOCAB, end=0), torch.device("cpu"), lora)
+def test_unsupported_nets_are_refused(
+    monkeypatch: pytest.MonkeyPatch, family: str, numbers: dict[str, Any], lora: LoraConfig | None, message: str
+) -> None:
+    monkeypatch.setattr(engine_runs, "FAMILY", [family])
+    shape: Any = open_family(family).shape_of(config_of("torch").model, vocab=VOCAB, end=0)
+    if "width" in numbers:
+        numbers = {**numbers, "inner": 4 * numbers["width"]}
+    net = new_net(replace(shape, **numbers), torch.device("cpu"), lora)
     with pytest.raises(TextmillError, match=message):
         net.use_fp8()

@@ -29,7 +29,7 @@ class ShapeConfig(Section):
     """Longest context in tokens."""
     activation: Literal["gelu_new", "gelu", "relu", "relu2", "silu", "tanh"] | None = None
     """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2); relu2: squared ReLU. In llama it is the gate's: silu
-    (SwiGLU). Others than gelu have no fused kernels and no fp8."""
+    (SwiGLU). fp8 has gelu_new and gelu, in llama silu and relu2."""
     untied: bool | None = None
     """A head with weights of its own instead of those of the token embedding."""
     dropout: float | None = Field(None, ge=0, lt=1)

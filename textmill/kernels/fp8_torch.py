@@ -1,8 +1,9 @@
-"""fp8 matmuls with one scale per row, and an MLP built from them.
+"""fp8 matmuls with one scale per row, and MLPs built from them.
 
 The output and the gradient of the inputs are fp8 matmuls; the gradient of the weights, which sums over rows, stays in
 bf16. Scaling and rounding are torch operations, which the compiler fuses into the kernel that produces the numbers.
 Only around the GELU, the widest tensor, Triton kernels of our own do both; they read and write each row once.
+A gated MLP has torch operations there too.
 
 Shapes in names: M rows, K summed over, N columns, F inner width of the MLP.
 """
@@ -28,7 +29,8 @@ MIN_ROW_MAX = 1e-30
 """Lower bound of a row's largest magnitude, so that the scale of a row of zeros is not 0."""
 WIDTH_MULTIPLE = 16
 """fp8 matmuls need widths that are multiples of this."""
-
+FP8_GATES = ("silu", "relu2")
+"""Activations of the gate in gated MLPs."""
 
 QuantizedRows = tuple[Tensor, Tensor]
 """Rows in fp8 [M, K] and their scales [M, 1]."""
@@ -73,6 +75,55 @@ class _FP8MLP(torch.autograd.Function):
         dh_MF, dh8_MF, scale_M1, sums_F = bias_gelu8_backward(dy_MF, h_MF, bias_F, ctx.tanh)
         dfc_FK = matmul_to_dtype(dh_MF.T, x_MK, fc_FK.dtype) if needs_dfc else None
         return fp8_matmul((dh8_MF, scale_M1), quantize_rows(fc_FK.T)), dfc_FK, sums_F.to(bias_F.dtype), dproj_NF, None
+
+
+def fp8_gated_mlp(x_MK: Tensor, gate_FK: Tensor, up_FK: Tensor, down_NF: Tensor, activation: str) -> Tensor:
+    """Two linear layers side by side, the first one's outputs activated as a gate of the second's, then one back."""
+    given = x_MK.to(torch.bfloat16), gate_FK, up_FK, down_NF, activation
+    y_MN: Tensor = _FP8GatedMLP.apply(*given)  # type: ignore[no-untyped-call]
+    return y_MN
+
+
+class _FP8GatedMLP(torch.autograd.Function):
+    """Gate and up are one matmul; for the backward pass its output is kept, not what is computed from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, gate_FK: Tensor, up_FK: Tensor, down_NF: Tensor, activation: str) -> Tensor:
+        h_MF = fp8_matmul(quantize_rows(x_MK), quantize_rows(torch.cat([gate_FK, up_FK])))
+        ctx.save_for_backward(x_MK, h_MF, gate_FK, up_FK, down_NF)
+        ctx.activation = activation
+        y_MF, _ = _multiply_gate(h_MF, activation)
+        return fp8_matmul(quantize_rows(y_MF), quantize_rows(down_NF))
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, h_MF, gate_FK, up_FK, down_NF = ctx.saved_tensors
+        _, for_gate, for_up, for_down, _ = ctx.needs_input_grad
+        dy_MF = fp8_matmul(quantize_rows(dy_MN), quantize_rows(down_NF.T))
+        y_MF, dh_MF = _multiply_gate(h_MF, ctx.activation, dy_MF)
+        ddown_NF = matmul_to_dtype(dy_MN.T, y_MF, down_NF.dtype) if for_down else None
+        dgate_FK = dup_FK = None
+        if for_gate or for_up:
+            dgate_FK, dup_FK = matmul_to_dtype(dh_MF.T, x_MK, gate_FK.dtype).split(len(gate_FK))
+        dx_MK = fp8_matmul(quantize_rows(dh_MF), quantize_rows(torch.cat([gate_FK.T, up_FK.T], 1)))
+        return dx_MK, dgate_FK if for_gate else None, dup_FK if for_up else None, ddown_NF, None
+
+
+def _multiply_gate(h_MF: Tensor, activation: str, dy_MF: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The first half of the columns, activated, times the second half; and the gradient of h, if that of the product is
+    given."""
+    gate_MF, up_MF = h_MF.float().chunk(2, 1)
+    if activation == "silu":
+        share_MF = gate_MF.sigmoid()
+        active_MF, slope_MF = gate_MF * share_MF, share_MF * (1 + gate_MF * (1 - share_MF))
+    else:
+        positive_MF = F.relu(gate_MF)
+        active_MF, slope_MF = positive_MF.square(), 2 * positive_MF
+    y_MF = (active_MF * up_MF).to(h_MF.dtype)
+    if dy_MF is None:
+        return y_MF, h_MF
+    wide_MF = dy_MF.float()
+    return y_MF, torch.cat([wide_MF * up_MF * slope_MF, wide_MF * active_MF], 1).to(h_MF.dtype)
 
 
 @torch.library.custom_op("textmill::bias_gelu8", mutates_args=())

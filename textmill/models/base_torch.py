@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import block_keys
+from textmill.kernels.fp8_torch import WIDTH_MULTIPLE
 from textmill.models.cache_torch import Cache
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.family import Shape
@@ -56,6 +57,8 @@ class BaseNet(nn.Module):
     """True if `pair_logits` predicts a class for each packed sentence pair."""
     has_label_head = False
     """True if `label_logits` replaces the head: the labels of a batch are not tokens of the vocabulary."""
+    fp8_activations: tuple[str, ...] = ()
+    """Activations that the family's MLPs can have in fp8; empty: it has no fp8 code."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -125,10 +128,28 @@ class BaseNet(nn.Module):
         raise NotImplementedError
 
     def use_fp8(self) -> None:
-        """Compute some matmuls in fp8 in training; a family that supports fp8 overrides this."""
-        raise TextmillError(
-            f"engine.precision: the family {self.shape.family} has no fp8 code; set engine.precision=auto"
-        )
+        """Compute the MLPs' matmuls in fp8 in training: modules with an attribute `fp8`; the loss does so for the
+        head."""
+        shape: Any = self.shape
+        if not self.fp8_activations:
+            raise TextmillError(
+                f"engine.precision: the family {shape.family} has no fp8 code; set engine.precision=auto"
+            )
+        if shape.width % WIDTH_MULTIPLE or shape.inner % WIDTH_MULTIPLE:
+            raise TextmillError(
+                f"engine.precision: fp8 needs widths that are multiples of {WIDTH_MULTIPLE}, found {shape.width} and "
+                f"{shape.inner}; set engine.precision=auto"
+            )
+        if shape.activation not in self.fp8_activations:
+            raise TextmillError(
+                f"engine.precision: fp8 has no {shape.activation}, only {' and '.join(self.fp8_activations)}; "
+                "set engine.precision=auto"
+            )
+        if self.lora is not None:
+            raise TextmillError("engine.precision: fp8 does not support model.lora; set engine.precision=auto")
+        parts: list[Any] = [module for module in self.modules() if hasattr(module, "fp8")]
+        for part in parts:
+            part.fp8 = True
 
     def forward(
         self,

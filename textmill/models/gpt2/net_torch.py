@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from textmill.errors import TextmillError
 from textmill.kernels.attention_torch import can_use_fused_attention, fused_attention
 from textmill.kernels.dropout_torch import drop
-from textmill.kernels.fp8_torch import WIDTH_MULTIPLE, fp8_mlp
+from textmill.kernels.fp8_torch import fp8_mlp
 from textmill.kernels.matmul_torch import add_linear, linear, use_tuned_matmul
 from textmill.kernels.norms_torch import norm_and_residual
 from textmill.kernels.qkv_torch import project_qkv
@@ -173,6 +172,7 @@ class Net(BaseNet):
     """GPT-2, with learned positions and a tied or untied head."""
 
     shape: Shape
+    fp8_activations = GELUS
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -197,25 +197,6 @@ class Net(BaseNet):
     def head(self) -> Tensor:
         """The head's own weights, or those of the embedding that it is tied to."""
         return self.wte.weight if self.lm_head is None else self.lm_head.weight
-
-    def use_fp8(self) -> None:
-        """Compute the MLPs' matmuls in fp8 in training; the loss does so for the head."""
-        if self.shape.width % WIDTH_MULTIPLE or self.shape.inner % WIDTH_MULTIPLE:
-            widths = f"{self.shape.width} and {self.shape.inner}"
-            raise TextmillError(
-                f"engine.precision: fp8 needs widths that are multiples of {WIDTH_MULTIPLE}, found {widths}; "
-                "set engine.precision=auto"
-            )
-        if self.shape.activation not in GELUS:
-            raise TextmillError(
-                f"engine.precision: fp8 has no {self.shape.activation}; set engine.precision=auto, or a GELU"
-            )
-        if self.lora is not None:
-            raise TextmillError("engine.precision: fp8 does not support model.lora; set engine.precision=auto")
-        self.fp8 = True
-        for module in self.modules():
-            if isinstance(module, MLP):
-                module.fp8 = True
 
     def begin(
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
+from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
+from textmill.kernels.fp8_torch import FP8_GATES, fp8_gated_mlp
 from textmill.kernels.matmul_torch import linear, use_tuned_matmul
 from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.cache_torch import Cache
@@ -127,11 +129,16 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(shape.inner, shape.width, bias=shape.mlp_bias)
         self.activation = ACTIVATIONS[shape.activation]
+        self.kind = shape.activation
+        self.fp8 = False
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
         if self.gate_proj is None:
             inner_NTF = self.activation(apply_linear(self.up_proj, x_NTE, keys_N))
             return apply_linear(self.down_proj, inner_NTF, keys_N)
+        if self.fp8 and torch.is_grad_enabled():
+            weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+            return fp8_gated_mlp(x_NTE.flatten(0, -2), *weights, self.kind).view(x_NTE.shape)
         gate_NTF, up_NTF = join_linears((self.gate_proj, self.up_proj), x_NTE, keys_N)
         return apply_linear(self.down_proj, self.activation(gate_NTF) * up_NTF, keys_N)
 
@@ -201,6 +208,7 @@ class Net(BaseNet):
     """Llama, Qwen2 or Qwen3, with a tied or untied head."""
 
     shape: Shape
+    fp8_activations = FP8_GATES
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -249,6 +257,13 @@ class Net(BaseNet):
             with torch.inference_mode(False):
                 self.rates_D = torch.tensor(rates_D.tolist(), dtype=torch.float32, device=ids_NT.device)
         return super().forward(ids_NT, *given, **named)
+
+    def use_fp8(self) -> None:
+        """As BaseNet's; MLPs with biases or without a gate have no fp8 code."""
+        for name, used in {"mlp_bias": self.shape.mlp_bias, "model.shape.gated=false": not self.shape.gated}.items():
+            if used:
+                raise TextmillError(f"engine.precision: fp8 does not support {name}; set engine.precision=auto")
+        super().use_fp8()
 
     def begin(
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
