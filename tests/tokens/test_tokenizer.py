@@ -219,6 +219,28 @@ def test_berts_own_vocabulary(shared_data: Path, tmp_path: Path) -> None:
     assert (again.cls_token, again.sep_token, again.mask_token, again.eos_token) == ("[CLS]", "[SEP]", "[MASK]", None)
 
 
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json"])
+def test_the_settings_of_a_bert_folder_are_respected(name: str, lower: bool, tmp_path: Path) -> None:
+    """do_lower_case of tokenizer_config.json counts, also if tokenizer.json has the opposite."""
+    from transformers import AutoTokenizer, BertTokenizer
+
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] a A hello Hello ##s é e".split()
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
+    if name == "tokenizer.json":
+        BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=not lower).save_pretrained(tmp_path)
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"do_lower_case": lower}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    text = "Hello A é hellos"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids
+    assert open_tokenizer(tmp_path).encode(text) == theirs
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"do_lower_case": "no"}))
+    with pytest.raises(TextmillError, match="do_lower_case is 'no'; it must be true or false"):
+        open_tokenizer(tmp_path)
+
+
 def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     tree = json.loads(tokenizer.inner.to_str())
     tree["pre_tokenizer"]["add_prefix_space"] = True  # as RoBERTa has it

@@ -24,6 +24,13 @@ USUAL_NAMES = {
 }  # fmt: skip
 """The usual names of special tokens, for tokenizers whose files do not name them."""
 
+BERT_SETTINGS = {
+    "do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars",
+}  # fmt: skip
+"""What tokenizer_config.json says of a BERT's normalizer, by transformers' names and those of tokenizers."""
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""transformers' classes that take a tokenizer.json as it is."""
+
 Opened = tuple[Tokenizer, dict[str, str]]
 """A tokenizer, and its special tokens by transformers' names for them (bos_token, eos_token ...)."""
 
@@ -51,7 +58,8 @@ def _open_inner(where: Path, lowercase: bool | None) -> Opened:
     if where.is_file():
         return _open_file(where, lowercase)
     if (where / "tokenizer.json").is_file():
-        return _open_json(where / "tokenizer.json")
+        inner, roles = _open_json(where / "tokenizer.json")
+        return _apply_bert_settings(inner, where), roles
     for vocab, merges in GPT2_PAIRS:
         if (where / vocab).is_file() and (where / merges).is_file():
             return _open_byte_level(where / vocab, where / merges), {}
@@ -89,6 +97,30 @@ def _open_json(path: Path) -> Opened:
         raise TextmillError(f"{path}: not a tokenizer.json ({error})") from None
 
 
+def _read_bert_settings(folder: Path) -> dict[str, bool]:
+    """How a BERT normalises text, as far as tokenizer_config.json says it."""
+    path = folder / "tokenizer_config.json"
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict) or found.get("tokenizer_class") in PLAIN_CLASSES:
+        return {}
+    settings = {key: found[key] for key in BERT_SETTINGS if found.get(key) is not None}
+    for key, value in settings.items():
+        if not isinstance(value, bool):
+            raise TextmillError(f"{path}: {key} is {value!r}; it must be true or false")
+    return settings
+
+
+def _apply_bert_settings(inner: Tokenizer, folder: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; of a BERT, tokenizer_config.json overrides it, as in transformers."""
+    normalizer = inner.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        for key, value in _read_bert_settings(folder).items():
+            if getattr(normalizer, BERT_SETTINGS[key]) != value:
+                setattr(normalizer, BERT_SETTINGS[key], value)
+        inner.normalizer = normalizer
+    return inner
+
+
 def _open_byte_level(vocab: Path, merges: Path) -> Tokenizer:
     try:
         inner = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
@@ -115,9 +147,7 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
             f"{path}: {missing[0]} is missing; "
             f"a BERT vocab.txt has one token per line, with [UNK], [CLS] and [SEP] among them"
         )
-    settings = (
-        read_json(path.parent / "tokenizer_config.json") if (path.parent / "tokenizer_config.json").is_file() else {}
-    )
+    settings = _read_bert_settings(path.parent)
     if lowercase is None:
         lowercase = settings.get(
             "do_lower_case", all(token == token.lower() for token in vocab if not token.startswith("["))
