@@ -208,6 +208,39 @@ def test_a_pretrained_encoder_gets_a_new_head(kind: str, classifier: Path, tmp_p
     assert found["classifier.weight"].std() == pytest.approx(0.02, rel=0.3)
 
 
+def test_a_model_of_one_segment_takes_no_pairs(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    source = read_json(classifier / "config.json") | {"type_vocab_size": 1}
+    config = transformers.BertConfig(**source)
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path / "pretrained")
+    for path in classifier.glob("tokenizer*"):
+        (tmp_path / "pretrained" / path.name).write_bytes(path.read_bytes())
+    model = [f"model={{family: bert, init_from: {tmp_path / 'pretrained'}}}", "train.warmup=0"]
+    model += [f"tokenizer={{use: {tmp_path / 'pretrained'}}}"]
+    known = "makes samples of two texts, and the model knows 1 segment (type_vocab_size in its config.json)"
+    (tmp_path / "answers").mkdir()
+    answers = str(write_project(tmp_path / "answers", ANSWERS, 2))
+    texts = str(write_project(tmp_path, SEQUENCES, 2))
+    (tmp_path / "text.txt").write_text("A king. A queen.\n" * 20)
+    masked = tmp_path / "masked.yaml"
+    masked.write_text("corpus: {sources: [text.txt]}\ntrain: {layout: masked, length: 16}")
+    capsys.readouterr()
+    for words, setting in (
+        ([answers], "corpus.labels: question-answering"),
+        ([texts, "corpus.text_key=text+label"], "corpus.text_key: text+label"),
+        ([str(masked), "folder=" + str(tmp_path / "masked")], "train.masked.pairs: next"),
+    ):
+        assert main(["run", *words, *model]) == 2
+        assert f"{setting} {known}".replace(" makes", ": makes") in capsys.readouterr().err
+    assert main(["run", texts, *model]) == 0, capsys.readouterr().err
+    pairs = ["corpus.text_key=text+label", f"evaluate.text={tmp_path / 'valid.csv'}"]
+    assert main(["evaluate", str(tmp_path / "run"), *pairs, "engine.device=cpu"]) == 2
+    assert f"corpus.text_key: a pair: {known}" in capsys.readouterr().err
+
+
 def test_a_finetuned_head_is_continued(classifier: Path, tmp_path: Path) -> None:
     config = str(write_project(tmp_path, SEQUENCES, 2))
     words = [f"model={{family: bert, init_from: {classifier}}}", f"tokenizer={{use: {classifier}}}"]

@@ -24,9 +24,9 @@ from textmill.storage.files import read_json
 from textmill.storage.tensor_files import read_model_names
 
 __all__ = [
-    "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "find_family_module", "find_run_model",
-    "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family", "own_options", "read_shape",
-    "to_checkpoint", "to_memory", "weights_of", "with_label_head",
+    "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "check_segments", "find_family_module",
+    "find_run_model", "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family",
+    "own_options", "read_shape", "to_checkpoint", "to_memory", "weights_of", "with_label_head",
 ]  # fmt: skip
 
 FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama", "textmill-llama": "llama"}
@@ -146,6 +146,15 @@ def with_label_head(shape: Shape, task: str, labels: Sequence[str]) -> Shape:
         )
     changed: Shape = change(shape, task, labels)
     return changed
+
+
+def check_segments(shape: Shape, samples: str, advice: str) -> None:
+    """Refuse samples of two segments for a net that has an embedding for one only."""
+    if (types := getattr(shape, "types", 2)) < 2:
+        raise TextmillError(
+            f"{samples}: makes samples of two texts, and the model knows {types} segment (type_vocab_size in its "
+            f"config.json), so it cannot tell them apart; {advice}"
+        )
 
 
 def label_head_of(shape: Shape) -> tuple[str, tuple[str, ...]] | None:

@@ -14,6 +14,7 @@ from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.models import (
     Shape,
+    check_segments,
     initial_weights,
     known_weights,
     label_head_of,
@@ -39,6 +40,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, given)
     _check_objective(config.train, shape)
+    _check_pairs(config, shape)
     if given is not None:
         warn(f"model.init_from: using {describe_given(given, str(config.model.init_from))}")
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
@@ -75,6 +77,7 @@ def check_start(config: RunConfig) -> None:
     if config.corpus.labels:
         shape = with_label_head(shape, config.corpus.labels, ["", ""])
     _check_objective(config.train, shape)
+    _check_pairs(config, shape)
     rules_of(shape, config.train, config.model.lora)
 
 
@@ -105,6 +108,17 @@ def _check_objective(train: TrainConfig, shape: Shape) -> None:
             f"train.masked.pairs: {pairs} needs a pair head, which this model does not have; "
             "set train.masked.pairs=none, or model.shape.pair_head=true for a new model"
         )
+
+
+def _check_pairs(config: RunConfig, shape: Shape) -> None:
+    """Refuse pairs of texts for a net that knows one segment."""
+    corpus, other = config.corpus, "use another model.init_from"
+    if config.train.layout == "masked" and (pairs := config.train.masked.pairs) != "none":
+        check_segments(shape, f"train.masked.pairs: {pairs}", f"set train.masked.pairs=none, or {other}")
+    if corpus.labels == "question-answering":
+        check_segments(shape, f"corpus.labels: {corpus.labels}", other)
+    if corpus.labels == "sequence-classification" and "+" in corpus.text_key:
+        check_segments(shape, f"corpus.text_key: {corpus.text_key}", f"name one text, or {other}")
 
 
 def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConfig) -> Start:

@@ -14,7 +14,7 @@ from textmill.config import RunConfig
 from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, Example
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
-from textmill.models import label_head_of
+from textmill.models import check_segments, label_head_of
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.labelled import find_types
 from textmill.tokens.labelled.encoding import ExampleEncoder, Sample
@@ -66,6 +66,8 @@ class Predictor:
         inputs = np.full(filled.shape, self.pad, np.int32)
         inputs[filled] = np.concatenate([sample.ids for sample in samples])
         types = find_types(inputs, filled, self.encoder.separator)
+        if types.any():
+            check_segments(self.net.shape, "corpus.text_key: a pair", "name one text, or use another model")
         ids, segments, documents = (
             torch.from_numpy(array).to(self.device) for array in (inputs, types, filled.astype(np.int32))
         )
