@@ -152,6 +152,16 @@ def test_runs_of_bert_older_than_its_separate_heads_resume() -> None:
         assert (other["model.pooler"], other["model.masked_head"]) == (not pairs, False)
 
 
+def test_runs_of_llama_older_than_its_options_resume() -> None:
+    data: Any = SimpleNamespace(fingerprint="tokens", tokenizer=SimpleNamespace(fingerprint="tokenizer"))
+    config = build_config({"model": {"family": "llama", "size": "nano"}})
+    shape: Any = open_family("llama").shape_of(config.model, vocab=600, end=3, length=64)
+    new = {"model.gated", "model.value_embeddings", "model.embedding_residual", "model.logit_softcap"}
+    assert not new & describe_inputs(config, data, shape, None).keys()
+    other = describe_inputs(config, data, replace(shape, gated=False, logit_softcap=30.0), None)
+    assert (other["model.gated"], other["model.logit_softcap"]) == (False, 30.0)
+
+
 def test_what_cannot_change(tokens: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(config_of(tokens, run, steps=2))

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from textmill.storage.tensor_files import read_model_names
 __all__ = [
     "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "check_segments", "find_family_module",
     "find_run_model", "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family",
-    "own_options", "read_shape", "to_checkpoint", "to_memory", "weights_of", "with_label_head",
+    "own_options", "read_shape", "recorded_numbers", "to_checkpoint", "to_memory", "weights_of", "with_label_head",
 ]  # fmt: skip
 
 FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama", "textmill-llama": "llama"}
@@ -160,6 +160,21 @@ def check_segments(shape: Shape, samples: str, advice: str) -> None:
 def label_head_of(shape: Shape) -> tuple[str, tuple[str, ...]] | None:
     """The task of a finetuned head and the names of its labels; None if the net predicts tokens."""
     return (task, getattr(shape, "labels", ())) if (task := getattr(shape, "task", "")) else None
+
+
+def recorded_numbers(shape: Shape) -> dict[str, Any]:
+    """The numbers of a shape as a run records them, for JSON.
+
+    Left out are values that older runs had without recording them, so that those still resume: a tied head, and what
+    the family's `implied_numbers` names.
+    """
+    find_implied = getattr(open_family(shape.family), "implied_numbers", None)
+    implied = {"untied": False, **(find_implied(shape) if find_implied else {})}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(shape).items()
+        if name not in implied or implied[name] != value
+    }
 
 
 def weights_of(shape: Shape) -> list[Weight]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
-from textmill.models import Shape, open_family, read_shape, with_label_head
+from textmill.models import Shape, open_family, read_shape, recorded_numbers, with_label_head
 from textmill.models.family_files import find_family_file
 from textmill.models.lora import normalized_targets
 from textmill.storage.files import hash_file
@@ -90,13 +90,7 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
     if config.train.masked.counts:
         settings["train.masked.counts"] = hash_file(Path(config.train.masked.counts))
     settings["train.length"] = config.train.length or shape.positions
-    model = {f"model.{name}": value for name, value in vars(shape).items()}
-    # Runs older than these still resume: left out are the values that they had without a name for it.
-    older = {"untied": False, "task": "", "labels": (), "masked_head": True, "pooler": model.get("model.pair_head")}
-    older |= {"gated": True, "value_embeddings": 0, "embedding_residual": False, "logit_softcap": 0, "zero_init": False}
-    model = {name: value for name, value in model.items() if older.get(name.removeprefix("model."), ...) != value}
-    if "model.labels" in model:
-        model["model.labels"] = list(model["model.labels"])
+    model = {f"model.{name}": value for name, value in recorded_numbers(shape).items()}
     lora = config.model.lora.model_dump() if config.model.lora else None
     if lora and config.model.lora:
         lora["targets"] = normalized_targets(shape, config.model.lora)

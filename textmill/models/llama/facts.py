@@ -31,6 +31,7 @@ CLASSES = {
     options.MODEL_TYPE: options.CLASS,
 }  # fmt: skip
 """Transformers' classes by the `model_type` of config.json, and ours."""
+implied_numbers = options.implied_numbers
 MUST_BE = {"use_sliding_window": False}
 WHOLE_NUMBERS = {
     "num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width", "intermediate_size": "inner",

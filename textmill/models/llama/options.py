@@ -25,6 +25,11 @@ def used_options(shape: Any) -> list[str]:
     return [f"{name}={getattr(shape, name)}" for name, default in DEFAULTS.items() if getattr(shape, name) != default]
 
 
+def implied_numbers(_: Any) -> dict[str, Any]:
+    """Numbers of a shape that runs older than these options had without recording them."""
+    return {**DEFAULTS, "zero_init": False}
+
+
 def write_options(shape: Any, kind: str) -> dict[str, Any]:
     """What config.json has of biases, norms and options."""
     if kind == MODEL_TYPE:
