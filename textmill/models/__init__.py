@@ -153,7 +153,7 @@ def check_segments(shape: Shape, samples: str, advice: str) -> None:
     if (types := getattr(shape, "types", 2)) < 2:
         raise TextmillError(
             f"{samples}: makes samples of two texts, and the model knows {types} segment (type_vocab_size in its "
-            f"config.json), so it cannot tell them apart; {advice}"
+            f"config.json), so it cannot distinguish them; {advice}"
         )
 
 
