@@ -26,7 +26,7 @@ from pathlib import Path
 
 PAUSE, TYPING, FRAME, LAST = 0.7, 0.04, 0.15, 5.0
 """Seconds: the longest pause, a typed letter, the shortest time that a state of the screen is shown, the last one."""
-WIDTH, HEIGHT, EDGE = 7.8, 17, 14
+WIDTH, HEIGHT, EDGE = 7.9, 17, 14
 """Pixels: a letter, a line, the border."""
 COLORS = ("#8a8f98", "#e5707a", "#7fc67f", "#d8b86a", "#6fa8dc", "#c08fd8", "#62c1c1", "#d8dce2")
 BACKGROUND, FOREGROUND = "#15181d", "#d8dce2"
@@ -171,7 +171,7 @@ def draw(events: list[Event], columns: int, rows: int) -> str:
     )
     width, height = columns * WIDTH + 2 * EDGE, rows * HEIGHT + 2 * EDGE
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" xml:space="preserve" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="13" fill="{FOREGROUND}">\n'
         f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>\n'
         f'<svg x="{EDGE}" y="{EDGE}" width="{width - 2 * EDGE:.0f}" height="{rows * HEIGHT}">'
@@ -192,7 +192,7 @@ def draw_line(line: tuple[Cell, ...], place: int, start: float, end: float, unti
         if own != color:
             spans.append(f'<tspan fill="{color}">{escape(run)}</tspan>' if color else escape(run))
             color, run = str(own), ""
-        run += letter
+        run += letter.replace(" ", "\u00a0")  # else several would be drawn as one
     states = ("hidden;visible", f"0;{start / until:.5f}")
     if end < until:
         states = ("hidden;visible;hidden", f"0;{start / until:.5f};{end / until:.5f}")

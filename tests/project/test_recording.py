@@ -42,6 +42,6 @@ def test_a_real_command_becomes_an_animation(tmp_path: Path) -> None:
     assert max(b[0] - a[0] for a, b in pairwise(events)) <= PAUSE + 1e-9
     assert shorten(events, 0.5)[-1][0] == pytest.approx(0.5)
     root = ET.fromstring(draw(events, 200, 5))
-    texts = ["".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    texts = ["".join(one.itertext()).replace("\u00a0", " ") for one in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("True True") == 2
     assert any(one.endswith("print(sys.stdout.isatty(), 3 < 4)'") for one in texts)
