@@ -22,6 +22,7 @@ from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family, read_shape, weights_of
 from textmill.models.decode_torch import NetSlots
 from textmill.models.nets_torch import fill, new_net
+from textmill.models.parameter_groups import rules_of
 from textmill.storage.tensor_files import encode_safetensors
 
 CPU = torch.device("cpu")
@@ -191,6 +192,12 @@ def test_config_json_says_that_only_textmill_opens_it(name: str, tmp_path: Path)
     assert read_shape(tmp_path) == shape
     with pytest.raises(ValueError, match="textmill-llama"):
         AutoConfig.from_pretrained(tmp_path)
+
+
+def test_value_embeddings_learn_faster() -> None:
+    found = rules_of(shape_of("value embeddings"), TrainConfig(layer_decay=0.5))
+    assert found["model.value_embeddings.0.weight"].rate == 8 * 0.5**4
+    assert found["model.embed_tokens.weight"].rate == 0.5**4
 
 
 def test_zeros_at_the_start_need_no_option_of_the_net() -> None:

@@ -47,7 +47,7 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
     for short, weight in weights.items():
         trained = short not in frozen
         decays = trained and short not in undecayed and (short in decayed if train.weight_decay_only else weight.decay)
-        rules[weight.name] = Rule(trained, train.weight_decay * decays, train.layer_decay**weight.depth)
+        rules[weight.name] = Rule(trained, train.weight_decay * decays, weight.rate * train.layer_decay**weight.depth)
     return rules
 
 

@@ -56,6 +56,8 @@ class Weight:
     """True if weight decay applies, unless `train.weight_decay_only` names others."""
     muon: bool = False
     """True if `train.optimizer: muon` uses Muon for it instead of AdamW. For matrices only."""
+    rate: float = 1.0
+    """Its learning rate, as a multiple of that of other weights."""
     lora: bool = False
     """True if `model.lora` can add an adapter to it. For matrices of blocks only, the same number in each block."""
     head: bool = False

@@ -227,10 +227,9 @@ def weights_of(shape: Shape) -> list[Weight]:
     table = Weight(EMBEDDING, (shape.vocab, shape.width), 0.02, copies=() if shape.untied else (HEAD,), **by_token)
     weights = [replace(table, depth=shape.layers + 1)]
     values = (shape.vocab, shape.kv_heads * shape.head_width)
-    weights += [
-        Weight(f"model.value_embeddings.{number}.weight", values, 0.02, depth=shape.layers + 1, **by_token)
-        for number in range(shape.value_embeddings)
-    ]
+    in_tables = {**by_token, "depth": shape.layers + 1, "rate": options.TABLE_RATE}
+    for number in range(shape.value_embeddings):
+        weights.append(Weight(f"model.value_embeddings.{number}.weight", values, 0.02, **in_tables))
     for layer in range(shape.layers):
         weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, layer)]
     weights.append(Weight("model.norm.weight", (shape.width,), ones=True))

@@ -277,7 +277,8 @@ class Net(BaseNet):
         angles = (positions[..., None].float() * self.rates_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
         x_NTE = drop(to_matmul_dtype(self.embed_tokens(ids_NT)), self.shape.dropout, keys_N, 0, self.tokens_part)
         values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
-        embedded_NTE = x_NTE if self.shape.embedding_residual else None
+        # A copy: if the first block had the same tensor twice, it would be compiled on its own.
+        embedded_NTE = x_NTE.clone() if self.shape.embedding_residual else None
         return x_NTE, Context(
             angles.cos() * self.turn_scale, angles.sin() * self.turn_scale, mask, embedded_NTE, values
         )
