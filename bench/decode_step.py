@@ -1,9 +1,10 @@
 """Shows where the time of a decoding step goes.
 
-    python bench/decode_step.py [sampled] [tiny]
+    python bench/decode_step.py [sampled] [tiny] [llama]
 
-On a GPU: GPT-2 124M with random weights, bf16, prompts of 128 tokens, one text and 64. Prints the kernels of a step
-with count and time, their sum, the time of a step, the fraction of it without a kernel, and the CPU time of the host.
+On a GPU: GPT-2 124M, or a Llama of that size, with random weights, bf16, prompts of 128 tokens, one text and 64. Prints
+the kernels of a step with count and time, their sum, the time of a step, the fraction of it without a kernel, and the
+CPU time of the host.
 
 sampled  use temperature 0.8 and top_k 50 instead of greedy decoding
 tiny     a net of two layers, width 64 and 512 tokens on the CPU, where host work dominates; the default without a GPU
@@ -12,23 +13,20 @@ tiny     a net of two layers, width 64 and 512 tokens on the CPU, where host wor
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
-from generate import TINY, new_tokenizer, random_prompts
+from generate import new_tokenizer, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.utils import logging
 
-from textmill.config import SampleConfig
+from textmill.config import SIZES, ModelConfig, SampleConfig, ShapeConfig
 from textmill.generation.batch import Batch
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request
-from textmill.models.nets_torch import open_net
+from textmill.models import initial_weights, open_family
+from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 PROMPT, STEPS, ROUNDS = 128, 100, 3
@@ -37,9 +35,10 @@ PROMPT, STEPS, ROUNDS = 128, 100, 3
 def main() -> None:
     """Measure one text and 64."""
     sampled, cuda = "sampled" in sys.argv, torch.cuda.is_available() and "tiny" not in sys.argv
-    generator = open_random_generator(cuda)
+    family = next((one for one in sys.argv if one in SIZES), "gpt2")
+    generator = open_random_generator(cuda, family)
     device = torch.cuda.get_device_name() if cuda else "CPU, two small layers"
-    print(f"{device}, torch {torch.__version__}, {'sampled' if sampled else 'greedy'}")
+    print(f"{family} on {device}, torch {torch.__version__}, {'sampled' if sampled else 'greedy'}")
     for count in (1, 64):
         batch = new_batch(generator, count, sampled)
         for _ in range(5):
@@ -54,16 +53,16 @@ def main() -> None:
             print(f"           without the net {min(step_times(batch, cuda) for _ in range(ROUNDS))[1] * 1e3:.3f} ms")
 
 
-def open_random_generator(cuda: bool) -> Generator:
+def open_random_generator(cuda: bool, family: str) -> Generator:
     """Open a net with random weights; without a GPU a tiny one, so that host work dominates."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.manual_seed(1)
-    device = torch.device("cuda" if cuda else "cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        GPT2LMHeadModel(GPT2Config(**({} if cuda else {**TINY, "vocab_size": 512}))).save_pretrained(folder)
-        net: Any = open_net(Path(folder), device)
-    return Generator(net.to(torch.bfloat16) if cuda else net, new_tokenizer() if cuda else small_tokenizer())
+    tokenizer = new_tokenizer() if cuda else small_tokenizer()
+    model = ModelConfig(family=family, size="small")
+    if not cuda:
+        model = ModelConfig(family=family, size="nano", shape=ShapeConfig(layers=2, heads=2, width=64, positions=1024))
+    shape = open_family(family).shape_of(model, vocab=tokenizer.vocab, end=tokenizer.end, length=1024)
+    net = new_net(shape, torch.device("cuda" if cuda else "cpu"))
+    fill(net, initial_weights(shape, 1), "random weights")
+    return Generator(net.to(torch.bfloat16) if cuda else net, tokenizer)
 
 
 def small_tokenizer() -> TextTokenizer:

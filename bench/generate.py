@@ -30,7 +30,6 @@ from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 PROMPT, ROUNDS, VOCAB = 32, 3, 50257
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64}
 Ids = list[list[int]]
 
 

@@ -67,7 +67,7 @@ class FastSlots(CapturedSlots):
         net, fused, positions_N = self.net, self.kernels, self.positions_N[:count]
         blocks: list[Any] = [*net.blocks, None]
         x_NE: Tensor = fused.embed(self.ids_N[:count], positions_N, net.embed_tokens.weight)
-        h_NE = x_NE if few else _rms_norm(blocks[0].input_layernorm, x_NE)
+        h_NE = x_NE if few else blocks[0].input_layernorm(x_NE)
         for layer, (block, following) in enumerate(pairwise(blocks)):
             attn, mlp, qkv, gate_up = block.self_attn, block.mlp, self.qkv[layer], self.gate_up[layer]
             qkv_NF = fused.fused_linear(x_NE, qkv, norm=block.input_layernorm) if few else qkv(h_NE)
@@ -78,7 +78,8 @@ class FastSlots(CapturedSlots):
             inner_NF = self._inner(x_NE, block.post_attention_layernorm, gate_up) if few else self._gate(gate_up(h_NE))
             norm = following.input_layernorm if following else net.norm
             x_NE, h_NE = self._add_linear(x_NE, inner_NF, mlp.down_proj, norm, few=few)
-        return _rms_norm(net.norm, x_NE) if few else h_NE
+        hidden_NE: Tensor = net.norm(x_NE) if few else h_NE
+        return hidden_NE
 
     def _inner(self, x_NE: Tensor, norm: RMSNorm, gate_up: JoinedLinear) -> Tensor:
         """The MLP's activations in one kernel."""
@@ -115,8 +116,3 @@ def rotary_table(net: Net, length: int) -> tuple[Tensor, Tensor]:
     rates = torch.tensor(rates_D.tolist(), dtype=torch.float32, device=net.head.device)
     angles_TD = torch.arange(length, device=rates.device)[:, None].float() * rates
     return angles_TD.cos() * scale, angles_TD.sin() * scale
-
-
-def _rms_norm(norm: RMSNorm, x_NE: Tensor) -> Tensor:
-    """One kernel where the net's own norm has several."""
-    return F.rms_norm(x_NE, norm.weight.shape, norm.weight, norm.eps)

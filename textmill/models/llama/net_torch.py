@@ -55,6 +55,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype == self.weight.dtype and not torch.is_grad_enabled():
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel instead of several
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * inverse * self.weight).to(x.dtype)
