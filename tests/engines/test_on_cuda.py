@@ -107,7 +107,7 @@ def test_fp16_is_close_to_fp32_once_the_scale_fits() -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 products here"
 )
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_fp8_is_near_and_learns(monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool) -> None:
     monkeypatch.setattr(engine_runs, "FAMILY", [family])
     config = on_gpu("fp8")

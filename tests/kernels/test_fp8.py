@@ -16,7 +16,7 @@ from tests.support import engine_runs
 from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from tests.support.loss_oracle import VOCAB as SCORES
 from tests.support.loss_oracle import exact, given, relative_difference
-from textmill.config import LoraConfig, RunConfig
+from textmill.config import LoraConfig, ModelConfig, RunConfig
 from textmill.devices import check_fp8, torch_dtype
 from textmill.engines import open_engine
 from textmill.engines.losses_torch import summed_loss
@@ -31,9 +31,9 @@ from textmill.kernels.fp8_torch import (
     fp8_mlp,
     quantize_rows,
 )
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.models.base_torch import ACTIVATIONS
-from textmill.models.nets_torch import new_net
+from textmill.models.nets_torch import fill, new_net
 
 
 def _cpu_supports_fp8() -> bool:
@@ -275,7 +275,7 @@ def in_fp8(recompute: int = 0, **options: Any) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(one, marks=pytest.mark.long) for one in ("llama", "bert"))])
 def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """It learns as well as bf16, resumes bitwise, and gives the same with activation checkpointing."""
     monkeypatch.setattr(engine_runs, "FAMILY", [family])
@@ -326,7 +326,8 @@ def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ("llama", {"activation": "gelu"}, None, "fp8 has no gelu, only silu and relu2"),
         ("llama", {"mlp_bias": True}, None, "fp8 does not support mlp_bias"),
         ("llama", {"gated": False}, None, r"fp8 does not support model\.shape\.gated=false"),
-        ("bert", {}, None, "the family bert has no fp8 code"),
+        ("bert", {"activation": "relu"}, None, "fp8 has no relu, only gelu_new and gelu"),
+        ("bert", {}, LoraConfig(), r"fp8 does not support model\.lora"),
     ],
 )
 def test_unsupported_nets_are_refused(
@@ -339,3 +340,36 @@ def test_unsupported_nets_are_refused(
     net = new_net(replace(shape, **numbers), torch.device("cpu"), lora)
     with pytest.raises(TextmillError, match=message):
         net.use_fp8()
+
+
+def test_a_family_without_fp8_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = new_net(open_family("gpt2").shape_of(config_of("torch").model, vocab=VOCAB, end=0), torch.device("cpu"))
+    monkeypatch.setattr(type(net), "fp8_activations", ())
+    with pytest.raises(TextmillError, match="the family gpt2 has no fp8 code"):
+        net.use_fp8()
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_berts_mlp_is_the_same_with_fp8_matmuls(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an exact matmul in place of fp8's, outputs and gradients equal those of the plain net in fp32."""
+    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size="tiny"), vocab=VOCAB, end=0, length=16)
+    shape = replace(shape, norm=norm, width=32, heads=2, inner=48)
+    net = new_net(shape, torch.device("cpu"))
+    fill(net, initial_weights(shape, 1), "the initial weights")
+    ids = torch.arange(24).view(2, 12)
+    found = []
+    for fp8 in (False, True):
+        if fp8:
+            monkeypatch.setattr(
+                "textmill.models.bert.net_torch.fp8_mlp",
+                lambda x, fc, bias, proj, tanh: F.linear(F.gelu(F.linear(x, fc, bias)), proj),
+            )
+            net.use_fp8()
+        net.zero_grad()
+        states = net(ids)
+        states.square().sum().backward()
+        grads = {name: one.grad.clone() for name, one in net.named_parameters() if one.grad is not None}
+        found.append({"states": states.detach(), **grads})
+    assert found[0].keys() == found[1].keys()
+    for name, wanted in found[0].items():
+        assert torch.allclose(found[1][name], wanted, rtol=1e-5, atol=1e-6), name

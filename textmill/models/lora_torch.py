@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from textmill.config import LoraConfig
@@ -36,6 +37,20 @@ def apply_linear(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None) -> Ten
         return matmul.linear(x_NTE, linear.weight, linear.bias)
     out: Tensor = linear(x_NTE, keys_N) if isinstance(linear, AdaptedLinear) else linear(x_NTE)
     return out
+
+
+def join_linears(layers: tuple[nn.Linear, ...], x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
+    """The outputs of layers with one input; in compiled training on a GPU they are one matmul.
+
+    Joining the matrices costs nothing there: it is part of their cast to the matmuls' precision.
+    """
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    plain = all(type(layer) is nn.Linear for layer in layers) and len(biases) in (0, len(layers))
+    if not plain or not matmul.use_tuned_matmul(x_NTE, layers[0].weight):
+        return tuple(apply_linear(layer, x_NTE, keys_N) for layer in layers)
+    bias_F = torch.cat(biases) if biases else None
+    joined = matmul.linear(x_NTE, torch.cat([layer.weight for layer in layers]), bias_F)
+    return torch.split(joined, [len(layer.weight) for layer in layers], -1)
 
 
 def add_adapters(net: BaseNet, lora: LoraConfig) -> None:

@@ -9,12 +9,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
+from textmill.kernels.fp8_torch import fp8_mlp
 from textmill.kernels.matmul_torch import linear
+from textmill.models.activations import GELUS
 from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.bert.facts import ANSWERS, SEQUENCES, Shape
 from textmill.models.bert.heads_torch import Heads, Pooler
 from textmill.models.cache_torch import Cache
-from textmill.models.lora_torch import apply_linear
+from textmill.models.lora_torch import apply_linear, join_linears
 from textmill.models.masks_torch import Mask, document_starts, two_way_block_mask, two_way_mask, use_block_mask
 
 try:
@@ -52,10 +54,8 @@ class SelfAttention(nn.Module):
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, mask: Mask | None) -> Tensor:
         """Attention's weighted values, heads joined."""
         N, T, _ = x_NTE.shape
-        q_NHTD, k_NHTD, v_NHTD = (
-            apply_linear(part, x_NTE, keys_N).view(N, T, -1, self.head_width).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
-        )
+        parts = join_linears((self.query, self.key, self.value), x_NTE, keys_N)
+        q_NHTD, k_NHTD, v_NHTD = (part.view(N, T, -1, self.head_width).transpose(1, 2) for part in parts)
         if isinstance(mask, BlockMask):
             y_NHTD = flex_attention(q_NHTD, k_NHTD, v_NHTD, block_mask=mask)
         elif keys_N is not None and self.dropout:
@@ -84,8 +84,11 @@ class Output(nn.Module):
 
     def forward(self, y: Tensor, stream_NTE: Tensor, keys_N: Tensor | None, site: int) -> Tensor:
         """The residual stream after the branch."""
-        y_NTE = drop(apply_linear(self.dense, y, keys_N), self.dropout, keys_N, site, self.tokens_part)
-        x_NTE = stream_NTE + y_NTE
+        return self.add(apply_linear(self.dense, y, keys_N), stream_NTE, keys_N, site)
+
+    def add(self, y_NTE: Tensor, stream_NTE: Tensor, keys_N: Tensor | None, site: int) -> Tensor:
+        """The residual stream plus the matrix's outputs."""
+        x_NTE = stream_NTE + drop(y_NTE, self.dropout, keys_N, site, self.tokens_part)
         return x_NTE if self.LayerNorm is None else to_matmul_dtype(self.LayerNorm(x_NTE))
 
 
@@ -114,7 +117,7 @@ class Intermediate(nn.Module):
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
         fused = bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.dense) is nn.Linear
-        if fused and self.activation in ("gelu", "gelu_new"):
+        if fused and self.activation in GELUS:
             x_NTF = linear(x_NTE, self.dense.weight, None)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.dense.bias, self.activation == "gelu_new")
             return y_MF.view(x_NTF.shape)
@@ -130,6 +133,7 @@ class Block(BaseBlock):
         self.ln = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "pre" else None
         self.intermediate = Intermediate(shape)
         self.output = Output(shape, shape.inner)
+        self.fp8 = False
 
     def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Mask | None) -> Tensor:
         """The residual stream after this block; the context is the mask."""
@@ -137,8 +141,15 @@ class Block(BaseBlock):
             raise TextmillError("model.family: bert attends in both directions, so it has no KV cache to decode with")
         x_NTE = self.attention(x_NTE, keys_N, context)
         y_NTE = x_NTE if self.ln is None else self.ln(x_NTE)
+        if self.fp8 and torch.is_grad_enabled():
+            return self.output.add(self._mlp_in_fp8(y_NTE), x_NTE, keys_N, 3)
         out: Tensor = self.output(self.intermediate(y_NTE, keys_N), x_NTE, keys_N, 3)
         return out
+
+    def _mlp_in_fp8(self, x_NTE: Tensor) -> Tensor:
+        first, last, tanh = self.intermediate.dense, self.output.dense, self.intermediate.activation == "gelu_new"
+        y_NTE = fp8_mlp(x_NTE.flatten(0, -2), first.weight, first.bias, last.weight, tanh).view(x_NTE.shape)
+        return y_NTE + last.bias.to(y_NTE.dtype)
 
 
 class Encoder(nn.Module):
@@ -155,6 +166,7 @@ class Net(BaseNet):
 
     shape: Shape
     few_labels = True
+    fp8_activations = GELUS
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)

@@ -15,14 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.fp8_torch import FP8_GATES, fp8_gated_mlp
-from textmill.kernels.matmul_torch import linear, use_tuned_matmul
 from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.cache_torch import Cache
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.llama.facts import Shape
 from textmill.models.llama.options import GATE_INPUTS, value_table
 from textmill.models.llama.rotary import turning_rates
-from textmill.models.lora_torch import apply_linear
+from textmill.models.lora_torch import apply_linear, join_linears
 from textmill.models.masks_torch import (
     Mask,
     causal_mask,
@@ -143,18 +142,6 @@ class MLP(nn.Module):
             return fp8_gated_mlp(x_NTE.flatten(0, -2), *weights, self.kind).view(x_NTE.shape)
         gate_NTF, up_NTF = join_linears((self.gate_proj, self.up_proj), x_NTE, keys_N)
         return apply_linear(self.down_proj, self.activation(gate_NTF) * up_NTF, keys_N)
-
-
-def join_linears(layers: tuple[nn.Linear, ...], x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
-    """The outputs of layers with one input; in compiled training on a GPU they are one matmul.
-
-    Joining the matrices costs nothing there: it is part of their cast to the matmuls' precision.
-    """
-    plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-    if not plain or not use_tuned_matmul(x_NTE, layers[0].weight):
-        return tuple(apply_linear(layer, x_NTE, keys_N) for layer in layers)
-    joined = linear(x_NTE, torch.cat([layer.weight for layer in layers]), None)
-    return torch.split(joined, [len(layer.weight) for layer in layers], -1)
 
 
 def turn(x_NHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
