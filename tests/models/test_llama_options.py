@@ -194,10 +194,12 @@ def test_config_json_says_that_only_textmill_opens_it(name: str, tmp_path: Path)
         AutoConfig.from_pretrained(tmp_path)
 
 
-def test_value_embeddings_learn_faster() -> None:
-    found = rules_of(shape_of("value embeddings"), TrainConfig(layer_decay=0.5))
-    assert found["model.value_embeddings.0.weight"].rate == 8 * 0.5**4
-    assert found["model.embed_tokens.weight"].rate == 0.5**4
+@pytest.mark.parametrize(("name", "rate"), [("value embeddings", 1), ("all", 6)])
+def test_embeddings_that_are_not_the_head_have_a_rate_of_their_own(name: str, rate: float) -> None:
+    found = rules_of(shape_of(name), TrainConfig(layer_decay=0.5, embedding_rate_factor=6))
+    assert found["model.value_embeddings.0.weight"].rate == 6 * 0.5**4
+    assert found["model.embed_tokens.weight"].rate == rate * 0.5**4
+    assert found.get("lm_head.weight", found["model.norm.weight"]).rate == 1
 
 
 def test_zeros_at_the_start_need_no_option_of_the_net() -> None:

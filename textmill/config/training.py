@@ -121,6 +121,8 @@ class TrainConfig(Section):
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Layer-wise learning rate: block i of n uses the rate times this to the power n - i, embeddings one power more,
     the last LayerNorm the full rate."""
+    embedding_rate_factor: float = Field(1.0, gt=0)
+    """Learning rate of token embeddings that are not also the head, as a multiple of that of the other weights."""
     clip: float = Field(1.0, ge=0)
     """Gradient clipping: largest global gradient norm; 0: no clipping."""
     spikes: SpikesConfig = SpikesConfig()

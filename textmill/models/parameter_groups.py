@@ -30,6 +30,7 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
 
     Layer-wise learning rate: a weight uses the step's rate times `train.layer_decay` to the power of its depth: 0 after
     the blocks, 1 in the last block, `layers` in the first, `layers + 1` in the embeddings (and so in a tied head).
+    Embeddings that are not also the head use `train.embedding_rate_factor` times that.
     Weight decay applies to matrices and embeddings, or to what `train.weight_decay_only` names instead, except for
     what `train.no_weight_decay` names. With LoRA, only the adapters and a head for labels are
     trained.
@@ -47,7 +48,8 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
     for short, weight in weights.items():
         trained = short not in frozen
         decays = trained and short not in undecayed and (short in decayed if train.weight_decay_only else weight.decay)
-        rules[weight.name] = Rule(trained, train.weight_decay * decays, weight.rate * train.layer_decay**weight.depth)
+        rate = train.layer_decay**weight.depth * (train.embedding_rate_factor if weight.looked_up else 1.0)
+        rules[weight.name] = Rule(trained, train.weight_decay * decays, rate)
     return rules
 
 

@@ -56,8 +56,8 @@ class Weight:
     """True if weight decay applies, unless `train.weight_decay_only` names others."""
     muon: bool = False
     """True if `train.optimizer: muon` uses Muon for it instead of AdamW. For matrices only."""
-    rate: float = 1.0
-    """Its learning rate, as a multiple of that of other weights."""
+    looked_up: bool = False
+    """True if its rows are tokens and it is never multiplied: an embedding that is not also the head."""
     lora: bool = False
     """True if `model.lora` can add an adapter to it. For matrices of blocks only, the same number in each block."""
     head: bool = False
@@ -170,8 +170,8 @@ def count_flops(
     known, tables = {weight.name for weight in weights}, [weight for weight in weights if weight.by_token]
     flops = 6.0 * sum(weight.size for weight in trained if weight.name not in known)
     for weight in weights:
-        looked_up = weight.by_token and weight.depth > layers and not weight.copies and len(tables) > 1
-        if weight.by_position or looked_up:
+        is_table = weight.by_token and weight.depth > layers and len(tables) > 1 and not weight.copies
+        if weight.by_position or weight.looked_up or is_table:
             continue  # rows are looked up: nothing is multiplied
         has_gradient = weight.by_token or weight.depth <= lowest  # the head is above all blocks, a tied one too
         flops += weight.size * (2.0 + 2.0 * has_gradient + 2.0 * (weight.name in names))

@@ -26,6 +26,7 @@ SETTINGS = (
     "train.batch_rampup",
     "train.weight_decay",
     "train.layer_decay",
+    "train.embedding_rate_factor",
     "train.betas",
     "train.epsilon",
     "train.clip",

@@ -151,7 +151,8 @@ def weights_of(shape: Shape) -> list[Weight]:
     head = Weight(HEAD, (shape.vocab, width), 0.02, **by_token)
     tables = [
         Weight(
-            "transformer.wte.weight", (shape.vocab, width), 0.02, copies=() if shape.untied else (HEAD,), **by_token
+            "transformer.wte.weight", (shape.vocab, width), 0.02, copies=() if shape.untied else (HEAD,),
+            looked_up=shape.untied, **by_token,
         ),
         Weight("transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True),
     ]  # fmt: skip

@@ -225,11 +225,11 @@ def weights_of(shape: Shape) -> list[Weight]:
     """Every weight, under transformers' name."""
     by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
     table = Weight(EMBEDDING, (shape.vocab, shape.width), 0.02, copies=() if shape.untied else (HEAD,), **by_token)
-    weights = [replace(table, depth=shape.layers + 1)]
+    weights = [replace(table, depth=shape.layers + 1, looked_up=shape.untied)]
     values = (shape.vocab, shape.kv_heads * shape.head_width)
-    in_tables = {**by_token, "depth": shape.layers + 1, "rate": options.TABLE_RATE}
+    looked_up = {**by_token, "depth": shape.layers + 1, "looked_up": True}
     for number in range(shape.value_embeddings):
-        weights.append(Weight(f"model.value_embeddings.{number}.weight", values, 0.02, **in_tables))
+        weights.append(Weight(f"model.value_embeddings.{number}.weight", values, 0.02, **looked_up))
     for layer in range(shape.layers):
         weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, layer)]
     weights.append(Weight("model.norm.weight", (shape.width,), ones=True))

@@ -16,9 +16,6 @@ DEFAULTS: dict[str, Any] = {
 """Each option and the value with which it changes nothing."""
 OTHERS = {"qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
 """What else config.json has with an option: transformers' classes say it by their name."""
-TABLE_RATE = 8.0
-"""The learning rate of value embeddings, as a multiple of that of other weights: a row is updated only where its token
-occurs."""
 GATE_INPUTS = 32
 """Channels from which a head's gate of its value embeddings is computed."""
 
