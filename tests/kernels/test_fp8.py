@@ -29,6 +29,8 @@ from textmill.kernels.fp8_torch import (
     fp8_gated_mlp,
     fp8_matmul,
     fp8_mlp,
+    gate8,
+    gate8_backward,
     quantize_rows,
 )
 from textmill.models import initial_weights, open_family
@@ -225,6 +227,8 @@ def test_the_ops_pass_torchs_opcheck() -> None:
     dy, h, bias = some(5, 48, "cpu")
     torch.library.opcheck(bias_gelu8, (h, bias, True))
     torch.library.opcheck(bias_gelu8_backward, (dy, h, bias, False))
+    torch.library.opcheck(gate8, (h, True))
+    torch.library.opcheck(gate8_backward, (dy[:, :24].contiguous(), h, False))
 
 
 @on_gpu
@@ -251,6 +255,39 @@ def test_the_kernels_match_the_formulas(shape: tuple[int, int], tanh: bool) -> N
     assert float((sums.cpu().double() - bias64.grad).norm()) < 1e-5 * float(dy.double().abs().sum(0).norm())
     again = *bias_gelu8(*given[1:], tanh), *bias_gelu8_backward(*given, tanh)
     assert all(torch.equal(one, other) for one, other in zip((y, *y8, dx, *dx8, sums), again, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("shape", [(600, 2048), (530, 208), (3000, 1408), (37, 8960), (1, 5632), (7, 16)])
+def test_the_gates_kernels_match_the_formulas(shape: tuple[int, int], silu: bool) -> None:
+    """The CPU's values within bf16 rounding; fp8 as by quantize_rows, except ties."""
+    rows, width = shape
+    dy, h, _ = some(rows, 2 * width, "cuda")
+    dy = dy[:, :width].contiguous()
+    y8, (y, dh, *dh8) = gate8(h, silu), gate8_backward(dy, h, silu)
+    wanted_y, wanted_dh, *_ = gate8_backward(dy.cpu(), h.cpu(), silu)
+    for found, wanted, in8 in ((y, wanted_y, y8), (dh, wanted_dh, dh8)):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=2**-7, atol=1e-5)
+        right8, right = quantize_rows(found)
+        torch.testing.assert_close(in8[1], right, rtol=1e-6, atol=0)
+        step = (right8.float().abs() * 2.0**-3).clamp_min(2.0**-9)
+        assert bool(((in8[0].float() - right8.float()).abs() <= step).all())
+        assert float((in8[0].float() != right8.float()).float().mean()) < 1e-2, "ties are few"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("column", [5, 70])
+def test_one_nan_in_a_gated_row_makes_only_its_scale_nan(column: int, silu: bool, device: str) -> None:
+    h, dy = torch.ones(3, 96, dtype=torch.bfloat16, device=device), torch.ones(3, 48, device=device).bfloat16()
+    h[0], dy[0] = 0.0, 0.0
+    h[1, column] = float("nan")
+    (y8, scale), (_, _, dh8, back) = gate8(h, silu), gate8_backward(dy, h, silu)
+    for rounded, of_row in ((y8, scale), (dh8, back)):
+        assert torch.isfinite(of_row[:, 0]).tolist() == [True, False, True]
+        assert rounded[0].float().abs().max() == 0
+        assert rounded[1].isnan().any()
 
 
 @pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 1e-3)])

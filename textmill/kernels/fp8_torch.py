@@ -2,8 +2,7 @@
 
 The output and the gradient of the inputs are fp8 matmuls; the gradient of the weights, which sums over rows, stays in
 bf16. Scaling and rounding are torch operations, which the compiler fuses into the kernel that produces the numbers.
-Only around the GELU, the widest tensor, Triton kernels of our own do both; they read and write each row once.
-A gated MLP has torch operations there too.
+Only around the activation, the widest tensor, Triton kernels of our own do both; they read and write each row once.
 
 Shapes in names: M rows, K summed over, N columns, F inner width of the MLP.
 """
@@ -92,38 +91,61 @@ class _FP8GatedMLP(torch.autograd.Function):
         h_MF = fp8_matmul(quantize_rows(x_MK), quantize_rows(torch.cat([gate_FK, up_FK])))
         ctx.save_for_backward(x_MK, h_MF, gate_FK, up_FK, down_NF)
         ctx.activation = activation
-        y_MF, _ = _multiply_gate(h_MF, activation)
-        return fp8_matmul(quantize_rows(y_MF), quantize_rows(down_NF))
+        return fp8_matmul(gate8(h_MF, activation == "silu"), quantize_rows(down_NF))
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, h_MF, gate_FK, up_FK, down_NF = ctx.saved_tensors
         _, for_gate, for_up, for_down, _ = ctx.needs_input_grad
         dy_MF = fp8_matmul(quantize_rows(dy_MN), quantize_rows(down_NF.T))
-        y_MF, dh_MF = _multiply_gate(h_MF, ctx.activation, dy_MF)
+        y_MF, dh_MF, dh8_MF, scale_M1 = gate8_backward(dy_MF, h_MF, ctx.activation == "silu")
         ddown_NF = matmul_to_dtype(dy_MN.T, y_MF, down_NF.dtype) if for_down else None
         dgate_FK = dup_FK = None
         if for_gate or for_up:
             dgate_FK, dup_FK = matmul_to_dtype(dh_MF.T, x_MK, gate_FK.dtype).split(len(gate_FK))
-        dx_MK = fp8_matmul(quantize_rows(dh_MF), quantize_rows(torch.cat([gate_FK.T, up_FK.T], 1)))
+        dx_MK = fp8_matmul((dh8_MF, scale_M1), quantize_rows(torch.cat([gate_FK.T, up_FK.T], 1)))
         return dx_MK, dgate_FK if for_gate else None, dup_FK if for_up else None, ddown_NF, None
 
 
-def _multiply_gate(h_MF: Tensor, activation: str, dy_MF: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The first half of the columns, activated, times the second half; and the gradient of h, if that of the product is
-    given."""
-    gate_MF, up_MF = h_MF.float().chunk(2, 1)
-    if activation == "silu":
+def _active_and_slope(gate_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
+    """SiLU or squared ReLU, and its derivative."""
+    if silu:
         share_MF = gate_MF.sigmoid()
-        active_MF, slope_MF = gate_MF * share_MF, share_MF * (1 + gate_MF * (1 - share_MF))
-    else:
-        positive_MF = F.relu(gate_MF)
-        active_MF, slope_MF = positive_MF.square(), 2 * positive_MF
-    y_MF = (active_MF * up_MF).to(h_MF.dtype)
-    if dy_MF is None:
-        return y_MF, h_MF
-    wide_MF = dy_MF.float()
-    return y_MF, torch.cat([wide_MF * up_MF * slope_MF, wide_MF * active_MF], 1).to(h_MF.dtype)
+        return gate_MF * share_MF, share_MF * (1 + gate_MF * (1 - share_MF))
+    positive_MF = F.relu(gate_MF)
+    return positive_MF.square(), 2 * positive_MF
+
+
+@torch.library.custom_op("textmill::gate8", mutates_args=())
+def gate8(h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
+    """The first half of the columns, through SiLU or squared ReLU, times the second half; in fp8 with rows' scales."""
+    if h_MF.is_cuda and gelu_fp8_triton is not None:
+        return gelu_fp8_triton.gate_forward(h_MF, silu, FP8_DTYPE, MIN_ROW_MAX)
+    gate_MF, up_MF = h_MF.float().chunk(2, 1)
+    return quantize_rows((_active_and_slope(gate_MF, silu)[0] * up_MF).to(h_MF.dtype))
+
+
+@torch.library.custom_op("textmill::gate8_backward", mutates_args=())
+def gate8_backward(dy_MF: Tensor, h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The product again, in h's precision; the gradient of h, in h's precision and in fp8 with the rows' scales."""
+    if h_MF.is_cuda and gelu_fp8_triton is not None:
+        return gelu_fp8_triton.gate_backward(dy_MF, h_MF, silu, FP8_DTYPE, MIN_ROW_MAX)
+    (gate_MF, up_MF), wide_MF = h_MF.float().chunk(2, 1), dy_MF.float()
+    active_MF, slope_MF = _active_and_slope(gate_MF, silu)
+    dh_MF = torch.cat([wide_MF * up_MF * slope_MF, wide_MF * active_MF], 1).to(h_MF.dtype)
+    return (active_MF * up_MF).to(h_MF.dtype), dh_MF, *quantize_rows(dh_MF)
+
+
+@gate8.register_fake
+def _(h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
+    rows, width = h_MF.shape[0], h_MF.shape[1] // 2
+    return h_MF.new_empty(rows, width, dtype=FP8_DTYPE), h_MF.new_empty(rows, 1, dtype=torch.float32)
+
+
+@gate8_backward.register_fake
+def _(dy_MF: Tensor, h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale_M1 = h_MF.new_empty(len(h_MF), 1, dtype=torch.float32)
+    return torch.empty_like(dy_MF), torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=FP8_DTYPE), scale_M1
 
 
 @torch.library.custom_op("textmill::bias_gelu8", mutates_args=())

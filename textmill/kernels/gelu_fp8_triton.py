@@ -1,5 +1,7 @@
 """Bias + GELU + fp8 quantisation in one Triton kernel; the backward pass, with the bias gradient, in another.
 
+The same for the gate of a gated MLP, without biases.
+
 A program holds one full row in registers, so the row's maximum is known before anything is written.
 Of P programs, program i processes the rows i, i + P, i + 2P ..., so that together they read memory sequentially.
 """
@@ -97,6 +99,70 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(partial_sums + tl.program_id(0) * width + columns, column_totals, mask=column_mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _active_and_slope(x, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU or squared ReLU, and its derivative."""
+    if SILU:
+        share = tl.sigmoid(x)
+        active, slope = x * share, share * (1.0 + x * (1.0 - share))
+    else:
+        positive = _nan_max(x, 0.0)
+        active, slope = positive * positive, 2.0 * positive
+    return active, slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_forward(  # type: ignore[no-untyped-def]
+    h, y8, scales, rows, width,
+    SILU: tl.constexpr, MIN_ROW_MAX: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    column_mask = columns < width
+    row = tl.program_id(0).to(tl.int64)
+    offsets, mask = row * 2 * width + columns, column_mask & (row < rows)
+    next_gate = tl.load(h + offsets, mask=mask, other=0.0)
+    next_up = tl.load(h + offsets + width, mask=mask, other=0.0)
+    for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
+        gate, up, current_row = next_gate.to(tl.float32), next_up.to(tl.float32), row
+        row += tl.num_programs(0)  # prefetch the next row
+        offsets, mask = row * 2 * width + columns, column_mask & (row < rows)
+        next_gate = tl.load(h + offsets, mask=mask, other=0.0)
+        next_up = tl.load(h + offsets + width, mask=mask, other=0.0)
+        active, _ = _active_and_slope(gate, SILU)
+        out = (active * up).to(h.dtype.element_ty).to(tl.float32)
+        scale = _row_scale(out, MIN_ROW_MAX, FP8_MAX)
+        out8 = (out * tl.div_rn(1.0, scale)).to(y8.dtype.element_ty)
+        tl.store(y8 + current_row * width + columns, out8, mask=column_mask)
+        tl.store(scales + current_row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_backward(  # type: ignore[no-untyped-def]
+    dy, h, y, dh, dh8, scales, rows, width,
+    SILU: tl.constexpr, MIN_ROW_MAX: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    mask = columns < width
+    row = tl.program_id(0).to(tl.int64)
+    for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
+        offsets = row * 2 * width + columns
+        gate = tl.load(h + offsets, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(h + offsets + width, mask=mask, other=0.0).to(tl.float32)
+        dy_values = tl.load(dy + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+        active, slope = _active_and_slope(gate, SILU)
+        tl.store(y + row * width + columns, (active * up).to(y.dtype.element_ty), mask=mask)
+        dgate, dup = (dy_values * up * slope).to(dh.dtype.element_ty), (dy_values * active).to(dh.dtype.element_ty)
+        tl.store(dh + offsets, dgate, mask=mask)
+        tl.store(dh + offsets + width, dup, mask=mask)
+        dgate_fp32, dup_fp32 = dgate.to(tl.float32), dup.to(tl.float32)
+        scale = _nan_max(_row_scale(dgate_fp32, MIN_ROW_MAX, FP8_MAX), _row_scale(dup_fp32, MIN_ROW_MAX, FP8_MAX))
+        inverse = tl.div_rn(1.0, scale)
+        tl.store(dh8 + offsets, (dgate_fp32 * inverse).to(dh8.dtype.element_ty), mask=mask)
+        tl.store(dh8 + offsets + width, (dup_fp32 * inverse).to(dh8.dtype.element_ty), mask=mask)
+        tl.store(scales + row, scale)
+        row += tl.num_programs(0)
+
+
 def _warp_count(width: int, columns: int) -> int:
     """Return the warps that a program needs for a row, with this number of columns per thread."""
     return min(max(int(triton.next_power_of_2(width)) // (32 * columns), 1), 32)
@@ -131,3 +197,28 @@ def backward(
     block, warps = triton.next_power_of_2(width), _warp_count(width, BACKWARD_COLUMNS_PER_THREAD)
     _backward[(programs,)](*arguments, **constants, BLOCK=block, num_warps=warps)
     return dx_MF, dx8_MF, scale_M1, column_sums(partial_sums)
+
+
+def gate_forward(h_MF: Tensor, silu: bool, dtype: torch.dtype, min_row_max: float) -> tuple[Tensor, Tensor]:
+    """The Triton version of fp8_torch.gate8; h is contiguous."""
+    rows, width = len(h_MF), h_MF.shape[1] // 2
+    y8_MF, scale_M1 = h_MF.new_empty(rows, width, dtype=dtype), torch.empty(rows, 1, device=h_MF.device)
+    constants = {"SILU": silu, "MIN_ROW_MAX": min_row_max, "FP8_MAX": torch.finfo(dtype).max}
+    block, warps = triton.next_power_of_2(width), _warp_count(width, COLUMNS_PER_THREAD)
+    _gate_forward[(min(PROGRAMS, rows),)](h_MF, y8_MF, scale_M1, rows, width, **constants, BLOCK=block, num_warps=warps)
+    return y8_MF, scale_M1
+
+
+def gate_backward(
+    dy_MF: Tensor, h_MF: Tensor, silu: bool, dtype: torch.dtype, min_row_max: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The Triton version of fp8_torch.gate8_backward; all matrices are contiguous."""
+    rows, width = dy_MF.shape
+    y_MF, dh_MF, dh8_MF = torch.empty_like(dy_MF), torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=dtype)
+    scale_M1 = torch.empty(rows, 1, device=h_MF.device)
+    constants = {"SILU": silu, "MIN_ROW_MAX": min_row_max, "FP8_MAX": torch.finfo(dtype).max}
+    block, warps = triton.next_power_of_2(width), _warp_count(width, BACKWARD_COLUMNS_PER_THREAD)
+    _gate_backward[(min(PROGRAMS, rows),)](
+        dy_MF, h_MF, y_MF, dh_MF, dh8_MF, scale_M1, rows, width, **constants, BLOCK=block, num_warps=warps
+    )
+    return y_MF, dh_MF, dh8_MF, scale_M1
