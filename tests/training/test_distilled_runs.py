@@ -75,6 +75,16 @@ def test_processes_equal_one(count: int, mesh: list[str], more: list[str], root:
         assert one == {key: pytest.approx(value, rel=2e-5) for key, value in other.items()}
 
 
+def test_adapters_on_the_teacher_start_without_a_difference(root: Path) -> None:
+    """New adapters add nothing, so the first predictions are the teacher's: no divergence, cosine 1."""
+    adapters = [f"model.init_from={root / 'teacher'}", "model.lora.rank=2", "model.shape.dropout=0"]
+    train(config_for(root, root / "adapters", 3, *terms(root), *adapters, "train.learning_rate=0.01"))
+    first, *_, last = [line for line in read_metrics(root / "adapters") if "loss" in line]
+    assert first["distil_kl"] == pytest.approx(0, abs=1e-6)
+    assert first["distil_cosine"] == pytest.approx(0, abs=1e-5)
+    assert last["distil_kl"] > 1e-5
+
+
 def test_another_teacher_is_another_run(root: Path) -> None:
     train(config_for(root, root / "first", 3, *terms(root)))
     other = Path(shutil.copytree(open_model(str(root / "teacher")).folder, root / "other"))
