@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from tests.support.machines import H200, TWO_CORES
 from textmill.config import RunConfig
+from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.plan import COMPILE_SECONDS, MAX_EPOCHS, STAGE_RATES, default_minutes, plan_for
+from textmill.planning.project_file import project_yaml
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
 FLAT = MachineFacts("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)
@@ -82,3 +84,14 @@ def test_compiling_must_save_more_time_than_it_takes() -> None:
     assert not plan_for(text_of(60e6), H200, 0.8).compiled
     assert plan_for(text_of(60e6), H200, 3).compiled
     assert not plan_for(text_of(1e6), TWO_CORES, 5).compiled
+
+
+def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() -> None:
+    text = text_of(1e5)
+    short, long = (plan_for(text, TWO_CORES, minutes) for minutes in (0.2, 600))
+    assert short.minutes is not None
+    assert long.minutes is None
+    written = [project_yaml("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan) for plan in (short, long)]
+    assert "train.distil" not in written[0]
+    commands = [line.lstrip("# ") for line in written[1].splitlines() if "train.distil" in line]
+    assert commands == ["textmill run x train.folder=x/run-2 'train.distil.teachers=[x/run]' train.seed=2"]

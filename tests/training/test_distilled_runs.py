@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.small_runs import config_for
 from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
 from textmill.errors import TextmillError
+from textmill.planning.project_file import second_generation
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
 from textmill.training.teachers import teacher_flops
@@ -83,6 +85,16 @@ def test_adapters_on_the_teacher_start_without_a_difference(root: Path) -> None:
     assert first["distil_kl"] == pytest.approx(0, abs=1e-6)
     assert first["distil_cosine"] == pytest.approx(0, abs=1e-5)
     assert last["distil_kl"] > 1e-5
+
+
+def test_the_second_generation_that_is_proposed(root: Path) -> None:
+    """The command that `new` and `run` print trains the same model with the first run as its teacher."""
+    command, *settings = shlex.split(second_generation(str(root), str(root / "teacher")))[1:]
+    assert (command, settings[0]) == ("run", str(root))
+    train(config_for(root, root / "unused", 3, *EVERY, *settings[1:]))
+    found = read_metrics(root / "teacher-2")[0]
+    assert found["distil_kl"] > 0
+    assert not (root / "unused").exists()
 
 
 def test_another_teacher_is_another_run(root: Path) -> None:

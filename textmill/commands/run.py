@@ -20,6 +20,7 @@ from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.generation.encoders.fill import fill
 from textmill.models import Shape, label_head_of, open_family, read_shape
+from textmill.planning.project_file import second_generation
 from textmill.planning.verdict import (
     RunFacts,
     State,
@@ -188,12 +189,17 @@ def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
             else []
         )
     family = f" --family {name}" if name in SIZES and name != ModelConfig().family else ""
+    run = format_path(config.folder_of("train"))
     if state == "overfitting":
-        again = shlex.quote(format_path(config.folder_of("train")) + "-2")
         decay = f"train.weight_decay={max(0.1, 2 * train.weight_decay):g}"
-        return [f"textmill run {root} {decay} train.folder={again}", f"textmill tune {root} --minutes 60"]
+        return [
+            f"textmill run {root} {decay} train.folder={shlex.quote(run + '-2')}",
+            f"textmill tune {root} --minutes 60",
+        ]
     if state == "limited by the text":
-        return [f"textmill tune {root} --minutes 60", f"textmill new larger --text 'more texts/*.txt'{family}"]
+        more = [f"textmill tune {root} --minutes 60", f"textmill new larger --text 'more texts/*.txt'{family}"]
+        no_second = bool(train.distil.teachers) or open_family(name).OBJECTIVE == "masked"
+        return more if no_second else [second_generation(root, run), *more]
     if train.minutes is None:
         return [
             f"textmill train {root} train.{train.unit}={2 * getattr(train, train.unit)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from textmill.config import ModelConfig
 from textmill.corpus.inspection import RecordFacts
@@ -31,7 +32,7 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 # Change what you like: a finished stage is not run twice, and a change that would alter its
 # result is reported before anything is overwritten. docs/autopilot.md explains every choice.
 """
-    lines = [head]
+    lines = [head, *([] if plan.minutes is not None or masked else [_describe_second_generation(folder)])]
     sections = _sections(sources, records, text, plan)
     if machine.device == "cuda" and not plan.compiled:
         sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
@@ -42,6 +43,20 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
         lines += [_line(*row) for row in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def second_generation(folder: str, run: str) -> str:
+    """The command that trains the same model again, taught by the first: worth it if the text limits the model."""
+    settings = f"train.folder={run}-2", f"train.distil.teachers=[{run}]", "train.seed=2"
+    return f"textmill run {folder} {' '.join(map(shlex.quote, settings))}"
+
+
+def _describe_second_generation(folder: str) -> str:
+    return f"""\
+# There is time for more than this text needs. A second model that learns from the first is usually better
+# (docs/distil.md):
+#   {second_generation(folder, f"{folder}/run")}
+"""
 
 
 def _line(key: str, value: object, note: str) -> str:
