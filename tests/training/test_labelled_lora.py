@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.support.labelled_files import ANSWERS, SEQUENCES, WORDS, write_project
+from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.models.nets_torch import open_net
@@ -95,6 +97,22 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path: Path) -> None:
         assert np.array_equal(values, wanted[name]), name
     base = dict(read_model(tmp_path / "base"))
     assert not np.array_equal(wanted["base_model.model.bert.pooler.dense.weight"], base["bert.pooler.dense.weight"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", ["engine.mesh.shard=2", "engine.mesh.tensor=2", "engine.kind=deepspeed"])
+def test_two_processes_equal_one(settings: str, tmp_path: Path) -> None:
+    words = write_base(tmp_path, SEQUENCES, 4)
+    assert main(["run", *words]) == 0
+    two = tmp_path / "two"
+    command = [sys.executable, "-m", "textmill", "train", *words, f"train.folder={two}", settings]
+    assert run_together(command, 2) == "ok"
+    alone, both = (
+        dict(read_tensors(run / "step-0000004" / "adapter_model.safetensors")) for run in (tmp_path / "run", two)
+    )
+    assert alone.keys() == both.keys()
+    for name, values in both.items():
+        assert np.allclose(values, alone[name], rtol=1e-4, atol=1e-6), name
 
 
 def test_a_folder_of_peft_opens(tmp_path: Path) -> None:
