@@ -98,11 +98,13 @@ class MinutesTimer:
     def _check_start(self, length: RunLength) -> None:
         if self.ranks.first and self._seconds_left(length) <= 0:
             took = format_duration(time.perf_counter() - self.command.started)
-            after = f", and evaluation needs at least {END_SECONDS:g} s more" if self.command.evaluates else ""
             raise TextmillError(
-                f"train.minutes: {length.train.minutes:g} is too short: the start, up to the end of the first step, "
-                "took "
-                f"{took}{after}; raise it"
+                f"train.minutes: {length.train.minutes:g} is too short: all stages up to the end of the first step "
+                f"took {took}, and evaluation needs at least {END_SECONDS:g} s more; raise it, or start the same "
+                "command again, which keeps finished stages"
+                if self.command.evaluates
+                else f"train.minutes: {length.train.minutes:g} is too short: the start, up to the end of the first "
+                f"step, took {took}; raise it"
             )
 
     def _tokens_per_second(self, length: RunLength, done: int) -> float:
