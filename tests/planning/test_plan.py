@@ -13,7 +13,15 @@ from tests.support.machines import H200, TWO_CORES
 from textmill.config import RunConfig
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.plan import COMPILE_SECONDS, MAX_EPOCHS, STAGE_RATES, default_minutes, plan_for
+from textmill.planning.plan import (
+    COMPILE_SECONDS,
+    FIT_RATE,
+    FITTED_BYTES,
+    MAX_EPOCHS,
+    STAGE_RATES,
+    default_minutes,
+    plan_for,
+)
 from textmill.planning.project_file import project_yaml
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
@@ -32,7 +40,8 @@ def text_of(size: float, **more: float) -> TextFacts:
 def test_sizes_are_near_those_of_the_scaling_laws(million_tokens: int, seconds: int, million_parameters: int) -> None:
     """Compute-optimal sizes at 4e14 FLOP/s, where repeated text allows them; the rules choose from a few widths."""
     text = text_of(million_tokens * 1e6 * 4.3 / 0.9)
-    other = COMPILE_SECONDS + sum(text.bytes / rate / 16**power for rate, power in STAGE_RATES.values())
+    other = COMPILE_SECONDS + sum(text.bytes / rate / 4 for rate in STAGE_RATES.values())
+    other += min(text.bytes, FITTED_BYTES) / FIT_RATE
     plan = plan_for(text, FLAT, (seconds + other) / 60)
     assert million_parameters / 2.1 < plan.parameters / 1e6 < million_parameters * 2.1
 

@@ -129,6 +129,14 @@ def test_a_growing_batch_is_counted_in_tokens(clock: Clock) -> None:
     assert seconds[0] <= 10 < seconds[1]
 
 
+def test_a_run_does_not_exceed_its_epochs(clock: Clock) -> None:
+    """80 samples of an epoch in steps of 8: 25 epochs are 250 steps, and 100 s at 80 tokens/s would be enough for 100."""
+    assert fitting_steps(planned(max_epochs=25), 2, 1e6, 80.0, NO_COSTS) == 250
+    assert fitting_steps(planned(max_epochs=25), 2, 98.0, 80.0, NO_COSTS) == 100
+    with pytest.raises(TextmillError, match=r"train\.max_epochs: limits train\.minutes"):
+        TrainConfig(max_epochs=3, epochs=2)
+
+
 @pytest.mark.parametrize(("step", "timed_steps", "steps"), [(2.0, 30, 300), (30.0, 2, 20), (70.0, 1, 8)])
 def test_short_runs_time_a_tenth_of_their_steps(clock: Clock, step: float, timed_steps: int, steps: int) -> None:
     lengths = timed(clock, planned(), first=step, step=step)

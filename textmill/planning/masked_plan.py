@@ -37,7 +37,8 @@ def masked_sections(sections: dict[str, list[Row]], text: TextFacts, plan: Plan,
     shape = sections["model"] if has_pairs else [*sections["model"], ("  pair_head", "false", "there are no pairs")]
     return {
         "corpus": [*sections["corpus"], ("sentences", "split", "one sentence per line")],
-        "tokenizer": [("kind", "wordpiece", "as in BERT"), ("vocab", plan.vocab, "holds the characters of the text")],
+        "tokenizer": [("kind", "wordpiece", "as in BERT"), ("vocab", plan.vocab, "holds the characters of the text"),
+                      *(row for row in sections["tokenizer"] if row[0] == "fit_sample")],
         "tokens": [("level", "sentence", "samples are made of full sentences"),
                    ("append_end", "false", "samples have their own [SEP]")],
         "model": [("family", family, "predicts masked tokens"), *shape],

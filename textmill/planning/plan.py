@@ -53,8 +53,10 @@ class Plan:
     """Samples of a step."""
     epochs: float
     steps: int
-    minutes: float | None
-    """Minutes of the whole command; None: the run ends after `epochs`, sooner than the minutes allow."""
+    minutes: float
+    """Minutes of the whole command."""
+    ends_early: bool
+    """Whether the run is expected to end after `epochs`, sooner than the minutes allow."""
     learning_rate: float
     adamw_rate_factor: float
     weight_decay: float
@@ -93,7 +95,7 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     found = auto_settings("muon", chosen.width, chosen.parameters, chosen.unique, tokens, batch * length)
     return Plan(
         vocab=chosen.vocab, layers=chosen.layers, heads=chosen.heads, width=chosen.width, length=length, batch=batch,
-        epochs=epochs, steps=steps, minutes=minutes if chosen.epochs <= MAX_EPOCHS else None,
+        epochs=epochs, steps=steps, minutes=minutes, ends_early=chosen.epochs > MAX_EPOCHS,
         learning_rate=found.learning_rate, adamw_rate_factor=found.adamw_rate_factor, weight_decay=found.weight_decay,
         dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
         parameters=chosen.parameters, train_tokens=round(chosen.unique), compiled=compiled,
@@ -123,7 +125,7 @@ def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False
     """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
     most = MAX_MINUTES[machine.device]
     plan = plan_for(text, machine, most, masked)
-    if plan.minutes is not None:
+    if not plan.ends_early:
         return most
     return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
 
@@ -202,13 +204,23 @@ def _length(text: TextFacts, machine: MachineFacts, shape: _Shape, tokens: float
     return max(32, min(longest, 1 << math.ceil(math.log2(max(2.0, usual)))))
 
 
+def fitted_fraction(text: TextFacts) -> float:
+    """The fraction of the documents that the vocabulary is fitted on."""
+    enough = text.different_documents >= MIN_FITTED_DOCUMENTS and text.bytes > FITTED_BYTES
+    return float(f"{FITTED_BYTES / text.bytes:.2g}") if enough else 1.0
+
+
 def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:
     """Seconds of the stages before and after training, with start-up."""
-    parts = (text.bytes / rate / math.pow(machine.cores, power) for rate, power in STAGE_RATES.values())
-    return machine.startup_seconds + sum(parts)
+    fit = text.bytes * fitted_fraction(text) / FIT_RATE
+    parts = (text.bytes / rate / math.sqrt(machine.cores) for rate in STAGE_RATES.values())
+    return machine.startup_seconds + fit + sum(parts)
 
 
-STAGE_RATES: Mapping[str, tuple[float, float]] = {
-    "prepare": (8e6, 0.5), "fit-tokenizer": (6e6, 0.2), "tokenize": (3e6, 0.5),
-}  # fmt: skip
-"""Bytes of text that one core handles in a second, and the power of the cores with which that grows."""
+STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "tokenize": 3e6}
+"""Bytes of text that one core handles in a second; several cores handle as much as the root of their number."""
+FIT_RATE = 2.5e6
+"""Bytes of text in a second that a vocabulary is fitted on, which uses one core for most of its time."""
+FITTED_BYTES, MIN_FITTED_DOCUMENTS = 20e6, 2000
+"""A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Of a few
+large documents all are used."""

@@ -9,7 +9,7 @@ from textmill.config import ModelConfig
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import Row, masked_sections
-from textmill.planning.plan import MAX_EPOCHS, Plan
+from textmill.planning.plan import MAX_EPOCHS, Plan, fitted_fraction
 
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
@@ -65,9 +65,7 @@ def _line(key: str, value: object, note: str) -> str:
 
 
 def _minutes(plan: Plan) -> str:
-    return (
-        f"about {plan.minutes:g} min" if plan.minutes is not None else f"about {plan.seconds / 60:.1f} min of training"
-    )
+    return f"about {plan.seconds / 60:.1f} min of training" if plan.ends_early else f"about {plan.minutes:g} min"
 
 
 def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: Plan) -> dict[str, list[Row]]:
@@ -77,6 +75,7 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
         "tokenizer": [
             ("vocab", plan.vocab, f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is "
                                   "cheapest"),
+            *_sample_rows(text),
         ],
         "model": [
             ("shape", "", f"{plan.parameters / plan.train_tokens:.2g} parameters for each token of the text"),
@@ -93,6 +92,11 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
             ("max_tokens", 200, "tokens of new text"),
         ],
     }  # fmt: skip
+
+
+def _sample_rows(text: TextFacts) -> list[Row]:
+    fraction = fitted_fraction(text)
+    return [("fit_sample", fraction, "this fraction of the documents is enough")] if fraction < 1 else []
 
 
 def _dropout_rows(plan: Plan) -> list[Row]:
@@ -120,15 +124,12 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> l
 
 
 def _train_rows(plan: Plan, often: int) -> list[Row]:
-    seen = f"about {plan.epochs:.2g} epochs"
-    if plan.minutes is not None:
-        length: Row = ("minutes", f"{plan.minutes:g}", f"of the whole command; {seen}, {plan.steps:,} steps")
-    else:
-        length = ("epochs", f"{plan.epochs:g}", f"more than {MAX_EPOCHS} do not help; {plan.steps:,} steps")
+    seen = f"of the whole command; about {plan.epochs:.2g} epochs, {plan.steps:,} steps"
     return [
         ("length", plan.length, "tokens per sample"),
         ("batch", plan.batch, f"samples per step: {plan.batch * plan.length:,} tokens"),
-        length,
+        ("minutes", f"{plan.minutes:g}", seen),
+        ("max_epochs", f"{MAX_EPOCHS:g}", "more do not help, even if there is time"),
         ("optimizer", "muon", "better than AdamW at every size that was measured"),
         ("learning_rate", plan.learning_rate, "0.125 / sqrt(width), Muon's"),
         ("muon", "", ""),

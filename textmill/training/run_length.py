@@ -35,6 +35,8 @@ class RunLength:
     """Tokens of a sample."""
     measured_at: int | None = None
     """`train.minutes`: the step after which its number of steps was computed; None before."""
+    most_steps: int = UNKNOWN
+    """`train.max_epochs`: not more steps than these."""
 
     @property
     def known(self) -> bool:
@@ -128,10 +130,11 @@ def plan_run_length(
     memory = train.average.memory_in_steps(epoch_samples / train.batch)
     train = train.model_copy(update={"average": train.average.model_copy(update={"memory": memory})})
     if train.minutes is not None:
-        return _restore(RunLength(train, sizes, epoch_samples, sample_length), saved or {})
+        most = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
+        return _restore(RunLength(train, sizes, epoch_samples, sample_length, most_steps=most), saved or {})
     steps = train.steps
     if train.epochs is not None:
-        steps = sizes.steps_to_cover(math.ceil(Fraction(str(train.epochs)) * epoch_samples))
+        steps = _steps_of_epochs(train.epochs, sizes, epoch_samples)
     elif train.samples is not None:
         steps = sizes.full_steps_in(train.samples)
     elif train.tokens is not None:
@@ -145,6 +148,10 @@ def plan_run_length(
     _check_warmup(train, steps)
     resolved = train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps})
     return RunLength(resolved, sizes, epoch_samples, sample_length)
+
+
+def _steps_of_epochs(epochs: float, sizes: BatchSizes, epoch_samples: int) -> int:
+    return sizes.steps_to_cover(math.ceil(Fraction(str(epochs)) * epoch_samples))
 
 
 def _restore(length: RunLength, saved: dict[str, Any]) -> RunLength:

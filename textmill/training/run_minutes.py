@@ -122,7 +122,8 @@ class MinutesTimer:
 
 
 def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_second: float, costs: Costs) -> int:
-    """The largest number of steps that ends within `seconds`, with evaluations and saves; at least `done`."""
+    """The largest number of steps that ends within `seconds`, with evaluations and saves, and within
+    `train.max_epochs`; at least `done`."""
     train, tokens_done = length.train, length.tokens_after(done)
 
     def fits(steps: int) -> bool:
@@ -130,7 +131,7 @@ def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_secon
         needed += costs.evaluation * length.count_due(train.evaluate_every, done, steps)
         needed += costs.tasks * length.count_due(train.tasks_interval, done, steps)
         needed += costs.save * length.count_due(train.save_every, done, steps)
-        return needed <= seconds
+        return needed <= seconds and steps <= length.most_steps
 
     low, high = done, done + 1
     while fits(high):
