@@ -130,7 +130,7 @@ def test_a_growing_batch_is_counted_in_tokens(clock: Clock) -> None:
 
 
 def test_a_run_does_not_exceed_its_epochs(clock: Clock) -> None:
-    """80 samples of an epoch in steps of 8: 25 epochs are 250 steps, and 100 s at 80 tokens/s would be enough for 100."""
+    """80 samples of an epoch in steps of 8: 25 epochs are 250 steps; 98 s at 80 tokens/s are enough for 98 more."""
     assert fitting_steps(planned(max_epochs=25), 2, 1e6, 80.0, NO_COSTS) == 250
     assert fitting_steps(planned(max_epochs=25), 2, 98.0, 80.0, NO_COSTS) == 100
     with pytest.raises(TextmillError, match=r"train\.max_epochs: limits train\.minutes"):

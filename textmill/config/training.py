@@ -66,8 +66,7 @@ class TrainConfig(Section):
     `train.batch`, 16 more at a time, over the first 100,000 samples, as Megatron's rampup-batch-size; default: no
     ramp-up."""
     steps: int = changeable(1000, ge=1)
-    """Optimizer steps of the run; `train.epochs`, `train.samples`, `train.tokens` or `train.minutes` set its length
-    instead."""
+    """Optimizer steps of the run; `train.epochs`, `samples`, `tokens` or `minutes` set its length instead."""
     epochs: float | None = changeable(None, gt=0)
     """Passes over the train split; fractions are allowed."""
     samples: int | None = changeable(None, ge=1)
@@ -75,8 +74,7 @@ class TrainConfig(Section):
     tokens: int | None = changeable(None, ge=1)
     """Tokens of the run, rounded down to a full step; every sample counts as `train.length` tokens."""
     minutes: float | None = changeable(None, gt=0)
-    """Minutes that the command takes, from its start to its end; the first steps are timed, then it becomes a number of
-    steps, which a resumed run keeps."""
+    """Minutes of the entire command: the first steps are timed and give the number of steps, which a resume keeps."""
     max_epochs: float | None = changeable(None, gt=0)
     """With `train.minutes`: the run ends after so many epochs, even if there is time for more."""
     learning_rate: float = Field(6e-4, gt=0)

@@ -32,7 +32,7 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 # Change what you like: a finished stage is not run twice, and a change that would alter its
 # result is reported before anything is overwritten. docs/autopilot.md explains every choice.
 """
-    lines = [head, *([] if plan.minutes is not None or masked else [_describe_second_generation(folder)])]
+    lines = [head, *([_describe_second_generation(folder)] if plan.ends_early and not masked else [])]
     sections = _sections(sources, records, text, plan)
     if machine.device == "cuda" and not plan.compiled:
         sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
