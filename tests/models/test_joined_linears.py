@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from textmill.config import LoraConfig
+from textmill.config import LoraConfig, ModelConfig
 from textmill.kernels import matmul_torch
+from textmill.models import open_family
+from textmill.models.bert.net_torch import SelfAttention
 from textmill.models.lora_torch import AdaptedLinear, join_linears
 
 
@@ -49,3 +53,27 @@ def test_adapters_and_mixed_biases_stay_separate(monkeypatch: pytest.MonkeyPatch
     for layers in ((plain, adapted), (plain, bare)):
         for layer, found in zip(layers, join_linears(layers, x, None), strict=True):
             assert torch.equal(found, layer(x))
+
+
+def test_compiled_attention_of_bert_is_one_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as on a GPU, with the operator of tuned matmuls; outputs and gradients are those of the eager layers."""
+    torch.manual_seed(1)
+    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size="tiny"), vocab=50, end=0, length=8)
+    attention = SelfAttention(replace(shape, width=32, heads=2))
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    leaves = [x, *attention.parameters()]
+    wanted = attention(x, None, None)
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), leaves)
+    monkeypatch.setattr(matmul_torch, "use_tuned_matmul", lambda *_: torch.compiler.is_compiling())
+    seen: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        seen.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    found = torch.compile(attention, backend=backend, fullgraph=True)(x, None, None)
+    grads = torch.autograd.grad(found.square().sum(), leaves)
+    assert sum("autograd_function_apply" in target for [*targets] in seen for target in targets) == 1, seen
+    for one, other in zip([found, *grads], [wanted, *wanted_grads], strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
