@@ -12,6 +12,7 @@ from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
 from textmill.config import SIZES, EvaluateConfig, ModelConfig, RunConfig
+from textmill.config.model import is_family_file
 from textmill.config.renamed import rename_settings
 from textmill.devices import open_device
 from textmill.evaluation import format_tables
@@ -19,7 +20,7 @@ from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.generation.encoders.fill import fill
-from textmill.models import Shape, label_head_of, open_family, read_shape
+from textmill.models import Shape, label_head_of, open_family, own_options, read_shape
 from textmill.planning.project_file import second_generation
 from textmill.planning.verdict import (
     RunFacts,
@@ -163,7 +164,9 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
-    print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
+    own = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
+    opened_by = "only textmill opens it" if own else "transformers can open it"
+    print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
     if config.corpus.labels:
         print(f"  textmill evaluate {root} evaluate.text=FILE")
     elif open_family(config.model.family).OBJECTIVE == "masked":
