@@ -13,7 +13,7 @@ import torch
 from tests.support.decode_kernels import run_without_capture
 from tests.support.weights import noisy_weights, shape_of
 from textmill.config import LoraConfig
-from textmill.models import find_family_module, open_family
+from textmill.models import captured_torch, find_family_module, open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots, Slots, open_slots
 from textmill.models.nets_torch import fill, new_net
@@ -32,6 +32,7 @@ NETS: dict[str, dict[str, Any]] = {
     "tanh": {"hidden_act": "tanh"},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "adapters": LORA,
+    "no gate": {"model_type": "textmill-llama", "gated": False, "hidden_act": "relu2"},
     "qwen2": {"model_type": "qwen2", "rope_scaling": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 20},
 }
@@ -104,6 +105,22 @@ def test_a_cpu_gets_the_code_for_any_family() -> None:
         slots = open_slots(new_random_net("cpu", **NETS[name]), 2, 16)
         assert type(slots) is NetSlots
         assert slots.warm_up() == 0, "a CPU captures nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "fast"),
+    [({"logit_softcap": 2.0}, True), ({"value_embeddings": 1}, False), ({"embedding_residual": True}, False)],
+)
+def test_options_without_kernels_get_the_code_for_any_family(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], fast: bool
+) -> None:
+    monkeypatch.setattr(captured_torch, "usable", lambda net: True)
+    run_without_capture(monkeypatch)
+    net = new_random_net("cpu", "textmill-llama", **options)
+    slots = open_slots(net, 2, 32)
+    assert (type(slots) is not NetSlots) == fast
+    slots.prefill(0, [[1, 2, 3]])
+    assert (slots.decode(torch.tensor([4]), [3]) - full_logits(net, [1, 2, 3, 4])[3]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "biases"])

@@ -48,10 +48,10 @@ def open_family(name: str) -> Family:
 def find_family_module(shape: Shape, part: str) -> ModuleType | None:
     """A module of a shape's family: net_torch, net_jax or decode_torch; None if the family has none.
 
-    A family in the user's own file has net_torch only, in that file; so has a shape with options of our own."""
+    A family in the user's own file has net_torch only, in that file; a shape with options of our own has no net_jax."""
     if (file := find_family_file(shape.family)) is not None:
         return file.module if part == "net_torch" else None
-    if own_options(shape) and part != "net_torch":
+    if own_options(shape) and part == "net_jax":
         return None
     name = f"textmill.models.{shape.family}.{part}"
     return import_module(name) if find_spec(name) else None

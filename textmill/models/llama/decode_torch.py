@@ -13,11 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.models import captured_torch
 from textmill.models.base_torch import ACTIVATIONS
-from textmill.models.captured_torch import CapturedSlots, has_no_adapter, usable
+from textmill.models.captured_torch import CapturedSlots, has_no_adapter
 from textmill.models.llama.net_torch import Net, RMSNorm, rotary_rates
 
-__all__ = ["FastSlots", "usable"]
+
+def usable(net: Net) -> bool:
+    """True if the kernels can run this net on its device; they add no embeddings to values or to the stream."""
+    added = net.shape.value_embeddings or net.shape.embedding_residual
+    return not added and captured_torch.usable(net)
 
 
 class JoinedLinear:
@@ -46,7 +51,9 @@ class FastSlots(CapturedSlots):
         blocks: list[Any] = list(net.blocks)
         attentions, mlps = [block.self_attn for block in blocks], [block.mlp for block in blocks]
         self.qkv = [JoinedLinear((attn.q_proj, attn.k_proj, attn.v_proj)) for attn in attentions]
-        self.gate_up = [JoinedLinear((mlp.gate_proj, mlp.up_proj)) for mlp in mlps]
+        self.gate_up = [
+            JoinedLinear((mlp.gate_proj, mlp.up_proj) if net.shape.gated else (mlp.up_proj,)) for mlp in mlps
+        ]
         self.angles = rotary_table(net, length)
 
     def can_fuse(self) -> bool:
@@ -83,12 +90,14 @@ class FastSlots(CapturedSlots):
 
     def _inner(self, x_NE: Tensor, norm: RMSNorm, gate_up: JoinedLinear) -> Tensor:
         """The MLP's activations in one kernel."""
-        activation = self.net.shape.activation
-        inner_NF: Tensor = self.kernels.fused_linear(x_NE, gate_up, norm=norm, activation=activation, gated=True)
+        settings = {"activation": self.net.shape.activation, "gated": self.net.shape.gated}
+        inner_NF: Tensor = self.kernels.fused_linear(x_NE, gate_up, norm=norm, **settings)
         return inner_NF
 
     def _gate(self, both_NF: Tensor) -> Tensor:
-        """The activated gate times the other half."""
+        """The activated gate times the other half; all activated, if there is no gate."""
+        if not self.net.shape.gated:
+            return ACTIVATIONS[self.net.shape.activation](both_NF)
         if self.net.shape.activation not in self.kernels.ACTIVATIONS:
             gate_NF, up_NF = both_NF.chunk(2, -1)
             return ACTIVATIONS[self.net.shape.activation](gate_NF) * up_NF
