@@ -192,7 +192,7 @@ class OnJax:
         parts = {**parts, "weights": token_weight}
         if self.heads.has_pairs:
             parts["pair_weights"], _ = token_weights(parts["pair_labels"], "token_mean")
-        narrow = self.net.cast_matrices(weights, self.options.precision)
+        narrow = self.heads.cast_matrices(weights)
         trained = {name: narrow[name] for name in self.optimizer.trained}
         gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow, taught)
         if len(token_weight) == 1:
@@ -264,7 +264,7 @@ def _pad_rows(values: Any, count: int, value: int) -> Any:
 
 
 def _jax_net(shape: Shape) -> Any:
-    """The module of the family's JAX net: models/FAMILY/net_jax.py with HEAD, NetOptions, cast_matrices and states."""
+    """The module of the family's JAX net: models/FAMILY/net_jax.py with head_name, NetOptions, MATRICES and states."""
     module = find_family_module(shape, "net_jax")
     if module is None:
         name = " with ".join([shape.family, *own_options(shape)])

@@ -46,6 +46,17 @@ class NetOptions:
     """Shards an array [samples, ...] so that each device has different samples."""
 
 
+def cast_matrices(weights: Weights, parts: tuple[str, ...], precision: jnp.dtype) -> Weights:
+    """The weights with matrices cast to the matmuls' precision, once per step; norms and embeddings stay fp32.
+
+    `parts` are what the names of matrices have in them: the net's MATRICES.
+    """
+    return {
+        name: values.astype(precision) if any(part in name for part in parts) else values
+        for name, values in weights.items()
+    }
+
+
 def norm(weights: Weights, name: str, shape: Any, x_NTE: Array) -> Array:
     """A LayerNorm, computed in fp32."""
     # Only the input is kept for the backward pass: recomputing the rest is faster than reading it from memory.

@@ -45,7 +45,7 @@ class Teachers:
             fused = options.fused and head_width % 8 == 0 and head_width <= 128
             heads = open_heads(own, replace(options, lora=None, recompute=0, gathered=None, fused=fused))
             self.heads.append(heads)
-            narrow = heads.net.cast_matrices(_read(own, folder), options.precision)
+            narrow = heads.cast_matrices(_read(own, folder))
             self.weights.append({name: shardings.replicate(np.asarray(one)) for name, one in narrow.items()})
 
     def read(self, weights: list[Arrays], part: Arrays) -> tuple[dict[str, Any], list[Array]]:

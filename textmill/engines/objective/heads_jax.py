@@ -17,6 +17,7 @@ from textmill.engines.distillation.teachers_jax import Teachers
 from textmill.engines.distillation.terms import terms_of
 from textmill.engines.losses_jax import loss_and_correct, summed_loss
 from textmill.engines.objective.labels import PAIR_LOSS
+from textmill.models.base_jax import cast_matrices
 from textmill.tokens.batches.batch import IGNORED
 
 Arrays = dict[str, Array]
@@ -74,9 +75,13 @@ class Heads:
         """The names of what `training_loss` reports behind the labels' loss."""
         return [*([PAIR_LOSS] if self.has_pairs else []), *(f"distil_{name}" for name in train.distil.terms)]
 
+    def cast_matrices(self, weights: Arrays) -> Arrays:
+        """The weights with matrices in the precision of the matmuls."""
+        return cast_matrices(weights, self.net.MATRICES, self.options.precision)
+
     def sums(self, weights: Arrays, part: Arrays) -> list[Array]:
         """The summed loss and the number of correct predictions; also those of the pairs, if there is a pair head."""
-        narrow = self.net.cast_matrices(weights, self.options.precision)
+        narrow = self.cast_matrices(weights)
         states = self.states(narrow, part)
         head, bias = self.head(weights)
         losses, correct = loss_and_correct(states.head_input, head, part["labels"], self.shape.vocab, self.chunk, bias)

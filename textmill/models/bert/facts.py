@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
-from textmill.models.weights import Weight, count_flops, count_parameters
+from textmill.models.base_shape import BaseShape
+from textmill.models.hf_config import open_hf_config, read_config_file
+from textmill.models.weights import Weight, count_flops
 
 Array = NDArray[np.float32]
 
@@ -47,17 +48,9 @@ WHOLE_NUMBERS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(BaseShape):
     """Every number that the net is built from."""
 
-    layers: int
-    heads: int
-    width: int
-    inner: int
-    positions: int
-    vocab: int
-    end: int
-    """The token after each segment, [SEP]."""
     types: int = 2
     """Segments that a position can belong to."""
     norm: str = "post"
@@ -80,24 +73,9 @@ class Shape:
     epsilon: float = 1e-12
     family: str = NAME
 
-    def with_dropout(self, fraction: float) -> Shape:
-        """The same shape with this dropout rate everywhere."""
-        return replace(self, dropout=fraction, attention_dropout=fraction)
-
-    @property
-    def uses_dropout(self) -> bool:
-        """True if training uses dropout anywhere."""
-        return bool(self.dropout or self.attention_dropout)
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding in memory."""
-        return pad_vocab(self.vocab)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters in a checkpoint."""
-        return count_parameters(weights_of(self))
+    def weights(self) -> list[Weight]:
+        """Every weight of the net."""
+        return weights_of(self)
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
         """FLOPs of the forward and backward pass for one token; the head is computed for labelled tokens only."""
@@ -110,10 +88,6 @@ class Shape:
         head = table.size * (4.0 + 2.0 * any(one.name == table.name for one in trained))
         labelled = 0.0 if self.task else LABELLED
         return flops - (1 - labelled) * head + labelled * 6 * self.width**2
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Attention heads and the MLP's inner width."""
-        return {"heads": self.heads, "inner": self.inner}
 
 
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:

@@ -19,6 +19,8 @@ HEAD_BIAS = "cls.predictions.bias"
 """The head's bias, one number for each token."""
 FEW_LABELS = True
 """The head is computed for labelled tokens alone."""
+MATRICES = (".dense.", ".attention.self.")
+"""What the names of matrices have in them; their biases are cast with them."""
 
 
 def head_name(shape: Shape) -> str:
@@ -29,14 +31,6 @@ def head_name(shape: Shape) -> str:
 def has_pair_head(shape: Shape) -> bool:
     """Whether `pair_logits` predicts a class for each packed sentence pair."""
     return shape.pair_head
-
-
-def cast_matrices(weights: Weights, precision: jnp.dtype) -> Weights:
-    """The weights with matrices cast to the matmuls' precision, once per step; LayerNorms and embeddings stay fp32."""
-    return {
-        name: values.astype(precision) if ".dense." in name or ".attention.self." in name else values
-        for name, values in weights.items()
-    }
 
 
 def states(

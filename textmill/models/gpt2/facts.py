@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
-from textmill.models.weights import Weight, count_flops, count_parameters
+from textmill.models.base_shape import BaseShape
+from textmill.models.hf_config import open_hf_config, read_config_file
+from textmill.models.weights import Weight
 
 Array = NDArray[np.float32]
 
@@ -30,17 +31,9 @@ WHOLE_NUMBERS = dict.fromkeys(("n_layer", "n_head", "n_embd", "n_positions", "vo
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(BaseShape):
     """Every number that the net is built from."""
 
-    layers: int
-    heads: int
-    width: int
-    inner: int
-    positions: int
-    vocab: int
-    end: int
-    """The end-of-text token."""
     activation: str = "gelu_new"
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -50,32 +43,9 @@ class Shape:
     """True if the head has weights of its own."""
     family: str = "gpt2"
 
-    def with_dropout(self, fraction: float) -> Shape:
-        """The same shape with this dropout rate everywhere."""
-        return replace(self, embedding_dropout=fraction, attention_dropout=fraction, residual_dropout=fraction)
-
-    @property
-    def uses_dropout(self) -> bool:
-        """True if training uses dropout anywhere."""
-        return bool(self.embedding_dropout or self.attention_dropout or self.residual_dropout)
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding in memory."""
-        return pad_vocab(self.vocab)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters in a checkpoint."""
-        return count_parameters(weights_of(self))
-
-    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        """FLOPs of the forward and backward pass for one token."""
-        return count_flops(weights_of(self), self.layers, self.width, length, trained)
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Attention heads and the MLP's inner width."""
-        return {"heads": self.heads, "inner": self.inner}
+    def weights(self) -> list[Weight]:
+        """Every weight of the net."""
+        return weights_of(self)
 
 
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:

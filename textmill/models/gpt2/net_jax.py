@@ -29,19 +29,13 @@ from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.gpt2.facts import HEAD, Shape
 
 EMBEDDING = "transformer.wte.weight"
+MATRICES = (".attn.", ".mlp.")
+"""What the names of matrices have in them; their biases are cast with them."""
 
 
 def head_name(shape: Shape) -> str:
     """The matrix that turns hidden states into logits, with its padding rows: the embedding if the head is tied."""
     return HEAD if shape.untied else EMBEDDING
-
-
-def cast_matrices(weights: Weights, precision: jnp.dtype) -> Weights:
-    """The weights with matrices cast to the matmuls' precision, once per step; LayerNorms and embeddings stay fp32."""
-    return {
-        name: values.astype(precision) if ".attn." in name or ".mlp." in name else values
-        for name, values in weights.items()
-    }
 
 
 def states(

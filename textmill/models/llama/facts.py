@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
+from textmill.models.base_shape import BaseShape
+from textmill.models.hf_config import open_hf_config, read_config_file
 from textmill.models.llama import options
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
-from textmill.models.weights import Weight, count_flops, count_parameters
+from textmill.models.weights import Weight
 
 Array = NDArray[np.float32]
 
@@ -43,20 +44,12 @@ two."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(BaseShape):
     """Every number that the net is built from."""
 
-    layers: int
-    heads: int
     kv_heads: int
     """Heads of keys and values; each serves the same number of query heads."""
     head_width: int
-    width: int
-    inner: int
-    positions: int
-    vocab: int
-    end: int
-    """The end-of-text token."""
     activation: str = "silu"
     """Of the gate: silu makes it SwiGLU."""
     qk_norm: bool = False
@@ -87,10 +80,6 @@ class Shape:
     """True if the last matrix of each residual branch starts as zeros."""
     family: str = NAME
 
-    def with_dropout(self, fraction: float) -> Shape:
-        """The same shape with this dropout rate everywhere."""
-        return replace(self, dropout=fraction, attention_dropout=fraction)
-
     @property
     def own_options(self) -> list[str]:
         """The options that only textmill's torch net has."""
@@ -109,24 +98,14 @@ class Shape:
         turned queries and keys. Counted for the eager net."""
         return (11 + (4 if self.gated else 2) * self.inner / self.width + 4 * self.qk_norm) / 16
 
-    @property
-    def uses_dropout(self) -> bool:
-        """True if training uses dropout anywhere."""
-        return bool(self.dropout or self.attention_dropout)
+    def weights(self) -> list[Weight]:
+        """Every weight of the net."""
+        return weights_of(self)
 
     @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding in memory."""
-        return pad_vocab(self.vocab)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters in a checkpoint."""
-        return count_parameters(weights_of(self))
-
-    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        """FLOPs of the forward and backward pass for one token."""
-        return count_flops(weights_of(self), self.layers, self.heads * self.head_width, length, trained)
+    def attention_width(self) -> int:
+        """The width of all heads of queries together, which may differ from the net's."""
+        return self.heads * self.head_width
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Heads of keys, which divide those of queries, and the MLP's inner width."""

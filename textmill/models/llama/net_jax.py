@@ -26,20 +26,13 @@ from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.llama.facts import EMBEDDING, HEAD, Shape
 from textmill.models.llama.rotary import turning_rates
 
+MATRICES = ("_proj.",)
+"""What the names of matrices have in them; their biases are cast with them."""
+
 
 def head_name(shape: Shape) -> str:
     """The matrix that turns hidden states into logits, with its padding rows: the embedding if the head is tied."""
     return HEAD if shape.untied else EMBEDDING
-
-
-def cast_matrices(weights: Weights, precision: jnp.dtype) -> Weights:
-    """The weights with matrices cast to the matmuls' precision, once per step; norms and embeddings stay fp32."""
-    return {
-        name: values.astype(precision)
-        if (".self_attn." in name or ".mlp." in name) and "_norm." not in name
-        else values
-        for name, values in weights.items()
-    }
 
 
 def states(
