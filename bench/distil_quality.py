@@ -90,8 +90,9 @@ class Trials:
         test = f"wikitext:{data / 'wikitext2' / 'test.txt'}"
         return open_where(RECIPE, [
             first, f"corpus.sources=[{self.out / 'texts'}]", f"corpus.decontaminate=[{test}]",
-            f"tokenizer.use={data / 'gpt2_bpe'}", "train.epochs=null", "train.save_every=1000000",
-            "train.evaluate_every=1000000", "train.log_every=50", f"evaluate.tasks=[perplexity,{test}]",
+            f"tokenizer.use={data / 'gpt2_bpe'}", "train.epochs=null", "engine.compile=true",
+            "train.save_every=1000000", "train.evaluate_every=1000000", "train.log_every=50",
+            f"evaluate.tasks=[perplexity,{test}]",
             "evaluate.baselines=false", *settings, *given,
         ]).config  # fmt: skip
 

@@ -148,13 +148,14 @@ def test_after_a_long_start_steps_still_get_a_fifth_of_the_minutes(clock: Clock)
     assert lengths[-1].steps == len(lengths) + 120
 
 
-def test_a_start_longer_than_the_minutes_is_an_error(clock: Clock) -> None:
-    with pytest.raises(TextmillError, match=r"train\.minutes: 0\.5 is too short: the start, .* took 31 s; raise it"):
-        timed(clock, planned(minutes=0.5), first=31.0, step=1.0)
-    with pytest.raises(
-        TextmillError, match=r"took 26 s, and evaluation needs at least 5 s more; raise it, or start the same"
-    ):
-        timed(clock, planned(minutes=0.5), first=26.0, step=1.0, run=True)
+def test_a_start_longer_than_the_minutes_still_gives_a_model(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fifth of half a minute is 6 s; the first step of them is over when the rest is planned."""
+    assert timed(clock, planned(minutes=0.5), first=31.0, step=0.1)[-1].steps > 50
+    assert "longer than 0.5 min: up to the end of the first step it took 31 s already" in capsys.readouterr().err
+    assert timed(clock, planned(minutes=0.5), first=26.0, step=0.1, run=True)[-1].steps > 50
+
+
+def test_impossible_minutes_are_refused(clock: Clock) -> None:
     with pytest.raises(TextmillError, match=r"train\.minutes: "):
         build_config({"train": {"minutes": 0}})
     with pytest.raises(TextmillError, match=r"train\.warmup: 400 is more than the 300 steps of train\.minutes=10"):

@@ -16,10 +16,10 @@ from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
 from textmill.runners.on_local import usable_cores
 
-MIN_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 50.0, 8, 120.0
-"""The eager run time from which on compiling pays: on an H200 it adds 10 to 30 s and halves the other steps; with
+MIN_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 90.0, 8, 150.0
+"""The eager run time from which on compiling pays: on an H200 it adds 10 to 40 s and halves the other steps; with
 fewer cores than these, or busy ones, it took up to 45 s."""
-EAGER_FRACTION, DEFAULT_PEAK = 0.2, 1e14
+EAGER_FRACTION, DEFAULT_PEAK = 0.12, 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
 COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
 """Names of the base classes of compile errors, in torch and in Triton."""

@@ -32,7 +32,7 @@ MASKED = 0.15
 """The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
 MAX_LENGTH, MASKED_LENGTH = 1024, 128
 """The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
-COMPILE_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 18.0, 8, 45.0
+COMPILE_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 30.0, 8, 60.0
 """On a GPU, what compiling takes; with fewer cores than these, and beside other work, it takes longer."""
 EAGER_SPEED = 0.5
 """The speed of a net that is not compiled, relative to a compiled one."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from textmill.errors import TextmillError
+from textmill.errors import warn
 from textmill.processes.command_time import CommandTime
 from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.progress import format_duration
@@ -66,7 +66,7 @@ class MinutesTimer:
             _ = result.loss  # waits until the step is finished
             if done == self.first:
                 self._timed_from = self._step_clock()
-                run_on_all(self.ranks, lambda: self._check_start(length))
+                self._warn_of_late_start(length)
                 return length
             self._measure_at, steps = self.ranks.all_gather(self._first_estimate(length, done))[0]
             if self._measure_at is not None:
@@ -95,16 +95,13 @@ class MinutesTimer:
         left = self._seconds_left(length) - (full_pass if self.command.evaluates else 0.0)
         return max(left, MIN_FRACTION * 60 * length.train.minutes)
 
-    def _check_start(self, length: RunLength) -> None:
+    def _warn_of_late_start(self, length: RunLength) -> None:
+        """An error would leave the user without a model after all stages before."""
         if self.ranks.first and self._seconds_left(length) <= 0:
             took = format_duration(time.perf_counter() - self.command.started)
-            raise TextmillError(
-                f"train.minutes: {length.train.minutes:g} is too short: all stages up to the end of the first step "
-                f"took {took}, and evaluation needs at least {END_SECONDS:g} s more; raise it, or start the same "
-                "command again, which keeps finished stages"
-                if self.command.evaluates
-                else f"train.minutes: {length.train.minutes:g} is too short: the start, up to the end of the first "
-                f"step, took {took}; raise it"
+            warn(
+                f"train.minutes: the command takes longer than {length.train.minutes:g} min: up to the end of the "
+                f"first step it took {took} already; steps get {MIN_FRACTION:.0%} of the minutes"
             )
 
     def _tokens_per_second(self, length: RunLength, done: int) -> float:
