@@ -14,6 +14,7 @@ from tests.support.engine_runs import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import compile_torch
 from textmill.engines.compile_torch import decide_compile
+from textmill.engines.meshes import Mesh
 from textmill.errors import TextmillError
 from textmill.training.run_folder import describe_engine
 
@@ -38,17 +39,19 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
-    ("engine", "train", "device", "world", "compiled"),
+    ("engine", "train", "device", "mesh", "compiled"),
     [
-        (TorchEngine(), LONG, GPU, 1, True),
-        (TorchEngine(), LONG.model_copy(update={"steps": 20}), GPU, 1, False),
-        (TorchEngine(), LONG.model_copy(update={"length": None}), GPU, 1, True),
-        (TorchEngine(), LONG, torch.device("cpu"), 1, False),
-        (TorchEngine(), LONG, GPU, 2, True),
-        (TorchEngine(), LONG, GPU, 64, False),
-        (TorchEngine(deterministic=True), LONG, GPU, 1, False),
-        (TorchEngine(compile=False), LONG, GPU, 1, False),
-        (TorchEngine(compile=True), LONG.model_copy(update={"steps": 1}), torch.device("cpu"), 2, True),
+        (TorchEngine(), LONG, GPU, Mesh(), True),
+        (TorchEngine(), LONG.model_copy(update={"steps": 20}), GPU, Mesh(), False),
+        (TorchEngine(), LONG.model_copy(update={"length": None}), GPU, Mesh(), True),
+        (TorchEngine(), LONG, torch.device("cpu"), Mesh(), False),
+        (TorchEngine(), LONG, GPU, Mesh(2), True),
+        (TorchEngine(), LONG, GPU, Mesh(shard=2), True),
+        (TorchEngine(), LONG, GPU, Mesh(tensor=2), False),
+        (TorchEngine(), LONG, GPU, Mesh(64), False),
+        (TorchEngine(deterministic=True), LONG, GPU, Mesh(), False),
+        (TorchEngine(compile=False), LONG, GPU, Mesh(), False),
+        (TorchEngine(compile=True), LONG.model_copy(update={"steps": 1}), torch.device("cpu"), Mesh(tensor=2), True),
     ],
     ids=[
         "long",
@@ -56,6 +59,8 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         "default length",
         "no GPU",
         "two",
+        "shards",
+        "tensor",
         "short on 64",
         "deterministic",
         "set to false",
@@ -63,9 +68,9 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_when_a_net_is_compiled(
-    engine: TorchEngine, train: TrainConfig, device: torch.device, world: int, compiled: bool
+    engine: TorchEngine, train: TrainConfig, device: torch.device, mesh: Mesh, compiled: bool
 ) -> None:
-    found, note = decide_compile(engine, train, Net(), device, world)
+    found, note = decide_compile(engine, train, Net(), device, mesh)
     assert found == compiled
     assert note.startswith("compiles in the first step") == compiled
 
@@ -73,7 +78,7 @@ def test_when_a_net_is_compiled(
 @pytest.mark.usefixtures("h200")
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "C compiler (install gcc)")
-    found = decide_compile(TorchEngine(), LONG, Net(), GPU, 1)
+    found = decide_compile(TorchEngine(), LONG, Net(), GPU, Mesh())
     assert found == (False, "not compiled, although it would be faster: no C compiler (install gcc) found")
 
 

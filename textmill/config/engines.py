@@ -70,8 +70,8 @@ class TorchEngine(EngineSection):
     it, fp16 on one of the V100's generation, else fp32."""
     compile: Literal["auto"] | bool = changeable("auto")
     """Compile the net with torch.compile: the first step takes longer, later steps about half the time on a GPU.
-    auto: on GPUs, for runs of more than about a minute (2.5 with fewer than 8 cores), unless `engine.deterministic` is
-    set."""
+    auto: on GPUs without tensor parallelism, for runs of more than about a minute and a half (2.5 minutes with fewer
+    than 8 cores), unless `engine.deterministic` is set."""
     mesh: MeshConfig = changeable(MeshConfig())
     """How many processes share the work."""
     deterministic: bool = changeable(False)

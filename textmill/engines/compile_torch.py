@@ -11,6 +11,7 @@ import torch
 from textmill.config import TorchEngine, TrainConfig
 from textmill.devices import peak_flops_of
 from textmill.engines import format_compile_time
+from textmill.engines.meshes import Mesh
 from textmill.errors import TextmillError
 from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
@@ -26,13 +27,15 @@ COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
 
 
 def decide_compile(
-    engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, world: int
+    engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, mesh: Mesh
 ) -> tuple[bool, str]:
     """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run."""
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
-    # `engine.deterministic` is promised for eager nets.
-    if device.type != "cuda" or engine.deterministic or not _is_long(train, shape, device, world):
+    # `engine.deterministic` is promised for eager nets; compiled collectives were never tried on GPUs.
+    if device.type != "cuda" or engine.deterministic or mesh.tensor > 1:
+        return False, ""
+    if not _is_long(train, shape, device, mesh.data_ranks):
         return False, ""
     missing = missing_requirement()
     return not missing, f"not compiled, although it would be faster: no {missing} found" if missing else _note(True)

@@ -260,7 +260,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    compiled, note = decide_compile(engine, config.train, shape, device, ranks.world)
+    compiled, note = decide_compile(engine, config.train, shape, device, mesh)
     if ranks.any(not compiled) and compiled:
         compiled, note = False, "not compiled, since another process cannot compile"
     parallel = Parallel(mesh, ranks.rank, device)

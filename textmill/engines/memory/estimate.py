@@ -96,7 +96,7 @@ class Estimator:
         """Bytes of activations of one sample: measured constants on a GPU, a traced forward pass on a CPU."""
         engine, itemsize = config.engine, DTYPES[precision].itemsize
         if device.on_gpu or isinstance(engine, JaxEngine):
-            compiled = is_compiled(config, device)
+            compiled = is_compiled(config, mesh, device)
             per_channel = JAX_ACTIVATION_BYTES if isinstance(engine, JaxEngine) else ACTIVATION_BYTES[compiled]
             per_weight = ATTENTION_BYTES[compiled]
             return sample_activations(self.shape, length, per_channel, per_weight, itemsize, mesh, engine.recompute)
@@ -116,7 +116,7 @@ class Estimator:
             return micro_batch_of(config.engine, config.train, self.shape, mesh.data_ranks)
         if config.engine.micro_batch != "auto":
             return config.engine.micro_batch
-        samples = rank_samples(config.train, mesh, compiled=is_compiled(config, device))
+        samples = rank_samples(config.train, mesh, compiled=is_compiled(config, mesh, device))
         if not device.on_gpu:
             return largest_on_cpu(samples, self.shape, length)
         return largest_on_gpu(samples, state, sample, device.memory)
@@ -140,13 +140,13 @@ def mesh_for(config: RunConfig, shape: Shape, world: int) -> Mesh:
     return mesh
 
 
-def is_compiled(config: RunConfig, device: Device) -> bool:
+def is_compiled(config: RunConfig, mesh: Mesh, device: Device) -> bool:
     """Whether a long run on this device compiles its net."""
     if not isinstance(config.engine, TorchEngine):
         return False
     if config.engine.compile != "auto":
         return config.engine.compile
-    return device.on_gpu and not config.engine.deterministic
+    return device.on_gpu and mesh.tensor == 1 and not config.engine.deterministic
 
 
 def _count(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int) -> State:
