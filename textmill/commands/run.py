@@ -14,7 +14,7 @@ from textmill.commands.prepare import prepare
 from textmill.config import SIZES, EvaluateConfig, ModelConfig, RunConfig
 from textmill.config.model import is_family_file
 from textmill.config.renamed import rename_settings
-from textmill.devices import open_device
+from textmill.engines.early_import import import_torch_meanwhile
 from textmill.evaluation import format_tables
 from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
@@ -51,7 +51,10 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
     config = use_imported_model(config)
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
+        from textmill.devices import open_device
+
         open_device(config.engine.device)
+    import_torch_meanwhile()
     for number, (name, stage) in enumerate(
         (("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1
     ):

@@ -36,6 +36,8 @@ COMPILE_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 30.0, 8, 60.0
 """On a GPU, what compiling takes; with fewer cores than these, and beside other work, it takes longer."""
 EAGER_SPEED = 0.5
 """The speed of a net that is not compiled, relative to a compiled one."""
+MIN_BATCH_TOKENS = 512
+"""Steps of fewer tokens hardly take less time."""
 MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
 """Without a number of minutes."""
 
@@ -90,7 +92,7 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     epochs = min(chosen.epochs, MAX_EPOCHS)
     tokens = epochs * chosen.unique
     length = min(_length(text, machine, chosen, tokens), MASKED_LENGTH if masked else MAX_LENGTH)
-    batch = max(1, round(best_batch_tokens("muon", tokens) / length))
+    batch = max(1, round(max(MIN_BATCH_TOKENS, best_batch_tokens("muon", tokens)) / length))
     steps = max(20, round(tokens / (batch * length)))
     found = auto_settings("muon", chosen.width, chosen.parameters, chosen.unique, tokens, batch * length)
     return Plan(
