@@ -22,6 +22,8 @@ CPU_LOGITS = 1 << 24
 """Logits of a chunk on a CPU."""
 GPU_TOKENS = 32768
 """Tokens of a chunk on a GPU: enough to fill it, in full waves of tiles."""
+CAPPED_TOKENS = 4096
+"""Tokens of a chunk of capped logits on a GPU: there is no kernel for them, so several copies in fp32 exist."""
 
 
 def summed_loss(
@@ -49,7 +51,7 @@ def loss_and_correct(
     head = head_VE.to(x_ME.dtype)
     chunks = [
         _chunk_loss_and_correct(cap_logits(add_bias(x_ME[rows] @ head.T, bias_V), cap), labels_M[rows], vocab)
-        for rows in token_chunks(x_ME, head)
+        for rows in token_chunks(x_ME, head, CAPPED_TOKENS if cap and x_ME.is_cuda else None)
     ]
     return torch.cat([losses for losses, _ in chunks]), torch.cat([correct for _, correct in chunks])
 
@@ -60,8 +62,11 @@ def add_bias(logits_MV: Tensor, bias_V: Tensor | None) -> Tensor:
 
 
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """Limit logits smoothly to plus and minus `cap`, in place; 0: they stay."""
-    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+    """Logits limited smoothly to plus and minus `cap`, in fp32 at least; 0: they stay."""
+    if not cap:
+        return logits
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    return cap * torch.tanh(wide / cap)
 
 
 class GradientInForward(torch.autograd.Function):
@@ -126,7 +131,8 @@ class _SummedLoss(GradientInForward):
             losses_M = label_loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z, cap)
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V)
+        chunk = CAPPED_TOKENS if cap and x_ME.is_cuda else None
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V, chunk)
 
 
 def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list[slice]:
@@ -140,8 +146,8 @@ def label_loss_and_gradient(
     cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The loss of each row; overwrites the logits, before their cap, with the gradient of the weighted sum."""
-    if logits_MV.is_cuda and (fused := load_kernels(KERNELS)) is not None:
-        losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z, cap)
+    if logits_MV.is_cuda and not cap and (fused := load_kernels(KERNELS)) is not None:
+        losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
         return losses
     real = logits_MV[:, :vocab]
     values = cap_logits(real.float() if real.dtype.itemsize < 4 else real, cap)

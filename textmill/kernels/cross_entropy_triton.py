@@ -27,62 +27,49 @@ def _running_log_sum(x, maxima, totals):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _capped(x, cap, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cap * tanh(x / cap), or the logits themselves."""
-    if CAP:
-        x = cap - 2 * cap / (1 + tl.exp2(x * (2 * LOG2E / cap)))
-    return x
-
-
-@triton.jit
-def _slope(capped, cap):  # type: ignore[no-untyped-def]
-    """The derivative of `_capped` where it has this value."""
-    return 1 - (capped / cap) * (capped / cap)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _write_gradient(  # type: ignore[no-untyped-def]
-    start, offsets, unmasked, lower, smoothed, cap,
-    SIGN: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    start, offsets, unmasked, lower, smoothed, SIGN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr
+):
     """Overwrite the logits of the unmasked blocks with their gradient."""
     for first in range(0, unmasked, ROWS * 8):
-        x = _capped(tl.load(start + first + offsets, eviction_policy="evict_first").to(tl.float32), cap, CAP)
-        gradient_block = SIGN * tl.exp2(x * LOG2E - lower)
+        gradient_block = SIGN * tl.exp2(
+            tl.load(start + first + offsets, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower
+        )
         if SMOOTH:
             gradient_block -= smoothed
-        if CAP:
-            gradient_block *= _slope(x, cap)
         tl.store(start + first + offsets, gradient_block.to(start.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cross_entropy(  # type: ignore[no-untyped-def]
-    logits, labels, weights, losses, correct, vocab, padded, smoothing, z, cap,
-    GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
+    logits, labels, weights, losses, correct, vocab, padded, smoothing, z,
+    GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One row: log-sum-exp in a first pass, the gradient (or the argmax) in a second pass that reads from the cache."""
     row = tl.program_id(0).to(tl.int64)
     label, start = tl.load(labels + row), logits + row * padded
     offsets = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     unmasked = vocab // (ROWS * 8) * (ROWS * 8)
-    maxima, totals = tl.full([ROWS], LOW, tl.float32), tl.zeros([ROWS], tl.float32)
-    logit_sums = tl.zeros([ROWS], tl.float32)
+    maxima, totals, logit_sums = (
+        tl.full([ROWS], LOW, tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS], tl.float32),
+    )
     for first in range(0, unmasked, ROWS * 8):
-        x = _capped(tl.load(start + first + offsets, eviction_policy="evict_last").to(tl.float32), cap, CAP)
+        x = tl.load(start + first + offsets, eviction_policy="evict_last").to(tl.float32)
         maxima, totals = _running_log_sum(x, maxima, totals)
         if SMOOTH:
             logit_sums += tl.sum(x, 1)
     # Loads are masked by the padded width, which keeps them wide; the real vocabulary is masked in registers.
     columns = unmasked + offsets
-    last = _capped(tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32), cap, CAP)
+    last = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32)
     maxima, totals = _running_log_sum(tl.where(columns < vocab, last, -float("inf")), maxima, totals)
     if SMOOTH:
         logit_sums += tl.sum(tl.where(columns < vocab, last, 0.0), 1)
     top = tl.max(maxima)
     log2_sum = top * LOG2E + tl.log2(tl.sum(totals * tl.exp2((maxima - top) * LOG2E)))
     has_loss = label >= 0
-    label_logit = _capped(tl.load(start + tl.where(has_loss, label, 0)).to(tl.float32), cap, CAP)
+    label_logit = tl.load(start + tl.where(has_loss, label, 0)).to(tl.float32)
     nats = log2_sum * LN2
     loss = nats - ((1 - smoothing) * label_logit + smoothing * tl.sum(logit_sums) / vocab) + z * nats * nats
     tl.store(losses + row, tl.where(has_loss, loss, 0.0))
@@ -93,9 +80,6 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
         lower, sign = log2_sum - tl.log2(tl.abs(weight)), tl.where(weight < 0, -1.0, 1.0)
         own = sign * tl.exp2(label_logit * LOG2E - lower) - smoothed - weight_of_loss * (1 - smoothing)
         gradient_block = tl.where(columns < vocab, sign * tl.exp2(last * LOG2E - lower) - smoothed, 0.0)
-        if CAP:
-            own *= _slope(label_logit, cap)
-            gradient_block *= _slope(last, cap)
         tl.debug_barrier()  # every thread has read the label's logit
         tl.store(start + columns, gradient_block.to(logits.dtype.element_ty), mask=columns < padded)
         for first in range(unmasked + ROWS * 8, padded, ROWS * 8):
@@ -103,9 +87,9 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
                 start + first + offsets, tl.zeros([ROWS, 8], logits.dtype.element_ty), mask=first + offsets < padded
             )
         if weight < 0:  # z-loss can make the weight negative if the log-sum-exp is very low
-            _write_gradient(start, offsets, unmasked, lower, smoothed, cap, -1.0, SMOOTH, CAP, ROWS)
+            _write_gradient(start, offsets, unmasked, lower, smoothed, -1.0, SMOOTH, ROWS)
         else:
-            _write_gradient(start, offsets, unmasked, lower, smoothed, cap, 1.0, SMOOTH, CAP, ROWS)
+            _write_gradient(start, offsets, unmasked, lower, smoothed, 1.0, SMOOTH, ROWS)
         tl.debug_barrier()  # the label's entry is written last
         tl.store(start + tl.where(has_loss, label, 0), own.to(logits.dtype.element_ty), mask=has_loss)
     else:
@@ -118,14 +102,11 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy_with_gradient(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float, z: float, cap: float = 0.0
+    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float, z: float
 ) -> Tensor:
-    """The loss of each row (0 if the label is negative); the logits become the gradient of sum(losses * weights).
-
-    Above 0, `cap` limits logits x to cap * tanh(x / cap).
-    """
+    """The loss of each row (0 if the label is negative); the logits become the gradient of sum(losses * weights)."""
     losses_M = torch.empty(len(logits_MV), device=logits_MV.device)
-    _run(logits_MV, labels_M, weights_M, losses_M, labels_M, vocab, smoothing, z, cap, gradient=True)
+    _run(logits_MV, labels_M, weights_M, losses_M, labels_M, vocab, smoothing, z, gradient=True)
     return losses_M
 
 
@@ -133,17 +114,17 @@ def cross_entropy_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -
     """The loss of each row and whether its argmax is the label; leaves the logits unchanged."""
     losses_M = torch.empty(len(logits_MV), device=logits_MV.device)
     correct_M = torch.empty(len(logits_MV), dtype=torch.int32, device=logits_MV.device)
-    _run(logits_MV, labels_M, losses_M, losses_M, correct_M, vocab, 0.0, 0.0, 0.0, gradient=False)
+    _run(logits_MV, labels_M, losses_M, losses_M, correct_M, vocab, 0.0, 0.0, gradient=False)
     return losses_M, correct_M
 
 
 def _run(
     logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, losses_M: Tensor, correct_M: Tensor,
-    vocab: int, smoothing: float, z: float, cap: float, *, gradient: bool,
+    vocab: int, smoothing: float, z: float, *, gradient: bool,
 ) -> None:  # fmt: skip
     rows, padded = logits_MV.shape
     lanes = min(LANES, triton.next_power_of_2(triton.cdiv(padded, 8)))
     _cross_entropy[(rows,)](
-        logits_MV, labels_M, weights_M, losses_M, correct_M, vocab, padded, smoothing, z, cap,
-        GRADIENT=gradient, SMOOTH=smoothing > 0, CAP=cap > 0, ROWS=lanes, num_warps=max(1, min(WARPS, lanes // 32)),
+        logits_MV, labels_M, weights_M, losses_M, correct_M, vocab, padded, smoothing, z,
+        GRADIENT=gradient, SMOOTH=smoothing > 0, ROWS=lanes, num_warps=max(1, min(WARPS, lanes // 32)),
     )  # fmt: skip
