@@ -13,6 +13,9 @@ import torch
 
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.processes.command_time import CommandTime
 from textmill.storage.tensor_files import read_model
 from textmill.tokens.store import open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
@@ -75,6 +78,22 @@ def test_run_evaluates_the_configured_tasks(project: Path, capsys: pytest.Captur
     assert "evaluate: done already" in again
     assert "fill: done already" in again
     assert f"{found:.2f}" in again
+
+
+@pytest.mark.parametrize(("words", "evaluates"), [([], False), (["evaluate.tasks=pseudo_perplexity"], True)])
+def test_minutes_reserve_time_for_an_evaluation_only_if_there_is_one(
+    project: Path, words: list[str], evaluates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a pass over a large valid split, which nobody does, could take most of `train.minutes`."""
+    seen: list[bool] = []
+
+    def stop(_config: RunConfig, _force: str, *, command: CommandTime) -> None:
+        seen.append(command.evaluates)
+        raise TextmillError("enough")
+
+    monkeypatch.setattr("textmill.commands.run.train", stop)
+    assert main(["run", str(project / "bert.yaml"), *words]) == 2
+    assert seen == [evaluates]
 
 
 def test_texts_of_the_same_name_have_results_of_their_own(project: Path) -> None:

@@ -47,8 +47,8 @@ SUMMARY = "summary.json"
 
 def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
-    whole = replace(command or CommandTime(), evaluates=True)
     config = use_imported_model(config)
+    whole = replace(command or CommandTime(), evaluates=_evaluates(config))
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         from textmill.devices import open_device
@@ -107,9 +107,16 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
     return measured, [(config.sample.prompt or "") + text for text in generate(_without_prompt(config))]
 
 
+def _evaluates(config: RunConfig) -> bool:
+    """Whether the model is evaluated after training: for one that predicts masked tokens only if tasks are configured,
+    since the default one is for models that predict the next token."""
+    masked = open_family(config.model.family).OBJECTIVE == "masked"
+    return bool(config.corpus.labels) or not masked or config.evaluate.tasks != EvaluateConfig().tasks
+
+
 def _evaluate_masked(config: RunConfig) -> dict[str, Any] | None:
-    """Run the tasks that are configured; the default one is for models that predict the next token."""
-    if config.evaluate.tasks == EvaluateConfig().tasks:
+    """Run the tasks that are configured."""
+    if not _evaluates(config):
         _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens; more with evaluate.tasks")
         return None
     _headline(5, "evaluate")
