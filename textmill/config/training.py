@@ -76,7 +76,7 @@ class TrainConfig(Section):
     minutes: float | None = changeable(None, gt=0)
     """Minutes of the entire command: the first steps are timed and give the number of steps, which a resume keeps."""
     max_epochs: float | None = changeable(None, gt=0)
-    """With `train.minutes`: the run ends after so many epochs, even if there is time for more."""
+    """The run ends after so many epochs at most: with `train.minutes`, even if there is time for more."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate."""
     min_learning_rate: float = Field(0.0, ge=0)
@@ -207,8 +207,6 @@ class TrainConfig(Section):
         given = [name for name in UNITS if data.get(name) is not None]
         if len(given) > 1:
             raise TextmillError(f"train.{given[1]}: the run's length is set by train.{given[0]} too; keep one of them")
-        if data.get("max_epochs") is not None and given != ["minutes"]:
-            raise TextmillError("train.max_epochs: limits train.minutes, which is not set; set train.epochs instead")
         return data
 
     @model_serializer(mode="wrap")

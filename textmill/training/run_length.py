@@ -129,8 +129,8 @@ def plan_run_length(
     sizes, epoch_samples = batches.sizes, sum(layout.samples_per_epoch for layout in batches.layouts)
     memory = train.average.memory_in_steps(epoch_samples / train.batch)
     train = train.model_copy(update={"average": train.average.model_copy(update={"memory": memory})})
+    most = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
     if train.minutes is not None:
-        most = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
         return _restore(RunLength(train, sizes, epoch_samples, sample_length, most_steps=most), saved or {})
     steps = train.steps
     if train.epochs is not None:
@@ -139,7 +139,7 @@ def plan_run_length(
         steps = sizes.full_steps_in(train.samples)
     elif train.tokens is not None:
         steps = sizes.full_steps_in(train.tokens // sample_length)
-    unit, amount = train.unit, getattr(train, train.unit)
+    steps, unit, amount = min(steps, most), train.unit, getattr(train, train.unit)
     if not steps:
         first_step = sizes.size_at(0) * sample_length
         raise TextmillError(
