@@ -65,6 +65,15 @@ def test_values_of_the_command_line(argument: str, value: object) -> None:
     assert getattr(getattr(config, section), key) == value
 
 
+def test_another_length_replaces_minutes_and_their_limit(tmp_path: Path) -> None:
+    """As `textmill new` writes it: a number of steps on the command line needs no limit of epochs."""
+    (tmp_path / "a.yaml").write_text("train: {minutes: 5, max_epochs: 25}")
+    shorter = open_where(str(tmp_path / "a.yaml"), ["train.steps=2"]).config.train
+    assert (shorter.steps, shorter.minutes, shorter.max_epochs) == (2, None, None)
+    longer = open_where(str(tmp_path / "a.yaml"), ["train.minutes=9"]).config.train
+    assert (longer.minutes, longer.max_epochs) == (9, 25)
+
+
 def test_a_mapping_is_written_in_braces() -> None:
     arguments = ["engine.kind=deepspeed", "engine.deepspeed_overrides={zero_optimization: {overlap_comm: false}}"]
     assert build_config(parse_settings(arguments)).engine.deepspeed_overrides == {

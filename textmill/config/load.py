@@ -20,6 +20,8 @@ from textmill.config.training import UNITS
 from textmill.errors import TextmillError, warn
 
 Tree = dict[str, Any]
+LIMITS_OF_MINUTES = ("max_epochs",)
+"""Settings that mean nothing without `train.minutes`."""
 ALTERNATIVES = {"train": UNITS, "sample": ("prompt", "prompts_file")}
 """Keys of a section of which only one is set."""
 RESHAPABLE = ("dropout", "positions")
@@ -118,7 +120,8 @@ def drop_replaced(tree: Tree, over: Tree) -> Tree:
     for section, keys in ALTERNATIVES.items():
         before, later = tree.get(section), over.get(section)
         if isinstance(before, dict) and isinstance(later, dict) and set(keys) & later.keys():
-            tree = {**tree, section: {name: value for name, value in before.items() if name not in keys}}
+            replaced = {*keys, *(() if "minutes" in later else LIMITS_OF_MINUTES)}
+            tree = {**tree, section: {name: value for name, value in before.items() if name not in replaced}}
     model, later = tree.get("model"), over.get("model")
     if isinstance(model, dict) and isinstance(later, dict) and later.get("init_from"):
         shape: Any = model.get("shape")
