@@ -214,13 +214,22 @@ def test_the_jax_net_has_the_same_states(name: str) -> None:
             assert (torch.tensor(found.tolist()) - net(ids, documents_NT=given)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("inner", "qk_norm"), [(2048, False), (2048, True), (4096, False)])
-def test_activations_are_estimated_from_gpt2s(inner: int, qk_norm: bool) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"inner": 2048},
+        {"inner": 2048, "qk_norm": True},
+        {"inner": 4096},
+        {"gated": False},
+        {"embedding_residual": True},
+    ],
+)
+def test_activations_are_estimated_from_gpt2s(numbers: dict[str, Any]) -> None:
     """A plan for a GPU has constants that were measured with GPT-2."""
-    numbers = {"gpt2": {"inner": 3072}, "llama": {"inner": inner, "qk_norm": qk_norm}}
+    own_numbers: dict[str, dict[str, Any]] = {"gpt2": {"inner": 3072}, "llama": numbers}
     shapes = [
         open_family(family).shape_of(ModelConfig(family=family, shape={"layers": 2, **own}), vocab=1000, end=0)
-        for family, own in numbers.items()
+        for family, own in own_numbers.items()
     ]
     gpt2, llama = (
         saved_bytes(shape, 1, 256, torch.float32) - saved_bytes(replace(shape, layers=1), 1, 256, torch.float32)

@@ -96,7 +96,8 @@ class Shape(BaseShape):
     def activation_factor(self) -> float:
         """Activations that backward needs, as a multiple of the 16 per channel of a GPT-2: four of the MLP's width, and
         turned queries and keys. Counted for the eager net."""
-        return (11 + (4 if self.gated else 2) * self.inner / self.width + 4 * self.qk_norm) / 16
+        mlp = (4 if self.gated else 2) * self.inner / self.width
+        return (11 + mlp + 4 * self.qk_norm + self.embedding_residual) / 16
 
     def weights(self) -> list[Weight]:
         """Every weight of the net."""
