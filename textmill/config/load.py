@@ -21,7 +21,7 @@ from textmill.errors import TextmillError, warn
 
 Tree = dict[str, Any]
 LIMITS_OF_MINUTES = ("max_epochs",)
-"""Settings that mean nothing without `train.minutes`."""
+"""Settings that a plan has beside `train.minutes`; a length in another unit replaces them too."""
 ALTERNATIVES = {"train": UNITS, "sample": ("prompt", "prompts_file")}
 """Keys of a section of which only one is set."""
 RESHAPABLE = ("dropout", "positions")
