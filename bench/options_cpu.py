@@ -39,6 +39,7 @@ TABLE = [
     f"untied, {FAST}, embeddings again:set=untied:true,embedding_residual:true/{FAST}",
     f"untied, {FAST}, no gate, relu2:set=untied:true,gated:false,activation:relu2/{FAST}",
     f"untied, {FAST}, value embeddings:set=untied:true,value_embeddings:1/{FAST}",
+    f"untied, {FAST}, value embeddings, qk_norm:set=untied:true,value_embeddings:1,qk_norm:true/{FAST}",
     f"untied, {FAST}, zeros:set=untied:true,zero_init:true/{FAST}",
     f"untied, {FAST}, softcap:set=untied:true,logit_softcap:15/{FAST}",
 ]  # fmt: skip

@@ -26,8 +26,8 @@ seven layers); then the best of them for 170 s:
     embedding_rate_factor=8 then shape=12x6x768 set= embedding_rate_factor=1 then shape=7x6x768
     set=untied:true,gated:false,activation:relu2,inner:2752 embedding_rate_factor=8
     then set=untied:true,inner:1856,qk_norm:true then set=untied:true,inner:1856,qk_norm:true,embedding_residual:true
-    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1 then shape=7x6x768 set=untied:true,inner:1856
-    ramp=16:0.25 then ramp= precision=fp8
+    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true then shape=7x6x768
+    set=untied:true,inner:1856 ramp=16:0.25 then ramp= precision=fp8
 """
 
 from __future__ import annotations
