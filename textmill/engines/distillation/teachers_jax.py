@@ -41,7 +41,7 @@ class Teachers:
             folder = teacher_folder(name)
             own = read_shape(folder)
             check_teacher(name, own, shape, train)
-            head_width = own.width // own.heads
+            head_width = getattr(own, "head_width", own.width // own.heads)
             fused = options.fused and head_width % 8 == 0 and head_width <= 128
             heads = open_heads(own, replace(options, lora=None, recompute=0, gathered=None, fused=fused))
             self.heads.append(heads)
