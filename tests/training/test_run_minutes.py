@@ -136,6 +136,23 @@ def test_a_run_does_not_exceed_its_epochs(clock: Clock) -> None:
     assert [planned(minutes=None, max_epochs=2.5, steps=steps).steps for steps in (20, 30)] == [20, 25]
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_of_fewer_epochs_than_the_timed_steps_ends_in_time(clock: Clock, steps: int) -> None:
+    """An epoch is 10 steps; nothing but the limit ends the timing of steps that take no time."""
+    lengths = timed(clock, planned(max_epochs=steps / 10), first=0.0, step=0.0)
+    assert (len(lengths), lengths[-1].steps) == (steps, steps)
+
+
+def test_other_epochs_are_measured_again_and_other_minutes_do_not_exceed_them(clock: Clock) -> None:
+    length = timed(clock, planned(max_epochs=25), first=1.0, step=1.0)[-1]
+    assert length.steps == 250
+    saved = json.loads(json.dumps(length.save_state()))
+    assert planned(saved, max_epochs=25).known
+    assert not planned(saved, max_epochs=50).known
+    again = planned(saved, max_epochs=25, minutes=20.0)
+    assert (again.known, again.steps) == (False, 250), "a run at step 250 is finished, however many minutes it gets"
+
+
 @pytest.mark.parametrize(("step", "timed_steps", "steps"), [(2.0, 30, 300), (30.0, 2, 20), (70.0, 1, 8)])
 def test_short_runs_time_a_tenth_of_their_steps(clock: Clock, step: float, timed_steps: int, steps: int) -> None:
     lengths = timed(clock, planned(), first=step, step=step)

@@ -45,8 +45,8 @@ class RunLength:
 
     @property
     def steps(self) -> int:
-        """Steps of the run; UNKNOWN while they are not known."""
-        return self.train.steps if self.known else UNKNOWN
+        """Steps of the run; while they are not known, the most that it may have."""
+        return self.train.steps if self.known else self.most_steps
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
@@ -99,8 +99,8 @@ class RunLength:
         if self.train.minutes is None:
             return {}
         steps = self.steps if self.known else None
-        state = {"minutes": self.train.minutes, "steps": steps, "measured_at": self.measured_at}
-        return {**state, "warmup": self.train.warmup}
+        limits = {"minutes": self.train.minutes, "max_epochs": self.train.max_epochs}
+        return {**limits, "steps": steps, "measured_at": self.measured_at, "warmup": self.train.warmup}
 
     def describe(self) -> str:
         """The length of the run in one line."""
@@ -155,8 +155,9 @@ def _steps_of_epochs(epochs: float, sizes: BatchSizes, epoch_samples: int) -> in
 
 
 def _restore(length: RunLength, saved: dict[str, Any]) -> RunLength:
-    """The length that a checkpoint stores; other minutes are measured again, with the same warm-up."""
-    same = bool(saved.get("steps")) and saved["minutes"] == length.train.minutes
+    """The length that a checkpoint stores; other minutes or epochs are measured again, with the same warm-up."""
+    limits = length.train.minutes, length.train.max_epochs
+    same = bool(saved.get("steps")) and (saved["minutes"], saved.get("max_epochs")) == limits
     changes = {
         "steps": saved["steps"] if same else PROVISIONAL_STEPS,
         "warmup": saved.get("warmup", length.train.warmup),

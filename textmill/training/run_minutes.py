@@ -67,7 +67,8 @@ class MinutesTimer:
             if done == self.first:
                 self._timed_from = self._step_clock()
                 self._warn_of_late_start(length)
-                return length
+                if done < length.most_steps:
+                    return length
             self._measure_at, steps = self.ranks.all_gather(self._first_estimate(length, done))[0]
             if self._measure_at is not None:
                 length = length.estimated(steps)
@@ -111,7 +112,8 @@ class MinutesTimer:
     def _first_estimate(self, length: RunLength, done: int) -> tuple[int | None, int]:
         """The step after which the length is computed, None if that is not known yet, and an estimate of the length."""
         left, timed = self._seconds_for_steps(length), self._step_clock() - self._timed_from
-        if done - self.first < FIRST_STEPS and timed < MEASURED_FRACTION * left:
+        enough = done - self.first >= FIRST_STEPS or timed >= MEASURED_FRACTION * left
+        if not enough and done < length.most_steps:
             return None, 0
         steps = fitting_steps(length, done, left, self._tokens_per_second(length, done), Costs(0.0, 0.0, 0.0))
         measured = min(MEASURED_STEPS, round(MEASURED_FRACTION * (steps - self.first)))
@@ -124,11 +126,13 @@ def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_secon
     train, tokens_done = length.train, length.tokens_after(done)
 
     def fits(steps: int) -> bool:
+        if steps > length.most_steps:
+            return False
         needed = (length.tokens_after(steps) - tokens_done) / tokens_per_second
         needed += costs.evaluation * length.count_due(train.evaluate_every, done, steps)
         needed += costs.tasks * length.count_due(train.tasks_interval, done, steps)
         needed += costs.save * length.count_due(train.save_every, done, steps)
-        return needed <= seconds and steps <= length.most_steps
+        return needed <= seconds
 
     low, high = done, done + 1
     while fits(high):
