@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.machines import H200, TWO_CORES
 from textmill.config import RunConfig
+from textmill.config.load import parse_settings
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.plan import (
@@ -104,3 +106,15 @@ def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() 
     assert "train.distil" not in written[0]
     commands = [line.lstrip("# ") for line in written[1].splitlines() if "train.distil" in line]
     assert commands == ["textmill run x train.folder=x/run-2 'train.distil.teachers=[x/run]' train.seed=2"]
+
+
+@pytest.mark.parametrize("folder", ["x", "my text", "a, b", "it's #1"])
+def test_proposed_commands_can_be_pasted_for_any_folder(folder: str) -> None:
+    text = text_of(1e5)
+    written = project_yaml(folder, ["a.txt"], RecordFacts(), text, TWO_CORES, plan_for(text, TWO_CORES, 600))
+    commands = [line.lstrip("# ") for line in written.splitlines() if line.startswith("#   textmill run")]
+    first, second = (shlex.split(command, comments=True) for command in commands)
+    assert first == ["textmill", "run", folder]
+    assert second[:3] == first
+    found = parse_settings(second[3:])["train"]
+    assert (found["folder"], found["distil"]["teachers"]) == (f"{folder}/run-2", [f"{folder}/run"])

@@ -4,6 +4,7 @@ number."""
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         )
     if other_minutes:
         print(f"new: expected {other_minutes}")
-    print(f"wrote {path}; next: textmill run {folder}")
+    print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
 
 

@@ -212,7 +212,7 @@ def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
     if state == "limited by the text":
         more = [f"textmill tune {root} --minutes 60", f"textmill new larger --text 'more texts/*.txt'{family}"]
         no_second = bool(train.distil.teachers) or open_family(name).OBJECTIVE == "masked"
-        return more if no_second else [second_generation(root, run), *more]
+        return more if no_second else [second_generation(format_path(Path(config.folder)), run), *more]
     if train.minutes is None:
         return [
             f"textmill train {root} train.{train.unit}={2 * getattr(train, train.unit)}",

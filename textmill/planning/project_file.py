@@ -11,6 +11,8 @@ from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import Row, masked_sections
 from textmill.planning.plan import MAX_EPOCHS, Plan, fitted_fraction
 
+YAML_SIGNS = ",[]{}#:'\""
+"""Characters that a path in a YAML list is quoted for."""
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
@@ -21,11 +23,12 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
     `masked` is the family of a model that predicts masked tokens; empty: one of `family`, which predicts the next one.
     """
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
+    quoted = shlex.quote(folder)
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {plan.parameters / 1e6:.1f}M parameters, {_minutes(plan)}.
 {f"# Expected {other_minutes}.{chr(10)}#" if other_minutes else "#"}
-#   textmill run {folder}        # all stages: {"prepare, fit-tokenizer, tokenize, train" if masked else STAGES}
+#   textmill run {quoted}        # all stages: {"prepare, fit-tokenizer, tokenize, train" if masked else STAGES}
 #   textmill COMMAND --help      # every setting with its default
 #
 # Paths are relative to this file. Each stage writes a folder next to it: corpus, tokenizer, tokens, run.
@@ -47,14 +50,15 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 
 def second_generation(folder: str, run: str) -> str:
     """The command that trains the same model again, taught by the first: worth it if the text limits the model."""
-    settings = f"train.folder={run}-2", f"train.distil.teachers=[{run}]", "train.seed=2"
-    return f"textmill run {folder} {' '.join(map(shlex.quote, settings))}"
+    teachers = json.dumps([run], ensure_ascii=False) if set(run) & set(YAML_SIGNS) else f"[{run}]"
+    settings = f"train.folder={run}-2", f"train.distil.teachers={teachers}", "train.seed=2"
+    return " ".join(["textmill run", *map(shlex.quote, (folder, *settings))])
 
 
 def _describe_second_generation(folder: str) -> str:
     return f"""\
-# There is time for more than this text needs. A second model that learns from the first is usually better
-# (docs/distil.md):
+# There is time for more than this text needs. A second model that learns from the first is usually
+# better (docs/distil.md):
 #   {second_generation(folder, f"{folder}/run")}
 """
 
