@@ -81,6 +81,16 @@ def test_megatron_on_512_gpus(planned: Any) -> None:
     assert found["cost"] == pytest.approx(found["hours"] * 512 * 2)
 
 
+def test_a_limit_of_epochs_shortens_the_plan(planned: Any) -> None:
+    """An epoch of 100 steps of 512 samples, 1,024 tokens each."""
+    long, tokens = [*MEGATRON[:-1], "train.minutes=1e6", "train.max_epochs=2"], "plan.tokens=52428800"
+    found = planned([*long, tokens])
+    assert (found["steps"], found["epochs"]) == (200, 2)
+    assert found["hours"] == pytest.approx(found["tokens"] / found["tokens_per_second"] / 3600)
+    assert planned([*MEGATRON, "train.max_epochs=2", tokens])["steps"] == 200
+    assert planned([*MEGATRON, "train.max_epochs=2"])["steps"] == 300_000, "nobody knows how long an epoch is"
+
+
 def test_bert(planned: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("bert") / "bert.yaml"
     file.write_text(

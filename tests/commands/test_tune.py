@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from textmill.cli import main
+from textmill.config import RunConfig
 from textmill.errors import Interrupted
+from textmill.planning.tuning import Tuning
+from textmill.tokens.splits import open_splits
 from textmill.where import open_where
 
 PROJECT = """\
@@ -66,6 +69,16 @@ def test_a_killed_search_continues_where_it_was(
     assert "train.batch" in capsys.readouterr().err
     assert main(["tune", ".", "--minutes", "0.5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == after["trials"]
+
+
+def test_trials_are_scaled_to_the_epochs_that_the_run_may_have(tokenized: Path) -> None:
+    def steps(**train: float) -> int | None:
+        tree = {"folder": str(tokenized), "train": {"length": 16, "batch": 4, **train}}
+        config = RunConfig.model_validate(tree)
+        return Tuning(config, open_splits(config), 1.0, 0.0)._full_steps()
+
+    assert steps(steps=100_000, max_epochs=2) == steps(epochs=2)
+    assert steps(steps=3, max_epochs=2) == 3
 
 
 def test_minutes_must_be_above_zero(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,9 @@ def test_another_length_replaces_minutes_and_their_limit(tmp_path: Path) -> None
     assert (shorter.steps, shorter.minutes, shorter.max_epochs) == (2, None, None)
     longer = open_where(str(tmp_path / "a.yaml"), ["train.minutes=9"]).config.train
     assert (longer.minutes, longer.max_epochs) == (9, 25)
+    (tmp_path / "a.yaml").write_text("train: {steps: 5, max_epochs: 3}")
+    limited = open_where(str(tmp_path / "a.yaml"), ["train.steps=9"]).config.train
+    assert (limited.steps, limited.max_epochs) == (9, 3), "a limit that was not written for minutes stays"
 
 
 def test_a_mapping_is_written_in_braces() -> None:

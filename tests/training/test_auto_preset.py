@@ -80,6 +80,17 @@ def test_a_run_records_its_settings_and_keeps_them(tokenized: Path, tmp_path: Pa
     assert (tmp_path / "run" / "step-0000006").is_dir()
 
 
+def test_settings_are_for_the_epochs_that_the_run_may_have(tokenized: Path) -> None:
+    def settings(**train: float) -> TrainConfig:
+        shape, given = {"layers": 1, "heads": 1, "width": 16, "positions": 16}, {"preset": "auto", "length": 16}
+        tree = {"folder": str(tokenized), "model": {"shape": shape}, "train": {**given, **train}}
+        return fill_auto_preset(RunConfig.model_validate(tree), "yes").train
+
+    limited, short, long = settings(epochs=50, max_epochs=2), settings(epochs=2), settings(epochs=50)
+    assert (limited.batch, limited.weight_decay) == (short.batch, short.weight_decay)
+    assert limited.weight_decay != long.weight_decay
+
+
 def test_given_weights_are_refused() -> None:
     config = RunConfig.model_validate({"train": {"preset": "auto"}, "model": {"init_from": "x"}})
     with pytest.raises(TextmillError, match="from scratch"):

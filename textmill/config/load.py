@@ -21,7 +21,7 @@ from textmill.errors import TextmillError, warn
 
 Tree = dict[str, Any]
 LIMITS_OF_MINUTES = ("max_epochs",)
-"""Settings that a plan has beside `train.minutes`; a length in another unit replaces them too."""
+"""Settings that a plan has beside `train.minutes`; a length in another unit replaces these with the minutes."""
 ALTERNATIVES = {"train": UNITS, "sample": ("prompt", "prompts_file")}
 """Keys of a section of which only one is set."""
 RESHAPABLE = ("dropout", "positions")
@@ -120,7 +120,7 @@ def drop_replaced(tree: Tree, over: Tree) -> Tree:
     for section, keys in ALTERNATIVES.items():
         before, later = tree.get(section), over.get(section)
         if isinstance(before, dict) and isinstance(later, dict) and set(keys) & later.keys():
-            replaced = {*keys, *(() if "minutes" in later else LIMITS_OF_MINUTES)}
+            replaced = {*keys, *(LIMITS_OF_MINUTES if "minutes" in before.keys() - later.keys() else ())}
             tree = {**tree, section: {name: value for name, value in before.items() if name not in replaced}}
     model, later = tree.get("model"), over.get("model")
     if isinstance(model, dict) and isinstance(later, dict) and later.get("init_from"):

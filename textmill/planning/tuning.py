@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -149,7 +150,8 @@ class Tuning:
             "steps": settings.steps * settings.batch, "samples": settings.samples or 0,
             "tokens": (settings.tokens or 0) / length, "epochs": (settings.epochs or 0) * tokens / length,
         }[settings.unit]  # fmt: skip
-        return max(1, round(samples / settings.batch))
+        most = (settings.max_epochs or math.inf) * tokens / length
+        return max(1, round(min(samples, most) / settings.batch))
 
     def _made_from(self) -> dict[str, Any]:
         settings = self.config.train

@@ -63,6 +63,7 @@ def _compute(config: RunConfig, data: Splits, processes: int) -> dict[str, Any]:
     else:
         tokens = {"epochs": (train.epochs or 0) * unique, "samples": (train.samples or 0) * length,
                   "tokens": train.tokens or 0}[train.unit]  # fmt: skip
+    tokens = min(tokens, (train.max_epochs or math.inf) * unique)
     batch = given or (tokens / train.steps if train.unit == "steps" else best_batch_tokens(train.optimizer, tokens))
     micro = config.engine.micro_batch
     unit = processes * (micro if isinstance(micro, int) else 1)

@@ -82,10 +82,12 @@ def run_length_of(config: RunConfig, shape: Shape, data: Data) -> RunLength | No
         )
     if data.tokens is None and config.train.unit == "epochs":
         return None
+    # Without tokens nobody knows how many steps an epoch has.
+    train = config.train if data.tokens else config.train.model_copy(update={"max_epochs": None})
     samples = max(1, (data.tokens or 1) // length)
     sizes = BatchSizes(config.train.batch, config.train.batch_rampup)
     batches: Any = SimpleNamespace(sizes=sizes, layouts=[SimpleNamespace(samples_per_epoch=samples)])
-    return plan_run_length(config.train, batches, length)
+    return plan_run_length(train, batches, length)
 
 
 def parameters_by_part(config: RunConfig, shape: Shape) -> dict[str, int]:
