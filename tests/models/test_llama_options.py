@@ -23,6 +23,7 @@ from textmill.models import initial_weights, open_family, read_shape, weights_of
 from textmill.models.decode_torch import NetSlots
 from textmill.models.nets_torch import fill, new_net
 from textmill.models.parameter_groups import rules_of
+from textmill.models.resizing import select_layers
 from textmill.storage.tensor_files import encode_safetensors
 
 CPU = torch.device("cpu")
@@ -225,6 +226,13 @@ def test_more_tables_than_layers_are_refused() -> None:
         FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(value_embeddings=13)), vocab=160, end=0)
 
 
+def test_blocks_with_tables_of_their_own_cannot_be_chosen() -> None:
+    """Layer 1 has neither table nor gate: it cannot be the last of two, which has both."""
+    with pytest.raises(TextmillError, match=r"init_layers: model\.init_from has value_embeddings=1, .* remove"):
+        select_layers(shape_of("value embeddings"), [0, 1])
+    assert select_layers(shape_of("embeddings again"), [0, 1]).layers == 2
+
+
 def test_what_has_no_such_net_refuses_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of other tools, tensor parallelism and JAX; generation works."""
     tokenizer, folder = korean_tokenizer(vocab=420), tmp_path / "model"
@@ -241,5 +249,6 @@ def test_what_has_no_such_net_refuses_by_name(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(TextmillError, match=r"tensor parallelism has no value_embeddings=1 of model\.shape"):
         check_divides_net(shape, 2)
     pytest.importorskip("jax", reason="needs the extra jax")
-    with pytest.raises(TextmillError, match="the family llama with value_embeddings=1 has no JAX net"):
+    shape = replace(shape, embedding_residual=True)
+    with pytest.raises(TextmillError, match="llama with value_embeddings=1, embedding_residual=True has no JAX net"):
         open_engine(RunConfig(model=ModelConfig(family="llama"), engine=JaxEngine()), shape)

@@ -267,7 +267,7 @@ def _jax_net(shape: Shape) -> Any:
     """The module of the family's JAX net: models/FAMILY/net_jax.py with head_name, NetOptions, MATRICES and states."""
     module = find_family_module(shape, "net_jax")
     if module is None:
-        name = " with ".join([shape.family, *own_options(shape)])
+        name = " with ".join([shape.family, *([", ".join(own)] if (own := own_options(shape)) else [])])
         raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
     return module
 
