@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.config import EvaluateConfig, RunConfig, TorchEngine
+from textmill.engines.scoring import mesh_torch
 from textmill.evaluation.masked_scorer_torch import MaskedScorer, masked_batches
 from textmill.evaluation.scorer_torch import new_scorer
 from textmill.evaluation.share import Share
@@ -194,3 +196,16 @@ def test_a_loss_beyond_all_perplexities_has_none(
     assert found["pseudo_loss"] > 710
     assert found["pseudo_perplexity"] is None
     assert main(["evaluate", str(folder), f"evaluate.tasks=pseudo_perplexity:{tmp_path / 'text.txt'}"]) == 0
+
+
+def test_ranks_that_share_the_head_compute_what_it_multiplies(
+    bert: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of one rank, which has all rows of the head: its matrix, its LayerNorm and its biases count too."""
+    folder, theirs, _ = bert
+    net, group = open_net(folder, torch.device("cpu")), SimpleNamespace(count=1, group=None)
+    monkeypatch.setattr(mesh_torch.dist, "all_gather", lambda parts, own, group: parts[0].copy_(own))
+    mesh_torch.gather_logits(net, group)  # type: ignore[arg-type]
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert (net.logits(net(ids)) - theirs(ids).logits).abs().max() < 1e-4

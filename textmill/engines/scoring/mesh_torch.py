@@ -65,15 +65,15 @@ class ScoringMesh:
         check_divides_net(shape, self.mesh.tensor)
         net = new_net(shape, self.device, lora, parallel.shard_net)
         fill(net, named, where, lambda weight, own, full: own.copy_(parallel.local_part(weight, full)))
-        _gather_logits(net, parallel.tensor)
+        gather_logits(net, parallel.tensor)
         return net
 
 
-def _gather_logits(net: BaseNet, tensor: TensorParallel) -> None:
+def gather_logits(net: BaseNet, tensor: TensorParallel) -> None:
     """Let the net join the logits of all ranks, each of which has some rows of the head."""
 
     def logits(x_NTE: Tensor) -> Tensor:
-        own = F.linear(x_NTE, net.head).contiguous()
+        own = F.linear(net.head_input(x_NTE), net.head, net.head_bias).contiguous()
         parts = [torch.empty_like(own) for _ in range(tensor.count)]
         dist.all_gather(parts, own, group=tensor.group)
         return torch.cat(parts, -1)[..., : net.shape.vocab]
