@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,10 +17,11 @@ from tests.evaluation.test_scorer import assert_equal, shared_contexts
 from tests.support.weights import noisy_weights
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import ModelConfig, ShapeConfig, TorchEngine
-from textmill.evaluation import scorer_torch
+from textmill.evaluation import scorer_torch, token_losses_torch
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Score
 from textmill.models import open_family
+from textmill.models.nets_torch import fill, new_net
 from textmill.storage.tensor_files import encode_safetensors
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -66,3 +69,32 @@ def test_a_short_text_does_not_fill_the_context(scorer: TorchScorer, folder: Pat
     wanted = -reference(model, [end], ids, end).log_likelihood
     assert (found.loss, found.tokens) == (pytest.approx(wanted, rel=1e-5), len(ids))
     assert shapes == [(1, len(ids))]
+
+
+@pytest.mark.parametrize(
+    ("cap", "rows", "wanted"), [(0.0, 512, "kernel"), (15.0, 512, None), (0.0, 256, None)], ids=str
+)
+def test_the_kernel_reads_only_logits_that_it_can(
+    cap: float, rows: int, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no cap, and a tensor-parallel rank has some rows of the head only."""
+
+    class OnGpu(list[int]):
+        is_cuda = True
+
+    monkeypatch.setattr(token_losses_torch, "load_kernels", lambda _: "kernel")
+    net: Any = SimpleNamespace(head=OnGpu(range(rows)), logit_softcap=cap, shape=SimpleNamespace(vocab=500))
+    assert token_losses_torch.find_kernel(net) == wanted
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_capped_losses_on_a_gpu_are_those_of_the_cpu(tokenizer: TextTokenizer) -> None:
+    sizes = ShapeConfig(layers=2, heads=4, width=32, positions=64, logit_softcap=2.0)
+    shape = open_family("llama").shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, end=0)
+    ids, places = np.arange(60)[None] % tokenizer.vocab, np.arange(59)
+    found = []
+    for device in ("cpu", "cuda"):
+        net = new_net(shape, torch.device(device))
+        fill(net, noisy_weights(shape), "test")
+        found.append(token_losses_torch.token_log_likelihoods(net, ids, places, ids[0, 1:], torch.float32)()[0])
+    assert np.abs(found[0] - found[1]).max() < 1e-4

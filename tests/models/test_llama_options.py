@@ -121,6 +121,16 @@ def test_logits_equal_transformers_with_hooks(name: str) -> None:
         assert (net.logits(net(ids, documents_NT=documents)) - wanted).abs().max() < 1e-5
 
 
+def test_logits_in_bf16_are_capped_in_fp32_as_in_training() -> None:
+    """Each operation in bf16 would round once more, so that measured losses differed from those of training."""
+    _, net, _ = opened("softcap")
+    net.to(torch.bfloat16)
+    with torch.no_grad():
+        hidden = net(random_ids(2, 30))
+        wanted = 2 * torch.tanh(nn.functional.linear(hidden, net.head)[..., :160].double() / 2)
+        assert (net.logits(hidden) - wanted).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("name", ["value embeddings", "all"])
 def test_decoding_equals_transformers_with_hooks(name: str) -> None:
     _, net, theirs = opened(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from textmill.kernels.availability import load_kernels
 from textmill.kernels.fp8_torch import fp8_matmul, quantize_rows
 from textmill.kernels.matmul_torch import matmul, matmul_into
+from textmill.models.base_torch import cap_logits
 from textmill.tokens.batches.batch import IGNORED
 
 KERNELS = "textmill.kernels.cross_entropy_triton"
@@ -59,14 +60,6 @@ def loss_and_correct(
 def add_bias(logits_MV: Tensor, bias_V: Tensor | None) -> Tensor:
     """Add the head's bias, if it has one, in place."""
     return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(logits_MV.dtype))
-
-
-def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """Logits limited smoothly to plus and minus `cap`, in fp32 at least; 0: they stay."""
-    if not cap:
-        return logits
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    return cap * torch.tanh(wide / cap)
 
 
 class GradientInForward(torch.autograd.Function):

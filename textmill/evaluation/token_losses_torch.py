@@ -49,11 +49,17 @@ def token_log_likelihoods(
     with autocast(device, precision):
         hidden_NTE = net(copy_to_device(ids_NT, device), cache=cache)
         hidden_SE = hidden_NTE.flatten(0, 1)
-        fused = load_kernels(KERNELS) if device.type == "cuda" else None
-        if fused is not None:
+        if (fused := find_kernel(net)) is not None:
             return _with_kernel(net, hidden_SE, places_M, labels_M, precision, fused)
         found = _with_torch(net, hidden_SE, places_M, labels_M, greedy)
         return lambda: found
+
+
+def find_kernel(net: BaseNet) -> Any:
+    """The kernel, for a net on a GPU that has all rows of the head and no cap of its logits; None: `net.logits`
+    computes them."""
+    whole = len(net.head) >= net.shape.vocab
+    return load_kernels(KERNELS) if net.head.is_cuda and whole and not net.logit_softcap else None
 
 
 def _with_kernel(

@@ -198,7 +198,15 @@ class BaseNet(nn.Module):
     def logits(self, x_NTE: Tensor) -> Tensor:
         """Logits of the real vocabulary; padding rows never reach a softmax."""
         logits = F.linear(self.head_input(x_NTE), self.head, self.head_bias)[..., : self.shape.vocab]
-        return self.logit_softcap * torch.tanh(logits / self.logit_softcap) if self.logit_softcap else logits
+        return cap_logits(logits, self.logit_softcap)
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Logits limited smoothly to plus and minus `cap`, in fp32 at least; 0: they stay."""
+    if not cap:
+        return logits
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    return cap * torch.tanh(wide / cap)
 
 
 def new_embedding(rows: int, width: int) -> nn.Embedding:
