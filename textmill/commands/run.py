@@ -54,7 +54,7 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         from textmill.devices import open_device
 
         open_device(config.engine.device)
-    import_torch_meanwhile()
+    imports = import_torch_meanwhile()
     for number, (name, stage) in enumerate(
         (("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1
     ):
@@ -63,6 +63,7 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         else:
             _headline(number, name)
             stage(config, force)
+    imports.join()
     _headline(4, "train")
     if config.train.distil.cache:
         cache_teacher(config, force)

@@ -9,9 +9,12 @@ from importlib import import_module
 COMPILER = "torch._inductor.compile_fx"
 
 
-def import_torch_meanwhile() -> None:
-    """Start the imports; whoever needs torch before they are finished waits for them."""
-    threading.Thread(target=_import_torch, name="import torch").start()
+def import_torch_meanwhile() -> threading.Thread:
+    """Start the imports and return their thread. It must end before another one imports parts of torch: they import
+    each other, and two threads that import them in different orders deadlock."""
+    thread = threading.Thread(target=_import_torch, name="import torch")
+    thread.start()
+    return thread
 
 
 def _import_torch() -> None:
