@@ -80,6 +80,18 @@ def test_run_evaluates_the_configured_tasks(project: Path, capsys: pytest.Captur
     assert f"{found:.2f}" in again
 
 
+def test_run_knows_a_bert_that_it_starts_from(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config.json names the family: model.family need not be set."""
+    sources = [f"tokenizer.use={project / 'tokenizer'}", f"corpus.sources=[{project / 'text.txt'}]"]
+    text = YAML.replace("folder: .", f"folder: {project / 'more'}").replace("kind: wordpiece, vocab: 260", "")
+    start = f"model: {{init_from: {project / 'run'}}}"
+    text = "\n".join(start if line.startswith("model:") else line for line in text.splitlines())
+    (project / "more.yaml").write_text(text)
+    capsys.readouterr()
+    assert main(["run", str(project / "more.yaml"), *sources]) == 0
+    assert "textmill fill" in capsys.readouterr().out.partition("Next:")[2]
+
+
 @pytest.mark.parametrize(("words", "evaluates"), [([], False), (["evaluate.tasks=pseudo_perplexity"], True)])
 def test_minutes_reserve_time_for_an_evaluation_only_if_there_is_one(
     project: Path, words: list[str], evaluates: bool, monkeypatch: pytest.MonkeyPatch

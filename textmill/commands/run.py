@@ -111,7 +111,8 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
 def _evaluates(config: RunConfig) -> bool:
     """Whether the model is evaluated after training: for one that predicts masked tokens only if tasks are configured,
     since the default one is for models that predict the next token."""
-    masked = open_family(config.model.family).OBJECTIVE == "masked"
+    # Not the family: with model.init_from it need not be set.
+    masked = config.train.layout == "masked"
     return bool(config.corpus.labels) or not masked or config.evaluate.tasks != EvaluateConfig().tasks
 
 
@@ -167,8 +168,7 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
         _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
         labels = config.corpus.labels
         print(format_metrics(labels, measured[labels]) if labels else format_tables(config.evaluate.tasks, measured))
-    masked = open_family(config.model.family).OBJECTIVE == "masked"
-    _headline(6, f"{'fill' if masked else 'generate'}: done already")
+    _headline(6, f"{'fill' if config.train.layout == 'masked' else 'generate'}: done already")
     for text in summary["texts"]:
         print(text)
 
@@ -180,14 +180,14 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
     if config.corpus.labels:
         print(f"  textmill evaluate {root} evaluate.text=FILE")
-    elif open_family(config.model.family).OBJECTIVE == "masked":
+    elif config.train.layout == "masked":
         print(f"  textmill fill {root} sample.prompt='a text with [MASK]'")
         print(f"  textmill embed {root} 'a text' 'another text'")
         if config.evaluate.tasks == EvaluateConfig().tasks:
             print(f"  textmill evaluate {root} evaluate.tasks=pseudo_perplexity evaluate.sample=1000")
     elif config.train.layout == "chat":
         print(f"  textmill chat {root}")
-    elif config.train.layout != "masked":
+    else:
         print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     for line in _commands_for(config, state_of(facts), root):
         print(f"  {line}")
@@ -212,7 +212,7 @@ def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
         ]
     if state == "limited by the text":
         more = [f"textmill tune {root} --minutes 60", f"textmill new larger --text 'more texts/*.txt'{family}"]
-        no_second = bool(train.distil.teachers) or open_family(name).OBJECTIVE == "masked"
+        no_second = bool(train.distil.teachers) or train.layout == "masked"
         return more if no_second else [second_generation(format_path(Path(config.folder)), run), *more]
     if train.minutes is None:
         return [
