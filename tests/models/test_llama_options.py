@@ -223,6 +223,9 @@ def test_zeros_at_the_start_need_no_option_of_the_net() -> None:
     [
         ({"gated": 1}, "gated is 1; a textmill-llama config.json has true or false there"),
         ({"value_embeddings": -1}, "value_embeddings is -1; a textmill-llama config.json has a whole number there"),
+        ({"value_embeddings": 4}, "value_embeddings is 4, more than the 3 layers"),
+        ({"logit_softcap": float("nan")}, "logit_softcap is nan; a textmill-llama config.json has a number there"),
+        ({"logit_softcap": 10**400}, "a textmill-llama config.json has a number there"),
         ({"logit_softcap": "15"}, "logit_softcap is '15'; a textmill-llama config.json has a number there"),
     ],
 )

@@ -5,6 +5,7 @@ They are options of `model.shape`, and have the same names in config.json.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from textmill.errors import TextmillError
@@ -48,14 +49,13 @@ def read_options(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
         }  # fmt: skip
     found = {}
     for name, default in (DEFAULTS | OTHERS).items():
-        value = hf.get(name, default)
-        value = float(value) if type(default) is float and type(value) is int else value
-        if type(value) is not type(default) or value < 0:
+        value, wanted = hf.get(name, default), type(default)
+        if type(value) not in (wanted, int if wanted is float else wanted) or not 0 <= value <= sys.float_info.max:
             kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-            raise TextmillError(
-                f"{where}: {name} is {value!r}; a {MODEL_TYPE} config.json has {kinds[type(default)]} there"
-            )
-        found[name] = value
+            raise TextmillError(f"{where}: {name} is {value!r}; a {MODEL_TYPE} config.json has {kinds[wanted]} there")
+        found[name] = wanted(value)
+    if (tables := found["value_embeddings"]) > (layers := hf["num_hidden_layers"]):
+        raise TextmillError(f"{where}: value_embeddings is {tables}, more than the {layers} layers; fix it")
     return found
 
 
