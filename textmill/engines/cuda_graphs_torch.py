@@ -35,7 +35,7 @@ class GraphedPass:
         self.captured: dict[tuple[object, ...], CapturedPass] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.most_graphs = MAX_GRAPHS
-        """0 if the pass cannot be captured, because it waits for the GPU: a user's own net may."""
+        """0 if the pass cannot be captured: a user's own net may wait for the GPU, or not use a parameter."""
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
         """The loss, valid until the next call; gradients are in the graph's memory until a second pass adds to them."""
@@ -68,7 +68,7 @@ class GraphedPass:
             parameter.grad = gradient
 
     def _capture(self, arguments: tuple[Tensor | None, ...]) -> CapturedPass | None:
-        """None if the pass does something that cannot be captured."""
+        """None if the pass does something that cannot be captured, or leaves a parameter without a gradient."""
         inputs = [None if tensor is None else tensor.clone() for tensor in arguments]
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
@@ -77,6 +77,8 @@ class GraphedPass:
                 self._set_gradients([None] * len(self.parameters))
                 self.run_pass(*inputs)
         torch.cuda.current_stream().wait_stream(side_stream)
+        if any(parameter.grad is None for parameter in self.parameters):
+            return None
         self._set_gradients([None] * len(self.parameters))
         torch.cuda.empty_cache()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
