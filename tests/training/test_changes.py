@@ -169,6 +169,8 @@ def test_what_cannot_change(tokens: Path, tmp_path: Path) -> None:
         train(config_of(tokens, run, steps=4, seed=5), change=True)
     with pytest.raises(TextmillError, match=r"is at its last step, 2; set a higher train\.steps"):
         train(config_of(tokens, run, steps=2, batch=2), change=True)
+    with pytest.raises(TextmillError, match=r"last step, 2; set a higher train\.steps or train\.max_epochs to"):
+        train(config_of(tokens, run, steps=2, batch=2, max_epochs=50), change=True)
     train(config_of(tokens, run, (1,), steps=4), change=True)  # one store less
     progress = json.loads((run / "step-0000004" / "progress.json").read_text(encoding="utf-8"))
     assert [len(one["settings"]["tokens"]) for one in progress["ranges"]] == [2, 1]

@@ -210,8 +210,11 @@ def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
             f"textmill run {root} {decay} train.folder={shlex.quote(run + '-2')}",
             f"textmill tune {root} --minutes 60",
         ]
+    larger = f"textmill new larger --text 'more texts/*.txt'{family}"
+    if state == "unknown":  # without a valid split nothing can be tuned, and nobody knows whether more time helps
+        return [larger]
     if state == "limited by the text":
-        more = [f"textmill tune {root} --minutes 60", f"textmill new larger --text 'more texts/*.txt'{family}"]
+        more = [f"textmill tune {root} --minutes 60", larger]
         no_second = bool(train.distil.teachers) or train.layout == "masked"
         return more if no_second else [second_generation(format_path(Path(config.folder)), run), *more]
     if train.minutes is None:

@@ -52,8 +52,9 @@ def prepare_run(
     batches = open_batches(config.train, data, length=length, folder=folder, history=history)
     run_length = plan_run_length(config.train, batches, length, start.run_length)
     if start.changed_now and start.step >= run_length.steps:
+        limit = f"train.{config.train.unit}" + (" or train.max_epochs" if config.train.max_epochs else "")
         raise TextmillError(
-            f"--change: {config.folder_of('train')} is at its last step, {start.step:,}; set a higher train.steps to "
+            f"--change: {config.folder_of('train')} is at its last step, {start.step:,}; set a higher {limit} to "
             "train on with the new settings"
         )
     if config.train.distil.cache:
