@@ -45,14 +45,17 @@ def test_joined_layers_compute_the_same(bias: bool, sizes: tuple[int, ...], monk
 
 def test_adapters_and_mixed_biases_stay_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter changes its own layer only, and a joined bias would need one for every layer."""
-    monkeypatch.setattr(torch, "cat", None)
-    monkeypatch.setattr(matmul_torch, "use_tuned_matmul", lambda *_: False)
+    joined: list[Any] = []
+    monkeypatch.setattr(torch, "cat", joined.append)
+    monkeypatch.setattr(matmul_torch, "use_tuned_matmul", lambda *_: True)
+    monkeypatch.setattr(matmul_torch, "linear", nn.functional.linear)
     plain, bare = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
     adapted = AdaptedLinear(nn.Linear(8, 8), LoraConfig(rank=2), 0)
     x = torch.randn(2, 3, 8)
     for layers in ((plain, adapted), (plain, bare)):
         for layer, found in zip(layers, join_linears(layers, x, None), strict=True):
             assert torch.equal(found, layer(x))
+    assert joined == []
 
 
 def test_compiled_attention_of_bert_is_one_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
