@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.machines import H200, TWO_CORES
-from textmill.config import RunConfig
+from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import parse_settings
 from textmill.corpus.inspection import RecordFacts
+from textmill.engines import compile_torch
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.plan import (
     COMPILE_SECONDS,
@@ -95,6 +97,17 @@ def test_compiling_must_save_more_time_than_it_takes() -> None:
     assert not plan_for(text_of(60e6), H200, 0.8).compiled
     assert plan_for(text_of(60e6), H200, 3).compiled
     assert not plan_for(text_of(1e6), TWO_CORES, 5).compiled
+
+
+@pytest.mark.parametrize("cores", [4, 16])
+def test_what_is_planned_as_compiled_is_compiled_by_the_engine(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file says nothing of `engine.compile` then, so that auto decides."""
+    monkeypatch.setattr(compile_torch, "usable_cores", lambda: cores)
+    machine, nothing = replace(H200, cores=cores), None
+    planned = [tenths / 10 for tenths in range(5, 40) if plan_for(text_of(1e6), machine, tenths / 10).compiled]
+    by_engine: Any = compile_torch._is_long
+    assert planned
+    assert all(by_engine(TrainConfig(minutes=minutes), nothing, nothing, 1) for minutes in planned)
 
 
 def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() -> None:

@@ -34,6 +34,8 @@ MAX_LENGTH, MASKED_LENGTH = 1024, 128
 """The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
 COMPILE_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 30.0, 8, 60.0
 """On a GPU, what compiling takes; with fewer cores than these, and beside other work, it takes longer."""
+AUTO_SECONDS, FEW_CORES_AUTO_SECONDS = 90.0, 150.0
+"""`engine.compile=auto` does not compile runs of fewer seconds; the second with fewer cores than FEW_CORES."""
 EAGER_SPEED = 0.5
 """The speed of a net that is not compiled, relative to a compiled one."""
 MIN_BATCH_TOKENS = 512
@@ -79,7 +81,7 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     `masked`: of a model that predicts masked tokens.
     """
     left = max(5.0, 60 * minutes - _other_seconds(text, machine))
-    compiled = machine.device == "cuda" and left - _compile_seconds(machine) >= EAGER_SPEED * left
+    compiled = _is_compiled(machine, minutes, left)
     seconds = _full_speed_seconds(machine, left, compiled)
     shapes = list(_shapes(text, machine, seconds, MASKED if masked else 1.0))
     fitting = [shape for shape in shapes if shape.parameters <= MAX_PARAMETERS_PER_TOKEN * shape.unique]
@@ -103,6 +105,13 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
         parameters=chosen.parameters, train_tokens=round(chosen.unique), compiled=compiled,
         seconds=_training_seconds(machine, chosen.computed, tokens, compiled),
     )  # fmt: skip
+
+
+def _is_compiled(machine: MachineFacts, minutes: float, left: float) -> bool:
+    """Whether compiling saves time in the seconds that are left for training, and the engine does it."""
+    shortest = AUTO_SECONDS if machine.cores >= FEW_CORES else FEW_CORES_AUTO_SECONDS
+    pays = left - _compile_seconds(machine) >= EAGER_SPEED * left
+    return machine.device == "cuda" and 60 * minutes >= shortest and pays
 
 
 def _compile_seconds(machine: MachineFacts) -> float:
