@@ -136,6 +136,13 @@ def test_a_run_does_not_exceed_its_epochs(clock: Clock) -> None:
     assert [planned(minutes=None, max_epochs=2.5, steps=steps).steps for steps in (20, 30)] == [20, 25]
 
 
+@pytest.mark.parametrize("length", [{"minutes": 10.0}, {"minutes": None, "steps": 1000}])
+def test_a_warmup_longer_than_the_epochs_is_refused_before_the_first_step(length: dict[str, Any]) -> None:
+    with pytest.raises(TextmillError, match=r"100 is more than the 25 steps of train\..* and train\.max_epochs=2\.5;"):
+        planned(warmup=100, max_epochs=2.5, **length)
+    assert planned(warmup=25, max_epochs=2.5, **length)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_run_of_fewer_epochs_than_the_timed_steps_ends_in_time(clock: Clock, steps: int) -> None:
     """An epoch is 10 steps; nothing but the limit ends the timing of steps that take no time."""

@@ -131,6 +131,7 @@ def plan_run_length(
     train = train.model_copy(update={"average": train.average.model_copy(update={"memory": memory})})
     most = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
     if train.minutes is not None:
+        _check_warmup(train, most)
         return _restore(RunLength(train, sizes, epoch_samples, sample_length, most_steps=most), saved or {})
     steps = train.steps
     if train.epochs is not None:
@@ -168,7 +169,9 @@ def _restore(length: RunLength, saved: dict[str, Any]) -> RunLength:
 
 def _check_warmup(train: TrainConfig, steps: int) -> None:
     if train.warmup >= 1 and train.warmup > steps:
+        limit = f" and train.max_epochs={train.max_epochs:g}" if train.max_epochs else ""
         raise TextmillError(
             f"train.warmup: {train.warmup} is more than the {steps:,} steps of "
-            f"train.{train.unit}={getattr(train, train.unit)}; lower it, or set a fraction of the run, such as 0.1"
+            f"train.{train.unit}={getattr(train, train.unit)}{limit}; lower it, or set a fraction of the "
+            "run, such as 0.1"
         )
