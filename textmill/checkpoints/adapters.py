@@ -188,13 +188,13 @@ def open_adapter(folder: Path) -> Adapter:
     pairs, full_weights = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
     base, inputs_first = find_base(folder), bool(settings.get("fan_in_fan_out"))
-    if not (folder / MERGED_CONFIG).is_file():
+    if settings.get("task_type") in LABEL_TASKS and not (folder / MERGED_CONFIG).is_file():
         _check_heads(folder, base, full_weights)
     return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, full_weights)
 
 
 def _check_heads(folder: Path, base: Path, full_weights: dict[str, Array]) -> None:
-    """Refuse a head that the base does not have if nothing describes it."""
+    """Refuse a head for labels that the base does not have if nothing describes it."""
     known = read_model_names(base) if full_weights else []
     for name in full_weights:
         if find_name(name, known) is None:
