@@ -83,6 +83,15 @@ def test_a_matmul_uses_the_rounded_rows() -> None:
     assert relative_difference(found, wanted) < 4e-3, "bf16's rounding of the result"
 
 
+def check_gradients(leaves: list[torch.Tensor], exact: list[torch.Tensor], bound: float) -> None:
+    """Every leaf has a gradient in its own dtype, within `bound` of that of its exact twin."""
+    for leaf, right in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == leaf.dtype
+        assert right.grad is not None
+        assert relative_difference(leaf.grad, right.grad) < bound
+
+
 @pytest.mark.parametrize(
     ("device", "backend"),
     [
@@ -110,11 +119,7 @@ def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | 
     wanted = F.gelu(x64 @ fc64.T + bias64, approximate=approximate) @ proj64.T
     wanted.backward(dy.double())
     assert relative_difference(y.detach(), wanted.detach()) < 7e-2
-    for leaf, right in zip(leaves, exact, strict=True):
-        assert leaf.grad is not None
-        assert leaf.grad.dtype == leaf.dtype
-        assert right.grad is not None
-        assert relative_difference(leaf.grad, right.grad) < 7e-2
+    check_gradients(leaves, exact, 7e-2)
     h64 = (
         fp8_matmul(quantize_rows(x.detach()), quantize_rows(fc.detach())).double() + bias64.detach()
     ).requires_grad_()
@@ -155,11 +160,7 @@ def test_a_gated_mlp_and_its_gradients(activation: str, device: str, backend: st
     wanted = (ACTIVATIONS[activation](x64 @ gate64.T) * (x64 @ up64.T)) @ down64.T
     wanted.backward(dy.double())
     assert relative_difference(y.detach(), wanted.detach()) < 9e-2
-    for leaf, right in zip(leaves, exact, strict=True):
-        assert leaf.grad is not None
-        assert leaf.grad.dtype == leaf.dtype
-        assert right.grad is not None
-        assert relative_difference(leaf.grad, right.grad) < 9e-2
+    check_gradients(leaves, exact, 9e-2)
     x8 = quantize_rows(x.detach())
     h64 = [fp8_matmul(x8, quantize_rows(one.detach())).double().requires_grad_() for one in (gate, up)]
     y64 = ACTIVATIONS[activation](h64[0]) * h64[1]
