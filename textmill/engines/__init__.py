@@ -16,6 +16,7 @@ from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
 
 __all__ = [
+    "MANY_CORES",
     "Engine",
     "NameFilter",
     "Named",
@@ -26,15 +27,24 @@ __all__ = [
     "format_compile_time",
     "open_engine",
     "open_ranks",
+    "shortest_compiled_run",
 ]
 
 NameFilter = Callable[[str], bool]
 """True for the names of the tensors that a process needs a copy of."""
+MANY_CORES = 8
+"""With fewer cores, compiling for a GPU takes much longer."""
 
 
 def all_names(_: str) -> bool:
     """The filter that selects every tensor."""
     return True
+
+
+def shortest_compiled_run(cores: int) -> float:
+    """The seconds of an eager run from which on compiling pays: on an H200 it adds 10 to 40 s and halves the other
+    steps; with few cores, or busy ones, it took up to 45 s."""
+    return 90.0 if cores >= MANY_CORES else 150.0
 
 
 def format_compile_time(seconds: float) -> str:

@@ -10,16 +10,13 @@ import torch
 
 from textmill.config import TorchEngine, TrainConfig
 from textmill.devices import peak_flops_of
-from textmill.engines import format_compile_time
+from textmill.engines import format_compile_time, shortest_compiled_run
 from textmill.engines.meshes import Mesh
 from textmill.errors import TextmillError
 from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
 from textmill.runners.on_local import usable_cores
 
-MIN_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 90.0, 8, 150.0
-"""The eager run time from which on compiling pays: on an H200 it adds 10 to 40 s and halves the other steps; with
-fewer cores than these, or busy ones, it took up to 45 s."""
 EAGER_FRACTION, DEFAULT_PEAK = 0.12, 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
 COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
@@ -46,7 +43,7 @@ def _note(compiled: bool) -> str:
 
 
 def _is_long(train: TrainConfig, shape: Shape, device: torch.device, world: int) -> bool:
-    enough = MIN_SECONDS if usable_cores() >= FEW_CORES else FEW_CORES_SECONDS
+    enough = shortest_compiled_run(usable_cores())
     if train.minutes is not None:
         return 60 * train.minutes >= enough
     tokens = train.steps * train.batch * (train.length or shape.positions)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from textmill.engines import MANY_CORES, shortest_compiled_run
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.training.auto_settings import auto_settings, best_batch_tokens, wanted_epochs
 
@@ -32,10 +33,8 @@ MASKED = 0.15
 """The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
 MAX_LENGTH, MASKED_LENGTH = 1024, 128
 """The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
-COMPILE_SECONDS, FEW_CORES, FEW_CORES_SECONDS = 30.0, 8, 60.0
-"""On a GPU, what compiling takes; with fewer cores than these, and beside other work, it takes longer."""
-AUTO_SECONDS, FEW_CORES_AUTO_SECONDS = 90.0, 150.0
-"""`engine.compile=auto` does not compile runs of fewer seconds; the second with fewer cores than FEW_CORES."""
+COMPILE_SECONDS, FEW_CORES_SECONDS = 30.0, 60.0
+"""On a GPU, what compiling takes, and what it takes with few cores."""
 EAGER_SPEED = 0.5
 """The speed of a net that is not compiled, relative to a compiled one."""
 MIN_BATCH_TOKENS = 512
@@ -109,27 +108,26 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
 
 def _is_compiled(machine: MachineFacts, minutes: float, left: float) -> bool:
     """Whether compiling saves time in the seconds that are left for training, and the engine does it."""
-    shortest = AUTO_SECONDS if machine.cores >= FEW_CORES else FEW_CORES_AUTO_SECONDS
-    pays = left - _compile_seconds(machine) >= EAGER_SPEED * left
-    return machine.device == "cuda" and 60 * minutes >= shortest and pays
+    pays = _full_speed_seconds(machine, left, True) >= _full_speed_seconds(machine, left, False)
+    return machine.device == "cuda" and 60 * minutes >= shortest_compiled_run(machine.cores) and pays
 
 
-def _compile_seconds(machine: MachineFacts) -> float:
-    return COMPILE_SECONDS if machine.cores >= FEW_CORES else FEW_CORES_SECONDS
+def _start_and_speed(machine: MachineFacts, compiled: bool) -> tuple[float, float]:
+    """Seconds of compiling, and the speed of steps relative to the measured one."""
+    if compiled:
+        return COMPILE_SECONDS if machine.cores >= MANY_CORES else FEW_CORES_SECONDS, 1.0
+    return 0.0, EAGER_SPEED if machine.device == "cuda" else 1.0
 
 
 def _full_speed_seconds(machine: MachineFacts, seconds: float, compiled: bool) -> float:
     """The seconds at the measured speed that are worth as much as so many seconds of training."""
-    if compiled:
-        return seconds - _compile_seconds(machine)
-    return seconds * (EAGER_SPEED if machine.device == "cuda" else 1.0)
+    start, speed = _start_and_speed(machine, compiled)
+    return (seconds - start) * speed
 
 
 def _training_seconds(machine: MachineFacts, parameters: float, tokens: float, compiled: bool) -> float:
-    seconds = FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters)
-    if compiled:
-        return seconds + _compile_seconds(machine)
-    return seconds / (EAGER_SPEED if machine.device == "cuda" else 1.0)
+    start, speed = _start_and_speed(machine, compiled)
+    return start + FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters) / speed
 
 
 def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False) -> float:
