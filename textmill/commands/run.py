@@ -183,7 +183,7 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
     elif config.train.layout == "masked":
         print(f"  textmill fill {root} sample.prompt='a text with [MASK]'")
         print(f"  textmill embed {root} 'a text' 'another text'")
-        if config.evaluate.tasks == EvaluateConfig().tasks:
+        if not _evaluates(config):
             print(f"  textmill evaluate {root} evaluate.tasks=pseudo_perplexity evaluate.sample=1000")
     elif config.train.layout == "chat":
         print(f"  textmill chat {root}")
