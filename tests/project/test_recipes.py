@@ -41,7 +41,7 @@ def test_recipe(
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert f"All stages are done. The model is runs/{name}/run/step-0000002" in out
-    following = {"chat-ko": "chat", "bert-base": "train", "bert-ko": "train", "bert-classify": "evaluate"}.get(
+    following = {"chat-ko": "chat", "bert-base": "fill", "bert-ko": "fill", "bert-classify": "evaluate"}.get(
         name, "generate"
     )
     assert f"  textmill {following} runs/{name}" in out.partition("Next:")[2]
