@@ -1,4 +1,13 @@
-"""The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps."""
+"""The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps.
+
+`train` locks the run folder, chooses what to start from and builds the engine. Then `Training.run_steps` repeats:
+
+    batch = batches.batch_at(step, ...)                       this rank's samples, read ahead by a thread
+    result = engine.train_step(batch, step, learning rate)    returns before the device has finished the step
+    _after_step(step + 1, result)                             what is due: log, evaluate, save, stop
+
+`step` counts from 0. `done` is the number of finished steps, and the step's number in logs and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +58,13 @@ def train(
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: complete_config(config, force, ranks))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
-        if done := describe_end(config.train, start, run_length):
+        if reason := describe_end(config.train, start, run_length):
             if ranks.first:
-                print(f"train: done already: {format_path(run)} ({done})")
+                print(f"train: done already: {format_path(run)} ({reason})")
             return run
-        resolved = config.model_copy(update={"train": run_length.train})
-        engine = run_on_all(ranks, lambda: build_engine(resolved, start, ranks, resources))
-        run_on_all(ranks, keep_folder)
+        with_steps = config.model_copy(update={"train": run_length.train})
+        engine = run_on_all(ranks, lambda: build_engine(with_steps, start, ranks, resources))
+        run_on_all(ranks, keep_folder)  # from here on a failed run leaves its folder
         with StopSignals() as stop_signals:
             Training(config, run_length, data, start, engine, stop_signals).run_steps(batches, command)
     return run
@@ -65,35 +74,37 @@ class Training:
     """A run in this process, from its start or resume to its end: the state that all steps share."""
 
     def __init__(
-        self, config: RunConfig, length: RunLength, data: Splits, start: Start, engine: Engine, signals: StopSignals
+        self, config: RunConfig, run_length: RunLength, data: Splits, start: Start, engine: Engine, signals: StopSignals
     ) -> None:
-        self.config, self.length, self.train, self.data, self.start = config, length, length.train, data, start
-        self.engine, self.ranks, self.first, self.signals = engine, engine.ranks, engine.first, signals
+        self.config, self.start, self.engine, self.signals = config, start, engine, signals
+        self.ranks, self.first = engine.ranks, engine.first
         self.run, self.files = config.folder_of("train"), checkpoint_files(config, data, start)
+        self.run_length = run_length
+        """`train.minutes`: replaced after the first steps, when the number of steps is known."""
         self.skipped_updates = SkippedUpdates(self.run, engine.guard, self.first)
-        self.saver = open_saver(self.run, self.train, start.step, self.ranks)
+        self.saver = open_saver(self.run, run_length.train, start.step, self.ranks)
         self.token_check = TokenCheck(self.run, data.files if self.first else {})
-        self.validation = Validation(config, data, start, engine, length.sample_length)
+        self.validation = Validation(config, data, start, engine, run_length.sample_length)
         self.validation.tasks.check()
 
     def run_steps(self, batches: Batches, command: CommandTime) -> None:
         """Run all remaining steps."""
-        open_folder = partial(open_run_folder, self.config, self.length, self.start, self.engine.facts())
+        open_folder = partial(open_run_folder, self.config, self.run_length, self.start, self.engine.facts())
         self.trackers = open_folder() if self.first else Trackers()
-        self.step_log = StepLog(self.length, self.start.step, self._log)
+        self.step_log = StepLog(self.run_length, self.start.step, self._log)
         self.timer = MinutesTimer(command, self.start.step + 1, self.ranks, self.step_log, self.validation.costs)
 
         def read(step: int) -> Batch:
             return batches.batch_at(step, self.engine.samples_of(batches.sizes.size_at(step)))
 
         try:
-            for step, batch in prefetch(read, range(self.start.step, self.length.steps)):
-                if step == self.length.steps or self.validation.stops_early:
+            for step, batch in prefetch(read, range(self.start.step, self.run_length.steps)):
+                if step == self.run_length.steps or self.validation.stops_early:
                     break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
                 batch = corrupt_labels(batch) if faults.is_due("spike", step) else batch
-                self._after_step(step + 1, self.engine.train_step(batch, step, self.length.lr_at(step)))
+                self._after_step(step + 1, self.engine.train_step(batch, step, self.run_length.lr_at(step)))
             self.saver.wait()
             if self.first:
                 self.trackers.note(describe_best(self.run))
@@ -103,57 +114,60 @@ class Training:
 
     def _after_step(self, done: int, result: Step) -> None:
         """Log, check, evaluate, save and stop, as far as due after `done` steps."""
-        self.step_log.flush()
+        log, train, run_length = self.step_log, self.config.train, self.run_length
+        log.flush()
         self.skipped_updates.add(done, result)
-        length = self.length if self.length.known else self.timer.after_step(self.length, done, result)
-        train, is_due, log = self.train, length.is_due, self.step_log
+        if not run_length.known:
+            run_length = self.timer.after_step(run_length, done, result)
+        is_new_length = run_length is not self.run_length
         self.trackers.advance(done)
         if result.note:
             self.trackers.note(f"step {done}: {result.note}")
-        if done == 1 or is_due(train.log_every, done):
+        if done == 1 or run_length.is_due(train.log_every, done):
             log.add(done, result)
-        if done == 1 or self.engine.guard or length is not self.length:  # a spike guard reports the latest step
+        if done == 1 or self.engine.guard or is_new_length:  # a spike guard reports the latest step
             log.flush()
-        if length is not self.length:
-            self._change_length(length)
+        if is_new_length:
+            self._change_length(run_length)
         check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
-        self.metrics: dict[str, float] = {}
-        if self.validation.is_due(length, done):
+        metrics: dict[str, float] = {}
+        if self.validation.is_due(run_length, done):
             with log.paused(result):
-                self.metrics = self.validation.measure(length, done, self.trackers)
+                metrics = self.validation.measure(run_length, done, self.trackers)
         stop_signal = agree_to_stop(self.ranks, self.signals, self.saver, self.token_check)
-        if stop_signal or self.validation.stops_early or is_due(train.save_every, done):
+        if stop_signal or self.validation.stops_early or run_length.is_due(train.save_every, done):
             with log.paused(result):
-                saved = self._save(done, result)
-        if stop_signal and done < self.length.steps:
+                saved = self._save(done, result, metrics)
+        if stop_signal and done < run_length.steps:
             self.saver.wait()
             raise stop_error(stop_signal, self.run, done, self.first, saved)
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
-        values = {"loss": result.loss, **result.terms, **self.length.metrics_of(done), "grad_norm": result.norm}
-        bits, skipped = self.validation.train_bits(result.loss), self.skipped_updates.metrics(result)
-        self.trackers.log(done, values | bits | {"tokens_per_second": tokens_per_second} | skipped)
+        values = {"loss": result.loss, **result.terms, **self.run_length.metrics_of(done), "grad_norm": result.norm}
+        values |= self.validation.train_bits(result.loss)
+        values |= {"tokens_per_second": tokens_per_second, **self.skipped_updates.metrics(result)}
+        self.trackers.log(done, values)
         self.skipped_updates.check(done, result, self.trackers)
 
-    def _change_length(self, length: RunLength) -> None:
+    def _change_length(self, run_length: RunLength) -> None:
         """`train.minutes`: use a new estimate of the number of steps, or the final number."""
-        self.length, self.train = length, length.train
-        if length.known:
-            self.trackers.set_steps(length.steps)
-            self.trackers.note(f"train: {length.describe()}")
+        self.run_length = run_length
+        if run_length.known:
+            self.trackers.set_steps(run_length.steps)
+            self.trackers.note(f"train: {run_length.describe()}")
 
-    def _save(self, done: int, result: Step) -> bool:
+    def _save(self, done: int, result: Step, metrics: dict[str, float]) -> bool:
         """Save, unless the loss is not finite; the last save waits until the token files are checked."""
-        loss, metrics, best = result.loss, self.metrics, self.validation.best
-        last = done == self.length.steps or self.validation.stops_early
+        loss, best, folder = result.loss, self.validation.best, self.run / f"step-{done:07d}"
+        last = done == self.run_length.steps or self.validation.stops_early
         if self.skipped_updates.refuses_save(done, loss, metrics, last=last, trackers=self.trackers):
             return False
         if last:
             run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
-        self.saver.save(take_snapshot(self.engine, done, self.start, self.length, loss, metrics, best, self.files))
-        self.trackers.note(f"step {done}: saving {format_path(self.run / f'step-{done:07d}')}")
-        if self.train.sample_prompts:
+        self.saver.save(take_snapshot(self.engine, done, self.start, self.run_length, loss, metrics, best, self.files))
+        self.trackers.note(f"step {done}: saving {format_path(folder)}")
+        if self.config.train.sample_prompts:
             self.saver.wait()
-            for line in write_samples(self.config, self.run / f"step-{done:07d}", done) if self.first else ():
+            for line in write_samples(self.config, folder, done) if self.first else ():
                 self.trackers.note(line)
         return True

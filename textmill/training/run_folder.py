@@ -1,4 +1,8 @@
-"""The content of a run folder: what each checkpoint contains, and what is removed when a run starts or resumes."""
+"""The content of a run folder: what each checkpoint contains, and what is removed when a run starts or resumes.
+
+`open_run_folder` is called once, before the first step; `take_snapshot` for every checkpoint, which training/saving.py
+then writes in a thread.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +54,15 @@ def clean_run_folder(run: Path, step: int) -> None:
     metrics, replaced = run / METRICS_FILE, run / REPLACED_METRICS
     if replaced.is_file():  # the run went back to an earlier step before, but did not save after that
         os.replace(replaced, metrics)
-    if later := [one for one in list_checkpoints(run) if one > step]:
+    later_steps = [saved for saved in list_checkpoints(run) if saved > step]
+    if later_steps:
         when = "when this run saves its first checkpoint" if step else "now"
-        steps = f"{'step' if len(later) == 1 else 'steps'} {', '.join(map(str, later))}"
+        steps = f"{'step' if len(later_steps) == 1 else 'steps'} {', '.join(map(str, later_steps))}"
         print(f"train: starts again from step {step}; the checkpoints of {steps} are removed {when}", flush=True)
-    if later and step and metrics.is_file():
+    if later_steps and step and metrics.is_file():
         write_bytes(replaced, [metrics.read_bytes()])
-    if later and not step:
-        remove_replaced(run, 0, 0)
+    if later_steps and not step:
+        remove_replaced(run, step=0, saved=0)
     link_best(run)
     truncate_after(run / SAMPLES_FILE, step)
     if not step:
@@ -75,28 +80,33 @@ def remove_replaced(run: Path, step: int, saved: int) -> None:
 def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
     """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml and the tokenizer."""
     shape, lora = start.shape, config.model.lora
-    configs = {"config.json": open_family(shape.family).hf_config_of(shape)}
+    hf_config = open_family(shape.family).hf_config_of(shape)
     if lora and start.base:
-        configs = {MERGED_CONFIG: configs["config.json"], ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)}
+        configs = {MERGED_CONFIG: hf_config, ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)}
+    else:
+        configs = {"config.json": hf_config}
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in configs.items()}
-    texts |= {"run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}
+    texts["run.yaml"] = config.to_yaml()
+    texts.update(data.tokenizer.files(shape.positions))
     return {name: text.encode() for name, text in texts.items()}
 
 
 def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
     """Clean the run folder, write run.yaml and open all trackers; their first lines describe engine and run length."""
-    clean_run_folder(config.folder_of("train"), start.step)
-    write_text(config.folder_of("train") / RUN_YAML, add_yaml_checksum(config.to_yaml()))
+    run = config.folder_of("train")
+    clean_run_folder(run, start.step)
+    write_text(run / RUN_YAML, add_yaml_checksum(config.to_yaml()))
     rules = rules_of(start.shape, config.train, config.model.lora)
     trained = [weight for weight in weights_with_adapters(start.shape, config.model.lora) if rules[weight.name].trained]
+    flops_per_token = start.shape.flops_per_token(run_length.sample_length, trained)
+    flops_per_token += teacher_flops(config, run_length.sample_length)
     trackers = open_trackers(
         config.track,
-        config.folder_of("train"),
+        run,
         steps=run_length.steps if run_length.known else None,
         start=start.step,
         tokens=run_length.tokens_after,
-        flops_per_token=start.shape.flops_per_token(run_length.sample_length, trained)
-        + teacher_flops(config, run_length.sample_length),
+        flops_per_token=flops_per_token,
         peak_flops=facts["peak_flops"],
         settings=config.model_dump(mode="json") | {"environment": environment(), "fingerprints": _fingerprints(start)},
     )
@@ -118,11 +128,11 @@ def _fingerprints(start: Start) -> dict[str, Any]:
 def describe_engine(facts: dict[str, Any]) -> str:
     """Parameters, device, precision and micro-batch in one line; with LoRA or frozen weights, how many are trained."""
     parameters, trained = facts["parameters"], facts["trained"]
-    partly = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
+    trained_part = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
     processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
     compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
     device = f"{processes}{facts['device']} in {facts['precision']}"
-    return f"{parameters:,} parameters{partly} on {device}, micro-batch {facts['micro_batch']}{compiling}"
+    return f"{parameters:,} parameters{trained_part} on {device}, micro-batch {facts['micro_batch']}{compiling}"
 
 
 def take_snapshot(
@@ -135,16 +145,60 @@ def take_snapshot(
     best: BestStep,
     files: dict[str, bytes],
 ) -> Snapshot:
-    """Copy to host memory what this rank writes of a checkpoint. Numbers are saved as hex, so that they are exact."""
-    exact = {name: value.hex() for name, value in metrics.items()}
-    progress = {
+    """Copy to host memory what this rank writes of a checkpoint.
+
+    All ranks go through the names of all tensors in the same order. A `FilePlan` puts each tensor into a file and
+    knows which rank writes that file; the engine copies a tensor only on that rank.
+    """
+    family = open_family(start.shape.family)
+    tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
+    new_plan = partial(
+        FilePlan,
+        size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),  # moments are named KIND/WEIGHT
+        max_bytes=int(run_length.train.checkpoints.max_file_gb * 1e9),
+        rank=engine.ranks.rank,
+        world=engine.ranks.world,
+    )
+    is_lora = start.base is not None
+    prefix = PREFIX if is_lora else ""
+    weight_plan = new_plan(ADAPTER_MODEL.removesuffix(".safetensors") if is_lora else "model")
+
+    def add_weight(name: str) -> bool:
+        """Put a weight into a file; True if this rank writes it."""
+        return weight_plan.add(prefix + name)
+
+    weights = list(engine.weights(add_weight))
+    weights += [(name, values) for name, values in start.changed_weights if add_weight(name)]
+    moment_plan = new_plan("optimizer", first_writer=len(weight_plan.files))
+    return Snapshot(
+        step=step,
+        weights=[(prefix + name, values) for name, values in weights],
+        moments=list(engine.moments(moment_plan.add)),
+        progress=_progress(engine, step, start, run_length, loss, metrics, best),
+        files=files,
+        file_plans=(weight_plan, moment_plan),
+    )
+
+
+def _progress(
+    engine: Any,
+    step: int,
+    start: Start,
+    run_length: RunLength,
+    loss: float,
+    metrics: dict[str, float],
+    best: BestStep,
+) -> dict[str, Any]:
+    """The content of progress.json. Losses and metrics are saved as hex, so that they are exact."""
+    exact_metrics = {name: value.hex() for name, value in metrics.items()}
+    return {
         "step": step,
         "updates": engine.updates(),
         "samples": run_length.samples_after(step),
         "tokens": run_length.tokens_after(step),
         "loss": loss.hex(),
-        "valid_loss": exact.get(VALID_LOSS),
-        "metrics": exact,
+        "valid_loss": exact_metrics.get(VALID_LOSS),
+        "metrics": exact_metrics,
         "best": best.save_state(),
         "made_from": start.made_from,
         "changes": start.changes,
@@ -155,23 +209,3 @@ def take_snapshot(
         "spikes": engine.guard.save_state() if engine.guard else {},
         "run_length": run_length.save_state(),
     }
-    family = open_family(start.shape.family)
-    tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
-    new_plan = partial(
-        FilePlan,
-        size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),
-        max_bytes=int(run_length.train.checkpoints.max_file_gb * 1e9),
-        rank=engine.ranks.rank,
-        world=engine.ranks.world,
-    )
-    prefix, stem = (PREFIX, ADAPTER_MODEL.removesuffix(".safetensors")) if start.base else ("", "model")
-    weight_plan = new_plan(stem)
-
-    def is_mine(name: str) -> bool:
-        return weight_plan.add(prefix + name)
-
-    weights = [*engine.weights(is_mine), *(one for one in start.changed_weights if is_mine(one[0]))]
-    moment_plan = new_plan("optimizer", first_writer=len(weight_plan.files))
-    moments = list(engine.moments(moment_plan.add))
-    named = [(prefix + name, values) for name, values in weights]
-    return Snapshot(step, named, moments, progress, files, (weight_plan, moment_plan))
