@@ -1,4 +1,11 @@
-"""Deliberate changes in mid-run (`train --change`): which settings may change, and the settings of each step range."""
+"""Deliberate changes in mid-run (`train --change`): which settings may change, and the settings of each step range.
+
+A run of 1,000 steps whose batch was doubled from step 400 on has two step ranges, and progress.json stores both:
+
+    [{"step": 0, "settings": {"train.batch": 8, ...}}, {"step": 400, "settings": {"train.batch": 16, ...}}]
+
+From them `data_ranges` computes which samples each step sees, so that a resumed run goes on with the right ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from textmill.models import Shape
 from textmill.tokens.batches.history import DataRange, Source
 from textmill.tokens.splits import Splits, hash_sources
 
-SETTINGS = (
+CHANGEABLE = (
     "train.learning_rate",
     "train.min_learning_rate",
     "train.warmup",
@@ -37,11 +44,11 @@ SETTINGS = (
 )
 """Settings that decide the result and that `--change` may change."""
 DROPOUT = re.compile(r"model\.(\w*dropout)")
-"""The dropout rates of a model, which it may change too."""
+"""The dropout rates of a model: `--change` may change them too."""
 TOKENS = "tokens"
-"""The blend of token stores, which it may change too."""
-NAMES = {TOKENS: "tokens.use (the blend)"}
-"""What the user calls them."""
+"""The token stores and their weights in the blend: `--change` may change them too."""
+USER_NAMES = {TOKENS: "tokens.use (the blend)"}
+"""What messages call a setting whose recorded name the user does not know."""
 
 Ranges = list[dict[str, Any]]
 """The step ranges of a run, as progress.json has them: the first step of each, and its settings."""
@@ -51,7 +58,7 @@ def check_changes(lines: Sequence[str]) -> None:
     """Refuse changes that cannot be made in mid-run; a line begins with the name of its setting."""
     refused = [line for line in lines if not _may_change(line.partition(" ")[0])]
     if refused:
-        allowed = ", ".join([*SETTINGS, "model.shape.dropout", *NAMES.values()])
+        allowed = ", ".join([*CHANGEABLE, "model.shape.dropout", *USER_NAMES.values()])
         raise TextmillError(
             f"--change: cannot change in mid-run: {'; '.join(refused[:4])}; set them back, or choose another "
             f"train.folder; these can change: {allowed}"
@@ -59,23 +66,26 @@ def check_changes(lines: Sequence[str]) -> None:
 
 
 def _may_change(name: str) -> bool:
-    return name in (*SETTINGS, TOKENS) or DROPOUT.fullmatch(name) is not None
+    return name in (*CHANGEABLE, TOKENS) or DROPOUT.fullmatch(name) is not None
 
 
 def change_dropout(shape: Shape, made_from: dict[str, Any]) -> Shape:
-    """The shape with the dropout rates of these inputs."""
-    rates = {match[1]: value for name, value in made_from.items() if (match := DROPOUT.fullmatch(name))}
+    """The shape with the dropout rates among the recorded settings: "model.dropout" -> shape.dropout."""
+    rates = {}
+    for name, value in made_from.items():
+        if match := DROPOUT.fullmatch(name):
+            rates[match[1]] = value
     return replace(shape, **rates)
 
 
-def add_range(found: Checkpoint, before: dict[str, Any], after: dict[str, Any], data: Splits) -> Ranges:
-    """The step ranges of a run whose settings change from the step of a checkpoint on."""
+def add_range(checkpoint: Checkpoint, before: dict[str, Any], after: dict[str, Any], data: Splits) -> Ranges:
+    """The step ranges of a run whose settings change from `before` to `after` at the step of a checkpoint."""
     before = rename_settings(before)
-    ranges: Ranges = list(found.progress.get("ranges", []))
+    ranges: Ranges = list(checkpoint.progress.get("ranges", []))
     if not ranges:
-        ranges = [{"step": 0, "settings": _settings_of(before, after, _sources_of(found, before, data))}]
-    new = {"step": found.step, "settings": _settings_of(after, after, data.sources)}
-    return [one for one in ranges if one["step"] < found.step] + [new]
+        ranges = [{"step": 0, "settings": _settings_of(before, after, _sources_of(checkpoint, before, data))}]
+    earlier = [step_range for step_range in ranges if step_range["step"] < checkpoint.step]
+    return [*earlier, {"step": checkpoint.step, "settings": _settings_of(after, after, data.sources)}]
 
 
 def _settings_of(values: dict[str, Any], defaults: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
@@ -84,47 +94,45 @@ def _settings_of(values: dict[str, Any], defaults: dict[str, Any], sources: Sequ
     return {**settings, TOKENS: [list(source) for source in sources]}
 
 
-def _sources_of(found: Checkpoint, before: dict[str, Any], data: Splits) -> list[Source]:
+def _sources_of(checkpoint: Checkpoint, before: dict[str, Any], data: Splits) -> list[Source]:
     """The token stores of a checkpoint and their weights; older checkpoints have only the weights, in run.yaml."""
-    if recorded := found.progress.get("sources"):
+    if recorded := checkpoint.progress.get("sources"):
         return [(fingerprint, weight) for fingerprint, weight in recorded]
     if before[TOKENS] == data.fingerprint:
         return data.sources
-    used = (read_recorded_config(found.folder / "run.yaml").get("tokens") or {}).get("use") or []
-    weights = [float(one.get("weight", 1.0)) for one in used if isinstance(one, dict)]
+    tokens_section = read_recorded_config(checkpoint.folder / "run.yaml").get("tokens") or {}
+    entries = [entry for entry in tokens_section.get("use") or [] if isinstance(entry, dict)]
+    weights = [float(entry.get("weight", 1.0)) for entry in entries]
     sources = [(name, weight) for (name, _), weight in zip(data.sources, weights, strict=False)]
     if len(weights) != len(data.sources) or hash_sources(sources) != before[TOKENS]:
         raise TextmillError(
-            f"--change: {found.folder} was written by an older version, which did not record its token stores one by "
-            "one; only their weights can change; set the others back"
+            f"--change: {checkpoint.folder} was written by an older version, which did not record its token stores "
+            "one by one; only their weights can change; set the others back"
         )
     return sources
 
 
 def data_ranges(ranges: Ranges) -> list[DataRange]:
     """What decides the samples of each step range."""
-    return [
-        DataRange(
-            one["step"],
-            one["settings"]["train.batch"],
-            one["settings"]["train.batch_rampup"],
-            [(fingerprint, weight) for fingerprint, weight in one["settings"][TOKENS]],
-        )
-        for one in ranges
-    ]
+    data = []
+    for step_range in ranges:
+        settings = step_range["settings"]
+        sources = [(fingerprint, weight) for fingerprint, weight in settings[TOKENS]]
+        data.append(DataRange(step_range["step"], settings["train.batch"], settings["train.batch_rampup"], sources))
+    return data
 
 
 def describe_changes(ranges: Ranges) -> dict[int, list[str]]:
-    """What changed at the start of each step range, a line each."""
-    found: dict[int, list[str]] = {}
+    """What changed at the first step of each step range but the first: lines such as "train.batch was 8, is 16"."""
+    changes: dict[int, list[str]] = {}
     for before, after in itertools.pairwise(ranges):
         old, new = before["settings"], after["settings"]
-        found[after["step"]] = [
-            f"{NAMES.get(name, name)} was {_format(name, old.get(name))}, is {_format(name, new[name])}"
+        changes[after["step"]] = [
+            f"{USER_NAMES.get(name, name)} was {_format(name, old.get(name))}, is {_format(name, new[name])}"
             for name in new
             if old.get(name) != new[name]
         ]
-    return found
+    return changes
 
 
 def _format(name: str, value: Any) -> str:

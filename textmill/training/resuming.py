@@ -1,4 +1,9 @@
-"""Resume a run from its checkpoint, or decide that a new run starts."""
+"""Resume a run from its checkpoint, or decide that a new run starts.
+
+Two kinds of settings are compared with those of the checkpoint. Those that decide the result (`describe_inputs`) must
+be equal, unless `--change` or `--force` is given. The others, such as intervals, the length of the run or the mesh, may
+change; what changed is recorded in progress.json (`_list_recorded_changes`).
+"""
 
 from __future__ import annotations
 
@@ -32,81 +37,90 @@ from textmill.training.start import FAMILY_SHA256, Start, choose_shape, describe
 
 
 def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice, change: bool = False) -> Start:
-    """Resume from the run's checkpoint or start a new run; reads only, `clean_run_folder` removes what is outdated.
+    """Resume from the run's checkpoint or start a new run; only reads: `clean_run_folder` removes what is outdated.
 
     `change` resumes with other settings from the checkpoint on.
     """
     run = config.folder_of("train")
     check_trackers(config.track)
-    found = find_checkpoint(run, which, to_resume=True) if force != "yes" else None
-    if found is not None:
-        before = found.progress["made_from"]
-        # The given weights may be gone by now; the checkpoint has their shape and fingerprint.
-        shape = choose_shape(config, data, found if config.model.init_from else None)
-        fingerprint = _fingerprint_given(config.model.init_from, before["model.init_from"])
-        after = describe_inputs(config, data, shape, fingerprint)
-        changes = list_changes(_with_plain_targets(before, shape), after)
-        if not changes:
-            return _resume(config, data, found)
-        if change:
-            check_changes(changes)
-            return _change(_resume(config, data, found), after, add_range(found, before, after, data))
-        if force == "no" and any(line.startswith(FAMILY_SHA256) for line in changes):
-            raise TextmillError(
-                f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
-                "choose another train.folder, or start the run from scratch with --force"
-            )
-        if force == "no":
-            raise TextmillError(
-                f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
-                f"use the new ones from step {found.step:,} on with textmill train --change, "
-                "choose another train.folder, or start the run from scratch with --force"
-            )
+    checkpoint = find_checkpoint(run, which, to_resume=True) if force != "yes" else None
+    if checkpoint is None:
+        return start_new_run(config, data)
+    before = checkpoint.progress["made_from"]
+    # The weights of model.init_from may be gone by now; the checkpoint has their shape and fingerprint.
+    shape = choose_shape(config, data, checkpoint if config.model.init_from else None)
+    fingerprint = _fingerprint_init_from(config.model.init_from, before["model.init_from"])
+    after = describe_inputs(config, data, shape, fingerprint)
+    changes = list_changes(_with_normalized_targets(before, shape), after)
+    if not changes:
+        return _resume(config, data, checkpoint)
+    if change:
+        check_changes(changes)
+        start = _resume(config, data, checkpoint)
+        return _with_changed_settings(start, after, add_range(checkpoint, before, after, data))
+    if force == "no":
+        raise _changes_error(config, checkpoint, changes)
     return start_new_run(config, data)
 
 
-def _change(start: Start, made_from: dict[str, Any], ranges: Ranges) -> Start:
-    """A start whose last step range begins now."""
-    lines = describe_changes(ranges)[start.step]
-    known = {line.partition(" ")[0] for line in start.new_changes}
-    added = [line for line in lines if line.partition(" ")[0] not in known]
-    changes = start.changes + [{"step": start.step, "change": line} for line in added]
-    new_changes = start.new_changes + added
+def _changes_error(config: RunConfig, checkpoint: Checkpoint, changes: list[str]) -> TextmillError:
+    run = config.folder_of("train")
+    if any(line.startswith(FAMILY_SHA256) for line in changes):
+        return TextmillError(
+            f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
+            "choose another train.folder, or start the run from scratch with --force"
+        )
+    return TextmillError(
+        f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
+        f"use the new ones from step {checkpoint.step:,} on with textmill train --change, "
+        "choose another train.folder, or start the run from scratch with --force"
+    )
+
+
+def _with_changed_settings(start: Start, made_from: dict[str, Any], ranges: Ranges) -> Start:
+    """`--change`: the start with new settings; the last of its step ranges begins now."""
+    already_listed = {_setting_of(line) for line in start.new_changes}
+    lines = [line for line in describe_changes(ranges)[start.step] if _setting_of(line) not in already_listed]
     return replace(
         start,
         shape=change_dropout(start.shape, made_from),
         made_from=made_from,
         ranges=ranges,
-        changes=changes,
-        new_changes=new_changes,
+        changes=start.changes + [{"step": start.step, "change": line} for line in lines],
+        new_changes=start.new_changes + lines,
         changed_now=True,
     )
 
 
-def _with_plain_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
+def _setting_of(line: str) -> str:
+    """The setting that a line names: "train.batch was 8, is 16" -> "train.batch"."""
+    return line.partition(" ")[0]
+
+
+def _with_normalized_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
     """Recorded inputs whose LoRA targets, as older runs listed them, are written as today's."""
     lora = before.get("model.lora")
     if not lora:
         return before
-    return {**before, "model.lora": {**lora, "targets": normalized_targets(shape, LoraConfig(targets=lora["targets"]))}}
+    targets = normalized_targets(shape, LoraConfig(targets=lora["targets"]))
+    return {**before, "model.lora": {**lora, "targets": targets}}
 
 
-def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
-    progress = found.progress
-    before = {**read_recorded_config(found.folder / "run.yaml"), "textmill": progress["textmill"]}
-    after = {**config.model_dump(mode="json"), "textmill": __version__}
-    changes = list_changes(*_flatten_both(before, after))
+def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
+    """The start from a checkpoint, with its optimizer state and all that it stores of the run so far."""
+    progress = checkpoint.progress
+    changes = _list_recorded_changes(config, checkpoint)
     updates = int(progress["updates"])
     start = Start(
-        found.step,
-        choose_shape(config, data, found),
-        found.weights(),
-        found.moments() if updates else [],
-        updates,
-        str(found.folder),
-        rename_settings(progress["made_from"]),
-        progress["changes"] + [{"step": found.step, "change": line} for line in changes],
-        changes,
+        step=checkpoint.step,
+        shape=choose_shape(config, data, checkpoint),
+        weights=checkpoint.weights(),
+        moments=checkpoint.moments() if updates else [],
+        updates=updates,
+        source=str(checkpoint.folder),
+        made_from=rename_settings(progress["made_from"]),
+        changes=progress["changes"] + [{"step": checkpoint.step, "change": line} for line in changes],
+        new_changes=changes,
         loss_scale=progress.get("scaling", {}),
         spikes=progress.get("spikes", {}),
         run_length=progress.get("run_length", {}),
@@ -115,54 +129,65 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     )
     if config.model.lora is None:
         return start
-    adapter = open_adapter(found.folder)
+    adapter = open_adapter(checkpoint.folder)
     trained = {weight.name for weight in trained_with_adapters(start.shape, config.model.lora)}
     return replace(
         start,
         weights=read_base_and_adapter(adapter),
         base=adapter.base_name,
-        changed_weights=[one for one in adapter.full_weights.items() if one[0] not in trained],
+        changed_weights=[(name, values) for name, values in adapter.full_weights.items() if name not in trained],
     )
 
 
-def _flatten_both(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings before and after, flat; the run's length only in the unit that sets it, not as unused steps."""
-    flat = [_flatten(before), _flatten(after)]
-    lengths = [{name: one.pop(f"train.{name}", None) for name in UNITS} for one in flat]
-    units = [next((name for name in UNITS[1:] if one[name] is not None), "steps") for one in lengths]
-    for one, length, unit in zip(flat, lengths, units, strict=True):
-        if units[0] == units[1]:
-            one[f"train.{unit}"] = length[unit]
-        else:
-            one["the length of the run"] = f"train.{unit}={length[unit]}"
+def _list_recorded_changes(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """What changed since the checkpoint in the sections `train` and `engine` and in the version, a line each.
+
+    The run's length is compared in the unit that sets it: steps are not listed if `train.epochs` sets it.
+    """
+    before = _flatten(read_recorded_config(checkpoint.folder / "run.yaml"), checkpoint.progress["textmill"])
+    after = _flatten(config.model_dump(mode="json"), __version__)
+    (old_unit, old_length), (new_unit, new_length) = _pop_length(before), _pop_length(after)
+    if old_unit == new_unit:
+        before[f"train.{old_unit}"], after[f"train.{new_unit}"] = old_length, new_length
+    else:
+        before["the length of the run"] = f"train.{old_unit}={old_length}"
+        after["the length of the run"] = f"train.{new_unit}={new_length}"
+    return list_changes(before, after)
+
+
+def _flatten(config: dict[str, Any], version: str) -> dict[str, Any]:
+    """The settings whose change in mid-run is recorded, flat: {"train": {"batch": 8}} -> {"train.batch": 8}."""
+    train = merge_trees(TrainConfig().model_dump(mode="json"), config.get("train") or {})
+    flat: dict[str, Any] = {"textmill": version}
+    flat |= {f"train.{key}": value for key, value in train.items()}
+    flat |= {f"engine.{key}": value for key, value in (config.get("engine") or {}).items()}
     return flat
 
 
-def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
-    """The settings whose change in mid-run is recorded, flat: 'train.steps' -> value."""
-    sections = {
-        "train": merge_trees(TrainConfig().model_dump(mode="json"), tree.get("train") or {}),
-        "engine": tree.get("engine") or {},
-    }
-    return {
-        "textmill": tree["textmill"],
-        **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()},
-    }
+def _pop_length(flat: dict[str, Any]) -> tuple[str, Any]:
+    """Remove the run's length in all units; return the unit that sets it, such as steps or epochs, and its value."""
+    lengths = {unit: flat.pop(f"train.{unit}", None) for unit in UNITS}
+    unit = next((unit for unit in UNITS[1:] if lengths[unit] is not None), "steps")
+    return unit, lengths[unit]
 
 
-def _fingerprint_given(init_from: str | None, before: str | None) -> str | None:
-    """The fingerprint of the given weights; if they are gone, the one recorded in the checkpoint.
+def _fingerprint_init_from(init_from: str | None, recorded: str | None) -> str | None:
+    """The fingerprint of the weights of `model.init_from`; if they are gone, the one recorded in the checkpoint.
 
-    A run that was given may have another best checkpoint by now: any of its checkpoints may be the given one.
+    If `model.init_from` is a run, it may have another best checkpoint by now: any of its checkpoints may be the one
+    that was used.
     """
     if init_from is None:
         return None
     try:
         folder = open_model(init_from).folder
-        found = fingerprint_weights(folder)
+        fingerprint = fingerprint_weights(folder)
     except TextmillError:
-        if before is None:
+        if recorded is None:
             raise
-        return before
-    others = list_checkpoints(folder.parent).values() if found != before and STEP_NAME.match(folder.name) else ()
-    return before if any(fingerprint_weights(other) == before for other in others) else found
+        return recorded
+    if fingerprint != recorded and STEP_NAME.match(folder.name):
+        for checkpoint in list_checkpoints(folder.parent).values():
+            if fingerprint_weights(checkpoint) == recorded:
+                return recorded
+    return fingerprint
