@@ -1,5 +1,7 @@
 """The planning rules: settings from facts about the text and the machine, and the minutes to use. Pure arithmetic.
 
+`plan_for` is the entry point. For each width it computes how many epochs of the text fit in the time, and chooses the
+largest net that still sees the text often enough. Batch, rates and weight decay follow from that (`auto_settings`).
 docs/autopilot.md lists every constant with its source and the measurements behind it.
 """
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 from textmill.engines import MANY_CORES, shortest_compiled_run
 from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.training.auto_settings import auto_settings, best_batch_tokens, wanted_epochs
+from textmill.training.auto_settings import auto_settings, best_batch_tokens, target_epochs
 
 WIDTHS = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
@@ -20,8 +22,6 @@ BYTES_PER_PIECE = 800
 """Bytes of text for each vocabulary entry, so that most entries are seen often enough to be learnt."""
 FLOPS_PER_PARAMETER = 6
 """Multiplications and additions of forward and backward, for each parameter and token."""
-COMPUTE_OPTIMAL = 66
-"""A net of N parameters is the best use of this many times N^2 operations while the text is not repeated much."""
 MAX_PARAMETERS_PER_TOKEN = 10
 """The largest net for a text: more parameters for each unique token do not help."""
 MAX_EPOCHS = 25
@@ -40,7 +40,14 @@ EAGER_SPEED = 0.5
 MIN_BATCH_TOKENS = 512
 """Steps of fewer tokens hardly take less time."""
 MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
-"""Without a number of minutes."""
+"""The most minutes of a plan if the user names none."""
+STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "tokenize": 3e6}
+"""Bytes of text that one core handles in a second; several cores handle as much as the root of their number."""
+FIT_RATE = 2.5e6
+"""Bytes of text in a second that a vocabulary is fitted on, which uses one core for most of its time."""
+FITTED_BYTES, MIN_FITTED_DOCUMENTS = 20e6, 2000
+"""A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Of a few
+large documents all are used."""
 
 
 @dataclass(frozen=True)
@@ -79,64 +86,65 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
 
     `masked`: of a model that predicts masked tokens.
     """
-    left = max(5.0, 60 * minutes - _other_seconds(text, machine))
-    compiled = _is_compiled(machine, minutes, left)
-    seconds = _full_speed_seconds(machine, left, compiled)
-    shapes = list(_shapes(text, machine, seconds, MASKED if masked else 1.0))
-    fitting = [shape for shape in shapes if shape.parameters <= MAX_PARAMETERS_PER_TOKEN * shape.unique]
+    training_seconds = max(5.0, 60 * minutes - _other_seconds(text, machine))
+    compiled = _is_compiled(machine, minutes, training_seconds)
+    full_speed_seconds = _full_speed_seconds(machine, training_seconds, compiled)
+    candidates = list(_candidates(text, machine, full_speed_seconds, MASKED if masked else 1.0))
     # The largest net that still sees the text often enough; a larger one would end undertrained.
-    chosen = max(
-        (shape for shape in fitting if shape.epochs >= shape.wanted_epochs),
-        key=lambda shape: shape.parameters,
-        default=shapes[0],
+    net = max(
+        (candidate for candidate in candidates if candidate.fits_text and candidate.sees_text_often_enough),
+        key=lambda candidate: candidate.parameters,
+        default=candidates[0],
     )
-    epochs = min(chosen.epochs, MAX_EPOCHS)
-    tokens = epochs * chosen.unique
-    length = min(_length(text, machine, chosen, tokens), MASKED_LENGTH if masked else MAX_LENGTH)
-    batch = max(1, round(max(MIN_BATCH_TOKENS, best_batch_tokens("muon", tokens)) / length))
-    steps = max(20, round(tokens / (batch * length)))
-    found = auto_settings("muon", chosen.width, chosen.parameters, chosen.unique, tokens, batch * length)
+    epochs = min(net.epochs, MAX_EPOCHS)
+    run_tokens = epochs * net.unique_tokens
+    length = min(_length(text, machine, net, run_tokens), MASKED_LENGTH if masked else MAX_LENGTH)
+    batch = max(1, round(max(MIN_BATCH_TOKENS, best_batch_tokens("muon", run_tokens)) / length))
+    steps = max(20, round(run_tokens / (batch * length)))
+    settings = auto_settings("muon", net.width, net.parameters, net.unique_tokens, run_tokens, batch * length)
     return Plan(
-        vocab=chosen.vocab, layers=chosen.layers, heads=chosen.heads, width=chosen.width, length=length, batch=batch,
-        epochs=epochs, steps=steps, minutes=minutes, ends_early=chosen.epochs > MAX_EPOCHS,
-        learning_rate=found.learning_rate, adamw_rate_factor=found.adamw_rate_factor, weight_decay=found.weight_decay,
-        dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
-        parameters=chosen.parameters, train_tokens=round(chosen.unique), compiled=compiled,
-        seconds=_training_seconds(machine, chosen.computed, tokens, compiled),
+        vocab=net.vocab, layers=net.layers, heads=net.heads, width=net.width, length=length, batch=batch,
+        epochs=epochs, steps=steps, minutes=minutes, ends_early=net.epochs > MAX_EPOCHS,
+        learning_rate=settings.learning_rate, adamw_rate_factor=settings.adamw_rate_factor,
+        weight_decay=settings.weight_decay,
+        dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and net.parameters >= net.unique_tokens else 0.0,
+        parameters=net.parameters, train_tokens=round(net.unique_tokens), compiled=compiled,
+        seconds=_training_seconds(machine, net.multiplied_parameters, run_tokens, compiled),
     )  # fmt: skip
 
 
-def _is_compiled(machine: MachineFacts, minutes: float, left: float) -> bool:
-    """Whether compiling saves time in the seconds that are left for training, and the engine does it."""
-    pays = _full_speed_seconds(machine, left, True) >= _full_speed_seconds(machine, left, False)
-    return machine.device == "cuda" and 60 * minutes >= shortest_compiled_run(machine.cores) and pays
+def _is_compiled(machine: MachineFacts, minutes: float, training_seconds: float) -> bool:
+    """Whether compiling saves time in a run of so many seconds, and the engine does it."""
+    compiled_seconds = _full_speed_seconds(machine, training_seconds, compiled=True)
+    saves_time = compiled_seconds >= _full_speed_seconds(machine, training_seconds, compiled=False)
+    return machine.device == "cuda" and 60 * minutes >= shortest_compiled_run(machine.cores) and saves_time
 
 
-def _start_and_speed(machine: MachineFacts, compiled: bool) -> tuple[float, float]:
+def _compile_seconds_and_speed(machine: MachineFacts, compiled: bool) -> tuple[float, float]:
     """Seconds of compiling, and the speed of steps relative to the measured one."""
     if compiled:
         return COMPILE_SECONDS if machine.cores >= MANY_CORES else FEW_CORES_SECONDS, 1.0
     return 0.0, EAGER_SPEED if machine.device == "cuda" else 1.0
 
 
-def _full_speed_seconds(machine: MachineFacts, seconds: float, compiled: bool) -> float:
-    """The seconds at the measured speed that are worth as much as so many seconds of training."""
-    start, speed = _start_and_speed(machine, compiled)
-    return (seconds - start) * speed
+def _full_speed_seconds(machine: MachineFacts, training_seconds: float, compiled: bool) -> float:
+    """Seconds at the measured speed in which as many steps are done as in so many seconds of this run."""
+    compile_seconds, speed = _compile_seconds_and_speed(machine, compiled)
+    return (training_seconds - compile_seconds) * speed
 
 
 def _training_seconds(machine: MachineFacts, parameters: float, tokens: float, compiled: bool) -> float:
-    start, speed = _start_and_speed(machine, compiled)
-    return start + FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters) / speed
+    compile_seconds, speed = _compile_seconds_and_speed(machine, compiled)
+    return compile_seconds + FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters) / speed
 
 
 def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False) -> float:
     """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
-    most = MAX_MINUTES[machine.device]
-    plan = plan_for(text, machine, most, masked)
+    max_minutes = MAX_MINUTES[machine.device]
+    plan = plan_for(text, machine, max_minutes, masked)
     if not plan.ends_early:
-        return most
-    return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
+        return max_minutes
+    return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
 
 
 def layers_of(width: int) -> int:
@@ -150,14 +158,15 @@ def heads_of(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A net with its vocabulary, and how often it would see the text in the time."""
+class _Candidate:
+    """A net that the plan may choose, and how often it would see the text in the time."""
 
     vocab: int
     width: int
-    unique: float
+    unique_tokens: float
+    """Tokens of the text with this vocabulary."""
     epochs: float
-    predicted: float = 1.0
+    predicted_fraction: float = 1.0
     """The fraction of tokens that the head is computed for."""
 
     @property
@@ -169,48 +178,63 @@ class _Shape:
         return heads_of(self.width)
 
     @property
-    def blocks(self) -> int:
+    def block_parameters(self) -> int:
         return 12 * self.layers * self.width**2
 
     @property
     def parameters(self) -> int:
-        return self.blocks + self.width * self.vocab
+        return self.block_parameters + self.width * self.vocab
 
     @property
-    def computed(self) -> float:
+    def multiplied_parameters(self) -> float:
         """Parameters that a token is multiplied with, on average."""
-        return self.blocks + self.predicted * self.width * self.vocab
+        return self.block_parameters + self.predicted_fraction * self.width * self.vocab
 
     @property
-    def wanted_epochs(self) -> float:
-        """How often a net of this size should see the text; all of these for a net below the text's tokens."""
-        return wanted_epochs(self.parameters, self.unique)
+    def fits_text(self) -> bool:
+        """Whether the text is large enough for so many parameters."""
+        return self.parameters <= MAX_PARAMETERS_PER_TOKEN * self.unique_tokens
+
+    @property
+    def sees_text_often_enough(self) -> bool:
+        """Whether the net would not end undertrained."""
+        return self.epochs >= target_epochs(self.parameters, self.unique_tokens)
 
 
-def _shapes(text: TextFacts, machine: MachineFacts, seconds: float, predicted: float) -> Iterator[_Shape]:
+def _candidates(
+    text: TextFacts, machine: MachineFacts, seconds: float, predicted_fraction: float
+) -> Iterator[_Candidate]:
+    """A net of each width, with its best vocabulary and the epochs that fit in the seconds."""
     for width in WIDTHS:
-        vocab = _vocab(text, width, predicted)
-        unique = text.train_bytes / text.bytes_per_token[vocab]
-        computed = _Shape(vocab, width, unique, 0, predicted).computed
-        tokens = seconds * machine.flops(computed) / (FLOPS_PER_PARAMETER * computed)
-        yield _Shape(vocab, width, unique, tokens / unique, predicted)
+        vocab = _vocab(text, width, predicted_fraction)
+        unique_tokens = text.train_bytes / text.bytes_per_token[vocab]
+        parameters = _Candidate(vocab, width, unique_tokens, 0, predicted_fraction).multiplied_parameters
+        run_tokens = seconds * machine.flops(parameters) / (FLOPS_PER_PARAMETER * parameters)
+        yield _Candidate(vocab, width, unique_tokens, run_tokens / unique_tokens, predicted_fraction)
 
 
-def _vocab(text: TextFacts, width: int, predicted: float) -> int:
+def _vocab(text: TextFacts, width: int, predicted_fraction: float) -> int:
     """The vocabulary that makes a pass over the text cheapest, among those whose entries are seen often enough."""
     allowed = [vocab for vocab in text.bytes_per_token if vocab * BYTES_PER_PIECE <= text.train_bytes]
 
-    def cost(vocab: int) -> float:
-        return _Shape(vocab, width, 1.0, 0, predicted).computed / text.bytes_per_token[vocab]
+    def cost_per_byte(vocab: int) -> float:
+        net = _Candidate(vocab, width, 1.0, 0, predicted_fraction)
+        return net.multiplied_parameters / text.bytes_per_token[vocab]
 
-    return min(allowed or [min(text.bytes_per_token)], key=cost)
+    return min(allowed or [min(text.bytes_per_token)], key=cost_per_byte)
 
 
-def _length(text: TextFacts, machine: MachineFacts, shape: _Shape, tokens: float) -> int:
+def _length(text: TextFacts, machine: MachineFacts, net: _Candidate, run_tokens: float) -> int:
     """Tokens of a sample: short on a CPU and for small nets, and not longer than two usual documents."""
-    longest = 64 if shape.parameters < 1e6 else 256 if machine.device == "cpu" else 512 if tokens < 1e8 else MAX_LENGTH
-    usual = 2 * text.document_bytes / text.bytes_per_token[shape.vocab]
-    return max(32, min(longest, 1 << math.ceil(math.log2(max(2.0, usual)))))
+    if net.parameters < 1e6:
+        longest = 64
+    elif machine.device == "cpu":
+        longest = 256
+    else:
+        longest = 512 if run_tokens < 1e8 else MAX_LENGTH
+    two_documents = 2 * text.document_bytes / text.bytes_per_token[net.vocab]
+    next_power_of_two = 1 << math.ceil(math.log2(max(2.0, two_documents)))
+    return max(32, min(longest, next_power_of_two))
 
 
 def fitted_fraction(text: TextFacts) -> float:
@@ -224,12 +248,3 @@ def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:
     fit = text.bytes * fitted_fraction(text) / FIT_RATE
     parts = (text.bytes / rate / math.sqrt(machine.cores) for rate in STAGE_RATES.values())
     return machine.startup_seconds + fit + sum(parts)
-
-
-STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "tokenize": 3e6}
-"""Bytes of text that one core handles in a second; several cores handle as much as the root of their number."""
-FIT_RATE = 2.5e6
-"""Bytes of text in a second that a vocabulary is fitted on, which uses one core for most of its time."""
-FITTED_BYTES, MIN_FITTED_DOCUMENTS = 20e6, 2000
-"""A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Of a few
-large documents all are used."""

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from textmill.planning.forecast import forecast_run
 from textmill.track.jsonl import METRICS_FILE
-from textmill.training.auto_settings import wanted_epochs
+from textmill.training.auto_settings import target_epochs
 from textmill.training.step_log import OVERFITTING_RATIO
 
 State = Literal["overfitting", "limited by the text", "undertrained", "finished", "unknown"]
 MANY_EPOCHS = 8
 """From here on more text is worth more than more time."""
 ENOUGH = 0.7
-"""A run with this fraction of the epochs that its net wants is not called undertrained."""
+"""A run with this fraction of its net's `target_epochs` is not called undertrained."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def state_of(facts: RunFacts) -> State:
         return "unknown"
     if facts.last > OVERFITTING_RATIO * facts.valid_losses[facts.best_step]:
         return "overfitting"
-    if facts.from_scratch and facts.epochs < ENOUGH * wanted_epochs(facts.parameters, facts.unique_tokens):
+    if facts.from_scratch and facts.epochs < ENOUGH * target_epochs(facts.parameters, facts.unique_tokens):
         return "undertrained"
     return "limited by the text" if facts.from_scratch and facts.epochs >= MANY_EPOCHS else "finished"
 
@@ -80,11 +80,13 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     origin = f"{measured['split']} split" if "split" in measured else "text"
     text = f"The model needs {bits:.3f} bits per byte of the {origin}"
     others = {name: measured.get(name, {}).get("bits_per_byte") for name in ("bigram", "unigram")}
-    known = [f"{value:.3f} if only {what} are counted" for name, what in (("bigram", "pairs of tokens"),
-             ("unigram", "single tokens")) if (value := others[name])]  # fmt: skip
+    comparisons = []
+    for name, counted in (("bigram", "pairs of tokens"), ("unigram", "single tokens")):
+        if others[name]:
+            comparisons.append(f"{others[name]:.3f} if only {counted} are counted")
     lines = [f"{text}: it would compress this text to {bits / 8:.0%} of its size."]
-    if known:
-        lines.append(f"For comparison: {', '.join(known)}.")
+    if comparisons:
+        lines.append(f"For comparison: {', '.join(comparisons)}.")
     if others["bigram"] and bits >= others["bigram"]:
         lines.append("It is no better than counting pairs: it has learnt almost nothing yet.")
     return lines
@@ -111,10 +113,10 @@ def describe_state(facts: RunFacts) -> str:
             f"{facts.best_step:,}; the best checkpoint is used. More text, fewer epochs or more weight decay help."
         )
     if state == "undertrained":
-        wanted = wanted_epochs(facts.parameters, facts.unique_tokens)
+        useful_epochs = target_epochs(facts.parameters, facts.unique_tokens)
         return (
             f"Undertrained: {seen}, while a net of {facts.parameters / 1e6:.1f}M parameters gains from about "
-            f"{wanted:.2g} epochs. More time or a smaller net help."
+            f"{useful_epochs:.2g} epochs. More time or a smaller net help."
         )
     if state == "limited by the text":
         return f"Limited by the text: it saw {seen} without overfitting. More text helps more than more time."

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 
 MUON_RATE = 0.125
-"""Muon's learning rate times the root of the width."""
-REST_RATE = 0.01
+"""Muon's learning rate is this divided by the square root of the width."""
+MUON_ADAMW_RATE = 0.01
 """With Muon: AdamW's learning rate of embeddings, biases and LayerNorms."""
 ADAMW_RATE, ADAMW_MAX_RATE = 0.46, 3e-3
-"""AdamW's learning rate times the width, and the highest one."""
+"""AdamW's learning rate is the first divided by the width, at most the second."""
 BATCH_TOKENS, BATCH_AT, BATCH_POWER = 16_000, 30e6, 0.3
 """Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
 MIN_STEPS = 2000
@@ -21,20 +21,20 @@ MIN_STEPS = 2000
 ADAMW_BATCH = 2
 """AdamW's batch is this many times Muon's."""
 MAX_WEIGHT_DECAY = 3.2
-"""The highest that was measured to be the best."""
+"""The highest weight decay that was the best in a measurement."""
 WARMUP, MAX_WARMUP_STEPS = 0.05, 2000
 """Warm-up: a fraction of the run, but not more than so many steps."""
 TARGET_EPOCHS = 9
-"""Epochs where the net is larger than the text has tokens."""
-FEW_EPOCHS_RATIO = 11
-"""Tokens for each parameter of a net that is not."""
+"""Epochs of a net that has about as many parameters as the text has tokens, or more."""
+TOKENS_PER_PARAMETER = 11
+"""Tokens to train on for each parameter of a smaller net."""
 SMALL_NET, SMALL_NET_POWER = 1e7, 0.4
 """Nets below this many parameters are best with fewer epochs and tokens, by this power of their size."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the formulas give."""
+    """The settings that the formulas compute."""
 
     learning_rate: float
     weight_decay: float
@@ -44,21 +44,21 @@ class Settings:
     """With Muon."""
 
 
-def auto_settings(optimizer: str, width: int, parameters: float, unique: float, tokens: float,
+def auto_settings(optimizer: str, width: int, parameters: float, unique_tokens: float, run_tokens: float,
                   batch_tokens: float | None = None) -> Settings:  # fmt: skip
-    """The settings for a net of so many parameters and a run of so many tokens over so many unique ones.
+    """The settings for a net of so many parameters, a text of `unique_tokens` and a run that sees `run_tokens`.
 
     `batch_tokens` overrides the formula of the batch; the weight decay fits it.
     """
     rate = learning_rate(optimizer, width)
-    batch = batch_tokens or best_batch_tokens(optimizer, tokens)
-    steps = tokens / batch
+    batch = batch_tokens or best_batch_tokens(optimizer, run_tokens)
+    steps, epochs = run_tokens / batch, run_tokens / unique_tokens
     return Settings(
         learning_rate=round_setting(rate),
-        weight_decay=round_setting(best_weight_decay(rate, batch, tokens / unique, parameters, unique)),
+        weight_decay=round_setting(best_weight_decay(rate, batch, epochs, parameters, unique_tokens)),
         batch_tokens=batch,
         warmup=WARMUP if WARMUP * steps <= MAX_WARMUP_STEPS else MAX_WARMUP_STEPS,
-        adamw_rate_factor=round_setting(REST_RATE / rate),
+        adamw_rate_factor=round_setting(MUON_ADAMW_RATE / rate),
     )
 
 
@@ -67,24 +67,28 @@ def learning_rate(optimizer: str, width: int) -> float:
     return MUON_RATE / math.sqrt(width) if optimizer == "muon" else min(ADAMW_MAX_RATE, ADAMW_RATE / width)
 
 
-def best_batch_tokens(optimizer: str, tokens: float) -> float:
-    """Tokens of a step in a run of so many tokens."""
+def best_batch_tokens(optimizer: str, run_tokens: float) -> float:
+    """Tokens of a step in a run that sees so many tokens."""
     factor = 1 if optimizer == "muon" else ADAMW_BATCH
-    return min(tokens / MIN_STEPS, factor * BATCH_TOKENS * math.pow(tokens / BATCH_AT, BATCH_POWER))
+    return min(run_tokens / MIN_STEPS, factor * BATCH_TOKENS * math.pow(run_tokens / BATCH_AT, BATCH_POWER))
 
 
-def best_weight_decay(rate: float, batch_tokens: float, epochs: float, parameters: float, unique: float) -> float:
-    """From its timescale in epochs: how long a weight remembers, batch / (rate x decay x unique tokens)."""
-    ratio = parameters / unique
+def best_weight_decay(
+    rate: float, batch_tokens: float, epochs: float, parameters: float, unique_tokens: float
+) -> float:
+    """From the timescale of weight decay in epochs, batch / (rate x decay x unique tokens): how long a weight keeps
+    what it learnt. The best timescale is known for text that is repeated little and for text that is repeated much."""
+    ratio = parameters / unique_tokens
     little_repeated = 1.08 * epochs * math.pow(epochs / ratio, -0.53)
-    much_repeated = max(0.3, 2.0 * math.pow(ratio, -0.5) * math.pow(max(unique, 2e6) / 2e6, -0.3))
-    return min(MAX_WEIGHT_DECAY, batch_tokens / (rate * unique * min(little_repeated, much_repeated)))
+    much_repeated = max(0.3, 2.0 * math.pow(ratio, -0.5) * math.pow(max(unique_tokens, 2e6) / 2e6, -0.3))
+    timescale = min(little_repeated, much_repeated)
+    return min(MAX_WEIGHT_DECAY, batch_tokens / (rate * unique_tokens * timescale))
 
 
-def wanted_epochs(parameters: float, unique: float) -> float:
+def target_epochs(parameters: float, unique_tokens: float) -> float:
     """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
-    factor = math.pow(min(1.0, parameters / SMALL_NET), SMALL_NET_POWER)
-    return factor * min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * parameters / unique)
+    small_net_factor = math.pow(min(1.0, parameters / SMALL_NET), SMALL_NET_POWER)
+    return small_net_factor * min(TARGET_EPOCHS, TOKENS_PER_PARAMETER * parameters / unique_tokens)
 
 
 def round_setting(value: float) -> float:
