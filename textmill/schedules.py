@@ -1,4 +1,8 @@
-"""Learning rate schedules: the learning rate of each step, with warm-up and decay."""
+"""Learning rate schedules: the learning rate of each step, with warm-up and decay.
+
+`learning_rate` 1.0, `warmup` 10 steps and cosine over 110 steps: 0.1 in step 0, 1.0 in steps 9 and 10, 0.5 in step 60
+(half of the 100 decay steps), then towards `min_learning_rate`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ def warmup_steps(train: TrainConfig) -> int:
 
 def decay_end(train: TrainConfig) -> float:
     """The step at which the decay ends, in steps of `train.batch` samples."""
-    return train.decay_steps or (train.decay_samples / train.batch if train.decay_samples else train.steps)
+    if train.decay_steps:
+        return train.decay_steps
+    return train.decay_samples / train.batch if train.decay_samples else train.steps
 
 
 def lr_at(
@@ -23,27 +29,26 @@ def lr_at(
 ) -> float:
     """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule.
 
-    A decay that ends with the run does not start before the step `decay_from`. `samples_before` tells how many samples
-    are before a step; without it, all steps have `train.batch`.
+    A decay that ends with the run does not start before the step `decay_from`. `samples_before` returns how many
+    samples are before a step; without it, all steps have `train.batch`.
     """
     warmup, low, high = warmup_steps(train), train.min_learning_rate, train.learning_rate
     if train.schedule == "range_test":
         return _range_test(step, train)
+    if step < warmup and train.warmup_shape == "linear":
+        return high * (step + 1) / warmup
     if step < warmup:
-        return (
-            high * (step + 1) / warmup
-            if train.warmup_shape == "linear"
-            else low + (high - low) * _log_rise(step, warmup)
-        )
+        return low + (high - low) * _log_rise(step, warmup)
     if train.schedule == "inverse_sqrt":
         return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
     start = warmup if train.decay_steps or train.decay_samples else max(warmup, decay_from)
     if step < start:
         return high
-    gone, length = float(step - start), decay_end(train) - start
-    if train.decay_samples and samples_before:
-        gone, length = (end - samples_before(start) for end in (samples_before(step), train.decay_samples))
-    return low + (high - low) * DECAYS[train.schedule](gone, length, train)
+    decayed, decay_length = float(step - start), decay_end(train) - start
+    if train.decay_samples and samples_before:  # counted in samples, since steps have different batch sizes
+        decayed = samples_before(step) - samples_before(start)
+        decay_length = train.decay_samples - samples_before(start)
+    return low + (high - low) * DECAYS[train.schedule](decayed, decay_length, train)
 
 
 def _log_rise(step: int, warmup: int) -> float:
@@ -54,9 +59,8 @@ def _log_rise(step: int, warmup: int) -> float:
 def _range_test(step: int, train: TrainConfig) -> float:
     """DeepSpeed's learning rate range test: the rate only rises, to find the largest one that still trains."""
     intervals = (step + 1) / train.range_test.steps
-    return train.min_learning_rate * (
-        1 + train.range_test.rate * (math.floor(intervals) if train.range_test.staircase else intervals)
-    )
+    intervals = math.floor(intervals) if train.range_test.staircase else intervals
+    return train.min_learning_rate * (1 + train.range_test.rate * intervals)
 
 
 def _fraction(step: float, steps: float) -> float:

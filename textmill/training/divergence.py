@@ -14,7 +14,7 @@ from textmill.track import Trackers
 
 MAX_BAD_STEPS = 5
 """The run ends after this many steps in a row without a finite loss."""
-READ_LATER = 8
+COUNT_DELAY = 8
 """A step is counted this many steps later, so that counting does not wait for the device; on all ranks alike."""
 MAX_SPIKES = 20
 """The run ends after this many updates in a row were skipped because of a loss spike."""
@@ -34,21 +34,27 @@ class SpikeCounts(Protocol):
 
     threshold: float
 
-    def counts(self) -> dict[str, int]: ...
+    def counts(self) -> dict[str, int]:
+        """left: updates skipped so far; streak: skipped in a row; last: the step of the last one."""
+        ...
 
 
 class SkippedUpdates:
     """Checks each logged step for a skipped update. All ranks see the same numbers; only rank 0 reports."""
 
     def __init__(self, run: Path, guard: SpikeCounts | None, first: bool) -> None:
+        """`first` is whether this is rank 0."""
         self.run, self.guard, self.first = run, guard, first
-        self._bad_steps, self._spikes_reported = 0, guard.counts()["left"] if guard else 0
+        self._bad_steps = 0
+        """Steps in a row whose loss or gradient was not finite."""
+        self._spikes_reported = guard.counts()["left"] if guard else 0
         self._uncounted: deque[tuple[int, Step]] = deque()
+        """Steps that are not counted yet, oldest first, with their number."""
 
     def add(self, done: int, result: Step) -> None:
         """Count a step; raise when the run has diverged. A spike guard has waited for the step anyway."""
         self._uncounted.append((done, result))
-        self._count_until(done if self.guard else done - READ_LATER)
+        self._count_until(done if self.guard else done - COUNT_DELAY)
 
     def _count_until(self, last: int) -> None:
         while self._uncounted and self._uncounted[0][0] <= last:
@@ -78,8 +84,12 @@ class SkippedUpdates:
 
     def metrics(self, result: Step) -> dict[str, float]:
         """Values to log: the loss scale of fp16, and the number of updates skipped because of spikes so far."""
-        scale = {} if result.scale is None else {"loss_scale": result.scale}
-        return scale | ({"spikes": self.guard.counts()["left"]} if self.guard else {})
+        metrics: dict[str, float] = {}
+        if result.scale is not None:
+            metrics["loss_scale"] = result.scale
+        if self.guard:
+            metrics["spikes"] = self.guard.counts()["left"]
+        return metrics
 
     def check(self, done: int, result: Step, trackers: Trackers) -> None:
         """Report updates skipped up to this step; raise when the run has diverged."""

@@ -1,4 +1,9 @@
-"""The length of a run in steps, computed from steps, epochs, samples or tokens; minutes become steps during the run."""
+"""The length of a run in steps, computed from steps, epochs, samples or tokens; minutes become steps during the run.
+
+With a batch of 8 samples of 1,024 tokens and 100 samples in an epoch, `train.epochs=2` is 25 steps (200 samples / 8),
+`train.tokens=100_000` is 12 steps (97 full samples, 12 full batches), and `train.epochs=1` is 13 steps, of which the
+last one reaches into the second epoch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ class RunLength:
     """Tokens of a sample."""
     measured_at: int | None = None
     """`train.minutes`: the step after which its number of steps was computed; None before."""
-    most_steps: int = UNKNOWN
+    max_steps: int = UNKNOWN
     """`train.max_epochs`: not more steps than these."""
 
     @property
@@ -46,7 +51,7 @@ class RunLength:
     @property
     def steps(self) -> int:
         """Steps of the run; while they are not known, the most that it may have."""
-        return self.train.steps if self.known else self.most_steps
+        return self.train.steps if self.known else self.max_steps
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
@@ -54,9 +59,11 @@ class RunLength:
 
     def metrics_of(self, done: int) -> dict[str, float]:
         """The learning rate of step number `done`, the epochs after it, and its samples if not all have the same."""
-        sizes = {"batch": self.sizes.size_at(done - 1)} if len(self.sizes.phases) > 1 else {}
         epoch = self.samples_after(done) / self.epoch_samples
-        return {"learning_rate": self.lr_at(done - 1), "epoch": epoch, **sizes}
+        metrics = {"learning_rate": self.lr_at(done - 1), "epoch": epoch}
+        if len(self.sizes.phases) > 1:
+            metrics["batch"] = self.sizes.size_at(done - 1)
+        return metrics
 
     def samples_after(self, done: int) -> int:
         """Samples seen after `done` steps."""
@@ -70,27 +77,26 @@ class RunLength:
         """True if an action is due after step `done`: every N steps or after each epoch, and always after the last."""
         if done == self.steps:
             return True
-        if every == "epoch":
-            epochs = [self.samples_after(step) // self.epoch_samples for step in (done - 1, done)]
-            return epochs[1] > epochs[0]
-        return done % every == 0
+        return self._times_due(every, done) > self._times_due(every, done - 1)
 
     def count_due(self, every: int | Literal["epoch"], done: int, steps: int) -> int:
         """How often an action is due from the end of step `done` to the end of a run of `steps` steps."""
-        size = self.epoch_samples if every == "epoch" else every
-        before, last_before, last = (
-            (self.samples_after(step) if every == "epoch" else step) // size for step in (done - 1, steps - 1, steps)
-        )
-        return last - before + (last == last_before)
+        in_interval = self._times_due(every, steps) - self._times_due(every, done - 1)
+        due_after_last = self._times_due(every, steps) > self._times_due(every, steps - 1)
+        return in_interval if due_after_last else in_interval + 1  # after the last step it is always due
 
-    def estimated(self, steps: int) -> RunLength:
-        """`train.minutes`: with a first estimate of the steps, which turns a fraction of warm-up into steps for
-        good."""
+    def _times_due(self, every: int | Literal["epoch"], done: int) -> int:
+        """How often an interval of N steps, or an epoch, has ended within the first `done` steps."""
+        return self.samples_after(done) // self.epoch_samples if every == "epoch" else done // every
+
+    def with_estimated_steps(self, steps: int) -> RunLength:
+        """`train.minutes`: with a first estimate of the steps. It turns a warm-up that is a fraction into steps, which
+        later estimates do not change."""
         warmup = round(self.train.warmup * steps) if self.train.warmup < 1 else self.train.warmup
         return replace(self, train=self.train.model_copy(update={"steps": steps, "warmup": warmup}))
 
-    def measured(self, steps: int, done: int) -> RunLength:
-        """`train.minutes`: with the number of steps, computed after `done` of them."""
+    def with_measured_steps(self, steps: int, done: int) -> RunLength:
+        """`train.minutes`: with the final number of steps, computed after `done` of them."""
         _check_warmup(self.train, steps)
         return replace(self, train=self.train.model_copy(update={"steps": steps}), measured_at=done)
 
@@ -129,10 +135,10 @@ def plan_run_length(
     sizes, epoch_samples = batches.sizes, sum(layout.samples_per_epoch for layout in batches.layouts)
     memory = train.average.memory_in_steps(epoch_samples / train.batch)
     train = train.model_copy(update={"average": train.average.model_copy(update={"memory": memory})})
-    most = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
+    max_steps = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
     if train.minutes is not None:
-        _check_warmup(train, most)
-        return _restore(RunLength(train, sizes, epoch_samples, sample_length, most_steps=most), saved or {})
+        _check_warmup(train, max_steps)
+        return _restore(RunLength(train, sizes, epoch_samples, sample_length, max_steps=max_steps), saved or {})
     steps = train.steps
     if train.epochs is not None:
         steps = _steps_of_epochs(train.epochs, sizes, epoch_samples)
@@ -140,15 +146,15 @@ def plan_run_length(
         steps = sizes.full_steps_in(train.samples)
     elif train.tokens is not None:
         steps = sizes.full_steps_in(train.tokens // sample_length)
-    steps, unit, amount = min(steps, most), train.unit, getattr(train, train.unit)
+    steps = min(steps, max_steps)
     if not steps:
-        first_step = sizes.size_at(0) * sample_length
+        amount, first_step = getattr(train, train.unit), sizes.size_at(0) * sample_length
         raise TextmillError(
-            f"train.{unit}: {amount:,} is less than one step, which has {first_step:,} tokens; raise it"
+            f"train.{train.unit}: {amount:,} is less than one step, which has {first_step:,} tokens; raise it"
         )
     _check_warmup(train, steps)
-    resolved = train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps})
-    return RunLength(resolved, sizes, epoch_samples, sample_length)
+    only_steps = train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps})
+    return RunLength(only_steps, sizes, epoch_samples, sample_length)
 
 
 def _steps_of_epochs(epochs: float, sizes: BatchSizes, epoch_samples: int) -> int:
@@ -157,14 +163,12 @@ def _steps_of_epochs(epochs: float, sizes: BatchSizes, epoch_samples: int) -> in
 
 def _restore(length: RunLength, saved: dict[str, Any]) -> RunLength:
     """The length that a checkpoint stores; other minutes or epochs are measured again, with the same warm-up."""
-    limits = length.train.minutes, length.train.max_epochs
-    same = bool(saved.get("steps")) and (saved["minutes"], saved.get("max_epochs")) == limits
-    changes = {
-        "steps": saved["steps"] if same else PROVISIONAL_STEPS,
-        "warmup": saved.get("warmup", length.train.warmup),
-    }
-    measured_at = saved["measured_at"] if same else None
-    return replace(length, train=length.train.model_copy(update=changes), measured_at=measured_at)
+    train = length.train
+    steps, measured_at = PROVISIONAL_STEPS, None
+    if saved.get("steps") and (saved["minutes"], saved.get("max_epochs")) == (train.minutes, train.max_epochs):
+        steps, measured_at = saved["steps"], saved["measured_at"]
+    changes = {"steps": steps, "warmup": saved.get("warmup", train.warmup)}
+    return replace(length, train=train.model_copy(update=changes), measured_at=measured_at)
 
 
 def _check_warmup(train: TrainConfig, steps: int) -> None:

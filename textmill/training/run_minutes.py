@@ -1,4 +1,9 @@
-"""`train.minutes`: times the first steps of a run and computes, once, how many steps fit in the minutes."""
+"""`train.minutes`: times the first steps of a run and computes, once, how many steps fit in the minutes.
+
+Step 1 compiles and is not timed. After step 4 there is a first estimate of the number of steps, which fixes a warm-up
+that is a fraction of the run. After step 51, or a tenth of a shorter run, the final number is computed; from then on
+the run is as deterministic as one with `train.steps`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.progress import format_duration
 from textmill.training.run_length import RunLength
 
-FIRST_STEPS, MEASURED_STEPS = 3, 50
-"""Timed steps before the first estimate, and before the number of steps is computed."""
+ESTIMATE_STEPS, MEASURED_STEPS = 3, 50
+"""Timed steps before the first estimate, and before the final number of steps is computed."""
 MEASURED_FRACTION = 0.1
 """In a short run, this fraction of it is timed instead."""
 END_SECONDS = 5.0
@@ -58,27 +63,31 @@ class MinutesTimer:
         """`first` is the first step of this process, which is not timed: it includes compilation."""
         self.command, self.first, self.ranks = command, first, ranks
         self.log, self.measure_costs = log, measure_costs
-        self._measure_at: int | None = None
+        self._last_timed_step: int | None = None
+        """The step after which the final number is computed; None before the first estimate."""
 
     def after_step(self, length: RunLength, done: int, result: Step) -> RunLength:
         """The length of the run after `done` steps: changed after the first estimate, and when it is known."""
-        if self._measure_at is None:
-            _ = result.loss  # waits until the step is finished
-            if done == self.first:
-                self._timed_from = self._step_clock()
-                self._warn_of_late_start(length)
-                if done < length.most_steps:
-                    return length
-            self._measure_at, steps = self.ranks.all_gather(self._first_estimate(length, done))[0]
-            if self._measure_at is not None:
-                length = length.estimated(steps)
-        if done != self._measure_at:
+        if self._last_timed_step is None:
+            length = self._estimate(length, done, result)
+        if done != self._last_timed_step:
             return length
         with self.log.paused(result):
             speed, costs = self._tokens_per_second(length, done), self.measure_costs()
         steps = fitting_steps(length, done, self._seconds_for_steps(length, costs.full_pass), speed, costs)
         steps = self.ranks.all_gather(steps)[0]
-        return run_on_all(self.ranks, lambda: length.measured(steps, done))
+        return run_on_all(self.ranks, lambda: length.with_measured_steps(steps, done))
+
+    def _estimate(self, length: RunLength, done: int, result: Step) -> RunLength:
+        """The length with a first estimate of the steps; unchanged if too few steps are timed."""
+        _ = result.loss  # waits until the step is finished
+        if done == self.first:
+            self._timed_from = self._step_clock()
+            self._warn_of_late_start(length)
+            if done < length.max_steps:
+                return length
+        self._last_timed_step, steps = self.ranks.all_gather(self._first_estimate(length, done))[0]
+        return length if self._last_timed_step is None else length.with_estimated_steps(steps)
 
     def _step_clock(self) -> float:
         """A clock that stands still during evaluations and saves."""
@@ -110,14 +119,14 @@ class MinutesTimer:
         return tokens / max(1e-9, self._step_clock() - self._timed_from)
 
     def _first_estimate(self, length: RunLength, done: int) -> tuple[int | None, int]:
-        """The step after which the length is computed, None if that is not known yet, and an estimate of the length."""
-        left, timed = self._seconds_for_steps(length), self._step_clock() - self._timed_from
-        enough = done - self.first >= FIRST_STEPS or timed >= MEASURED_FRACTION * left
-        if not enough and done < length.most_steps:
+        """(last step to time, estimated number of steps of the run); None if too few steps are timed so far."""
+        seconds_left, seconds_timed = self._seconds_for_steps(length), self._step_clock() - self._timed_from
+        enough = done - self.first >= ESTIMATE_STEPS or seconds_timed >= MEASURED_FRACTION * seconds_left
+        if not enough and done < length.max_steps:
             return None, 0
-        steps = fitting_steps(length, done, left, self._tokens_per_second(length, done), Costs(0.0, 0.0, 0.0))
-        measured = min(MEASURED_STEPS, round(MEASURED_FRACTION * (steps - self.first)))
-        return max(done, self.first + measured), steps
+        steps = fitting_steps(length, done, seconds_left, self._tokens_per_second(length, done), Costs(0.0, 0.0, 0.0))
+        timed_steps = min(MEASURED_STEPS, round(MEASURED_FRACTION * (steps - self.first)))
+        return max(done, self.first + timed_steps), steps
 
 
 def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_second: float, costs: Costs) -> int:
@@ -126,7 +135,7 @@ def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_secon
     train, tokens_done = length.train, length.tokens_after(done)
 
     def fits(steps: int) -> bool:
-        if steps > length.most_steps:
+        if steps > length.max_steps:
             return False
         needed = (length.tokens_after(steps) - tokens_done) / tokens_per_second
         needed += costs.evaluation * length.count_due(train.evaluate_every, done, steps)
@@ -134,7 +143,7 @@ def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_secon
         needed += costs.save * length.count_due(train.save_every, done, steps)
         return needed <= seconds
 
-    low, high = done, done + 1
+    low, high = done, done + 1  # binary search: `low` steps fit, `high` do not
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:

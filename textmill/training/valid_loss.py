@@ -54,13 +54,15 @@ class Validation:
         """Log and return the metrics that are due after `done` steps."""
         train = self.config.train
         metrics: dict[str, float] = {}
-        if length.is_due(train.evaluate_every, done) and (found := self._measure_valid()):
-            metrics |= found
-            trackers.log(done, found)
+        if length.is_due(train.evaluate_every, done):
+            valid_metrics = self._measure_valid()
+            if valid_metrics:
+                trackers.log(done, valid_metrics)
+            metrics |= valid_metrics
         if train.tasks and length.is_due(train.tasks_interval, done):
-            found = self.tasks.measure(done)
-            metrics |= found
-            trackers.log(done, found)
+            task_metrics = self.tasks.measure(done)
+            trackers.log(done, task_metrics)
+            metrics |= task_metrics
         self.best = self.best.add(done, metrics)
         if self.stops_early:
             trackers.note(f"step {done}: early stopping: {self.best.describe()}")
@@ -77,11 +79,12 @@ class Validation:
         sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
         if not sums.loss_tokens:
             return {}
+        heads = {"valid": sums, **{f"valid_{name}": head_sums for name, head_sums in sums.others.items()}}
         values = {}
-        for name, one in {"": sums, **{f"{name}_": other for name, other in sums.others.items()}}.items():
-            if one.loss_tokens:
-                values[f"valid_{name}loss"] = one.loss / one.loss_tokens
-                values[f"valid_{name}accuracy"] = one.correct / one.loss_tokens
+        for name, head_sums in heads.items():
+            if head_sums.loss_tokens:
+                values[f"{name}_loss"] = head_sums.loss / head_sums.loss_tokens
+                values[f"{name}_accuracy"] = head_sums.correct / head_sums.loss_tokens
         if factor := bits_factor(self.data, "valid", self.config.train):
             values["valid_bits_per_byte"] = factor * values["valid_loss"]
         return values
@@ -92,16 +95,22 @@ class Validation:
 
     def costs(self) -> Costs:
         """How long an evaluation and a save take, from a few batches and from the number of weights."""
-        save = SAVED_BYTES * self.engine.facts()["trained"] / SAVE_SPEED
+        save_seconds = SAVED_BYTES * self.engine.facts()["trained"] / SAVE_SPEED
         batches = list(itertools.islice(self._batches(), 1 + TIMED_BATCHES))
         for batch in batches[:1]:  # not timed: it may compile
             self.engine.eval_step(batch)
         timed, start = batches[1:] or batches, time.perf_counter()
         for batch in timed:
             self.engine.eval_step(batch)
-        seconds = (time.perf_counter() - start) / max(1, len(timed))
-        count = sum(1 for _ in self._batches())
+        batch_seconds = (time.perf_counter() - start) / max(1, len(timed))
         start = time.perf_counter()
         self.tasks.measure(0)
-        tasks = time.perf_counter() - start
-        return Costs(seconds * min(count, self.config.train.evaluate_batches or count), save, seconds * count, tasks)
+        task_seconds = time.perf_counter() - start
+        all_batches = sum(1 for _ in self._batches())
+        evaluated_batches = min(all_batches, self.config.train.evaluate_batches or all_batches)
+        return Costs(
+            evaluation=batch_seconds * evaluated_batches,
+            save=save_seconds,
+            full_pass=batch_seconds * all_batches,
+            tasks=task_seconds,
+        )

@@ -99,8 +99,8 @@ def _describe_work(
     if config.train.minutes is not None:
         seconds = 60.0 * config.train.minutes
         steps = max(1, int(seconds / speed.step_seconds)) if speed else None
-        if speed and length is not None and steps is not None and length.most_steps < steps:
-            steps, seconds = length.most_steps, length.most_steps * speed.step_seconds
+        if speed and length is not None and steps is not None and length.max_steps < steps:
+            steps, seconds = length.max_steps, length.max_steps * speed.step_seconds
     total = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
     price = config.plan.price
