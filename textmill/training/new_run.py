@@ -1,4 +1,4 @@
-"""Start a new run: from random weights, from a given model, or with new LoRA adapters on a given model."""
+"""Start a new run: from random weights, from the model of `model.init_from`, or with new LoRA adapters on it."""
 
 from __future__ import annotations
 
@@ -37,31 +37,48 @@ from textmill.training.teachers import check_teachers
 
 def start_new_run(config: RunConfig, data: Splits) -> Start:
     """The start of a new run."""
-    given = open_model(config.model.init_from) if config.model.init_from else None
-    shape = choose_shape(config, data, given)
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    shape = choose_shape(config, data, init_model)
     _check_objective(config.train, shape)
     _check_pairs(config, shape)
-    if given is not None:
-        warn(f"model.init_from: using {describe_given(given, str(config.model.init_from))}")
-        transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
-        weights: Iterable[Named] = given.weights()
-        if layers := config.model.init_layers:
-            weights = select_layer_weights(weights, shape, layers)
-            shape = select_layers(shape, layers)
-            print(f"train: {len(layers)} blocks of {read_shape(given.folder).layers}: {layers}", flush=True)
-        shape = _resize_shape(shape, data, given, transfer)
-        _check_fit(shape, config, data, given)
-        weights = resize_weights(weights, shape, transfer.kept, transfer.new)
-        if label_head_of(shape):
-            weights = replace_heads(weights, shape, config.train.seed)
+    if init_model is not None:
+        warn(f"model.init_from: using {describe_given(init_model, str(config.model.init_from))}")
+        shape, weights = _adapt_init_model(init_model, shape, config, data)
     else:
-        _check_fit(shape, config, data, given)
+        _check_fit(shape, config, data, None)
         weights = initial_weights(shape, config.train.seed)
     check_training_data(config.train, data, config.train.length or shape.positions, shape.vocab)
-    source = str(given.folder) if given else "the initial weights"
-    made_from = describe_inputs(config, data, shape, fingerprint_weights(given.folder) if given else None)
-    start = Start(0, shape, weights, [], 0, source, made_from)
-    return _add_adapters(start, config.model.lora, given, config) if config.model.lora and given else start
+    fingerprint = fingerprint_weights(init_model.folder) if init_model else None
+    start = Start(
+        step=0,
+        shape=shape,
+        weights=weights,
+        moments=[],
+        updates=0,
+        source=str(init_model.folder) if init_model else "the initial weights",
+        made_from=describe_inputs(config, data, shape, fingerprint),
+    )
+    if config.model.lora and init_model:
+        return _add_adapters(start, config.model.lora, init_model, config)
+    return start
+
+
+def _adapt_init_model(
+    init_model: Checkpoint, shape: Shape, config: RunConfig, data: Splits
+) -> tuple[Shape, Iterable[Named]]:
+    """The model of `model.init_from` with the blocks, vocabulary, positions and head that this run needs."""
+    transfer = transfer_vocabulary(init_model.tokenizer, data.tokenizer, shape.vocab)
+    weights: Iterable[Named] = init_model.weights()
+    if layers := config.model.init_layers:
+        weights = select_layer_weights(weights, shape, layers)
+        shape = select_layers(shape, layers)
+        print(f"train: {len(layers)} blocks of {read_shape(init_model.folder).layers}: {layers}", flush=True)
+    shape = _resize_shape(shape, data, init_model, transfer)
+    _check_fit(shape, config, data, init_model)
+    weights = resize_weights(weights, shape, transfer.kept, transfer.new)
+    if label_head_of(shape):
+        weights = replace_heads(weights, shape, config.train.seed)
+    return shape, weights
 
 
 def check_start(config: RunConfig) -> None:
@@ -84,7 +101,7 @@ def check_start(config: RunConfig) -> None:
 def _check_objective(train: TrainConfig, shape: Shape) -> None:
     """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
     layout, pairs = train.layout, train.masked.pairs
-    wanted, found = open_family(shape.family).OBJECTIVE, objectives_of(layout)
+    objective, layout_objectives = open_family(shape.family).OBJECTIVE, objectives_of(layout)
     if layout == "labelled":
         return  # the family has a head for it, or `with_label_head` refused it
     if head := label_head_of(shape):
@@ -92,11 +109,11 @@ def _check_objective(train: TrainConfig, shape: Shape) -> None:
             f"model.init_from: was finetuned for {head[0]}, and train.layout={layout} needs a model that predicts "
             "tokens; name the model that it was finetuned from"
         )
-    if wanted not in found:
-        right = "masked" if wanted == "masked" else "packed"
+    if objective not in layout_objectives:
+        fitting_layout = "masked" if objective == "masked" else "packed"
         raise TextmillError(
-            f"train.layout: {layout} has labels for {found[0]}, but a {shape.family} is trained for {wanted}; "
-            f"set train.layout={right}, or another model.family"
+            f"train.layout: {layout} has labels for {layout_objectives[0]}, but a {shape.family} is trained for "
+            f"{objective}; set train.layout={fitting_layout}, or another model.family"
         )
     if layout == "masked" and not getattr(shape, "masked_head", True):
         raise TextmillError(
@@ -121,13 +138,14 @@ def _check_pairs(config: RunConfig, shape: Shape) -> None:
         check_segments(shape, f"corpus.text_key: {corpus.text_key}", f"name one text, or {other}")
 
 
-def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConfig) -> Start:
+def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config: RunConfig) -> Start:
     """Add new LoRA adapters; weights of the base that were resized are saved with them."""
-    if is_adapter(given.folder):
-        advice = f"textmill export {given.folder} export.folder=MERGED, then model.init_from=MERGED"
-        raise TextmillError(f"model.init_from: {given.folder} is an adapter itself; merge it first: {advice}")
+    folder = init_model.folder
+    if is_adapter(folder):
+        advice = f"textmill export {folder} export.folder=MERGED, then model.init_from=MERGED"
+        raise TextmillError(f"model.init_from: {folder} is an adapter itself; merge it first: {advice}")
     weights = list(start.weights)
-    before = dict(known_weights(start.shape, given.weights()))
+    before = dict(known_weights(start.shape, init_model.weights()))
     trained = {weight.name for weight in trained_with_adapters(start.shape, lora)}  # saved in any case
     changed = [
         (name, values) for name, values in weights if name not in trained and not np.array_equal(values, before[name])
@@ -136,12 +154,12 @@ def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: Run
     # A hub name works on every machine; a folder is recorded by its full path.
     base = str(config.model.init_from)
     if Path(base).is_dir():
-        base = str(given.folder.resolve())
+        base = str(folder.resolve())
     return replace(start, weights=weights, base=base, changed_weights=changed)
 
 
-def _resize_shape(shape: Shape, data: Splits, given: Checkpoint, transfer: VocabularyTransfer) -> Shape:
-    """The shape of given weights with the requested vocabulary and positions.
+def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: VocabularyTransfer) -> Shape:
+    """The shape of `model.init_from` with the vocabulary and positions of this run.
 
     A new vocabulary or a chat template also decides the end token.
     """
@@ -149,21 +167,21 @@ def _resize_shape(shape: Shape, data: Splits, given: Checkpoint, transfer: Vocab
         print(f"train: {transfer.summary}", flush=True)
     elif transfer.summary:  # a new vocabulary: intended, or tokenizer.use was forgotten
         warn(transfer.summary)
-    before = read_shape(given.folder).positions
+    before = read_shape(init_model.folder).positions
     if shape.positions != before:
         method = "interpolated" if shape.positions > before else "the first ones"
         print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
-    own_end = transfer.kept is None and data.tokenizer.chat is None
-    return replace(shape, vocab=transfer.rows, end=shape.end if own_end else data.tokenizer.end)
+    keeps_end = transfer.kept is None and data.tokenizer.chat is None
+    return replace(shape, vocab=transfer.rows, end=shape.end if keeps_end else data.tokenizer.end)
 
 
-def _check_fit(shape: Shape, config: RunConfig, data: Splits, given: Checkpoint | None) -> None:
+def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
     """Check that the tokenizer and the sample length fit the model."""
     if data.tokenizer.vocab > shape.vocab:
-        model = given.folder if given else "the model"
+        model = init_model.folder if init_model else "the model"
         raise TextmillError(
             f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
-            f"tokenize with the model's own tokenizer: tokenizer.use={given.folder if given else 'FOLDER'}"
+            f"tokenize with the model's own tokenizer: tokenizer.use={init_model.folder if init_model else 'FOLDER'}"
         )
     if (config.train.length or 0) > shape.positions:
         raise TextmillError(

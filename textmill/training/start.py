@@ -1,4 +1,8 @@
-"""What a run starts from: the model's shape, its weights, and the settings and inputs that decide the result."""
+"""What a run starts from: the model's shape, its weights, and the settings and inputs that decide the result.
+
+A `Start` comes from new_run.py (step 0) or from resuming.py (a checkpoint of the run); setup.py loads it into the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -61,22 +65,20 @@ class Start:
     """`train.minutes`: the number of steps that was computed."""
 
 
-def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> Shape:
-    """The shape of the model: that of given weights, where dropout and positions may be overridden, or the config's."""
-    family, tokenizer = open_family(config.model.family), data.tokenizer
-    shape = (
-        family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
-        if given is None
-        else shape_of_given(config, given)
-    )
-    if (labels := data.manifest.get("labels")) is None:
-        return shape
-    return with_label_head(shape, labels["task"], labels["names"])
+def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None) -> Shape:
+    """The shape of the model: that of a checkpoint, where dropout and positions may be overridden, or the config's."""
+    if checkpoint is None:
+        family, tokenizer = open_family(config.model.family), data.tokenizer
+        shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+    else:
+        shape = shape_of_checkpoint(config, checkpoint)
+    labels = data.manifest.get("labels")
+    return shape if labels is None else with_label_head(shape, labels["task"], labels["names"])
 
 
-def shape_of_given(config: RunConfig, given: Checkpoint) -> Shape:
-    """The shape of given weights; `model.shape` may override dropout and positions."""
-    shape, override = read_shape(given.folder), config.model.shape
+def shape_of_checkpoint(config: RunConfig, checkpoint: Checkpoint) -> Shape:
+    """The shape of a checkpoint; `model.shape` may override dropout and positions."""
+    shape, override = read_shape(checkpoint.folder), config.model.shape
     if isinstance(override, str):
         return shape
     if override.dropout is not None:

@@ -23,7 +23,7 @@ from textmill.tokens.store import dtype_for
 from textmill.tokens.vocabulary.tokenizer import open_named, open_tokenizer
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.run_length import RunLength, plan_run_length
-from textmill.training.start import choose_shape, shape_of_given
+from textmill.training.start import choose_shape, shape_of_checkpoint
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def open_shape(config: RunConfig, data: Data) -> Shape:
     if data.splits is not None:
         return choose_shape(config, data.splits, given)
     if given is not None:
-        return shape_of_given(config, given)
+        return shape_of_checkpoint(config, given)
     family = open_family(config.model.family)
     return family.shape_of(config.model, vocab=data.vocab, end=data.end, length=config.train.length)
 
