@@ -43,6 +43,6 @@ def test_without_a_valid_loss_more_text_is_proposed_and_no_tuning(tmp_path: Path
     settings = {"folder": str(tmp_path), "corpus": {"sources": ["a.txt"]}, "train": {"minutes": 1}}
     config = RunConfig.model_validate(settings)
     states: tuple[State, ...] = ("unknown", "limited by the text")
-    unknown, limited = (command._commands_for(config, state, "here") for state in states)
+    unknown, limited = (command._improving_commands(config, state, "here") for state in states)
     assert unknown == ["textmill new larger --text 'more texts/*.txt'"]
     assert "textmill tune here --minutes 60" in limited

@@ -1,4 +1,9 @@
-"""The command run: all stages from text to an evaluated model with samples, skipping those that are done."""
+"""The command run: all stages from text to an evaluated model with samples, skipping those that are done.
+
+`run` calls the function of each stage, which is also a command of its own: prepare, fit_tokenizer, tokenize, train,
+evaluate, generate. Afterwards it says how good the model is and proposes what to do next. The results of evaluation and
+generation are kept in summary.json: a second call prints them without computing them again.
+"""
 
 from __future__ import annotations
 
@@ -48,45 +53,51 @@ SUMMARY = "summary.json"
 def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
     config = use_imported_model(config)
-    whole = replace(command or CommandTime(), evaluates=_evaluates(config))
+    command = replace(command or CommandTime(), evaluates=_evaluates(config))
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         from textmill.devices import open_device
 
-        open_device(config.engine.device)
+        open_device(config.engine.device)  # fails here, before any work, if there is none
     imports = import_torch_meanwhile()
-    for number, (name, stage) in enumerate(
-        (("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1
-    ):
-        if why := _not_needed(config, name):
-            _headline(number, f"{name}: not needed: {why}")
+    stages = {"prepare": prepare, "fit-tokenizer": fit_tokenizer, "tokenize": tokenize}
+    for number, (name, run_stage) in enumerate(stages.items(), 1):
+        reason = _reason_to_skip(config, name)
+        if reason is not None:
+            _headline(number, f"{name}: not needed: {reason}")
         else:
             _headline(number, name)
-            stage(config, force)
+            run_stage(config, force)
     imports.join()
     _headline(4, "train")
     if config.train.distil.cache:
         cache_teacher(config, force)
-    folder = train(config, force, command=whole)
+    folder = train(config, force, command=command)
     checkpoint = rank_checkpoints(folder, None)[0]
-    files = read_json(checkpoint / MANIFEST)["files"]
-    weights = [entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")]
-    inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
-    summary = _read_summary(folder, inputs)
-    if summary is None:
-        measured, texts = _use_model(config, read_shape(checkpoint))
-        summary = {"asked": inputs, "measured": measured, "texts": texts}
-        write_json(folder / SUMMARY, summary)
-    else:
-        _print_summary(config, summary)
+    measured = _summarize(config, folder, checkpoint)["measured"]
     facts = _facts_of(config, folder, checkpoint)
     print()
-    measured, vocab = summary["measured"], read_shape(checkpoint).vocab
     if not config.corpus.labels:
+        vocab = read_shape(checkpoint).vocab
         for line in [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]:
             print(line)
     _print_next_steps(config, checkpoint, facts)
     return folder
+
+
+def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Evaluate the model and let it write, or print what an earlier call saved for the same weights and settings."""
+    files = read_json(checkpoint / MANIFEST)["files"]
+    weights = [entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")]
+    inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
+    summary = _read_summary(folder, inputs)
+    if summary is not None:
+        _print_summary(config, summary)
+        return summary
+    measured, texts = _use_model(config, read_shape(checkpoint))
+    summary = {"asked": inputs, "measured": measured, "texts": texts}
+    write_json(folder / SUMMARY, summary)
+    return summary
 
 
 def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, list[str]]:
@@ -105,7 +116,7 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
     _headline(6, "generate")
     if config.train.layout == "chat":
         return measured, answer(config)
-    return measured, [(config.sample.prompt or "") + text for text in generate(_without_prompt(config))]
+    return measured, [(config.sample.prompt or "") + text for text in generate(_with_prompt(config))]
 
 
 def _evaluates(config: RunConfig) -> bool:
@@ -125,18 +136,18 @@ def _evaluate_masked(config: RunConfig) -> dict[str, Any] | None:
     return evaluate(config) if _has_tokens(config, config.evaluate.split) else None
 
 
-def _not_needed(config: RunConfig, command: str) -> str | None:
-    """Why a stage is skipped: existing tokens need no corpus, and come with the tokenizer that made them."""
-    if config.tokens.use and command == "prepare":
+def _reason_to_skip(config: RunConfig, stage: str) -> str | None:
+    """Why a stage is not needed: existing tokens need no corpus, and come with the tokenizer that made them."""
+    if config.tokens.use and stage == "prepare":
         tokenizer_of(config)  # fails here, before any work, if there is none
         return "tokens.use names existing tokens"
-    if config.tokens.use and command == "fit-tokenizer" and not config.tokenizer.use:
+    if config.tokens.use and stage == "fit-tokenizer" and not config.tokenizer.use:
         return f"{format_path(config.folder_of('tokenizer'))} is used as it is"
     return None
 
 
-def _without_prompt(config: RunConfig) -> RunConfig:
-    """An empty prompt if there is none: `run` never waits for one to be typed."""
+def _with_prompt(config: RunConfig) -> RunConfig:
+    """The config with an empty prompt if it has none: `run` never waits for one to be typed."""
     sample = config.sample.model_copy(update={"prompt": config.sample.prompt or ""})
     return config.model_copy(update={"sample": sample})
 
@@ -175,8 +186,8 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
-    own = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
-    opened_by = "only textmill opens it" if own else "transformers can open it"
+    only_textmill = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
+    opened_by = "only textmill opens it" if only_textmill else "transformers can open it"
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
     if config.corpus.labels:
         print(f"  textmill evaluate {root} evaluate.text=FILE")
@@ -189,51 +200,49 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
         print(f"  textmill chat {root}")
     else:
         print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
-    for line in _commands_for(config, state_of(facts), root):
+    for line in _improving_commands(config, state_of(facts), root):
         print(f"  {line}")
 
 
-def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
-    """Commands that would make the model better."""
+def _improving_commands(config: RunConfig, state: State, root: str) -> list[str]:
+    """Commands that would make the model better, by what limits it now."""
     train, name = config.train, config.model.family
     if config.corpus.labels:
-        return (
-            [f"textmill train {root} train.epochs={2 * train.epochs:g}"]
-            if train.epochs and state != "overfitting"
-            else []
-        )
+        if not train.epochs or state == "overfitting":
+            return []
+        return [f"textmill train {root} train.epochs={2 * train.epochs:g}"]
     family = f" --family {name}" if name in SIZES and name != ModelConfig().family else ""
     run = format_path(config.folder_of("train"))
+    tune = f"textmill tune {root} --minutes 60"
+    with_more_text = f"textmill new larger --text 'more texts/*.txt'{family}"
     if state == "overfitting":
         decay = f"train.weight_decay={max(0.1, 2 * train.weight_decay):g}"
-        return [
-            f"textmill run {root} {decay} train.folder={shlex.quote(run + '-2')}",
-            f"textmill tune {root} --minutes 60",
-        ]
-    larger = f"textmill new larger --text 'more texts/*.txt'{family}"
+        return [f"textmill run {root} {decay} train.folder={shlex.quote(run + '-2')}", tune]
     if state == "unknown":  # without a valid split nothing can be tuned, and nobody knows whether more time helps
-        return [larger]
+        return [with_more_text]
     if state == "limited by the text":
-        more = [f"textmill tune {root} --minutes 60", larger]
-        no_second = bool(train.distil.teachers) or train.layout == "masked"
-        return more if no_second else [second_generation(format_path(Path(config.folder)), run), *more]
+        if train.distil.teachers or train.layout == "masked":
+            return [tune, with_more_text]
+        return [second_generation(format_path(Path(config.folder)), run), tune, with_more_text]
     if train.minutes is None:
         return [
             f"textmill train {root} train.{train.unit}={2 * getattr(train, train.unit)}",
             f"textmill new mine --text 'texts/*.txt'{family} && textmill run mine",
         ]
-    sources = " ".join(f"--text {shlex.quote(_short(source))}" for source in config.corpus.sources[:3])
-    longer = f"textmill new longer {sources}{family} --minutes {4 * train.minutes:g}"
-    return [longer, f"textmill tune {root} --minutes 60"]
+    sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources[:3])
+    return [f"textmill new longer {sources}{family} --minutes {4 * train.minutes:g}", tune]
 
 
-def _short(source: str) -> str:
+def _short_path(source: str) -> str:
     return format_path(Path(source)) if os.path.isabs(source) else source
 
 
 def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
-    last = max(list_checkpoints(folder).items())[1]
-    unique = sum(store.tokens for store in open_splits(config).stores("train"))
-    tokens = read_json(last / "progress.json")["tokens"]
-    scratch = config.model.init_from is None
-    return RunFacts(read_shape(checkpoint).parameters, unique, tokens, read_valid_curve(folder), scratch)
+    _, last_checkpoint = max(list_checkpoints(folder).items())
+    return RunFacts(
+        parameters=read_shape(checkpoint).parameters,
+        unique_tokens=sum(store.tokens for store in open_splits(config).stores("train")),
+        tokens=read_json(last_checkpoint / "progress.json")["tokens"],
+        valid_losses=read_valid_curve(folder),
+        from_scratch=config.model.init_from is None,
+    )
