@@ -1,5 +1,11 @@
-"""textmill COMMAND WHERE [section.key=value ...]: parses the command line, calls the command, prints errors in one
-line."""
+"""textmill COMMAND WHERE [section.key=value ...]: parses the command line, calls the command, prints one-line errors.
+
+`textmill train recipe.yaml train.steps=9 --force` goes through `main`, `_run`, `_parse` and `_call`:
+
+    _parse   positional arguments ["recipe.yaml"], settings ["train.steps=9"], flag values {"force": "yes"}
+    _call    opens recipe.yaml with these settings as a RunConfig and calls textmill.training.loop.train(config,
+             force="yes"), as the row of `train` in commands/table.py describes it
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,8 @@ WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face
 
 def command() -> NoReturn:
     """The program `textmill`. Only a command whose result is its output ends when nobody reads that."""
-    row = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 and not {"-h", "--help"} & set(sys.argv) else None
+    asks_for_help = len(sys.argv) < 2 or bool({"-h", "--help"} & set(sys.argv))
+    row = None if asks_for_help else COMMANDS.get(sys.argv[1])
     output = protect_output(result_is_output=row is None or row.result_is_output)
     run_and_exit(lambda: exit_code_of(main(), output))
 
@@ -89,10 +96,11 @@ def _run(argv: list[str], command_time: CommandTime) -> int:
 
     for number in {signal.SIGTERM, signal.SIGHUP} & set(handled_signals()):
         signal.signal(number, _interrupt)
-    arguments, settings, options = _parse(rest, name, COMMANDS[name])
-    if COMMANDS[name].timed:
-        options["command"] = command_time
-    _call(name, COMMANDS[name], arguments, settings, options)
+    row = COMMANDS[name]
+    arguments, settings, flag_values = _parse(rest, name, row)
+    if row.timed:
+        flag_values["command"] = command_time
+    _call(name, row, arguments, settings, flag_values)
     return EXIT_DONE
 
 
@@ -101,56 +109,61 @@ def _interrupt(*_: Any) -> None:
 
 
 def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[str], dict[str, Any]]:
-    """The positional arguments, the settings, and the parameters that flags set."""
-    known = {flag.name: flag for flag in row.flags}
+    """The positional arguments, the settings, and the values of flags by the parameter that they set."""
+    flags = {flag.name: flag for flag in row.flags}
     arguments: list[str] = []
     settings: list[str] = []
-    given: dict[str, list[str]] = {}
-    rest = iter(argv)
-    for argument in rest:
+    texts_by_flag: dict[str, list[str]] = {}
+    remaining = iter(argv)
+    for argument in remaining:
         if argument.startswith("-"):
-            name_given, equals, value = argument.partition("=")
-            if name_given not in known:
-                raise TextmillError(_flag_advice(name_given, name, row))
-            flag = known[name_given]
+            typed_name, equals, text = argument.partition("=")
+            if typed_name not in flags:
+                raise TextmillError(_flag_advice(typed_name, name, row))
+            flag = flags[typed_name]
             if flag.kind == "switch":
                 if equals:
                     raise TextmillError(
-                        f"{flag.name}: takes no value, found '{value}'; write {flag.name} or leave it out"
+                        f"{flag.name}: takes no value, found '{text}'; write {flag.name} or leave it out"
                     )
-            elif not (value := value if equals else next(rest, "")):
-                raise TextmillError(f"{flag.name}: needs a value: {flag.summary}")
-            given.setdefault(flag.name, []).append(value)
+            else:
+                text = text if equals else next(remaining, "")
+                if not text:
+                    raise TextmillError(f"{flag.name}: needs a value: {flag.summary}")
+            texts_by_flag.setdefault(flag.name, []).append(text)
         elif re.match(r"^[A-Za-z_][\w.]*=", argument) and not os.path.exists(argument):
             settings.append(argument)
         else:
             arguments.append(argument)
     for flag in row.flags:
-        if flag.name in given and flag.excludes in given:
+        if flag.name in texts_by_flag and flag.excludes in texts_by_flag:
             raise TextmillError(f"{flag.name}: cannot be used together with {flag.excludes}; use one of them")
-        if flag.example and flag.name not in given:
+        if flag.example and flag.name not in texts_by_flag:
             raise TextmillError(f"{name}: needs {flag.name}; write: {_usage(name)}")
-    return arguments, settings, {known[flag].parameter: _value(known[flag], texts) for flag, texts in given.items()}
+    values = {flags[typed].parameter: _value(flags[typed], texts) for typed, texts in texts_by_flag.items()}
+    return arguments, settings, values
 
 
-def _flag_advice(name_given: str, name: str, row: Command) -> str:
+def _flag_advice(typed_name: str, name: str, row: Command) -> str:
+    """The error for a flag that the command does not have, with the setting or flag that was probably meant."""
     from textmill.config.keys import suggest_key
     from textmill.config.other_names import ADVICE, OTHER_NAMES
 
     flags = [*(flag.name for flag in row.flags), "--help"]
-    if any(flag.name == name_given for one in COMMANDS.values() for flag in one.flags):
-        return f"{name_given}: '{name}' does not take it; it takes {', '.join(flags)}"
-    key_given = name_given.lstrip("-").replace("-", "_")
-    key = OTHER_NAMES.get(key_given)
-    if key is None and (near := difflib.get_close_matches(name_given, flags, n=1, cutoff=0.7)):
-        return f"{name_given}: unknown flag; did you mean '{near[0]}'?"
-    if key_given in ADVICE:
-        return f"{name_given}: unknown flag; {ADVICE[key_given]}"
-    advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {suggest_key(key_given)}"
-    return f"{name_given}: unknown flag; {advice}"
+    if any(flag.name == typed_name for command in COMMANDS.values() for flag in command.flags):
+        return f"{typed_name}: '{name}' does not take it; it takes {', '.join(flags)}"
+    typed_key = typed_name.lstrip("-").replace("-", "_")
+    key = OTHER_NAMES.get(typed_key)
+    if key is None and (near := difflib.get_close_matches(typed_name, flags, n=1, cutoff=0.7)):
+        return f"{typed_name}: unknown flag; did you mean '{near[0]}'?"
+    if typed_key in ADVICE:
+        return f"{typed_name}: unknown flag; {ADVICE[typed_key]}"
+    advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {suggest_key(typed_key)}"
+    return f"{typed_name}: unknown flag; {advice}"
 
 
 def _value(flag: Flag, texts: list[str]) -> object:
+    """The value that a flag passes to the command's function, from what was typed after each of its occurrences."""
     text = texts[-1]
     if flag.kind == "switch":
         return flag.value
@@ -164,37 +177,44 @@ def _value(flag: Flag, texts: list[str]) -> object:
     if flag.kind == "text" or (flag.kind == "step" and text in ("latest", "best")):
         return text
     if not text.isdigit():
-        number = "the number of a step" if flag.parameter == "step" else "a whole number"
-        choice = "a number, latest or best" if flag.kind == "step" else number
-        raise TextmillError(f"{flag.name}: found '{text}'; give {choice}")
+        if flag.kind == "step":
+            expected = "a number, latest or best"
+        else:
+            expected = "the number of a step" if flag.parameter == "step" else "a whole number"
+        raise TextmillError(f"{flag.name}: found '{text}'; give {expected}")
     return int(text)
 
 
-def _call(name: str, row: Command, arguments: list[str], settings: list[str], options: dict[str, Any]) -> None:
-    values = _arguments(name, row, arguments)
+def _call(name: str, row: Command, arguments: list[str], settings: list[str], flag_values: dict[str, Any]) -> None:
+    """Check the arguments, import the command's function and call it."""
+    values = _group_arguments(name, row, arguments)
     if settings and not row.takes_settings:
         raise TextmillError(f"{name}: takes no settings, found '{settings[0]}'; leave it out")
     if row.opens != "nothing":
-        row.load()(_open(name, row, arguments[0], settings, options), *values[1:], **options)
+        config = _open_config(name, row, arguments[0], settings, flag_values)
+        row.load()(config, *values[1:], **flag_values)
     elif row.takes_settings:
-        row.load()(*values, settings=settings, **options)
+        row.load()(*values, settings=settings, **flag_values)
     else:
-        row.load()(*values, **options)
+        row.load()(*values, **flag_values)
 
 
-def _arguments(name: str, row: Command, found: list[str]) -> list[str | list[str]]:
-    """The arguments as the function takes them; the last may be a list."""
-    fixed = [argument for argument in row.arguments if not argument.rstrip("]").endswith("...")]
-    listed = len(fixed) < len(row.arguments)
-    required = [argument for argument in fixed if not argument.startswith("[")]
-    if len(found) < len(required) or (len(found) > len(fixed) and not listed):
-        many = f"found {len(found)}: {', '.join(found)}" if found else "found none"
-        raise TextmillError(f"{name}: needs {' '.join(row.arguments) or 'no argument'}, {many}; write: {_usage(name)}")
-    return [*found[: len(fixed)], *([found[len(fixed) :]] if listed else [])]
+def _group_arguments(name: str, row: Command, arguments: list[str]) -> list[str | list[str]]:
+    """The arguments as the function takes them: `WHERE [TEXT ...]` and a b c -> ["a", ["b", "c"]]."""
+    single = [argument for argument in row.arguments if not argument.rstrip("]").endswith("...")]
+    takes_list = len(single) < len(row.arguments)
+    required = [argument for argument in single if not argument.startswith("[")]
+    if len(arguments) < len(required) or (len(arguments) > len(single) and not takes_list):
+        found = f"found {len(arguments)}: {', '.join(arguments)}" if arguments else "found none"
+        raise TextmillError(f"{name}: needs {' '.join(row.arguments) or 'no argument'}, {found}; write: {_usage(name)}")
+    values: list[str | list[str]] = [*arguments[: len(single)]]
+    if takes_list:
+        values.append(arguments[len(single) :])
+    return values
 
 
-def _open(name: str, row: Command, argument: str, settings: list[str], options: dict[str, Any]) -> Any:
-    """The config of WHERE; a checkpoint's folder sets the step."""
+def _open_config(name: str, row: Command, argument: str, settings: list[str], flag_values: dict[str, Any]) -> Any:
+    """The config of WHERE; the folder of a checkpoint sets the value of --step."""
     from textmill.where import open_where
 
     where = open_where(argument, settings)
@@ -202,12 +222,13 @@ def _open(name: str, row: Command, argument: str, settings: list[str], options: 
         raise TextmillError(
             f"{argument}: is a model, not a run; start a run from it: textmill {name} CONFIG model.init_from={argument}"
         )
-    if where.step is not None and "step" not in options and any(flag.parameter == "step" for flag in row.flags):
+    takes_step = any(flag.parameter == "step" for flag in row.flags)
+    if where.step is not None and takes_step and "step" not in flag_values:
         if row.opens != "model":
             raise TextmillError(
                 f"{argument}: is one checkpoint; to resume from it: textmill {name} RUN --step {where.step}"
             )
-        options["step"] = where.step
+        flag_values["step"] = where.step
     return where.config
 
 

@@ -1,4 +1,8 @@
-"""Opens WHERE (a YAML file, a folder that textmill wrote, a model folder or the name of a recipe) as a config."""
+"""Opens WHERE (a YAML file, a folder that textmill wrote, a model folder or the name of a recipe) as a config.
+
+`open_where` finds out what WHERE is; a function for each kind then reads its settings as a tree (nested dicts).
+`_config_of` merges the settings of the command line into the tree and builds the RunConfig.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +68,11 @@ def open_where(where: str, settings: list[str]) -> Where:
         return _from_project(path, settings)
     if where in recipe_names():
         return _from_file(recipes_folder() / f"{where}.yaml", settings)
-    near = difflib.get_close_matches(
-        where, [*recipe_names(), *os.listdir(path.parent if path.parent.is_dir() else ".")], n=1
-    )
-    advice = (
-        f"did you mean '{near[0]}'?"
-        if near
-        else f"name a YAML file, a folder, or one of the recipes {', '.join(recipe_names())}"
-    )
+    files = os.listdir(path.parent if path.parent.is_dir() else ".")
+    near = difflib.get_close_matches(where, [*recipe_names(), *files], n=1)
+    advice = f"name a YAML file, a folder, or one of the recipes {', '.join(recipe_names())}"
+    if near:
+        advice = f"did you mean '{near[0]}'?"
     raise TextmillError(f"{where}: no such file or folder; {advice}")
 
 
@@ -90,31 +91,39 @@ def _from_file(path: Path, settings: list[str]) -> Where:
 def _config_of(
     tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None
 ) -> RunConfig:
-    """Paths in a file are relative to the file, those in settings to the current folder; settings override the file."""
-    given = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
-    over, below = given.get("model"), tree.get("model")
-    _refuse_recorded_code(over, below, file)
-    if (
-        isinstance(over, dict)
-        and isinstance(below, dict)
-        and isinstance(over.get("shape"), dict)
-        and isinstance(below.get("shape"), str)
-    ):
+    """The config of a tree that was read from `file`, in which `settings` override values.
+
+    Paths in a file are relative to the file, those in settings to the current folder.
+    """
+    overrides = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
+    _refuse_recorded_code(overrides, tree, file)
+    has_numbers = isinstance(_model_value(overrides, "shape"), dict)
+    if has_numbers and isinstance(_model_value(tree, "shape"), str):
         raise TextmillError(
             f"model.shape: is a path in {file}, so single numbers cannot override it; set model.shape=PATH, or edit "
             "the file"
         )
-    return build_config(merge_trees(drop_replaced(tree, given), given), file=file, lines=lines, over=given)
+    merged = merge_trees(drop_replaced(tree, overrides), overrides)
+    return build_config(merged, file=file, lines=lines, over=overrides)
 
 
-def _refuse_recorded_code(over: Any, below: Any, file: Path | None) -> None:
+def _refuse_recorded_code(overrides: Tree, tree: Tree, file: Path | None) -> None:
     """A family's file is code: a run.yaml that names one must not make textmill run it; the user has to."""
-    recorded = below.get("family") if isinstance(below, dict) and file is not None and file.name == "run.yaml" else None
-    if isinstance(recorded, str) and is_family_file(recorded) and not (isinstance(over, dict) and "family" in over):
+    override = overrides.get("model")
+    if file is None or file.name != "run.yaml" or (isinstance(override, dict) and "family" in override):
+        return
+    family = _model_value(tree, "family")
+    if isinstance(family, str) and is_family_file(family):
         raise TextmillError(
-            f"{file}: was written with the model family in {recorded}; a file of code runs only if you name it: "
-            f"add model.family={recorded}"
+            f"{file}: was written with the model family in {family}; a file of code runs only if you name it: "
+            f"add model.family={family}"
         )
+
+
+def _model_value(tree: Tree, key: str) -> Any:
+    """The value of `model.KEY` in a tree; None if it is not set."""
+    model = tree.get("model")
+    return model.get(key) if isinstance(model, dict) else None
 
 
 def _from_copy(copy: Path, url: str, settings: list[str]) -> Where:
