@@ -92,11 +92,19 @@ def test_finds_the_encoding(tmp_path: Path, encoding: str) -> None:
         ("shift_jis", "これは日本語の文章です。とても短い。"),
         ("gb18030", "这是一个简短的中文句子，没有什么内容。"),
         ("cp1251", "Это короткое предложение ни о чём. "),
+        ("cp1254", "Değirmenin çarkı ağır ağır dönüyor, ırmak şırıl şırıl akıyor. "),
+        ("cp1252", "Það er góður dagur og þýðing verður í blaðinu. "),
     ],
 )
 def test_suggests_an_older_encoding(encoding: str, text: str) -> None:
     assert suggest_encoding((text * 9).encode(encoding)) == encoding
     assert suggest_encoding((text * 9).encode() + b"\xff") is None  # UTF-8 with one damaged byte
+
+
+def test_suggests_no_encoding_for_scripts_that_only_share_bytes_with_others() -> None:
+    assert suggest_encoding("Ο μύλος γυρίζει δίπλα στο ποτάμι.".encode("cp1253")) is None
+    assert suggest_encoding("הטחנה עומדת ליד הנהר הגדול".encode("cp1255")) is None
+    assert suggest_encoding("Мельница стоит у реки и мелет зерно".encode("koi8-r")) is None
 
 
 def test_nul_bytes_alone_are_not_utf16() -> None:

@@ -72,6 +72,7 @@ def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(map(len, found.values())) == account["kept"]
     printed = capsys.readouterr()
     assert "quarantined              2  23 bytes; see out/corpus/quarantine.jsonl" in printed.out
+    assert "the first: texts/lines.jsonl, line 5: no field 'text'; found ['body']" in printed.out
     assert "duplicate" in printed.out
     assert "prepare: read and clean: " in printed.err
 

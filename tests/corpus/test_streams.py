@@ -169,6 +169,13 @@ def test_older_encodings_are_suggested_and_read(tmp_path: Path) -> None:
     assert isinstance(spoilt, BadRecord)
 
 
+def test_an_older_encoding_leaves_files_in_utf_8_as_they_are(tmp_path: Path) -> None:
+    text = "Değirmenin çarkı dönüyor."
+    for number, stored in enumerate(("cp1254", "utf-8", "utf-8-sig", "utf-16", "ascii")):
+        line = text.encode("ascii", "ignore").decode() if stored == "ascii" else text
+        assert texts(read(tmp_path / f"{number}.txt", line.encode(stored), encoding="cp1254")) == [line], stored
+
+
 def test_a_line_of_100_mb(tmp_path: Path) -> None:
     data = b'{"text": "short"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "last"}\n'
     found = texts(read(tmp_path / "a.jsonl", data))

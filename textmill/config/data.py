@@ -57,8 +57,8 @@ class CorpusConfig(Section):
     """Text put between joined fields; default: a newline. When set, it also joins all that a path finds in one element
     of its first list."""
     encoding: str = "auto"
-    """The encoding of the files, such as utf-8, utf-16 or cp949; auto: UTF-8, or UTF-16 or UTF-32 where a sample shows
-    it."""
+    """The encoding of the files that are not UTF-8, such as cp949 or cp1252; auto: UTF-16 or UTF-32 where a sample
+    shows it."""
     delimiter: str = "auto"
     """What separates the columns of CSV files, such as `;` or tab; auto: detected from a sample of each file."""
     quoting: Literal["auto", "double", "none"] = "auto"

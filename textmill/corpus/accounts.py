@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +76,8 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
     lines = [f"prepare: {format_path(folder)}"]
     lines += [f"  {name:<12}{number:>14,}  {note}".rstrip() for name, number, note in rows]
+    if counts["quarantined"] and (first := _first_quarantined(folder)):
+        lines.insert(1 + [name for name, *_ in rows].index("quarantined") + 1, f"{'':<30}the first: {first}")
     if rules["changed"]:
         lines.insert(3, f"  {'changed':<28}{rules['changed']}")
     for split, ratio in zip(SPLITS, ratios, strict=True):
@@ -86,6 +90,14 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
                 f"in corpus.split"
             )
     return lines
+
+
+def _first_quarantined(folder: Path) -> str:
+    """File, place and reason of the first record that could not be read; the reason says what to do."""
+    with (folder / "quarantine.jsonl").open(encoding="utf-8") as file:
+        row = json.loads(file.readline())
+    name = format_path(Path(row["file"])) if os.path.isabs(row["file"]) else row["file"]
+    return f"{name}, {row['place']}: {row['reason']}"
 
 
 def format_bytes(count: int) -> str:

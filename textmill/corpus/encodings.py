@@ -15,7 +15,7 @@ MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
 )
 """Byte order marks, and the encoding that each stands for."""
-OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1252")
+OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1254", "cp1252")
 """Encodings from before Unicode that are suggested, never assumed: the same bytes are valid in several of them."""
 MIN_PLAUSIBLE = 0.9
 """Smallest fraction of non-ASCII characters that must belong to the scripts of an older encoding."""
@@ -23,15 +23,23 @@ MIN_OTHER = 3
 """Fewer characters that are not ASCII are too few to tell."""
 MIN_KANA = 0.2
 """Smallest fraction of kana in Japanese text."""
+MIN_TURKISH = 0.1
+"""Smallest fraction of letters of Turkish alone (ğ, ı, ş) among its letters that are not ASCII."""
+MIN_FREQUENT_CYRILLIC = 0.42
+"""Smallest fraction of the eight most frequent letters in Cyrillic text; Russian and Bulgarian have 0.5 to 0.6."""
 MIN_PAIRS = 0.8
 """Smallest fraction of runs of bytes above 0x7f that have an even length, in Korean and Chinese text."""
 _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
+_TURKISH_ALONE = frozenset("ğĞıİşŞ")
+_FREQUENT_CYRILLIC = frozenset("оеаинтср")
+_PUNCTUATION = ((0x2010, 0x2026), (0x00AB, 0x00AB), (0x00BB, 0x00BB))
 SCRIPTS = {
     "cp949": ((0xAC00, 0xD7A3), (0x3130, 0x318F)),
     "shift_jis": ((0x3040, 0x30FF), (0x4E00, 0x9FFF), (0x3000, 0x303F)),
     "gb18030": ((0x4E00, 0x9FFF), (0x3000, 0x303F), (0xFF00, 0xFFEF)),
     "cp1251": ((0x0400, 0x045F),),
-    "cp1252": ((0x00C0, 0x00FF), (0x2010, 0x2026), (0x00AB, 0x00AB), (0x00BB, 0x00BB)),
+    "cp1254": (*((ord(letter), ord(letter)) for letter in "çÇğĞıİöÖşŞüÜâÂîÎûÛ"), *_PUNCTUATION),
+    "cp1252": ((0x00C0, 0x00FF), *_PUNCTUATION),
 }
 """The ranges of characters that text in an older encoding consists of, in addition to ASCII."""
 
@@ -45,11 +53,19 @@ def detect_encoding(head: bytes) -> str:
 
 
 def resolve_encoding(setting: str, head: bytes) -> str:
-    """The encoding to read a file with: `corpus.encoding`, or what its first bytes show if that is auto."""
+    """The encoding to read a file with: `corpus.encoding`, or what its first bytes show if that is auto.
+
+    An older encoding is for the files that need it: one with UTF-8 in it stays UTF-8, or it would become other text
+    without an error.
+    """
     if setting in ("auto", "utf-16", "utf-32"):
         detected = detect_encoding(head)
         return detected if setting == "auto" or detected.startswith(setting) else f"{setting}-le"
-    return "utf-8" if setting in ("utf-8", "utf-8-sig", "ascii") else setting
+    if setting.startswith("utf-") or setting == "ascii":
+        return "utf-8" if setting in ("utf-8", "utf-8-sig", "ascii") else setting
+    if mark_length(head):
+        return detect_encoding(head)
+    return "utf-8" if not head.isascii() and is_utf8(head) else setting
 
 
 def mark_length(head: bytes) -> int:
@@ -78,12 +94,18 @@ def _is_plausible(head: bytes, encoding: str) -> bool:
         return False
     if encoding == "shift_jis":
         return sum("\u3040" <= char <= "\u30ff" for char in other) >= MIN_KANA * len(other)
-    if encoding == "cp1251":
-        return len(other) > sum(char.isascii() and char.isalpha() for char in text)
+    ascii_letters = sum(char.isascii() and char.isalpha() for char in text)
+    if encoding == "cp1251":  # Greek, Hebrew and KOI8-R have its bytes too, but for other letters
+        frequent = sum(char in _FREQUENT_CYRILLIC for char in text.lower())
+        return len(other) > ascii_letters and frequent >= MIN_FREQUENT_CYRILLIC * len(other)
+    if encoding == "cp1254":
+        return sum(char in _TURKISH_ALONE for char in other) >= MIN_TURKISH * len(other)
+    if encoding == "cp1252":  # Greek, Hebrew and Arabic have its bytes too, but hardly any ASCII letters
+        return len(other) < ascii_letters
     # Accented letters of Western text stand alone; Korean and Chinese characters are pairs of such bytes.
     runs = [len(run) for run in _HIGH_BYTES.findall(head)]
     pairs = sum(length % 2 == 0 for length in runs) / len(runs)
-    return pairs > MIN_PAIRS if encoding in ("cp949", "gb18030") else True
+    return pairs > MIN_PAIRS
 
 
 def is_utf8(head: bytes) -> bool:
