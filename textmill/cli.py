@@ -205,12 +205,21 @@ def _group_arguments(name: str, row: Command, arguments: list[str]) -> list[str 
     takes_list = len(single) < len(row.arguments)
     required = [argument for argument in single if not argument.startswith("[")]
     if len(arguments) < len(required) or (len(arguments) > len(single) and not takes_list):
+        _refuse_bare_keys(arguments[len(single) :])
         found = f"found {len(arguments)}: {', '.join(arguments)}" if arguments else "found none"
         raise TextmillError(f"{name}: needs {' '.join(row.arguments) or 'no argument'}, {found}; write: {_usage(name)}")
     values: list[str | list[str]] = [*arguments[: len(single)]]
     if takes_list:
         values.append(arguments[len(single) :])
     return values
+
+
+def _refuse_bare_keys(arguments: list[str]) -> None:
+    """Say so if an argument is a setting without its value: `train.steps`, or `train.steps 10`."""
+    from textmill.config.keys import all_fields
+
+    for key in {name for name, _ in all_fields()}.intersection(arguments):
+        raise TextmillError(f"{key}: a setting needs a value, without spaces; write {key}=VALUE")
 
 
 def _open_config(name: str, row: Command, argument: str, settings: list[str], flag_values: dict[str, Any]) -> Any:

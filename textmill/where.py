@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ def _from_folder(folder: Path, settings: list[str]) -> Where:
     if (folder / "config.json").is_file() or is_adapter(folder):
         return Where(_config_of(_as_model(folder), settings), bare_model=True)
     raise TextmillError(
-        f"{folder}: not written by textmill and not a model; it has no {PROJECT}, run.yaml or config.json"
+        f"{folder}: not written by textmill and not a model: it has no {PROJECT}, run.yaml or config.json; to train on "
+        f"texts there: textmill new DIR --text {shlex.quote(str(folder))}"
     )
 
 

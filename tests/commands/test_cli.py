@@ -75,6 +75,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
             "textmill: train.warmup: 9 is above train.steps=3",
         ),
         (["train", "quickstart", "train.stepz=3"], "train.stepz: no such key; did you mean 'train.steps'?"),
+        (["train", "quickstart", "train.steps"], "train.steps: a setting needs a value"),
+        (["train", "quickstart", "train.steps", "9"], "write train.steps=VALUE"),
         (["train", "quickstart", "train=5"], "train: found 5; give keys such as"),
         (["train", "quickstart", "model=nano"], "model: found 'nano'; give keys such as"),
         (["generate", "quickstart", "sample.top_p=2"], "sample.top_p: found 2; give a value at most 1"),
@@ -91,6 +93,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["show", "quickstart", "--step", "best"], "--step: found 'best'; give the number of a step"),
         (["check", "."], "nothing to check there"),
         (["evaluate", "."], "not written by textmill and not a model"),
+        (["run", "."], "to train on texts there: textmill new DIR --text "),
+        (["new", "x", "--text", "tinyshakespeare", "--family", "gpt3"], "choose one of auto, gpt2, llama, bert"),
     ],
 )
 def test_mistakes_are_one_line(

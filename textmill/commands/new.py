@@ -36,7 +36,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     """
     family = AUTO_FAMILY if family == "auto" else family
     if family not in SIZES:
-        raise TextmillError(f"--family: no family '{family}'; choose auto, {' or '.join(SIZES)}")
+        raise TextmillError(f"--family: no family '{family}'; choose one of {', '.join(('auto', *SIZES))}")
     masked = open_family(family).OBJECTIVE == "masked"
     path, entries = Path(folder) / PROJECT, [text] if isinstance(text, str) else list(text)
     if path.exists():

@@ -169,7 +169,7 @@ def _find_files(
     advice = (
         f"did you mean '{close_matches[0]}'?"
         if close_matches
-        else f"{user_corpora}the bundled corpora: {', '.join(bundled_corpora())}"
+        else f"check the path; {user_corpora}the bundled corpora: {', '.join(bundled_corpora())}"
     )
     raise TextmillError(f"corpus.sources: no file, folder or corpus '{entry}'; {advice}")
 
