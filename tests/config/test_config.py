@@ -24,6 +24,7 @@ from textmill.config.help import MOST_USED, all_help, settings_help
 from textmill.config.keys import all_fields, section_types, suggest_key
 from textmill.config.load import build_config, merge_trees, parse_settings, read_recorded_config, read_yaml
 from textmill.config.other_names import OTHER_NAMES
+from textmill.config.yaml_text import format_yaml, format_yaml_value
 from textmill.engines.deepspeed_config import fill_unset
 from textmill.errors import TextmillError
 from textmill.where import open_where
@@ -91,6 +92,16 @@ def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
     with pytest.raises(Exception, match="frozen"):
         config.train.batch = 3  # type: ignore[misc]
     assert build_config(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_texts_that_look_like_other_values_read_back_as_texts(tmp_path: Path) -> None:
+    """A folder or a field may be called 1e5, which is a number in a YAML file here."""
+    texts = {name: {"text_key": name} for name in ("1e5", "null", "[]", "a: b", "- c", "12", "*", "yes", "#1", "")}
+    (tmp_path / "a.yaml").write_text(format_yaml(texts), encoding="utf-8")
+    assert read_yaml(tmp_path / "a.yaml")[0] == texts
+    for name in texts:
+        found = parse_settings([f"train.distil.teachers={format_yaml_value([name])}"])
+        assert found["train"]["distil"]["teachers"] == [name]
 
 
 def test_settings_of_one_call_are_not_recorded(tmp_path: Path) -> None:

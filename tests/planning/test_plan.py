@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.machines import H200, TWO_CORES
 from textmill.config import RunConfig, TrainConfig
-from textmill.config.load import parse_settings
+from textmill.config.load import parse_settings, read_yaml
 from textmill.corpus.inspection import RecordFacts
 from textmill.engines import compile_torch
 from textmill.planning.facts import MachineFacts, TextFacts
@@ -121,7 +122,17 @@ def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() 
     assert commands == ["textmill run x train.folder=x/run-2 'train.distil.teachers=[x/run]' train.seed=2"]
 
 
-@pytest.mark.parametrize("folder", ["x", "my text", "a, b", "it's #1"])
+@pytest.mark.parametrize("key", ["content", "[]", "1e5", "a.b[]"])
+def test_the_field_with_the_text_reads_back(key: str, tmp_path: Path) -> None:
+    text = text_of(1e5)
+    plan = plan_for(text, TWO_CORES, 1)
+    written = project_yaml("x", ["*.json", "1e5"], RecordFacts(text_key=key), text, TWO_CORES, plan)
+    (tmp_path / "a.yaml").write_text(written)
+    corpus = read_yaml(tmp_path / "a.yaml")[0]["corpus"]
+    assert (corpus["text_key"], corpus["sources"]) == (key, ["*.json", "1e5"])
+
+
+@pytest.mark.parametrize("folder", ["x", "my text", "a, b", "it's #1", "a*b/*", "- {c}: d", "!tag"])
 def test_proposed_commands_can_be_pasted_for_any_folder(folder: str) -> None:
     text = text_of(1e5)
     written = project_yaml(folder, ["a.txt"], RecordFacts(), text, TWO_CORES, plan_for(text, TWO_CORES, 600))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from contextlib import redirect_stdout
@@ -51,9 +52,8 @@ def tune(config: RunConfig, minutes: float = 60.0, as_json: bool = False, force:
         if not complete:
             print(f"the {minutes:g} minutes are used up; more --minutes add trials")
         written = format_path(write_tuned(tuning))
-        print(
-            f"wrote {written}; next: textmill run {written if tuning.outcome.changes else format_path(folder.parent)}"
-        )
+        best = written if tuning.outcome.changes else format_path(folder.parent)
+        print(f"wrote {written}; next: textmill run {shlex.quote(best)}")
     summary = tuning.summary()
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))

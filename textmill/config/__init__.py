@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.data import CorpusConfig
@@ -34,6 +33,7 @@ from textmill.config.train_groups import (
 from textmill.config.training import TrainConfig
 from textmill.config.usage import EmbedConfig, ExportConfig, SampleConfig, TrackConfig, WandbConfig
 from textmill.config.vocabulary import TokenizerConfig
+from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
 
 __all__ = [
@@ -124,7 +124,7 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """The tree as YAML that `textmill COMMAND run.yaml` reads back, without the settings of one call."""
         tree = drop_per_call(self.model_dump(mode="json"))
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+        return format_yaml(tree)
 
 
 def drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:

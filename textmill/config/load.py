@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from textmill.config.mistakes import describe_type, first_mistake, key_and_paren
 from textmill.config.renamed import RENAMED, rename_tree, rename_value
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
+from textmill.config.yaml_text import YamlLoader
 from textmill.errors import TextmillError, warn
 
 Tree = dict[str, Any]
@@ -28,21 +28,12 @@ RESHAPABLE = ("dropout", "positions")
 """Numbers of a shape that given weights may change."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers: 6e-4 is a number here too."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
-)
-
-
 def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
     """A YAML file as a tree, and the line of each key."""
     try:
         text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=_Loader)
-        tree = yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
+        node = yaml.compose(text, Loader=YamlLoader)
+        tree = yaml.load(text, Loader=YamlLoader)  # a SafeLoader with one more number format
     except (OSError, UnicodeDecodeError) as error:
         raise TextmillError(f"{path}: not readable ({error})") from None
     except yaml.YAMLError as error:
@@ -175,7 +166,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
     if not text.strip() and type(None) not in options:
         raise TextmillError(f"found nothing after '='; give {describe_type(annotation)}")
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
+        return yaml.load(text, Loader=YamlLoader)  # a SafeLoader with one more number format
     except yaml.YAMLError:
         return text
 

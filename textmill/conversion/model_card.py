@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
+from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.stages import MANIFEST
@@ -32,7 +31,7 @@ def write_card(config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer:
         head = {"language": list(config.corpus.languages), **head}
     name = config.export.name or Path(str(config.export.folder)).name
     parts = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
+        f"---\n{format_yaml(head)}---",
         f"# {name}",
         f"A {shape.family} language model with {shape.parameters:,} parameters, trained with textmill.",
         _table("Model", _model_rows(shape, tokenizer)),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 from textmill.config import ModelConfig
+from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import Row, masked_sections
 from textmill.planning.plan import MAX_EPOCHS, Plan, fitted_fraction
 
-YAML_SIGNS = ",[]{}#:'\""
-"""Characters that a path in a YAML list is quoted for."""
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
@@ -50,8 +48,7 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 
 def second_generation(folder: str, run: str) -> str:
     """The command that trains the same model again, taught by the first: worth it if the text limits the model."""
-    teachers = json.dumps([run], ensure_ascii=False) if set(run) & set(YAML_SIGNS) else f"[{run}]"
-    settings = f"train.folder={run}-2", f"train.distil.teachers={teachers}", "train.seed=2"
+    settings = f"train.folder={run}-2", f"train.distil.teachers={format_yaml_value([run])}", "train.seed=2"
     return " ".join(["textmill run", *map(shlex.quote, (folder, *settings))])
 
 
@@ -113,9 +110,9 @@ def _dropout_rows(plan: Plan) -> list[Row]:
 
 
 def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> list[Row]:
-    rows: list[Row] = [("sources", json.dumps(sources, ensure_ascii=False), "files, globs and folders")]
+    rows: list[Row] = [("sources", format_yaml_value(sources), "files, globs and folders")]
     if records.text_key and records.text_key != "text":
-        rows.append(("text_key", records.text_key, "the field with the text"))
+        rows.append(("text_key", format_yaml_value(records.text_key), "the field with the text"))
     if records.chat:
         rows.append(("chat", records.chat, "the records are conversations"))
     if text.section:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from textmill.config import RunConfig
+from textmill.config.yaml_text import format_yaml
 from textmill.planning.trials import Outcome, Result, Trial, describe_value
 from textmill.planning.tuning import Tuning, change_settings
 from textmill.storage.files import format_path, write_text
@@ -55,8 +55,8 @@ def write_tuned(tuning: Tuning) -> Path:
     config, path = tuning.config, Path(tuning.config.folder) / TUNED
     best = change_settings(config, tuning.outcome.changes)
     notes = "\n".join(f"# {line}".rstrip() for line in [*describe_outcome(tuning), "", *_rows(tuning)])
-    head = f"# Settings that `textmill tune` found; start them with: textmill run {format_path(path)}\n"
-    write_text(path, f"{head}#\n{notes}\n{yaml.safe_dump(_tree(best), sort_keys=False, allow_unicode=True, width=100)}")
+    head = f"# Settings that `textmill tune` found; start them with: textmill run {shlex.quote(format_path(path))}\n"
+    write_text(path, f"{head}#\n{notes}\n{format_yaml(_tree(best))}")
     return path
 
 
