@@ -15,13 +15,14 @@ from tests.support.engine_runs import LENGTH, VOCAB, batch_of
 from tests.support.model_folders import korean_tokenizer
 from tests.support.weights import noisy_weights
 from textmill.cli import main
-from textmill.config import JaxEngine, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import JaxEngine, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
 from textmill.engines.meshes import check_divides_net
 from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family, read_shape, weights_of
 from textmill.models.decode_torch import NetSlots
-from textmill.models.nets_torch import fill, new_net
+from textmill.models.lora import peft_config_of
+from textmill.models.nets_torch import fill, new_net, open_net
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import select_layers
 from textmill.storage.tensor_files import encode_safetensors
@@ -246,14 +247,45 @@ def test_blocks_with_tables_of_their_own_cannot_be_chosen() -> None:
     assert select_layers(shape_of("embeddings again"), [0, 1]).layers == 2
 
 
-def test_what_has_no_such_net_refuses_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of other tools, tensor parallelism and JAX; generation works."""
-    tokenizer, folder = korean_tokenizer(vocab=420), tmp_path / "model"
-    shape = replace(shape_of("value embeddings"), vocab=tokenizer.vocab, end=tokenizer.end)
+def write_model(folder: Path, name: str) -> Any:
+    """A model folder; returns its shape."""
+    tokenizer = korean_tokenizer(vocab=420)
+    shape = replace(shape_of(name), vocab=tokenizer.vocab, end=tokenizer.end)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(FAMILY.hf_config_of(shape)))
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))
     tokenizer.save(folder)
+    return shape
+
+
+def test_an_adapter_is_merged_into_a_folder_for_textmill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The merged weights are W + alpha / rank * B A, and compute what transformers with hooks does with them."""
+    shape, lora, folder = write_model(tmp_path / "base", "all"), LoraConfig(rank=2, alpha=6), tmp_path / "adapter"
+    pairs = dict(noisy_weights(shape, seed=5, lora=lora)[len(weights_of(shape)) :])
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(peft_config_of(shape, lora, str(tmp_path / "base"))))
+    named = [(f"base_model.model.{name}", values) for name, values in pairs.items()]
+    (folder / "adapter_model.safetensors").write_bytes(b"".join(encode_safetensors(named)))
+    assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}"]) == 0
+    assert "with its adapter merged, as hf in fp32" in (printed := capsys.readouterr().out)
+    assert "only textmill opens it" in printed
+    wanted = dict(noisy_weights(shape))
+    for stem in {name.partition(".lora_")[0] for name in pairs}:
+        wanted[f"{stem}.weight"] += 3 * pairs[f"{stem}.lora_B.weight"] @ pairs[f"{stem}.lora_A.weight"]
+    ids, net = random_ids(2, 20), open_net(tmp_path / "out", CPU)
+    with torch.no_grad():
+        assert (net.logits(net(ids)) - Theirs(shape, wanted.items()).logits(ids)).abs().max() < 1e-5
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "transformers" not in card
+    assert "textmill generate FOLDER" in card
+    assert main(["export", str(folder), f"export.folder={tmp_path / 'other'}", "export.kind=gguf"]) == 2
+    assert "only textmill opens this model" in capsys.readouterr().err
+
+
+def test_what_has_no_such_net_refuses_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of other tools, tensor parallelism and JAX; generation works."""
+    folder = tmp_path / "model"
+    shape = write_model(folder, "value embeddings")
     assert main(["generate", str(folder), "sample.prompt=a", "sample.max_tokens=4"]) == 0
     for kind in ("hf", "gguf"):
         assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}", f"export.kind={kind}"]) == 2

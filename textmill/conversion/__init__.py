@@ -17,7 +17,7 @@ from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
 from textmill.conversion.remote_export import export_to_url
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
-from textmill.models import find_run_model, own_options, read_shape
+from textmill.models import Shape, find_run_model, own_options, read_shape
 from textmill.models.pooling import find_pooling
 from textmill.storage.files import format_path, hash_json
 from textmill.storage.remote_folders import is_url
@@ -46,11 +46,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
     before, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
-    if own := own_options(before):
-        raise TextmillError(
-            f"export.kind: {config.export.kind} has no {', '.join(own)} of model.shape; only textmill opens this "
-            f"model: use the folder {format_path(checkpoint.folder)}"
-        )
+    _check_own_options(before, config.export.kind, checkpoint)
     tokens = config.export.vocab_used_in
     reduction = reduce_vocabulary(tokenizer, tokens) if tokens else None
     shape, tokenizer = (reduce_shape(before, reduction), reduction.tokenizer) if reduction else (before, tokenizer)
@@ -75,10 +71,11 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
             raise
         stage.write_manifest(part, files, {"precision": precision, "parameters": shape.parameters, "check": figures})
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
+    only = "; only textmill opens it" if own_options(shape) else ""
     size = sum(entry["bytes"] for entry in files.values()) / 1e6
     print(
         f"export: {format_path(folder)}: {shape.parameters:,} parameters of "
-        f"{format_path(checkpoint.folder)}{merged}, as {config.export.kind} in {precision}, {size:,.1f} MB\n"
+        f"{format_path(checkpoint.folder)}{merged}, as {config.export.kind} in {precision}, {size:,.1f} MB{only}\n"
         f"export: checked: {figures}"
     )
     return folder
@@ -100,6 +97,16 @@ def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, st
         "weights": fingerprint_weights(checkpoint.folder),
         "texts": hash_json(texts),
     }
+
+
+def _check_own_options(shape: Shape, kind: str, checkpoint: Checkpoint) -> None:
+    """Refuse a net that no other tool computes; only its adapter may be merged, into a folder for textmill."""
+    if not (own := own_options(shape)) or (kind == "hf" and is_adapter(checkpoint.folder)):
+        return
+    raise TextmillError(
+        f"export.kind: {kind} has no {', '.join(own)} of model.shape; only textmill opens this "
+        f"model: use the folder {format_path(checkpoint.folder)}"
+    )
 
 
 def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:

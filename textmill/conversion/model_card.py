@@ -9,6 +9,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
+from textmill.models import own_options
 from textmill.storage.files import read_json
 from textmill.storage.stages import MANIFEST
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -24,7 +25,8 @@ PRIVATE_FACTS = ("file", "seconds", "device")
 
 def write_card(config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer: TextTokenizer) -> str:
     """The card in Markdown: the model, its data, its training, its scores, its licence and how to use it."""
-    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["textmill"]}
+    library = "textmill" if own_options(shape) else "transformers"
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["textmill"]}
     if config.export.license:
         head = {"license": config.export.license, **head}
     if config.corpus.languages:
@@ -40,7 +42,7 @@ def write_card(config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer:
         _curve(checkpoint),
         _scores(checkpoint),
         f"## Licence\n\n{config.export.license or 'Not stated by whoever exported this model.'}",
-        _usage(tokenizer),
+        _usage(shape, tokenizer),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -141,7 +143,10 @@ def _scores(checkpoint: Checkpoint) -> str:
     return "\n\n".join(["## Scores", *parts]) if parts else ""
 
 
-def _usage(tokenizer: TextTokenizer) -> str:
+def _usage(shape: Any, tokenizer: TextTokenizer) -> str:
+    if own := own_options(shape):
+        command = "chat FOLDER" if tokenizer.chat or tokenizer.jinja else "generate FOLDER sample.prompt=Once"
+        return f"## Usage\n\nOnly textmill computes {', '.join(own)}:\n\n```sh\ntextmill {command}\n```"
     call = (
         'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
         if tokenizer.chat or tokenizer.jinja
