@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from textmill.cli import main
 from textmill.commands import run as command
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
@@ -46,3 +49,43 @@ def test_without_a_valid_loss_more_text_is_proposed_and_no_tuning(tmp_path: Path
     unknown, limited = (command._improving_commands(config, state, "here") for state in states)
     assert unknown == ["textmill new larger --text 'more texts/*.txt'"]
     assert "textmill tune here --minutes 60" in limited
+
+
+QUICK = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "model.shape.layers=1",
+         "model.shape.width=32", "model.shape.heads=2", "train.evaluate_batches=1", "tokenizer.vocab=400",
+         "engine.device=cpu", "runner.workers=1", "sample.max_tokens=3"]  # fmt: skip
+
+
+def printed_commands(out: str) -> list[list[str]]:
+    lines = out.partition("Next:")[2].splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("  textmill ")]
+
+
+@pytest.mark.parametrize("where", ["project", "file"])
+def test_printed_commands_work_wherever_the_folders_are(
+    where: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's folder is not below the root folder, and both have spaces and quotes in their names."""
+    monkeypatch.chdir(tiny_texts.parent)
+    file = Path("a mill/textmill.yaml" if where == "project" else "a mill.yaml")
+    file.parent.mkdir(exist_ok=True)
+    sources = os.path.relpath("texts", file.parent)
+    file.write_text(f"corpus: {{sources: ['{sources}'], documents: block, split: [80, 10, 10]}}\n")
+    assert main(["run", str(file), *QUICK, "train.folder=it's elsewhere/a run"]) == 0, capsys.readouterr().err
+    generate, *others = printed_commands(capsys.readouterr().out)
+    assert generate[0] == "generate"
+    assert main([*generate, "sample.max_tokens=3", "engine.device=cpu"]) == 0, capsys.readouterr().err
+    (longer,) = (words for words in others if words[0] == "train")
+    assert main(longer) == 0, capsys.readouterr().err
+    assert Path("it's elsewhere/a run/step-0000004").is_dir()
+
+
+def test_the_root_folder_is_named_if_it_opens_the_run(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    Path("mine").mkdir()
+    assert main(["run", "quickstart", *QUICK, "corpus.sources=texts", "folder=a mill"]) == 0, capsys.readouterr().err
+    generate, _, new, *_ = printed_commands(capsys.readouterr().out)
+    assert generate[:2] == ["generate", "a mill"]
+    assert new[:2] == ["new", "mine-2"], "the folder mine exists"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import threading
 from pathlib import Path
@@ -65,6 +66,12 @@ def test_the_file_runs_only_if_the_user_names_it(project: Path, capsys: pytest.C
     assert f"add model.family={project / 'mynet.py'}" in capsys.readouterr().err
     assert main(["generate", str(project / "run"), f"model.family={project / 'mynet.py'}", *GENERATE]) == 0
     assert main(["show", str(project / "tokens")]) == 0, "a folder without a model needs no file"
+
+
+def test_the_printed_commands_name_the_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(project, "run", 6)
+    generate = shlex.split(capsys.readouterr().out.partition("Next:\n")[2].splitlines()[0])
+    assert main([*generate[1:], *GENERATE]) == 0, capsys.readouterr().err
 
 
 def test_a_changed_file_blocks_a_resume(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

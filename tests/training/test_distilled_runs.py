@@ -89,7 +89,7 @@ def test_adapters_on_the_teacher_start_without_a_difference(root: Path) -> None:
 
 def test_the_second_generation_that_is_proposed(root: Path) -> None:
     """The command that `new` and `run` print trains the same model with the first run as its teacher."""
-    command, *settings = shlex.split(second_generation(str(root), str(root / "teacher")))[1:]
+    command, *settings = shlex.split(second_generation(shlex.quote(str(root)), str(root / "teacher")))[1:]
     assert (command, settings[0]) == ("run", str(root))
     train(config_for(root, root / "unused", 3, *EVERY, *settings[1:]))
     found = read_metrics(root / "teacher-2")[0]

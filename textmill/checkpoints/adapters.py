@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,8 @@ def find_base(folder: Path) -> Path:
         raise TextmillError(f"{folder}: the base model of this adapter is missing: {error}; put it back") from None
     if is_adapter(base):
         raise TextmillError(
-            f"{folder}: its base {base_name} is an adapter itself; merge that one first: textmill export {base_name}"
+            f"{folder}: its base {base_name} is an adapter itself; merge that one first: "
+            f"textmill export {shlex.quote(base_name)} export.folder=MERGED"
         )
     if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_weights(base):
         raise TextmillError(

@@ -7,8 +7,10 @@ generation are kept in summary.json: a second call prints them without computing
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from typing import Any
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
-from textmill.config import SIZES, EvaluateConfig, ModelConfig, RunConfig
+from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig
 from textmill.config.model import is_family_file
 from textmill.config.renamed import rename_settings
 from textmill.engines.early_import import import_torch_meanwhile
+from textmill.errors import TextmillError
 from textmill.evaluation import format_tables
 from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
@@ -46,6 +49,7 @@ from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
 from textmill.training.teacher_cache import cache_teacher
+from textmill.where import open_where
 
 SUMMARY = "summary.json"
 
@@ -185,52 +189,77 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
-    root = shlex.quote(format_path(Path(config.folder)))
+    where = shlex.join(_where_of(config))
     only_textmill = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
     opened_by = "only textmill opens it" if only_textmill else "transformers can open it"
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
     if config.corpus.labels:
-        print(f"  textmill evaluate {root} evaluate.text=FILE")
+        print(f"  textmill evaluate {where} evaluate.text=FILE")
     elif config.train.layout == "masked":
-        print(f"  textmill fill {root} sample.prompt='a text with [MASK]'")
-        print(f"  textmill embed {root} 'a text' 'another text'")
+        print(f"  textmill fill {where} sample.prompt='a text with [MASK]'")
+        print(f"  textmill embed {where} 'a text' 'another text'")
         if not _evaluates(config):
-            print(f"  textmill evaluate {root} evaluate.tasks=pseudo_perplexity evaluate.sample=1000")
+            print(f"  textmill evaluate {where} evaluate.tasks=pseudo_perplexity evaluate.sample=1000")
     elif config.train.layout == "chat":
-        print(f"  textmill chat {root}")
+        print(f"  textmill chat {where}")
     else:
-        print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
-    for line in _improving_commands(config, state_of(facts), root):
+        print(f"  textmill generate {where} sample.prompt={shlex.quote('Once more')} sample.count=3")
+    for line in _improving_commands(config, state_of(facts), where):
         print(f"  {line}")
 
 
-def _improving_commands(config: RunConfig, state: State, root: str) -> list[str]:
+def _where_of(config: RunConfig) -> list[str]:
+    """WHERE of the commands to type next: the root folder if it opens with these settings, else the run's folder."""
+    run = config.folder_of("train")
+    for folder in (Path(config.folder), run):
+        words = [format_path(folder)]
+        with suppress(TextmillError):
+            if _are_same(open_where(words[0], []).config, config):
+                return words
+    # A family's file is code, which runs only if the user names it.
+    own = [f"model.family={config.model.family}"] if is_family_file(config.model.family) else []
+    return [format_path(run), *own]
+
+
+def _are_same(opened: RunConfig, config: RunConfig) -> bool:
+    """Whether both read and write the same folders with the same results."""
+    folders = all(opened.folder_of(stage).resolve() == config.folder_of(stage).resolve() for stage in STAGE_FOLDERS)
+    return folders and opened.results(*STAGE_FOLDERS, "model") == config.results(*STAGE_FOLDERS, "model")
+
+
+def _improving_commands(config: RunConfig, state: State, where: str) -> list[str]:
     """Commands that would make the model better, by what limits it now."""
     train, name = config.train, config.model.family
     if config.corpus.labels:
         if not train.epochs or state == "overfitting":
             return []
-        return [f"textmill train {root} train.epochs={2 * train.epochs:g}"]
+        return [f"textmill train {where} train.epochs={2 * train.epochs:g}"]
     family = f" --family {name}" if name in SIZES and name != ModelConfig().family else ""
     run = format_path(config.folder_of("train"))
-    tune = f"textmill tune {root} --minutes 60"
-    with_more_text = f"textmill new larger --text 'more texts/*.txt'{family}"
+    tune = f"textmill tune {where} --minutes 60"
+    with_more_text = f"textmill new {_free_name('larger')} --text 'more texts/*.txt'{family}"
     if state == "overfitting":
         decay = f"train.weight_decay={max(0.1, 2 * train.weight_decay):g}"
-        return [f"textmill run {root} {decay} train.folder={shlex.quote(run + '-2')}", tune]
+        return [f"textmill run {where} {decay} train.folder={shlex.quote(run + '-2')}", tune]
     if state == "unknown":  # without a valid split nothing can be tuned, and nobody knows whether more time helps
         return [with_more_text]
     if state == "limited by the text":
         if train.distil.teachers or train.layout == "masked":
             return [tune, with_more_text]
-        return [second_generation(format_path(Path(config.folder)), run), tune, with_more_text]
+        return [second_generation(where, run), tune, with_more_text]
     if train.minutes is None:
         return [
-            f"textmill train {root} train.{train.unit}={2 * getattr(train, train.unit)}",
-            f"textmill new mine --text 'texts/*.txt'{family} && textmill run mine",
+            f"textmill train {where} train.{train.unit}={2 * getattr(train, train.unit)}",
+            f"textmill new {(mine := _free_name('mine'))} --text 'texts/*.txt'{family} && textmill run {mine}",
         ]
     sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources[:3])
-    return [f"textmill new longer {sources}{family} --minutes {4 * train.minutes:g}", tune]
+    return [f"textmill new {_free_name('longer')} {sources}{family} --minutes {4 * train.minutes:g}", tune]
+
+
+def _free_name(name: str) -> str:
+    """A folder that does not exist: `new` refuses one that does."""
+    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(one for one in names if not os.path.exists(one))
 
 
 def _short_path(source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -105,13 +106,13 @@ def find_run_model(config: RunConfig, step: StepChoice | None = None) -> Checkpo
 
 def check_next_token(shape: Shape, where: object, work: str) -> None:
     """Refuse a model that does not predict the next token; `work` is what only those can do."""
-    objective = open_family(shape.family).OBJECTIVE
+    objective, place = open_family(shape.family).OBJECTIVE, shlex.quote(str(where))
     if objective != "next_token":
-        advice = f"textmill embed {where} 'a text'"
+        advice = f"textmill embed {place} 'a text'"
         if label_head_of(shape):
-            advice = f"textmill evaluate {where} evaluate.text=FILE"
+            advice = f"textmill evaluate {place} evaluate.text=FILE"
         elif has_masked_head(shape):
-            advice = f"textmill fill {where} sample.prompt='a text with [MASK]'"
+            advice = f"textmill fill {place} sample.prompt='a text with [MASK]'"
         raise TextmillError(
             f"{where}: a {shape.family} predicts {objective} tokens, not the next one, so it cannot {work}; "
             f"use: {advice}"
@@ -125,14 +126,15 @@ def has_masked_head(shape: Shape) -> bool:
 
 def check_masked_head(shape: Shape, where: object) -> None:
     """Refuse a model that does not predict masked tokens."""
+    place = shlex.quote(str(where))
     if open_family(shape.family).OBJECTIVE != "masked":
         raise TextmillError(
-            f"{where}: a {shape.family} predicts the next token, not masked ones; use: textmill generate {where}"
+            f"{where}: a {shape.family} predicts the next token, not masked ones; use: textmill generate {place}"
         )
     if not has_masked_head(shape):
         raise TextmillError(
             f"{where}: has no head for masked tokens, so it cannot predict them; use a folder of BertForMaskedLM or "
-            f"BertForPreTraining; for embeddings use: textmill embed {where} 'a text'"
+            f"BertForPreTraining; for embeddings use: textmill embed {place} 'a text'"
         )
 
 

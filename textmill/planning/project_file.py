@@ -46,17 +46,20 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
     return "\n".join(lines)
 
 
-def second_generation(folder: str, run: str) -> str:
-    """The command that trains the same model again, taught by the first: worth it if the text limits the model."""
+def second_generation(where: str, run: str) -> str:
+    """The command that trains the same model again, taught by the first: worth it if the text limits the model.
+
+    `where` is WHERE, quoted for the shell.
+    """
     settings = f"train.folder={run}-2", f"train.distil.teachers={format_yaml_value([run])}", "train.seed=2"
-    return " ".join(["textmill run", *map(shlex.quote, (folder, *settings))])
+    return " ".join(["textmill run", where, *map(shlex.quote, settings)])
 
 
 def _describe_second_generation(folder: str) -> str:
     return f"""\
 # There is time for more than this text needs. A second model that learns from the first is usually
 # better (docs/distil.md):
-#   {second_generation(folder, f"{folder}/run")}
+#   {second_generation(shlex.quote(folder), f"{folder}/run")}
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from textmill.errors import TextmillError
@@ -37,7 +38,9 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_file():
-        raise TextmillError(f"{name}: is a file; turn it into a model folder first: textmill import {name} FOLDER")
+        raise TextmillError(
+            f"{name}: is a file; turn it into a model folder first: textmill import {shlex.quote(name)} FOLDER"
+        )
     if not HUB_NAME.match(name):
         raise TextmillError(
             f"{name}: no such folder; use a run, a checkpoint, a Hugging Face model folder or a hub name"

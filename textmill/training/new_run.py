@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +143,7 @@ def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config
     """Add new LoRA adapters; weights of the base that were resized are saved with them."""
     folder = init_model.folder
     if is_adapter(folder):
-        advice = f"textmill export {folder} export.folder=MERGED, then model.init_from=MERGED"
+        advice = f"textmill export {shlex.quote(str(folder))} export.folder=MERGED, then model.init_from=MERGED"
         raise TextmillError(f"model.init_from: {folder} is an adapter itself; merge it first: {advice}")
     weights = list(start.weights)
     before = dict(known_weights(start.shape, init_model.weights()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +80,9 @@ def _show_stages(config: RunConfig, where: str, only: str | None) -> None:
     written += ["run"] if is_run(config.folder_of("train")) else []
     chosen = [only] if only else written
     if not chosen:
-        raise TextmillError(f"{where}: nothing to show there yet; prepare a corpus first: textmill prepare {where}")
+        raise TextmillError(
+            f"{where}: nothing to show there yet; prepare a corpus first: textmill prepare {shlex.quote(str(where))}"
+        )
     for number, name in enumerate(chosen):
         print("\n" if number else "", end="")
         views[name]()

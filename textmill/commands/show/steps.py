@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def show_step(config: RunConfig, step: int) -> None:
     if changes := list_changes(seen, {name: now[name] for name in seen}):
         raise TextmillError(
             f"{run}: was trained with other settings: {'; '.join(changes)}; use those of the run: "
-            f"textmill show {format_path(run)}"
+            f"textmill show {shlex.quote(format_path(run))}"
         )
     length = made_from.get("train.length", config.train.length)
     if not length:
