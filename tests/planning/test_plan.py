@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,11 +106,25 @@ def test_compiling_must_save_more_time_than_it_takes() -> None:
 def test_what_is_planned_as_compiled_is_compiled_by_the_engine(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file says nothing of `engine.compile` then, so that auto decides."""
     monkeypatch.setattr(compile_torch, "usable_cores", lambda: cores)
-    machine, nothing = replace(H200, cores=cores), None
-    planned = [tenths / 10 for tenths in range(5, 40) if plan_for(text_of(1e6), machine, tenths / 10).compiled]
-    by_engine: Any = compile_torch._is_long
-    assert planned
-    assert all(by_engine(TrainConfig(minutes=minutes), nothing, nothing, 1) for minutes in planned)
+    monkeypatch.setattr(compile_torch, "peak_flops_of", lambda device: 989e12)
+    planned = 0
+    for size, minutes in itertools.product((1e6, 1e7, 3e7, 1e8, 1e9), (1, 1.5, 2, 3, 5, 30)):
+        plan = plan_for(text_of(size), replace(H200, cores=cores), minutes)
+        if plan.compiled:
+            steps = math.ceil(MAX_EPOCHS * plan.train_tokens / (plan.batch * plan.length))
+            train = TrainConfig(minutes=minutes, batch=plan.batch, length=plan.length)
+            longest: Any = train.model_copy(update={"steps": steps})
+            assert compile_torch._is_long(longest, plan, torch.device("cuda"), 1), (size, minutes)  # type: ignore[arg-type]
+            planned += 1
+    assert planned >= 5
+
+
+def test_a_run_that_its_epochs_end_soon_is_not_compiled_whatever_its_minutes() -> None:
+    plan = plan_for(text_of(1e6), H200, 30)
+    assert plan.ends_early
+    assert plan.seconds < 90, "compiling pays from a minute and a half on"
+    assert not plan.compiled
+    assert plan_for(text_of(1e9), H200, 30).compiled
 
 
 def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() -> None:

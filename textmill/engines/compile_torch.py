@@ -26,7 +26,8 @@ COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
 def decide_compile(
     engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, mesh: Mesh
 ) -> tuple[bool, str]:
-    """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run."""
+    """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run, with
+    `train.minutes` the most steps that it may have."""
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
     # `engine.deterministic` is promised for eager nets; compiled collectives were never tried on GPUs.
@@ -44,8 +45,8 @@ def _note(compiled: bool) -> str:
 
 def _is_long(train: TrainConfig, shape: Shape, device: torch.device, world: int) -> bool:
     enough = shortest_compiled_run(usable_cores())
-    if train.minutes is not None:
-        return 60 * train.minutes >= enough
+    if train.minutes is not None and 60 * train.minutes < enough:
+        return False
     tokens = train.steps * train.batch * (train.length or shape.positions)
     flops_per_second = EAGER_FRACTION * (peak_flops_of(device) or DEFAULT_PEAK) * world
     return bool(6 * shape.parameters * tokens >= enough * flops_per_second)

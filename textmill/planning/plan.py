@@ -37,6 +37,8 @@ COMPILE_SECONDS, FEW_CORES_SECONDS = 30.0, 60.0
 """On a GPU, what compiling takes, and what it takes with few cores."""
 EAGER_SPEED = 0.5
 """The speed of a net that is not compiled, relative to a compiled one."""
+SMALL_EAGER_GAIN = 1.25
+"""A small net that is not compiled reaches this times `EAGER_SPEED`, since its steps are CUDA graphs."""
 MIN_BATCH_TOKENS = 512
 """Steps of fewer tokens hardly take less time."""
 MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
@@ -87,15 +89,10 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     `masked`: of a model that predicts masked tokens.
     """
     training_seconds = max(5.0, 60 * minutes - _other_seconds(text, machine))
-    compiled = _is_compiled(machine, minutes, training_seconds)
-    full_speed_seconds = _full_speed_seconds(machine, training_seconds, compiled)
-    candidates = list(_candidates(text, machine, full_speed_seconds, MASKED if masked else 1.0))
-    # The largest net that still sees the text often enough; a larger one would end undertrained.
-    net = max(
-        (candidate for candidate in candidates if candidate.fits_text and candidate.sees_text_often_enough),
-        key=lambda candidate: candidate.parameters,
-        default=candidates[0],
-    )
+    predicted, compiled = MASKED if masked else 1.0, _is_compiled(machine, minutes, training_seconds)
+    net = _best_candidate(text, machine, training_seconds, predicted, compiled=compiled)
+    if compiled and not _may_be_long(machine, net):
+        compiled, net = False, _best_candidate(text, machine, training_seconds, predicted, compiled=False)
     epochs = min(net.epochs, MAX_EPOCHS)
     run_tokens = epochs * net.unique_tokens
     length = min(_length(text, machine, net, run_tokens), MASKED_LENGTH if masked else MAX_LENGTH)
@@ -111,6 +108,29 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
         parameters=net.parameters, train_tokens=round(net.unique_tokens), compiled=compiled,
         seconds=_training_seconds(machine, net.multiplied_parameters, run_tokens, compiled),
     )  # fmt: skip
+
+
+def _best_candidate(
+    text: TextFacts, machine: MachineFacts, training_seconds: float, predicted: float, *, compiled: bool
+) -> _Candidate:
+    """The largest net that still sees the text often enough; a larger one would end undertrained."""
+    full_speed_seconds = _full_speed_seconds(machine, training_seconds, compiled)
+    candidates = list(_candidates(text, machine, full_speed_seconds, predicted))
+    return max(
+        (candidate for candidate in candidates if candidate.fits_text and candidate.sees_text_often_enough),
+        key=lambda candidate: candidate.parameters,
+        default=candidates[0],
+    )
+
+
+def _may_be_long(machine: MachineFacts, net: _Candidate) -> bool:
+    """Whether all epochs that the run may have would take long enough without compiling, however many minutes it has.
+
+    A small net that is not compiled reaches more than its fraction of a compiled one's speed (docs/autopilot.md).
+    """
+    speed = EAGER_SPEED * max(SMALL_EAGER_GAIN * machine.rates[0][1], machine.flops(net.multiplied_parameters))
+    seconds = FLOPS_PER_PARAMETER * net.multiplied_parameters * MAX_EPOCHS * net.unique_tokens / speed
+    return seconds >= shortest_compiled_run(machine.cores)
 
 
 def _is_compiled(machine: MachineFacts, minutes: float, training_seconds: float) -> bool:

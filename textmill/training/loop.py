@@ -62,7 +62,7 @@ def train(
             if ranks.first:
                 print(f"train: done already: {format_path(run)} ({reason})")
             return run
-        with_steps = config.model_copy(update={"train": run_length.train})
+        with_steps = config.model_copy(update={"train": run_length.longest})
         engine = run_on_all(ranks, lambda: build_engine(with_steps, start, ranks, resources))
         run_on_all(ranks, keep_folder)  # from here on a failed run leaves its folder
         with StopSignals() as stop_signals:

@@ -53,6 +53,13 @@ class RunLength:
         """Steps of the run; while they are not known, the most that it may have."""
         return self.train.steps if self.known else self.max_steps
 
+    @property
+    def longest(self) -> TrainConfig:
+        """The settings with the most steps that the run may have; the same when it is resumed, since the engine decides
+        with them whether to compile."""
+        most = self.train.steps if self.train.minutes is None else self.max_steps
+        return self.train.model_copy(update={"steps": most})
+
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
         return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN, self.samples_after)
