@@ -13,7 +13,7 @@ from torch._dynamo.exc import ShortenTraceback
 from tests.support.engine_runs import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import compile_torch
-from textmill.engines.compile_torch import decide_compile
+from textmill.engines.compile_torch import decide_compile, try_compiler
 from textmill.engines.meshes import Mesh
 from textmill.errors import TextmillError
 from textmill.training.run_folder import describe_engine
@@ -35,6 +35,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with a peak of 989 TFLOP/s, on a machine that can compile."""
     monkeypatch.setattr(compile_torch, "peak_flops_of", lambda device: 989e12)
     monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "")
+    monkeypatch.setattr(compile_torch, "try_compiler", lambda device: "")
 
 
 @pytest.mark.usefixtures("h200")
@@ -86,6 +87,26 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "C compiler (install gcc)")
     found = decide_compile(TorchEngine(), LONG, Net(), GPU, Mesh())
     assert found == (False, "not compiled, although it would be faster: no C compiler (install gcc) found")
+
+
+@pytest.mark.usefixtures("h200")
+def test_with_fsdp_a_compiler_that_fails_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda net: compile_(net, backend=fails))
+    failure = try_compiler(torch.device("cpu"))
+    assert "no such instruction" in failure
+    monkeypatch.setattr(compile_torch, "try_compiler", lambda device: failure)
+    found, note = decide_compile(TorchEngine(), LONG, Net(), GPU, Mesh(shard=2))
+    assert not found
+    assert note.startswith("not compiled, although it would be faster: torch cannot compile here: ")
+    assert "no such instruction" in note
+    assert decide_compile(TorchEngine(), LONG, Net(), GPU, Mesh())[0], "one process goes on after a failure"
+
+
+def test_a_compiler_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda net: compile_(net, backend="aot_eager"))
+    assert try_compiler(torch.device("cpu")) == ""
 
 
 def compiled_by(backend: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:

@@ -35,8 +35,23 @@ def decide_compile(
         return False, ""
     if not _is_long(train, shape, device, mesh.data_ranks):
         return False, ""
-    missing = missing_requirement()
-    return not missing, f"not compiled, although it would be faster: no {missing} found" if missing else _note(True)
+    if missing := missing_requirement():
+        return False, f"not compiled, although it would be faster: no {missing} found"
+    # Later a failure would end the run: one rank cannot repeat a pass in which the others take part.
+    if mesh.shard > 1 and (failure := try_compiler(device)):
+        return False, f"not compiled, although it would be faster: torch cannot compile here: {failure}"
+    return True, _note(True)
+
+
+def try_compiler(device: torch.device) -> str:
+    """Compile and run a small function; why that failed, empty if it worked."""
+    try:
+        torch.compile(lambda values: torch.nn.functional.gelu(values) * 2)(torch.ones(64, device=device))
+    except Exception as error:
+        if not _is_compile_error(error):
+            raise
+        return _summary(error)
+    return ""
 
 
 def _note(compiled: bool) -> str:
@@ -75,12 +90,16 @@ class CompileMonitor:
 
     def is_compile_error(self, error: BaseException) -> bool:
         """Whether compiling failed, and not the code that was compiled."""
-        return self.compiled and any(kind.__name__ in COMPILE_ERRORS for kind in type(error).__mro__)
+        return self.compiled and _is_compile_error(error)
 
     def fall_back(self, error: BaseException) -> None:
         """Note that the net runs eagerly from now on, because of a compile error."""
         self.compiled = False
         self.note = f"torch cannot compile the net here, so it runs eagerly: {_summary(error)}"
+
+
+def _is_compile_error(error: BaseException) -> bool:
+    return any(kind.__name__ in COMPILE_ERRORS for kind in type(error).__mro__)
 
 
 def _summary(error: BaseException) -> str:
