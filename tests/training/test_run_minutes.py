@@ -133,7 +133,9 @@ def test_a_run_does_not_exceed_its_epochs(clock: Clock) -> None:
     """80 samples of an epoch in steps of 8: 25 epochs are 250 steps; 98 s at 80 tokens/s are enough for 98 more."""
     assert fitting_steps(planned(max_epochs=25), 2, 1e6, 80.0, NO_COSTS) == 250
     assert fitting_steps(planned(max_epochs=25), 2, 98.0, 80.0, NO_COSTS) == 100
-    assert planned(max_epochs=25).longest.steps == planned(max_epochs=25).measured(100, 2).longest.steps == 250
+    assert (
+        planned(max_epochs=25).longest.steps == planned(max_epochs=25).with_measured_steps(100, 2).longest.steps == 250
+    )
     assert [planned(minutes=None, max_epochs=2.5, steps=steps).steps for steps in (20, 30)] == [20, 25]
 
 

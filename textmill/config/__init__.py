@@ -12,7 +12,6 @@ from textmill.config.distillation import DistilConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
 from textmill.config.evaluation import EvaluateConfig, WikitextConfig
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
-from textmill.config.plan import PlanConfig
 from textmill.config.runners import BeamRunner, LocalRunner, RunnerConfig
 from textmill.config.section import Section, field_markers, path
 from textmill.config.serving import ServeConfig
@@ -31,7 +30,7 @@ from textmill.config.train_groups import (
     StableConfig,
 )
 from textmill.config.training import TrainConfig
-from textmill.config.usage import EmbedConfig, ExportConfig, SampleConfig, TrackConfig, WandbConfig
+from textmill.config.usage import EmbedConfig, ExportConfig, PlanConfig, SampleConfig, TrackConfig, WandbConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
