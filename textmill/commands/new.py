@@ -14,6 +14,7 @@ from textmill.corpus.inspection import inspect_records
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
+from textmill.planning.facts import TextFacts
 from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
@@ -48,6 +49,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     if not total:
         raise TextmillError(f"{', '.join(entries)}: {len(sources)} files, all empty; name files with text")
     records = inspect_records(sources, CorpusConfig())
+    encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
+    sources = [replace(source, encoding=encoding) for source in sources]
     shortest = MIN_SECTION if masked else 200
     section = (
         max(shortest, min(4000, round(total / 30000) * 100)) if all(one.format == "text" for one in sources) else 0
@@ -56,6 +59,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         {
             "text_key": records.text_key or "text",
             "chat": records.chat,
+            "encoding": encoding,
             **({"section_chars": section} if section else {}),
         }
     )
@@ -76,16 +80,24 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     kind = {"masked" if masked else "family": family}
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
-    print(f"new: {len(sources)} files, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
+    files = f"{len(sources):,} file{'' if len(sources) == 1 else 's'}"
+    print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
+    _warn_of_text(facts, encoding, path)
+    if other_minutes:
+        print(f"new: expected {other_minutes}")
+    print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
+    return path
+
+
+def _warn_of_text(facts: TextFacts, encoding: str, path: Path) -> None:
+    """Warn of a guessed encoding, and of too few documents."""
+    if encoding != "auto":
+        warn(f"files that are not UTF-8 look like {encoding}; if that is wrong, change corpus.encoding in {path}")
     if facts.different_documents < FEW_DOCUMENTS:
         warn(
             f"the text has about {facts.different_documents} different documents of {facts.documents:,}: probably too "
             "few for valid and test splits, so that nobody can tell how good the model is; add text"
         )
-    if other_minutes:
-        print(f"new: expected {other_minutes}")
-    print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
-    return path
 
 
 def _named(entry: str, folder: str) -> str:

@@ -87,6 +87,12 @@ class _Sample:
         else:
             self.strings.append(text)
 
+    @property
+    def encoding(self) -> str:
+        """The most common encoding; an older one counts before UTF-8, which is recognised in each file."""
+        older = Counter({name: count for name, count in self.encodings.items() if not name.startswith("utf-")})
+        return next((name for name, _ in (older or self.encodings).most_common(1)), "utf-8")
+
 
 def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFacts:
     """Examine a few records of up to eight sources, spread evenly; the most common finding counts."""
@@ -107,7 +113,7 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
     return RecordFacts(
         text_key=text_key,
         chat=chat,
-        encoding=sample.encodings.most_common(1)[0][0] if sample.encodings else "utf-8",
+        encoding=sample.encoding,
         delimiter=delimiter,
         header=header,
         language=_find_language(texts),

@@ -102,7 +102,7 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
     except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextmillError(
-            f"{path}: damaged ({first_line}); build the corpus again with: textmill prepare --force"
+            f"{path}: damaged ({first_line}); build the corpus again with: textmill prepare WHERE --force"
         ) from None
 
 

@@ -111,7 +111,7 @@ def _blocks(store: TokenStore, vocab: int, first: int, end: int, answers_only: b
         if int(tokens.max()) >= vocab or int(tokens.min()) < 0:
             raise TextmillError(
                 f"{store.prefix}: token ids from {tokens.min()} to {tokens.max()} found, the vocabulary has {vocab:,}; "
-                f"write it again with: textmill tokenize --force"
+                f"write it again with: textmill tokenize WHERE --force"
             )
         before = np.concatenate([[previous], tokens[:-1]])
         if answers_only and store.loss_mask is not None:

@@ -129,7 +129,7 @@ def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
     if store.tokens != counts["tokens"]:
         raise TextmillError(
             f"{folder}: its {split} split holds {store.tokens:,} tokens, its manifest says {counts['tokens']:,}; "
-            f"write it again with: textmill tokenize --force"
+            f"write it again with: textmill tokenize WHERE --force"
         )
     facts = {"append_end": bool(manifest["made_from"].get("tokens.append_end", True))}
     return SplitTokens([store], [open_store(folder / "train")], counts, manifest["vocab"], facts)

@@ -79,6 +79,7 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
         "tokenizer": [
             ("vocab", plan.vocab, f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is "
                                   "cheapest"),
+            *([("chat", "default", "tokens that mark who speaks, and the end of an answer")] if records.chat else []),
             *_sample_rows(text),
         ],
         "model": [
@@ -91,9 +92,10 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
         "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),
                   *_train_rows(plan, often)],
         "sample": [
-            ("prompt", "null", 'what the finished model continues, such as "Once upon a time"'),
+            ("prompt", "null", "a question for the finished model; null: some of the valid split" if records.chat else
+                               'what the finished model continues, such as "Once upon a time"'),
             ("temperature", 0.8, "0: always the likeliest token; higher: more random"),
-            ("max_tokens", 200, "tokens of new text"),
+            ("max_tokens", 40 if records.chat else 200, "tokens of new text"),
         ],
     }  # fmt: skip
 
@@ -116,6 +118,8 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> l
     rows: list[Row] = [("sources", format_yaml_value(sources), "files, globs and folders")]
     if records.text_key and records.text_key != "text":
         rows.append(("text_key", format_yaml_value(records.text_key), "the field with the text"))
+    if not records.encoding.startswith("utf-"):
+        rows.append(("encoding", records.encoding, "of the files that are not UTF-8; a guess from their bytes"))
     if records.chat:
         rows.append(("chat", records.chat, "the records are conversations"))
     if text.section:

@@ -185,7 +185,7 @@ def _check_special_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
     if tokenizer.chat is None:
         raise TextmillError(
             "tokenizer.chat: the tokenizer has no chat template; set tokenizer.chat=default, then run: "
-            "textmill fit-tokenizer --force and textmill tokenize --force"
+            "textmill fit-tokenizer WHERE --force and textmill tokenize WHERE --force"
         )
     ids = {token: tokenizer.inner.token_to_id(token) for token in tokenizer.chat.tokens}
     if missing := [token for token, id_ in ids.items() if id_ is None or id_ >= vectors]:
@@ -198,7 +198,7 @@ def _check_special_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
         raise TextmillError(
             f"the stop token of the chat template is {tokenizer.chat.stop}, "
             f"but the tokenizer's end-of-text token is {end}; "
-            f"make the tokenizer again with: textmill fit-tokenizer --force"
+            f"make the tokenizer again with: textmill fit-tokenizer WHERE --force"
         )
 
 
@@ -206,7 +206,7 @@ def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer
     if not counts.loss_tokens:
         raise TextmillError(
             f"no token has loss: none of {counts.conversations:,} conversations has an assistant's turn that is not "
-            f"masked; check the roles in the sources and corpus.chat, then run: textmill tokenize --force"
+            f"masked; check the roles in the sources and corpus.chat, then run: textmill tokenize WHERE --force"
         )
     fix = f"raise train.length (the longest has {counts.longest:,} tokens)" + (
         "" if train.chat.truncate == "start" else ", or set train.chat.truncate=start"
@@ -221,7 +221,7 @@ def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer
             )
         raise TextmillError(
             f"the stop token {stop} never has loss, so the model would never stop; "
-            f"make the tokens again with: textmill tokenize --force"
+            f"make the tokens again with: textmill tokenize WHERE --force"
         )
 
 

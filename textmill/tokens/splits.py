@@ -152,7 +152,7 @@ def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with
     manifest = open_manifest(folder, "tokenize")
     if tokenizer.fingerprint != manifest["tokenizer"]:
         raise TextmillError(
-            f"{folder}: was made with another tokenizer than {named}; make it again with: textmill tokenize --force"
+            f"{folder}: was made with another tokenizer than {named}; make it again: textmill tokenize WHERE --force"
         )
     files = _check_files(folder, manifest)
     stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
@@ -180,7 +180,7 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> dict[Path, dict[str,
         damage.insert(0, f"{MANIFEST} does not match its own fingerprint")
     if damage:
         raise TextmillError(
-            f"{folder}: {damage[0]}; put the file back, or make it again with: textmill tokenize --force"
+            f"{folder}: {damage[0]}; put the file back, or make it again with: textmill tokenize WHERE --force"
         )
     return {folder / name: entry for name, entry in files.items()}
 
@@ -241,10 +241,12 @@ def _open_converted(config: RunConfig, number: int, path: Path, tokenizer: TextT
             f"tokens.use: {path}: its rows are not converted to a token store yet; run: textmill tokenize"
         )
     if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise TextmillError(f"{folder}: was made with another tokenizer; make it again with: textmill tokenize --force")
+        raise TextmillError(
+            f"{folder}: was made with another tokenizer; make it again: textmill tokenize WHERE --force"
+        )
     if not _files_unchanged(manifest, number, path) or manifest["made_from"]["corpus.split"] != config.corpus.split:
         raise TextmillError(
-            f"{folder}: {path} or corpus.split has changed since it was converted; run: textmill tokenize --force"
+            f"{folder}: {path} or corpus.split has changed since it was converted; run: textmill tokenize WHERE --force"
         )
     files = _check_files(folder, manifest)
     stores: dict[str, TokenStore] = {split: open_store(converted_folder(config, number) / split) for split in SPLITS}

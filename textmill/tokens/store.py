@@ -47,7 +47,7 @@ class TokenStore:
                 if (found := path.stat().st_size) < size:
                     raise TextmillError(
                         f"{path}: was truncated from {size:,} to {found:,} bytes while it was read; "
-                        "put the file back, or make it again with: textmill tokenize --force"
+                        "put the file back, or make it again with: textmill tokenize WHERE --force"
                     )
 
     def __len__(self) -> int:

@@ -124,7 +124,7 @@ def require_chat_template(config: RunConfig) -> TurnTemplates:
         )
     raise TextmillError(
         f"{format_path(folder)}: the corpus has conversations, but this tokenizer's chat template {found}; "
-        f"set tokenizer.chat=default or write tokenizer.chat_turns, then run: textmill fit-tokenizer --force"
+        f"set tokenizer.chat=default or write tokenizer.chat_turns, then run: textmill fit-tokenizer WHERE --force"
     )
 
 

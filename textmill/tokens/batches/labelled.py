@@ -26,7 +26,7 @@ class LabelledLayout:
         if store.labels is None:
             raise TextmillError(
                 f"{store.prefix}: has no labels, which train.layout=labelled needs; set corpus.labels and run: "
-                "textmill prepare --force, textmill tokenize --force"
+                "textmill prepare WHERE --force, textmill tokenize WHERE --force"
             )
         if not len(store):
             raise TextmillError(f"{store.prefix}: has no examples to train on; add some")
@@ -45,7 +45,7 @@ class LabelledLayout:
         if longest > self.length:
             raise TextmillError(
                 f"{self.store.prefix}: has an example of {longest} tokens, train.length is {self.length}; "
-                "make the tokens again with: textmill tokenize --force"
+                "make the tokens again with: textmill tokenize WHERE --force"
             )
         width = min(self.length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
         filled = np.arange(width) < counts[:, None]

@@ -69,7 +69,7 @@ class TeacherCache:
         if len(batch.samples) and (last := int(batch.samples.max())) >= self.samples:
             raise TextmillError(
                 f"train.distil.cache: {self.folder} has the predictions of {self.samples:,} samples, and the run needs "
-                f"that of sample {last:,}; write more with: textmill cache-teacher --force"
+                f"that of sample {last:,}; write more with: textmill cache-teacher WHERE --force"
             )
         rows = np.empty(len(batch.samples), self.record)
         files = batch.samples // self.per_file
@@ -79,11 +79,11 @@ class TeacherCache:
         if (wrong := np.flatnonzero(rows["hash"] != hash_samples(batch))).size:
             raise TextmillError(
                 f"train.distil.cache: {self.folder}: sample {int(batch.samples[wrong[0]]):,} of this run has other "
-                "tokens than the teachers read; write the predictions again with: textmill cache-teacher --force"
+                "tokens than the teachers read; write the predictions again with: textmill cache-teacher WHERE --force"
             )
         if (highest := int(rows["ids"].max(initial=0))) >= self.vocab:
             raise TextmillError(
                 f"train.distil.cache: {self.folder}: has the token {highest:,}, and the vocabulary {self.vocab:,} "
-                "tokens; a file is damaged; write the predictions again with: textmill cache-teacher --force"
+                "tokens; a file is damaged; write the predictions again with: textmill cache-teacher WHERE --force"
             )
         return replace(batch, teacher_ids=rows["ids"].astype(np.int32), teacher_logs=rows["logs"].astype(np.float32))

@@ -70,7 +70,7 @@ def check_fitted(config: RunConfig) -> None:
     if changes := list_changes(before, now):
         raise TextmillError(
             f"{folder} was made with other settings: {'; '.join(changes[:4])}; change them back, "
-            f"or make the tokenizer again with: textmill fit-tokenizer --force"
+            f"or make the tokenizer again with: textmill fit-tokenizer WHERE --force"
         )
 
 

@@ -1,0 +1,37 @@
+"""`textmill new` with other files than plain UTF-8 text: its project runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from textmill.cli import main
+from textmill.corpus.reader import open_corpus
+from textmill.where import open_where
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_conversations_get_a_template() -> None:
+    rows = "".join(f"What is {n} and one?,It is {n + 1}.\n" for n in range(90))
+    Path("pairs.csv").write_text("Q,A\n" + rows, encoding="utf-8")
+    assert main(["new", "mine", "--text", "pairs.csv", "--minutes", "1"]) == 0
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, "mine"]) == 0, command
+    config = open_where("mine", []).config
+    assert (config.tokenizer.chat, config.train.layout) == ("default", "chat")
+
+
+def test_files_in_an_older_encoding_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("texts").mkdir()
+    texts = {f"{n}.txt": f"물레방아가 강가에서 {n}번 돌아간다. 방앗간 주인은 곡식을 빻는다." for n in range(30)}
+    for name, text in texts.items():
+        Path("texts", name).write_bytes(text.encode("utf-8" if name < "2" else "cp949"))
+    assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
+    assert "files that are not UTF-8 look like cp949; if that is wrong, change" in capsys.readouterr().err
+    assert main(["prepare", "mine"]) == 0
+    assert {document.text for document in open_corpus(Path("mine/corpus"))} == set(texts.values())
