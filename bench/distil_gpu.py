@@ -213,7 +213,16 @@ def compare_loss(options: argparse.Namespace) -> None:
         predictions = TeacherOutput([Prediction(taught, teacher_head, None)])
         report = weights.new_zeros(3)
         return distillation_loss(
-            x, head, labels, weights, VOCAB, predictions, train, report, ends=True, compiled=not options.small
+            x,
+            head,
+            labels,
+            weights,
+            VOCAB,
+            predictions,
+            train,
+            report,
+            starts_backward=True,
+            compiled=not options.small,
         )
 
     def plain() -> Tensor:

@@ -157,7 +157,7 @@ def test_a_compile_error_falls_back_to_eager_under_auto(backend: Any, monkeypatc
     """The steps are those of an engine that never compiled."""
     config = config_of("torch", micro_batch=4)
     plain, engine = started(config), started(compiled_by(backend, config, monkeypatch))
-    engine.requested = False  # type: ignore[attr-defined]
+    engine.compile_requested = False  # type: ignore[attr-defined]
     notes = [engine.train_step(batch_of(step), step, 1e-2).note for step in range(3)]
     assert notes[0] is not None
     assert notes[0].startswith("torch cannot compile the net here, so it runs eagerly: ")
@@ -176,12 +176,12 @@ def test_an_error_that_eager_mode_raises_too_is_not_hidden(compiled: bool, monke
     """For example in a Triton kernel of ours: running eagerly would not help."""
     config = config_of("torch")
     engine: Any = started(compiled_by("aot_eager", config, monkeypatch) if compiled else config)
-    engine.requested = False
+    engine.compile_requested = False
 
     def run_pass(*_: Any) -> Any:
         raise TritonError("out of resource: shared memory")
 
-    engine.run_pass = engine._pass = run_pass
+    engine.run_pass = engine._forward_backward = run_pass
     with pytest.raises(TritonError):
         engine.train_step(batch_of(0), 0, 1e-3)
 

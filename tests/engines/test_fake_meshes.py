@@ -105,11 +105,11 @@ def test_a_compile_error_after_gradients_were_sent_does_not_send_them_twice(monk
     for fails in (False, True):
         with fake_ranks(8):
             engine: Any = started(config_of({}, 8, compile=fails), 8)
-            engine.requested, passes = False, iter(range(PASSES))
+            engine.compile_requested, passes = False, iter(range(PASSES))
 
             def run_pass(*given: Any, engine: Any = engine, passes: Any = passes, fails: bool = fails) -> Tensor:
                 engine.execution = EAGER
-                loss: Tensor = engine._pass(*given)
+                loss: Tensor = engine._forward_backward(*given)
                 if fails and next(passes, None) == PASSES - 1:
                     raise TorchDynamoException
                 return loss
@@ -129,7 +129,7 @@ def test_a_compile_error_with_collectives_in_the_forward_pass_is_an_error() -> N
     """One rank that repeats its pass alone would wait for the others, which are further on."""
     with fake_ranks(8):
         engine: Any = started(config_of({"tensor": 8}, 8, compile=True), 8)
-        engine.requested = False
+        engine.compile_requested = False
 
         def run_pass(*_: Any) -> Any:
             raise TorchDynamoException("no such instruction")

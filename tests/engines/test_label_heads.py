@@ -100,7 +100,7 @@ def test_loss_and_gradients_equal_transformers(task: str, norm: str, lengths: tu
     tokens = int((batch.labels != IGNORED).sum())
     weights, total = token_weights(batch, "token_mean", tokens, len(lengths)), 0.0
     for _, part in micro_batches(batch, net, 2, CPU, weights=weights):
-        loss, reported = open_heads(net, part, torch.float32).training_loss(TrainConfig(), None, ends=True)
+        loss, reported = open_heads(net, part, torch.float32).training_loss(TrainConfig(), None, starts_backward=True)
         loss.backward()
         total += float(reported)
     assert total == pytest.approx(float(wanted), abs=1e-5)

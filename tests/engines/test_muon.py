@@ -160,7 +160,7 @@ def two_layers(heads: int, D: int, width: int, inner: int, device: str) -> list[
         for number, (parts, shape) in enumerate(shapes):
             weight = Weight(f"{layer}.{number}", shape, parts=parts, groups=heads if parts else 1)
             parameter = nn.Parameter((torch.randn(shape, generator=dice) * 0.1).to(device))
-            members.append((weight, parameter, Rule(True, 0.1 * (number % 2), 0.9 ** (2 - layer))))
+            members.append(Member(weight, parameter, Rule(True, 0.1 * (number % 2), 0.9 ** (2 - layer))))
     return members
 
 

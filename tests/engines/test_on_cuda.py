@@ -169,7 +169,7 @@ def test_a_pass_that_waits_for_the_gpu_runs_without_a_graph(monkeypatch: pytest.
     """A user's own net may do so; capturing such a pass fails, and the losses are the same."""
     expected = run(started(on_gpu()), range(4))
     engine: Any = started(on_gpu())
-    computed = engine._pass
+    computed = engine._forward_backward
 
     def waits(*tensors: Any) -> torch.Tensor:
         loss: torch.Tensor = computed(*tensors)

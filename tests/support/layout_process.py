@@ -174,7 +174,7 @@ def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
 
 def _held(engine: Any) -> list[Any]:
     """Return the weights that this rank holds."""
-    return list(engine.optimizer.own.values())
+    return list(engine.optimizer.local_parts.values())
 
 
 def main(folder: Path, names: list[str]) -> int:

@@ -28,7 +28,7 @@ def held_bytes(engine: Any) -> dict[str, int]:
     update = optimizer.adam.step
 
     def counted(*arguments: Any) -> None:
-        seen["gradients"] = sum(own.grad.nbytes for own in optimizer.own.values())
+        seen["gradients"] = sum(own.grad.nbytes for own in optimizer.local_parts.values())
         update(*arguments)
 
     optimizer.adam.step = counted

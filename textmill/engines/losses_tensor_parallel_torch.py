@@ -90,7 +90,7 @@ class _TensorParallelLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, tensor: TensorParallel, ends: bool, bias_V: Tensor | None,
+        z: float, tensor: TensorParallel, starts_backward: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         begin = tensor.rank * len(head_VE)
 
@@ -115,4 +115,4 @@ class _TensorParallelLoss(GradientInForward):
             full_MV.zero_()[:, : gradients_MV.shape[1]] = gradients_MV
             return (losses_M.where(labelled, 0) * weight_M).sum(), full_MV
 
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V)

@@ -29,17 +29,17 @@ CAPPED_TOKENS = 4096
 
 def summed_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0,
-    z: float = 0.0, fp8: bool = False, *, ends: bool = False, cap: float = 0.0, bias_V: Tensor | None = None,
+    z: float = 0.0, fp8: bool = False, *, starts_backward: bool = False, cap: float = 0.0, bias_V: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labelled tokens' losses; weights are 0 or more; head rows from `vocab` on are padding.
 
     `smoothing` is label smoothing as in torch's cross_entropy; `z` is the weight of z-loss, the square of the log of
     the softmax's denominator. With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding
     so wide a matrix would need another pass. Above 0, `cap` limits logits x to
-    cap * tanh(x / cap). `ends` means that backward starts here, with a gradient of 1.
+    cap * tanh(x / cap). `starts_backward`: this loss is what `backward` is called on, so its gradient is 1.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, ends, bias_V
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, starts_backward, bias_V
     )
     return loss
 
@@ -74,7 +74,7 @@ class GradientInForward(torch.autograd.Function):
         x_ME: Tensor,
         head_VE: Tensor,
         compute_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
-        ends: bool,
+        starts_backward: bool,
         bias_V: Tensor | None,
         chunk: int | None = None,
     ) -> Tensor:
@@ -82,7 +82,7 @@ class GradientInForward(torch.autograd.Function):
 
         `chunk` is the most tokens of a chunk, if it is not to be as large as usual.
         """
-        ctx.ends = ends
+        ctx.starts_backward = starts_backward
         head = head_VE.to(x_ME.dtype)
         grad_x = torch.empty_like(x_ME)
         grad_head = (
@@ -104,7 +104,7 @@ class GradientInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients: tuple[Tensor | None, ...] = ctx.saved_tensors
-        if not ctx.ends:
+        if not ctx.starts_backward:
             gradients = tuple(None if one is None else one.mul_(gradient) for one in gradients)
         grad_x, grad_head, grad_bias = gradients
         return grad_x, grad_head, *[None] * (len(ctx.needs_input_grad) - 3), grad_bias
@@ -114,7 +114,7 @@ class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, cap: float, fp8: bool, ends: bool, bias_V: Tensor | None,
+        z: float, cap: float, fp8: bool, starts_backward: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         head8 = quantize_rows(head_VE) if fp8 else None
 
@@ -125,7 +125,7 @@ class _SummedLoss(GradientInForward):
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
         chunk = CAPPED_TOKENS if cap and x_ME.is_cuda else None
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V, chunk)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V, chunk)
 
 
 def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list[slice]:

@@ -51,7 +51,7 @@ def largest_micro_batch(
     precision: torch.dtype,
     *,
     compiled: bool,
-    requested: bool,
+    compile_requested: bool,
 ) -> int:
     """The largest divisor of a rank's samples that the memory estimate allows.
 
@@ -62,8 +62,11 @@ def largest_micro_batch(
     samples = rank_samples(train, mesh, compiled=compiled)
     if device.type != "cuda":
         return largest_on_cpu(samples, shape, length)
-    sizes = (ACTIVATION_BYTES[compiled and requested], ATTENTION_BYTES[compiled and requested])
-    sample = sample_activations(shape, length, *sizes, precision.itemsize, mesh, config.engine.recompute)
+    stays_compiled = compiled and compile_requested
+    sample = sample_activations(
+        shape, length, ACTIVATION_BYTES[stays_compiled], ATTENTION_BYTES[stays_compiled], precision.itemsize, mesh,
+        config.engine.recompute,
+    )  # fmt: skip
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))
     return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)

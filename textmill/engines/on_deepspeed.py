@@ -77,29 +77,31 @@ class OnDeepSpeed:
         """Gradient accumulation over micro-batches, then DeepSpeed's step, unless a spike or NaN skips it."""
         check_fields(batch, self.net.shape)
         counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
-        tokens, samples, *pairs = (int(count) for count in counts)
+        loss_tokens, loss_samples, *pairs = (int(count) for count in counts)
         # DeepSpeed averages over ranks, and scales the fp16 loss after our loss has computed its gradient:
         # the token weights correct both.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
         factor = self.ranks.world * scale
-        token_weight = token_weights(batch, self.train.loss, tokens, samples) * np.float32(factor)
+        weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples) * np.float32(factor)
         dropout = uses_dropout(self.net.shape, self.net.lora)
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if dropout else None
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
         names = term_names(self.net, self.train.distil)
         total = torch.zeros((1 + len(names),) if names else (), device=self.device)
-        given: Any = {"weights": token_weight, "keys": keys_N, "pair_weight": factor / max([1, *pairs])}
-        for last, part in micro_batches(batch, self.net, self.micro_batch, self.device, **given):
+        for last, micro_batch in micro_batches(
+            batch, self.net, self.micro_batch, self.device,
+            weights=weights_NT, keys=keys_N, pair_weight=factor / max([1, *pairs]),
+        ):  # fmt: skip
             self.engine.set_gradient_accumulation_boundary(last)
-            loss, reported = self.engine(*part)
+            loss, reported = self.engine(*micro_batch)
             total += reported
             if last:
                 total /= factor
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
-                main, terms = split_reported(total, names, pairs)
-                spike = self.guard.is_spike(self.guard.state, main) if self.guard else None
+                label_loss, terms = split_reported(total, names, pairs)
+                spike = self.guard.is_spike(self.guard.state, label_loss) if self.guard else None
                 # DeepSpeed skips an update only if the gradient is not finite.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even if the scale is 1: DeepSpeed would otherwise divide `loss` by the accumulation steps.
@@ -109,9 +111,10 @@ class OnDeepSpeed:
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm
         if self.guard:
-            self.guard.state = self.guard.next_state(self.guard.state, main, spike, torch.isfinite(norm), step + 1)
+            finite = torch.isfinite(norm)
+            self.guard.state = self.guard.next_state(self.guard.state, label_loss, spike, finite, step + 1)
         loss_scale = torch.tensor(scale) if self.precision == torch.float16 else None
-        return TorchStep(main, norm, tokens, loss_scale, terms=terms)
+        return TorchStep(label_loss, norm, loss_tokens, loss_scale, terms=terms)
 
     def _clip(self) -> Tensor:
         """The gradient norm, without ZeRO; makes Adam clip by it, and skip the update if it is not finite."""
@@ -130,12 +133,12 @@ class OnDeepSpeed:
         batch = part_of(batch, self.ranks.world, self.ranks.rank)
         self.engine.eval()
         parts = micro_batches(batch, self.net, self.micro_batch, self.device)
-        found = join_sums([self.engine(*part) for _, part in parts])
+        sums = join_sums([self.engine(*micro_batch) for _, micro_batch in parts])
         self.engine.train()
         counts = [count_loss_tokens(batch)[0], *count_pairs(batch)]
-        totals = self.ranks.all_reduce([*found, *counts])
-        tokens, *pairs = (int(count) for count in totals[len(found) :])
-        return named_sums(totals[: len(found)], tokens, pairs)
+        totals = self.ranks.all_reduce([*sums, *counts])
+        loss_tokens, *pairs = (int(count) for count in totals[len(sums) :])
+        return named_sums(totals[: len(sums)], loss_tokens, pairs)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the fp32 master weights; with LoRA, of the adapters only."""

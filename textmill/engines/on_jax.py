@@ -18,7 +18,7 @@ from textmill.engines.objective.labels import PAIR_LOSS, count_pairs, label_arra
 from textmill.engines.shared_torch import check_fields, part_of
 from textmill.engines.spikes import State, new_guard
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_family_module, own_options, to_checkpoint, weights_of
+from textmill.models import Shape, to_checkpoint, weights_of
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
 from textmill.models.memory_layout import lay_out_weight, lay_out_weights
 from textmill.tokens.batches.batch import IGNORED, Batch
@@ -37,7 +37,7 @@ from textmill.engines.losses_jax import chunk_tokens, token_weights
 from textmill.engines.mesh_jax import Shardings, open_mesh
 from textmill.engines.meshes import check_batch
 from textmill.engines.micro_batch_jax import largest_micro_batch
-from textmill.engines.objective.heads_jax import Heads
+from textmill.engines.objective.heads_jax import Heads, open_jax_net, open_teacher_heads
 from textmill.engines.optimizers.step_jax import JaxStep, Optimizer
 from textmill.engines.ranks_jax import open_devices, open_ranks
 
@@ -61,7 +61,7 @@ class OnJax:
         """`options` are the family's NetOptions, `xla` are XLA's."""
         self.ranks, self.first = ranks, ranks.first
         self.shape, self.train, self.shardings, self.micro_batch = shape, train, shardings, micro_batch
-        self.net = _jax_net(shape)
+        self.net = open_jax_net(shape)
         divided = shardings.mesh.size > shardings.mesh.shape["replicate"]
         gathered = shardings.gathered if divided else None
         self.options = replace(options, gathered=gathered, by_sample=shardings.by_sample)
@@ -69,9 +69,9 @@ class OnJax:
         chunk = chunk_tokens(self.device.platform, shape.padded_vocab) * shardings.data_devices
         self.heads = Heads(self.net, shape, self.options, chunk)
         self.terms = self.heads.term_names(train)
-        given = (train, shape, self.options, shardings, lambda of, how: Heads(_jax_net(of), of, how, chunk))
-        self.teachers = Teachers(*given) if train.distil.teachers else None
-        self.taught = self.teachers.weights if self.teachers else []
+        open_heads = partial(open_teacher_heads, chunk)
+        self.teachers = Teachers(train, shape, self.options, shardings, open_heads) if train.distil.teachers else None
+        self.teacher_weights = self.teachers.weights if self.teachers else []
         """The teachers' weights: an argument of a step, since XLA would copy constants into the program."""
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
         precision = jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16
@@ -95,15 +95,16 @@ class OnJax:
         dropout = uses_dropout(self.shape, self.options.lora)
         keys_N = sample_keys(self.train.seed, step, batch.samples) if dropout else None
         parts = self._micro_batches(batch, keys_N)
-        new = (shapes := str(jax.tree.map(jnp.shape, parts))) not in self.compiled_shapes
+        shapes = str(jax.tree.map(jnp.shape, parts))
+        compiles = shapes not in self.compiled_shapes
         self.compiled_shapes.add(shapes)
         spikes = self.guard.state if self.guard else None
         self.params, self.state, spikes, losses, norm, tokens = self.step(
-            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1), self.taught
+            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1), self.teacher_weights
         )
         if self.guard and spikes:
             self.guard.state = spikes
-        note = format_compile_time(time.perf_counter() - start) if new else None
+        note = format_compile_time(time.perf_counter() - start) if compiles else None
         loss, values = (losses[0], losses[1:]) if self.terms else (losses, ())
         terms = dict(zip(self.terms, values, strict=True))
         if batch.pair_labels is None:
@@ -132,12 +133,12 @@ class OnJax:
 
     def replica_checksums(self) -> dict[str, int]:
         """A checksum of each shard on this process, computed on its device."""
-        parts = [
-            (f"{name}{shard.index}", shard.data)
-            for name, array in self.params.items()
-            for shard in array.addressable_shards
-        ]
-        return {name: int(jax.lax.bitcast_convert_type(values, jnp.int32).sum()) for name, values in parts}
+        checksums = {}
+        for name, array in self.params.items():
+            for shard in array.addressable_shards:
+                bits = jax.lax.bitcast_convert_type(shard.data, jnp.int32)
+                checksums[f"{name}{shard.index}"] = int(bits.sum())
+        return checksums
 
     def updates(self) -> int:
         """Updates done: Adam's step count."""
@@ -152,11 +153,9 @@ class OnJax:
         scaling: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         """Load weights and moments in checkpoint names and layout."""
-        self.params = {
-            weight.name: self.shardings.place(weight.name, values)
-            for weight, values in lay_out_weights(self.known.values(), self.shape, weights, where)
-        }
-        self.params = {name: self.params[name] for name in self.known}
+        laid_out = lay_out_weights(self.known.values(), self.shape, weights, where)
+        placed = {weight.name: self.shardings.place(weight.name, values) for weight, values in laid_out}
+        self.params = {name: placed[name] for name in self.known}
         known, moments = self.known, moments if updates else ()
         loaded = {name: lay_out_weight(known[name.partition("/")[2]], values, where) for name, values in moments}
         self.state = {"count": self.shardings.replicate(np.int32(updates))}
@@ -185,7 +184,7 @@ class OnJax:
 
     def _step(
         self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, spikes: State | None, number: Array,
-        taught: list[Arrays],
+        teacher_weights: list[Arrays],
     ) -> tuple[Any, ...]:  # fmt: skip
         """An optimizer step: gradient accumulation over micro-batches, clipping, and the update or a skip."""
         token_weight, tokens = token_weights(parts["labels"], self.train.loss)
@@ -194,7 +193,7 @@ class OnJax:
             parts["pair_weights"], _ = token_weights(parts["pair_labels"], "token_mean")
         narrow = self.heads.cast_matrices(weights)
         trained = {name: narrow[name] for name in self.optimizer.trained}
-        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow, taught)
+        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow, teacher_weights)
         if len(token_weight) == 1:
             (_, losses), grads = gradient({name: values[0] for name, values in parts.items()})
         else:
@@ -215,9 +214,11 @@ class OnJax:
         )
         return weights, state, spikes, losses, norm, tokens
 
-    def _loss(self, trained: Arrays, others: Arrays, taught: list[Arrays], part: Arrays) -> tuple[Array, Array]:
+    def _loss(
+        self, trained: Arrays, others: Arrays, teacher_weights: list[Arrays], part: Arrays
+    ) -> tuple[Array, Array]:
         """The loss of a micro-batch as a function of the trained weights, and the losses to report."""
-        return self.heads.training_loss({**others, **trained}, part, self.train, self.teachers, taught)
+        return self.heads.training_loss({**others, **trained}, part, self.train, self.teachers, teacher_weights)
 
     def _evaluate(self, weights: Arrays, part: Arrays) -> list[Array]:
         """The sums of a micro-batch."""
@@ -263,15 +264,6 @@ def _pad_rows(values: Any, count: int, value: int) -> Any:
     return np.pad(values, [(0, count), *[(0, 0)] * (values.ndim - 1)], constant_values=value) if count else values
 
 
-def _jax_net(shape: Shape) -> Any:
-    """The module of the family's JAX net: models/FAMILY/net_jax.py with head_name, NetOptions, MATRICES and states."""
-    module = find_family_module(shape, "net_jax")
-    if module is None:
-        name = " with ".join([shape.family, *([", ".join(own)] if (own := own_options(shape)) else [])])
-        raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
-    return module
-
-
 def new_ranks(config: RunConfig) -> Ranks:
     """The processes that torchrun or srun started, or this single process."""
     return open_ranks(config.engine.device, config.engine.timeout)
@@ -281,7 +273,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
     """The engine with an uninitialised net; `load` sets its weights."""
     engine, train = config.engine, config.train
     assert isinstance(engine, JaxEngine)
-    net = _jax_net(shape)
+    net = open_jax_net(shape)
     devices = open_devices(engine.device)
     weights = weights_of(shape)
     sizes = shape.tensor_parallel_sizes() | {weight.parameter: weight.outputs for weight in weights if weight.by_token}

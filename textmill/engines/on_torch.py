@@ -1,4 +1,8 @@
-"""The torch engine, one process per device: gradient accumulation, mixed precision, clipping, asynchronous steps."""
+"""The torch engine, one process per device: gradient accumulation, mixed precision, clipping, asynchronous steps.
+
+A step: count the loss tokens of the global batch, weight each token by them, run forward and backward for each
+micro-batch (`_forward_backward`), sum the gradients over ranks, clip, update. Nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -57,24 +61,27 @@ class OnTorch:
 
     def __init__(
         self, net: BaseNet, train: TrainConfig, parallel: Parallel, ranks: Ranks, micro_batch: int,
-        precision: torch.dtype, compiled: bool, note: str, requested: bool,
+        precision: torch.dtype, compiled: bool, compile_note: str, compile_requested: bool,
     ) -> None:  # fmt: skip
-        """`note` tells the log whether the net is compiled; `requested` is true unless `engine.compile` is auto."""
-        self.note, self.requested = note, requested
+        """`compile_note` tells the log whether the net is compiled; `compile_requested` is true unless
+        `engine.compile` is auto: then a compile error ends the run instead of making it eager."""
+        self.compile_note, self.compile_requested = compile_note, compile_requested
         self.net, self.train, self.parallel, self.ranks, self.first = net, train, parallel, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.teachers = open_teachers(train, net.shape, self.device, precision)
         self.terms = term_names(net, train.distil)
+        """The names of the terms of the objective besides the loss of the labels."""
         self.execution = compiled_execution() if compiled else EAGER
-        self.optimizer = Optimizer(net, train, parallel, compiled=compiled and requested)
+        self.optimizer = Optimizer(net, train, parallel, compiled=compiled and compile_requested)
         parallel.sum_gradients(self.optimizer.parameters)
-        self.average = Average(self.optimizer.own, train.average.memory)
+        self.average = Average(self.optimizer.local_parts, train.average.memory)
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         # With several processes, hooks that a CUDA graph would not replay send gradients in the middle of backward.
         graphed = self.device.type == "cuda" and parallel.axes is None
-        self.run_pass = GraphedPass(self._pass, self.optimizer.parameters) if graphed else self._pass
+        passes = self._forward_backward
+        self.run_pass = GraphedPass(passes, self.optimizer.parameters) if graphed else passes
         self.pinned_buffers: PinnedBuffers | None = None
         """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
 
@@ -94,45 +101,52 @@ class OnTorch:
 
     def _step(self, batch: Batch, step: int, lr: float, monitor: CompileMonitor) -> TorchStep:
         if self.pinned_buffers is None and self.device.type == "cuda" and self.ranks.world == 1:
-            # Here, in the first step, pinning runs while kernels compile.
-            saved = [*saved_weights(self.net.shape, self.net.lora), *self.optimizer.state_weights()]
-            saved += [weight for weight, _ in self.optimizer.weights] if self.average.tensors else []
-            self.pinned_buffers = PinnedBuffers([math.prod(weight.shape) for weight in saved])
+            self.pinned_buffers = (
+                self._new_pinned_buffers()
+            )  # in the first step, where pinning runs while kernels compile
+        # Tensor-parallel ranks have the same samples: their counts are summed as often as there are such ranks.
         counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
-        tokens, samples, *pairs = (int(count) // self.parallel.mesh.tensor for count in counts)
-        token_weight = token_weights(batch, self.train.loss, tokens, samples)
+        loss_tokens, loss_samples, *pairs = (int(count) // self.parallel.mesh.tensor for count in counts)
+        weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples)
         if faults.is_due("nan", step):
-            token_weight = token_weight * np.float32("nan")
+            weights_NT = weights_NT * np.float32("nan")
         if faults.is_due("flip", step):
             flip_bit(self.parallel.local(self.optimizer.parameters[0]))
-        keys_N = (
-            dropout_keys(self.train.seed, step, batch.samples).numpy()
-            if uses_dropout(self.net.shape, self.net.lora)
-            else None
-        )
-        scale = self.scaler.scale if self.scaler else None
-        total = torch.zeros((1 + len(self.terms),) if self.terms else (), device=self.device)
-        given: Any = {"weights": token_weight, "keys": keys_N, "pair_weight": 1 / max([1, *pairs])}
-        for last, part in micro_batches(batch, self.net, self.micro_batch, self.device, **given):
+        keys_N = None
+        if uses_dropout(self.net.shape, self.net.lora):
+            keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy()
+        loss_scale = self.scaler.scale if self.scaler else None
+        reported = torch.zeros((1 + len(self.terms),) if self.terms else (), device=self.device)
+        for last, micro_batch in micro_batches(
+            batch, self.net, self.micro_batch, self.device,
+            weights=weights_NT, keys=keys_N, pair_weight=1 / max([1, *pairs]),
+        ):  # fmt: skip
             # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
-            part = part if scale is None else part.scaled(scale)
+            scaled = micro_batch if loss_scale is None else micro_batch.scaled(loss_scale)
             with self.parallel.during_pass(last):
-                total += self._try_pass(monitor, *part)
-        total = self.parallel.sum_loss(total)
-        total = total if scale is None else total / scale
-        loss, terms = split_reported(total, self.terms, pairs)
+                reported += self._run_pass_or_fall_back(monitor, *scaled)
+        reported = self.parallel.sum_loss(reported)
+        reported = reported if loss_scale is None else reported / loss_scale
+        loss, terms = split_reported(reported, self.terms, pairs)
         spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
-        norm = self.optimizer.step(lr, scale, spike)
+        norm = self.optimizer.step(lr, loss_scale, spike)
         self.average.update(step)
         if self.scaler:
             self.scaler.update(torch.isfinite(norm))
         if self.guard:
             self.guard.state = self.guard.next_state(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
-        return TorchStep(loss, norm, tokens, scale, terms=terms)
+        return TorchStep(loss, norm, loss_tokens, loss_scale, terms=terms)
 
-    def _try_pass(self, monitor: CompileMonitor, *arguments: Any) -> Tensor:
-        """A pass; if compiling fails and was not requested, it and all later passes run eagerly."""
-        if self.requested or not monitor.compiled or not self.parallel.can_repeat_pass:
+    def _new_pinned_buffers(self) -> PinnedBuffers:
+        """Memory for all tensors of a checkpoint."""
+        saved = [*saved_weights(self.net.shape, self.net.lora), *self.optimizer.state_weights()]
+        saved += [weight for weight, _ in self.optimizer.weights] if self.average.tensors else []
+        return PinnedBuffers([math.prod(weight.shape) for weight in saved])
+
+    def _run_pass_or_fall_back(self, monitor: CompileMonitor, *arguments: Any) -> Tensor:
+        """A forward and backward pass; if compiling fails under `engine.compile: auto`, it and all later ones are
+        eager."""
+        if self.compile_requested or not monitor.compiled or not self.parallel.can_repeat_pass:
             return self.run_pass(*arguments)
         before = [parameter.grad for parameter in self.optimizer.parameters]
         try:
@@ -147,13 +161,13 @@ class OnTorch:
         self.execution = EAGER
         return self.run_pass(*arguments)
 
-    def _pass(self, *tensors: Tensor | None) -> Tensor:
-        """Forward and backward of a micro-batch: returns its losses and accumulates gradients."""
+    def _forward_backward(self, *tensors: Tensor | None) -> Tensor:
+        """Forward and backward of a `MicroBatch`, given by its fields: returns its losses and accumulates gradients."""
         with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
-                part = MicroBatch(*tensors)  # type: ignore[arg-type]
-                heads = open_heads(self.net, part, self.precision, self.execution, self.teachers)
-            loss, reported = heads.training_loss(self.train, self.parallel.tensor, ends=True)
+                micro_batch = MicroBatch(*tensors)  # type: ignore[arg-type]
+                heads = open_heads(self.net, micro_batch, self.precision, self.execution, self.teachers)
+            loss, reported = heads.training_loss(self.train, self.parallel.tensor, starts_backward=True)
             loss.backward()  # type: ignore[no-untyped-call]
         return reported
 
@@ -163,24 +177,26 @@ class OnTorch:
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=True)
         batch = part_of(batch, self.parallel.mesh.data_ranks, self.parallel.data_rank)
-        sums = []
-        for _, part in micro_batches(batch, self.net, self.micro_batch, self.device):
+        sums_by_micro_batch = []
+        for _, micro_batch in micro_batches(batch, self.net, self.micro_batch, self.device):
             with autocast(self.device, self.precision):
-                heads = open_heads(self.net, part, self.precision)
-            sums.append(heads.sums(self.parallel.tensor))
+                heads = open_heads(self.net, micro_batch, self.precision)
+            sums_by_micro_batch.append(heads.sums(self.parallel.tensor))
         self.parallel.reshard()
-        found, counts = join_sums(sums), [count_loss_tokens(batch)[0], *count_pairs(batch)]
-        totals = [value / self.parallel.mesh.tensor for value in self.ranks.all_reduce([*found, *counts])]
-        tokens, *pairs = (int(count) for count in totals[len(found) :])
-        return named_sums(totals[: len(found)], tokens, pairs)
+        sums, counts = join_sums(sums_by_micro_batch), [count_loss_tokens(batch)[0], *count_pairs(batch)]
+        totals = [value / self.parallel.mesh.tensor for value in self.ranks.all_reduce([*sums, *counts])]
+        loss_tokens, *pairs = (int(count) for count in totals[len(sums) :])
+        return named_sums(totals[: len(sums)], loss_tokens, pairs)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the weights, averaged if `train.average` is set; with LoRA, of the adapters only."""
-        known = {name: parameter for name, (_, parameter) in parameters_of(self.net).items()}
-        saved = [known[weight.name] for weight in saved_weights(self.net.shape, self.net.lora)]
+        parameters = parameters_of(self.net)
         averaged = self.average.weights()
-        own = {parameter: averaged.get(parameter, self.parallel.local(parameter)) for parameter in saved}
-        return checkpoint_tensors(self.net, own, wanted=wanted, gather=self.parallel.gather)
+        local_parts = {}
+        for weight in saved_weights(self.net.shape, self.net.lora):
+            _, parameter = parameters[weight.name]
+            local_parts[parameter] = averaged.get(parameter, self.parallel.local(parameter))
+        return checkpoint_tensors(self.net, local_parts, wanted=wanted, gather=self.parallel.gather)
 
     def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the optimizer state; none before the first update."""
@@ -233,7 +249,7 @@ class OnTorch:
         precision = "float8" if self.net.fp8 else str(self.precision).removeprefix("torch.")
         return {
             "device": str(self.device), "precision": precision,
-            "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.note,
+            "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.compile_note,
             "parameters": count_with_adapters(self.net.shape, self.net.lora),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
@@ -260,18 +276,20 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    compiled, note = decide_compile(engine, config.train, shape, device, mesh)
+    compiled, compile_note = decide_compile(engine, config.train, shape, device, mesh)
     if ranks.any(not compiled) and compiled:
-        compiled, note = False, "not compiled, since another process cannot compile"
+        compiled, compile_note = False, "not compiled, since another process cannot compile"
     parallel = Parallel(mesh, ranks.rank, device)
     net = new_net(shape, device, config.model.lora, parallel.shard_net)
-    micro_batch, requested = engine.micro_batch, engine.compile != "auto"
+    micro_batch, compile_requested = engine.micro_batch, engine.compile != "auto"
     if micro_batch == "auto":
         micro_batch = largest_micro_batch(
-            config, net, parallel, device, precision, compiled=compiled, requested=requested
+            config, net, parallel, device, precision, compiled=compiled, compile_requested=compile_requested
         )
     net.recompute = engine.recompute
     if engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
-    return OnTorch(net, config.train, parallel, ranks, micro_batch, precision, compiled, note, requested)
+    return OnTorch(
+        net, config.train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested
+    )

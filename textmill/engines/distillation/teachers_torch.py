@@ -50,20 +50,24 @@ class Teachers:
         self.student_layers = matched_layers(self.distil, shape.layers, layers[0])[0]
 
     @torch.no_grad()
-    def read(self, part: MicroBatch, execution: Execution = EAGER) -> Targets:
+    def read(self, micro_batch: MicroBatch, execution: Execution = EAGER) -> Targets:
         """The targets of a micro-batch."""
-        found = [self._read(net, part, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)]
+        found = [
+            self._read(net, micro_batch, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)
+        ]
         predictions, states, hidden = (list(column) for column in zip(*found, strict=True))
         return Targets(TeacherOutput(predictions), states, hidden)
 
     def _read(
-        self, net: BaseNet, part: MicroBatch, layers: Sequence[int], execution: Execution
+        self, net: BaseNet, micro_batch: MicroBatch, layers: Sequence[int], execution: Execution
     ) -> tuple[Prediction, Tensor, list[Tensor]]:
-        with autocast(part.inputs.device, self.precision), collect_blocks(net, layers) as hidden:
-            states_NTE = net(part.inputs, documents_NT=part.documents, types_NT=part.types, execution=execution)
-            states_ME = take_labelled(states_NTE.to(self.precision), part)
+        with autocast(micro_batch.inputs.device, self.precision), collect_blocks(net, layers) as hidden:
+            states_NTE = net(
+                micro_batch.inputs, documents_NT=micro_batch.documents, types_NT=micro_batch.types, execution=execution
+            )
+            states_ME = take_labelled(states_NTE.to(self.precision), micro_batch)
             x_ME = net.head_input(states_ME).to(self.precision)
-        return Prediction(x_ME, net.head, net.head_bias), states_ME, [take_labelled(one, part) for one in hidden]
+        return Prediction(x_ME, net.head, net.head_bias), states_ME, [take_labelled(one, micro_batch) for one in hidden]
 
 
 class CachedTeachers:
@@ -71,11 +75,13 @@ class CachedTeachers:
 
     student_layers: Sequence[int] = ()
 
-    def read(self, part: MicroBatch, execution: Execution = EAGER) -> Targets:
+    def read(self, micro_batch: MicroBatch, execution: Execution = EAGER) -> Targets:
         """The targets of a micro-batch."""
-        assert part.teacher_ids is not None
-        assert part.teacher_logs is not None
-        return Targets(TeacherOutput([], Top(part.teacher_ids.flatten(0, 1), part.teacher_logs.flatten(0, 1))))
+        assert micro_batch.teacher_ids is not None
+        assert micro_batch.teacher_logs is not None
+        return Targets(
+            TeacherOutput([], Top(micro_batch.teacher_ids.flatten(0, 1), micro_batch.teacher_logs.flatten(0, 1)))
+        )
 
 
 def open_teachers(
@@ -89,10 +95,10 @@ def open_teachers(
     return CachedTeachers() if train.distil.cache else Teachers(train, shape, device, precision)
 
 
-def take_labelled(states_NTE: Tensor, part: MicroBatch) -> Tensor:
+def take_labelled(states_NTE: Tensor, micro_batch: MicroBatch) -> Tensor:
     """The hidden states as [M, E]: of all tokens, or of those that the micro-batch has labels for."""
     states_ME = states_NTE.flatten(0, 1)
-    return states_ME if part.positions is None else states_ME.index_select(0, part.positions.flatten())
+    return states_ME if micro_batch.positions is None else states_ME.index_select(0, micro_batch.positions.flatten())
 
 
 @contextmanager

@@ -44,8 +44,8 @@ class TeacherOutput(NamedTuple):
 
 def distillation_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, teachers: TeacherOutput,
-    train: TrainConfig, report: Tensor, *, ends: bool = False, bias_V: Tensor | None = None, compiled: bool = False,
-    tensor: TensorParallel | None = None,
+    train: TrainConfig, report: Tensor, *, starts_backward: bool = False, bias_V: Tensor | None = None,
+    compiled: bool = False, tensor: TensorParallel | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labels' losses, and of the divergence and squared difference of logits.
 
@@ -53,14 +53,18 @@ def distillation_loss(
     With `tensor`, the gradient of x is this rank's part of it.
     """
     columns = Columns(tensor.rank * len(head_VE) if tensor else 0, tensor)
-    how = _How(terms_of(train), columns, compiled and tensor is None)  # a compiler cannot join collectives
+    comparison = _Comparison(
+        terms_of(train), columns, compiled and tensor is None
+    )  # a compiler cannot join collectives
     loss: Tensor = _DistillationLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, teachers, how, report, ends, bias_V
+        x_ME, head_VE, labels_M, weights_M, vocab, teachers, comparison, report, starts_backward, bias_V
     )
     return loss
 
 
-class _How(NamedTuple):
+class _Comparison(NamedTuple):
+    """How the logits of student and teachers are compared."""
+
     terms: Terms
     columns: Columns
     compiled: bool
@@ -70,9 +74,9 @@ class _DistillationLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int,
-        teachers: TeacherOutput, how: _How, report: Tensor, ends: bool, bias_V: Tensor | None,
+        teachers: TeacherOutput, comparison: _Comparison, report: Tensor, starts_backward: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        terms, columns, compiled = how
+        terms, columns, compiled = comparison
         predictions = in_matmul_dtype(teachers.predictions)
         compute = _compiled_terms() if compiled else chunk_terms
         begin, real = columns.begin, columns.count_real(len(head_VE), vocab)
@@ -92,7 +96,7 @@ class _DistillationLoss(GradientInForward):
             return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], gradient_MV
 
         chunk = chunk_tokens(vocab, compiled=compiled) if x_ME.is_cuda else None
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V, chunk)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V, chunk)
 
 
 @lru_cache

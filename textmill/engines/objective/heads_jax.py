@@ -17,6 +17,8 @@ from textmill.engines.distillation.teachers_jax import Teachers
 from textmill.engines.distillation.terms import terms_of
 from textmill.engines.losses_jax import loss_and_correct, summed_loss
 from textmill.engines.objective.labels import PAIR_LOSS
+from textmill.errors import TextmillError
+from textmill.models import Shape, find_family_module, own_options
 from textmill.models.base_jax import cast_matrices
 from textmill.tokens.batches.batch import IGNORED
 
@@ -44,32 +46,33 @@ class Heads:
         self.has_pairs = hasattr(net, "has_pair_head") and net.has_pair_head(shape)
 
     def training_loss(
-        self, weights: Arrays, part: Arrays, train: TrainConfig, teachers: Teachers | None, taught: list[Arrays]
-    ) -> tuple[Array, Array]:
+        self, weights: Arrays, part: Arrays, train: TrainConfig, teachers: Teachers | None,
+        teacher_weights: list[Arrays],
+    ) -> tuple[Array, Array]:  # fmt: skip
         """The loss to minimise, and what to report: the labels' loss, and all of `term_names` behind it as [1 + terms].
 
-        `taught` are the weights of the teachers.
+        `part` are the arrays of a micro-batch.
         """
         states, terms = self.states(weights, part), list[Array]()
         head, bias = self.head(weights)
-        given = (states.head_input, head, part["labels"], part["weights"], bias)
+        head_and_labels = (states.head_input, head, part["labels"], part["weights"], bias)
         if teachers is None:
-            loss = summed_loss(*given, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
-            reported = loss
+            loss = summed_loss(*head_and_labels, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
+            label_loss = loss
         else:
-            output, others = teachers.read(taught, part)
-            output = jax.lax.stop_gradient(output)
+            teacher_output, teacher_states = jax.lax.stop_gradient(teachers.read(teacher_weights, part))
             chunk = min(self.chunk, teachers.chunk)
-            loss, sums = distillation_loss(*given, output, self.shape.vocab, chunk, terms_of(train))
-            found = {"kl": sums[1], "mse": sums[2]}
+            loss, sums = distillation_loss(*head_and_labels, teacher_output, self.shape.vocab, chunk, terms_of(train))
+            label_loss, kl, mse = sums[0], sums[1], sums[2]
+            by_name = {"kl": kl, "mse": mse}
             if train.distil.cosine:
-                found["cosine"] = cosine_loss(states.labelled, jax.lax.stop_gradient(others), part["weights"])
-                loss += train.distil.cosine * found["cosine"]
-            reported, terms = sums[0], [found[name] for name in train.distil.terms]
+                by_name["cosine"] = cosine_loss(states.labelled, teacher_states, part["weights"])
+                loss += train.distil.cosine * by_name["cosine"]
+            terms = [by_name[name] for name in train.distil.terms]
         if self.has_pairs:
-            pair = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
-            loss, terms = loss + pair, [pair, *terms]
-        return loss, jnp.stack([reported, *terms]) if terms else reported
+            pair_loss = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
+            loss, terms = loss + pair_loss, [pair_loss, *terms]
+        return loss, jnp.stack([label_loss, *terms]) if terms else label_loss
 
     def term_names(self, train: TrainConfig) -> list[str]:
         """The names of what `training_loss` reports behind the labels' loss."""
@@ -95,9 +98,10 @@ class Heads:
         keys, documents = part.get("keys"), part.get("documents")
         x_NTE = self.net.states(weights, self.shape, self.options, part["inputs"], keys, documents, *types)
         x_NKE = jnp.take_along_axis(x_NTE, part["positions"][..., None], 1) if self.few_labels else x_NTE
-        has_input = hasattr(self.net, "head_input")
-        given = self.net.head_input(weights, self.shape, self.options, x_NKE) if has_input else x_NKE
-        return States(x_NTE, x_NKE, given)
+        head_input = x_NKE
+        if hasattr(self.net, "head_input"):
+            head_input = self.net.head_input(weights, self.shape, self.options, x_NKE)
+        return States(x_NTE, x_NKE, head_input)
 
     def _pair_losses(self, weights: Arrays, part: Arrays, x_NTE: Array) -> tuple[Array, Array]:
         """The loss of each pair, 0 without a label, and whether its label has the higher logit."""
@@ -114,3 +118,18 @@ class Heads:
         gather = self.options.gathered or (lambda _, values: values)
         name, bias = self.net.head_name(self.shape), getattr(self.net, "HEAD_BIAS", None)
         return gather(name, weights[name]), None if bias is None else gather(bias, weights[bias])
+
+
+def open_jax_net(shape: Shape) -> Any:
+    """The module of the family's JAX net: models/FAMILY/net_jax.py with head_name, NetOptions, MATRICES and states."""
+    module = find_family_module(shape, "net_jax")
+    if module is None:
+        options = ", ".join(own_options(shape))
+        name = f"{shape.family} with {options}" if options else shape.family
+        raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
+    return module
+
+
+def open_teacher_heads(chunk: int, shape: Shape, options: Any) -> Heads:
+    """The heads of a teacher's net."""
+    return Heads(open_jax_net(shape), shape, options, chunk)

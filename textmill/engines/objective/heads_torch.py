@@ -1,12 +1,13 @@
 """The losses of a micro-batch: the head's cross-entropy, and that of a pair head if the net has one.
 
+Engines call `open_heads(net, micro_batch, ...)`, which runs the net, then `training_loss` or, in evaluation, `sums`.
+
 Shapes in names: M tokens, E width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,98 +28,121 @@ from textmill.tokens.batches.batch import IGNORED
 
 
 def open_heads(
-    net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
+    net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
     teachers: Teachers | CachedTeachers | None = None,
 ) -> HeadStates | LabelStates:  # fmt: skip
-    """What the heads of a net compute for a micro-batch, before its losses: call it under autocast."""
+    """Run the net on a micro-batch, up to the input of its heads; call it under autocast."""
     if net.has_label_head:
-        return LabelStates(net, part, precision, execution)
-    return HeadStates(net, part, precision, execution, teachers)
+        return LabelStates(net, micro_batch, precision, execution)
+    return HeadStates(net, micro_batch, precision, execution, teachers)
 
 
 class HeadStates:
-    """What the heads read: compute it under autocast."""
+    """The hidden states of a micro-batch that the heads read, and the losses computed from them."""
 
     def __init__(
-        self, net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
+        self, net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
         teachers: Teachers | CachedTeachers | None = None,
     ) -> None:  # fmt: skip
-        self.net, self.part, self.teachers, self.execution = net, part, teachers, execution
+        self.net, self.micro_batch, self.teachers, self.execution = net, micro_batch, teachers, execution
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
             states: Tensor = net(
-                part.inputs, part.keys, documents_NT=part.documents, execution=execution, types_NT=part.types
+                micro_batch.inputs,
+                micro_batch.keys,
+                documents_NT=micro_batch.documents,
+                execution=execution,
+                types_NT=micro_batch.types,
             )
         x_ME = states.to(precision).flatten(0, 1)
         self.pair_losses: Tensor | None = None
         self.pair_correct: Tensor | None = None
-        if part.pair_positions is not None and part.pair_labels is not None:
-            logits = net.pair_logits(x_ME.index_select(0, part.pair_positions.flatten())).float()
-            labels = part.pair_labels.flatten().long()
+        if micro_batch.pair_positions is not None and micro_batch.pair_labels is not None:
+            logits = net.pair_logits(x_ME.index_select(0, micro_batch.pair_positions.flatten())).float()
+            labels = micro_batch.pair_labels.flatten().long()
             self.pair_losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
             self.pair_correct = logits.argmax(1) == labels
-        if part.positions is not None:
-            x_ME = x_ME.index_select(0, part.positions.flatten())
+        if micro_batch.positions is not None:
+            x_ME = x_ME.index_select(0, micro_batch.positions.flatten())
         self.states_ME = x_ME
         self.x_ME = net.head_input(x_ME).to(precision)
 
-    def training_loss(self, train: TrainConfig, tensor: TensorParallel | None, *, ends: bool) -> tuple[Tensor, Tensor]:
+    def training_loss(
+        self, train: TrainConfig, tensor: TensorParallel | None, *, starts_backward: bool
+    ) -> tuple[Tensor, Tensor]:
         """The loss for the backward pass, and what to report: the labels' loss, and all of `term_names` behind it.
 
         Tensor-parallel ranks each compute a part of the gradient, so each has a part of the pairs' loss.
         """
-        net, part = self.net, self.part
-        assert part.weights is not None
-        given = (self.x_ME, net.head, part.labels.flatten(), part.weights.flatten(), net.shape.vocab)
         terms: list[Tensor] = []
         if self.teachers:
-            loss, label_loss, terms = self._distillation_loss(self.teachers, train, tensor, ends)
-        elif tensor:
-            loss = tensor_parallel_loss(*given, train.label_smoothing, train.z_loss, tensor, net.head_bias)
+            loss, label_loss, terms = self._distillation_loss(self.teachers, train, tensor, starts_backward)
         else:
-            options: Any = {"ends": ends, "cap": net.logit_softcap, "bias_V": net.head_bias}
-            loss = summed_loss(*given, train.label_smoothing, train.z_loss, net.fp8, **options)
-        reported = label_loss if self.teachers else loss.detach()
-        if self.pair_losses is not None and part.pair_weights is not None:
-            pair = (self.pair_losses * part.pair_weights.flatten()).sum()
-            loss = loss + pair / (tensor.count if tensor else 1)
-            terms = [pair.detach(), *terms]
-        return loss, torch.stack([reported, *terms]) if terms else reported
+            loss = self._label_loss(train, tensor, starts_backward)
+            label_loss = loss.detach()
+        if self.pair_losses is not None and self.micro_batch.pair_weights is not None:
+            pair_loss = (self.pair_losses * self.micro_batch.pair_weights.flatten()).sum()
+            loss = loss + pair_loss / (tensor.count if tensor else 1)
+            terms = [pair_loss.detach(), *terms]
+        return loss, torch.stack([label_loss, *terms]) if terms else label_loss
+
+    def _label_loss(self, train: TrainConfig, tensor: TensorParallel | None, starts_backward: bool) -> Tensor:
+        """The weighted sum of the cross-entropy of all labels."""
+        net, micro_batch = self.net, self.micro_batch
+        assert micro_batch.weights is not None
+        labels_M, weights_M = micro_batch.labels.flatten(), micro_batch.weights.flatten()
+        if tensor:
+            return tensor_parallel_loss(
+                self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss,
+                tensor, net.head_bias,
+            )  # fmt: skip
+        return summed_loss(
+            self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss, net.fp8,
+            starts_backward=starts_backward, cap=net.logit_softcap, bias_V=net.head_bias,
+        )  # fmt: skip
 
     def _distillation_loss(
-        self, teachers: Teachers | CachedTeachers, train: TrainConfig, tensor: TensorParallel | None, ends: bool
+        self,
+        teachers: Teachers | CachedTeachers,
+        train: TrainConfig,
+        tensor: TensorParallel | None,
+        starts_backward: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
-        net, part, distil = self.net, self.part, train.distil
-        targets = teachers.read(part, self.execution)
-        assert part.weights is not None
-        weights_M = part.weights.flatten()
+        net, micro_batch, distil = self.net, self.micro_batch, train.distil
+        targets = teachers.read(micro_batch, self.execution)
+        assert micro_batch.weights is not None
+        weights_M = micro_batch.weights.flatten()
         sums = weights_M.new_zeros(3)
         loss = distillation_loss(
-            self.x_ME, net.head, part.labels.flatten(), weights_M, net.shape.vocab, targets.output, train, sums,
-            ends=ends, bias_V=net.head_bias, compiled=self.execution is not EAGER, tensor=tensor,
+            self.x_ME, net.head, micro_batch.labels.flatten(), weights_M, net.shape.vocab, targets.output, train, sums,
+            starts_backward=starts_backward, bias_V=net.head_bias, compiled=self.execution is not EAGER, tensor=tensor,
         )  # fmt: skip
-        found = {"kl": sums[1], "mse": sums[2]}
+        label_loss, kl, mse = sums
+        terms = {"kl": kl, "mse": mse}
         if distil.cosine:
-            found["cosine"] = cosine_loss(self.states_ME, targets.states, weights_M)
-            loss = loss + distil.cosine / (tensor.count if tensor else 1) * found["cosine"]
+            terms["cosine"] = cosine_loss(self.states_ME, targets.states, weights_M)
+            loss = loss + distil.cosine / (tensor.count if tensor else 1) * terms["cosine"]
         if distil.hidden:
-            own = [take_labelled(one, part) for one in self.hidden]
-            found["hidden"] = hidden_loss(own, targets.hidden, weights_M)
-            loss = loss + distil.hidden * found["hidden"]
-        return loss, sums[0], [found[name].detach() for name in distil.terms]
+            student_states = [take_labelled(states, micro_batch) for states in self.hidden]
+            terms["hidden"] = hidden_loss(student_states, targets.hidden, weights_M)
+            loss = loss + distil.hidden * terms["hidden"]
+        return loss, label_loss, [terms[name].detach() for name in distil.terms]
 
     def sums(self, tensor: TensorParallel | None = None) -> list[Tensor]:
         """The summed loss and the number of correct predictions; also those of the pairs, if there is a pair head."""
-        net, given = self.net, (self.x_ME, self.net.head, self.part.labels.flatten(), self.net.shape.vocab)
-        losses, correct = (
-            tensor_parallel_loss_and_correct(*given, tensor, net.head_bias)
-            if tensor
-            else loss_and_correct(*given, net.head_bias, net.logit_softcap)
-        )
-        found = [losses.sum(), correct.sum()]
+        net, labels_M = self.net, self.micro_batch.labels.flatten()
+        if tensor:
+            losses, correct = tensor_parallel_loss_and_correct(
+                self.x_ME, net.head, labels_M, net.shape.vocab, tensor, net.head_bias
+            )
+        else:
+            losses, correct = loss_and_correct(
+                self.x_ME, net.head, labels_M, net.shape.vocab, net.head_bias, net.logit_softcap
+            )
+        sums = [losses.sum(), correct.sum()]
         if self.pair_losses is not None and self.pair_correct is not None:
-            found += [self.pair_losses.sum(), self.pair_correct.sum()]
-        return found
+            sums += [self.pair_losses.sum(), self.pair_correct.sum()]
+        return sums
 
 
 def term_names(net: BaseNet, distil: DistilConfig) -> tuple[str, ...]:
@@ -131,9 +155,14 @@ def split_reported(total: Tensor, names: Sequence[str], pairs: Sequence[int]) ->
     if not names:
         return total, {}
     terms = dict(zip(names, total[1:], strict=True))
-    return total[0], {name: one for name, one in terms.items() if pairs or name != PAIR_LOSS}
+    if not pairs:
+        terms.pop(PAIR_LOSS, None)
+    return total[0], terms
 
 
 def join_sums(parts: list[list[Tensor]]) -> list[float]:
-    """The `sums` of all micro-batches together, in fp64 on the host: not every device has fp64."""
+    """The `sums` of all micro-batches, added in fp64 on the host: not every device has fp64.
+
+    [[loss 1, correct 1], [loss 2, correct 2]] -> [loss 1 + loss 2, correct 1 + correct 2]
+    """
     return [float(torch.stack(values).cpu().double().sum()) for values in zip(*parts, strict=True)]

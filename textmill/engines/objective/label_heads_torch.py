@@ -20,23 +20,33 @@ from textmill.tokens.batches.batch import IGNORED
 class LabelStates:
     """The logits of a micro-batch's labels: compute them under autocast."""
 
-    def __init__(self, net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER) -> None:
-        assert part.positions is not None
-        self.part = part
+    def __init__(
+        self, net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER
+    ) -> None:
+        assert micro_batch.positions is not None
+        self.micro_batch = micro_batch
         states: Tensor = net(
-            part.inputs, part.keys, documents_NT=part.documents, execution=execution, types_NT=part.types
+            micro_batch.inputs,
+            micro_batch.keys,
+            documents_NT=micro_batch.documents,
+            execution=execution,
+            types_NT=micro_batch.types,
         )
-        logits_NKC = net.label_logits(states.to(precision), part.positions, part.documents, part.keys).float()
+        logits_NKC = net.label_logits(
+            states.to(precision), micro_batch.positions, micro_batch.documents, micro_batch.keys
+        ).float()
         self.count = logits_NKC.shape[1]
-        labels_M = part.labels[:, : self.count].flatten().long()
+        labels_M = micro_batch.labels[:, : self.count].flatten().long()
         logits_MC = logits_NKC.flatten(0, 1)
         self.losses_M = F.cross_entropy(logits_MC, labels_M, ignore_index=IGNORED, reduction="none")
         self.correct_M = logits_MC.argmax(1) == labels_M
 
-    def training_loss(self, train: TrainConfig, tensor: TensorParallel | None, *, ends: bool) -> tuple[Tensor, Tensor]:
+    def training_loss(
+        self, train: TrainConfig, tensor: TensorParallel | None, *, starts_backward: bool
+    ) -> tuple[Tensor, Tensor]:
         """The loss for the backward pass, and what to report; each tensor-parallel rank has a part of the loss."""
-        assert self.part.weights is not None
-        loss = (self.losses_M * self.part.weights[:, : self.count].flatten()).sum()
+        assert self.micro_batch.weights is not None
+        loss = (self.losses_M * self.micro_batch.weights[:, : self.count].flatten()).sum()
         return loss / (tensor.count if tensor else 1), loss.detach()
 
     def sums(self, tensor: TensorParallel | None = None) -> list[Tensor]:

@@ -30,12 +30,15 @@ class LossModule(nn.Module):
 
     def forward(self, *tensors: Tensor | None) -> Any:
         """The loss of a `MicroBatch` and what to report of it; without token weights, its sums."""
-        part = MicroBatch(*tensors)  # type: ignore[arg-type]
-        device = part.inputs.device
+        micro_batch = MicroBatch(*tensors)  # type: ignore[arg-type]
+        device = micro_batch.inputs.device
         with autocast(device, self.precision) if self.mixed else nullcontext(), attention_order(device):
             heads = open_heads(
-                self.net, part, self.precision, teachers=self.teachers if part.weights is not None else None
+                self.net,
+                micro_batch,
+                self.precision,
+                teachers=self.teachers if micro_batch.weights is not None else None,
             )
-        if part.weights is None:
+        if micro_batch.weights is None:
             return heads.sums()
-        return heads.training_loss(self.train_config, None, ends=False)
+        return heads.training_loss(self.train_config, None, starts_backward=False)

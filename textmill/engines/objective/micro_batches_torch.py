@@ -1,5 +1,11 @@
 """MicroBatch: the tensors of some samples, with only the labelled positions where the net's heads need no others.
 
+A masked model predicts few tokens, so its head is computed at these alone. Of two samples of 4 tokens with the labels
+[[-, 7, -, 9], [5, -, -, -]] (- is -100) the micro-batch has, with K = 2:
+
+    labels     [[7, 9], [5, -]]
+    positions  [[1, 3], [4, 5]]    counted over all tokens of the micro-batch, so that sample 2 begins at 4
+
 Shapes in names: N samples, T tokens, K labelled tokens of a sample, P labelled pairs of a sample.
 """
 
@@ -32,7 +38,7 @@ class MicroBatch(NamedTuple):
     documents: Tensor | None
     types: Tensor | None
     positions: Tensor | None
-    """[N, K]: which of all tokens of the micro-batch, counted through, `labels` are for."""
+    """[N, K]: the tokens that `labels` are for, as indexes into all N x T tokens of the micro-batch; None: all."""
     pair_labels: Tensor | None
     """[N, P]."""
     pair_weights: Tensor | None
@@ -62,34 +68,37 @@ def micro_batches(
         pair_labels = np.full_like(batch.labels, IGNORED)
     for start in range(0, len(batch.inputs), size):
         rows = slice(start, start + size)
-        labels, weight = batch.labels[rows], None if weights is None else weights[rows]
         arrays: dict[str, NDArray[Any] | None] = {
             "inputs": batch.inputs[rows],
-            "keys": None if keys is None else keys[rows],
-            "documents": None if batch.documents is None else batch.documents[rows],
-            "types": None if batch.types is None else batch.types[rows],
-            "teacher_ids": None if batch.teacher_ids is None else batch.teacher_ids[rows],
-            "teacher_logs": None if batch.teacher_logs is None else batch.teacher_logs[rows],
-            **_gather(labels, {"weights": weight}, few=net.few_labels, prefix=""),
+            "keys": _take_rows(keys, rows),
+            "documents": _take_rows(batch.documents, rows),
+            "types": _take_rows(batch.types, rows),
+            "teacher_ids": _take_rows(batch.teacher_ids, rows),
+            "teacher_logs": _take_rows(batch.teacher_logs, rows),
         }
-        pairs: dict[str, NDArray[Any] | None] = dict.fromkeys(("pair_labels", "pair_weights", "pair_positions"))
+        labels, label_weights, positions = batch.labels[rows], _take_rows(weights, rows), None
+        if net.few_labels:
+            labels, label_weights, positions = _take_labelled(labels, label_weights)
+        arrays |= {"labels": labels, "weights": label_weights, "positions": positions}
+        pairs: tuple[NDArray[Any] | None, ...] = (None, None, None)
         if pair_labels is not None:
-            weight = np.where(pair_labels[rows] != IGNORED, np.float32(pair_weight), np.float32(0))
-            pairs = _gather(pair_labels[rows], {"pair_weights": weight}, few=True, prefix="pair_")
-        tensors = {
-            name: None if array is None else copy_to_device(array, device)
-            for name, array in {**arrays, **pairs}.items()
-        }
-        yield rows.stop >= len(batch.inputs), MicroBatch(**tensors)  # type: ignore[arg-type]
+            pair_weights = np.where(pair_labels[rows] != IGNORED, np.float32(pair_weight), np.float32(0))
+            pairs = _take_labelled(pair_labels[rows], pair_weights)
+        arrays |= dict(zip(("pair_labels", "pair_weights", "pair_positions"), pairs, strict=True))
+        tensors = {name: None if array is None else copy_to_device(array, device) for name, array in arrays.items()}
+        is_last = rows.stop >= len(batch.inputs)
+        yield is_last, MicroBatch(**tensors)  # type: ignore[arg-type]
 
 
-def _gather(
-    labels_NT: NDArray[np.int32], others: dict[str, NDArray[Any] | None], *, few: bool, prefix: str
-) -> dict[str, NDArray[Any] | None]:
-    """The labels and their weights; if there are few, only those, with their positions."""
-    if not few:
-        return {f"{prefix}labels": labels_NT, **others, f"{prefix}positions": None}
+def _take_rows(array: NDArray[Any] | None, rows: slice) -> NDArray[Any] | None:
+    return None if array is None else array[rows]
+
+
+def _take_labelled(
+    labels_NT: NDArray[np.int32], weights_NT: NDArray[np.float32] | None
+) -> tuple[NDArray[np.int32], NDArray[np.float32] | None, NDArray[np.int64]]:
+    """The labels, their weights and their positions in the micro-batch, [N, K] each: only of labelled tokens."""
+    N, T = labels_NT.shape
     order_NK = labelled_positions(labels_NT)
-    found = {f"{prefix}labels": labels_NT, **others}
-    taken = {name: None if one is None else np.take_along_axis(one, order_NK, 1) for name, one in found.items()}
-    return {**taken, f"{prefix}positions": order_NK + np.arange(len(labels_NT))[:, None] * labels_NT.shape[1]}
+    weights_NK = None if weights_NT is None else np.take_along_axis(weights_NT, order_NK, 1)
+    return np.take_along_axis(labels_NT, order_NK, 1), weights_NK, order_NK + np.arange(N)[:, None] * T

@@ -1,5 +1,8 @@
 """Muon: momentum orthogonalised by Newton-Schulz iterations, for all matrices of one shape at once.
 
+A step of a stack of matrices: `gather` updates the momenta and returns Nesterov's look-ahead, `orthogonalise` turns it
+into steps, `apply` changes the weights. GPT-2's c_attn is three matrices (queries, keys, values), and so three entries.
+
 Shapes in names: B matrices of R rows and C columns.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +30,13 @@ ADAM_SCALE = 0.2
 over."""
 MIN_NORM = 1e-7
 
-Member = tuple[Weight, nn.Parameter, Rule]
+
+class Member(NamedTuple):
+    """A trained weight, its torch parameter, and its weight decay and learning rate."""
+
+    weight: Weight
+    parameter: nn.Parameter
+    rule: Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +79,18 @@ class Muon:
     """Muon's update of block matrices, stacked by shape."""
 
     def __init__(self, members: list[Member], momentum: float, *, compiled: bool) -> None:
-        stacks: dict[tuple[int, int, bool], list[Member]] = {}
+        # Keys are rows, columns, and whether all matrices of a parameter have one shape, which fused kernels need.
         matrices: dict[tuple[int, int, bool], list[Matrix]] = {}
+        fusible: dict[tuple[int, int, bool], list[Member]] = {}
         for member in members:
-            found = matrices_of(*member)
-            equal = len({matrix.shape for matrix in found}) == 1
-            for matrix in found:
+            parts = matrices_of(*member)
+            equal = len({matrix.shape for matrix in parts}) == 1
+            for matrix in parts:
                 matrices.setdefault((*matrix.shape, equal), []).append(matrix)
             if equal:
-                stacks.setdefault((*found[0].shape, True), []).append(member)
+                fusible.setdefault((*parts[0].shape, True), []).append(member)
         self.stacks = {
-            key: _build_stack(matrices[key], stacks.get(key), momentum, compiled=compiled) for key in matrices
+            key: _build_stack(matrices[key], fusible.get(key), momentum, compiled=compiled) for key in matrices
         }
 
     @torch.no_grad()
@@ -92,10 +102,10 @@ class Muon:
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
         """The momentum of each parameter, in its own layout."""
-        found: dict[nn.Parameter, Tensor] = {}
+        momenta: dict[nn.Parameter, Tensor] = {}
         for stack in self.stacks.values():
-            stack.read_momentum(found)
-        return found
+            stack.read_momentum(momenta)
+        return momenta
 
     def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Set the momentum of a parameter."""

@@ -1,4 +1,8 @@
-"""The optimizer step in torch: AdamW for all weights, or Muon for block matrices with AdamW for the rest."""
+"""The optimizer step in torch: AdamW for all weights, or Muon for block matrices with AdamW for the rest.
+
+`Optimizer.step` makes the gradients equal on tensor-parallel ranks, computes their norm over all ranks, clips, and
+calls Muon's step (muon_torch.py) and AdamW's (adam_torch.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.engines.optimizers.adam_torch import MOMENTS, Adam
-from textmill.engines.optimizers.muon_sharded_torch import ShardedMuon
+from textmill.engines.optimizers.muon_sharded_torch import ShardedMatrix, ShardedMuon
 from textmill.engines.optimizers.muon_torch import Member, Muon
 from textmill.engines.parallel_torch import Parallel
 from textmill.models import Weight
@@ -23,60 +27,60 @@ class Optimizer:
     """The optimizers and their state; a non-finite gradient or a spike skips the update, decided on the device."""
 
     def __init__(self, net: BaseNet, train: TrainConfig, parallel: Parallel, *, compiled: bool = False) -> None:
-        self.train, self.parallel, trained = train, parallel, []
-        self.own: dict[nn.Parameter, nn.Parameter] = {}
-        """This rank's part of each parameter of the net: the parameter itself unless FSDP shards it."""
-        for weight, parameter, rule in trained_of(net, train):
-            self.own[parameter] = nn.Parameter(parallel.local(parameter)) if parallel.sharded else parameter
-            trained.append((weight, self.own[parameter], rule))
-        matrices = [member for member in trained if uses_muon(member[0], train)]
-        self.muon = self._muon(matrices, compiled=compiled) if matrices else None
-        self.parameters = list(self.own)
-        self.weights = [(weight, own) for weight, own, _ in trained]
-        rest = [member for member in trained if not uses_muon(member[0], train)]
-        self.adam = Adam([(own, rule) for _, own, rule in rest], train)
-        adams = {own for _, own, _ in rest}
-        self.rest = [parameter for parameter, own in self.own.items() if own in adams]
-        self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
+        self.train, self.parallel = train, parallel
+        self.local_parts: dict[nn.Parameter, nn.Parameter] = {}
+        """This rank's part of each trained parameter of the net: the parameter itself unless FSDP shards it."""
+        members = trained_of(net, train)
+        for member in members:
+            parameter = member.parameter
+            self.local_parts[parameter] = nn.Parameter(parallel.local(parameter)) if parallel.sharded else parameter
+        self.parameters = list(self.local_parts)
+        self.weights = [(member.weight, self.local_parts[member.parameter]) for member in members]
+        matrices = [member for member in members if uses_muon(member.weight, train)]
+        self.muon = self._new_muon(matrices, compiled=compiled) if matrices else None
+        adam_members = [member for member in members if not uses_muon(member.weight, train)]
+        self.adam_parameters = [member.parameter for member in adam_members]
+        self.adam = Adam([(self.local_parts[member.parameter], member.rule) for member in adam_members], train)
+        self.trained = sum(math.prod(member.weight.shape) for member in members)
+        """The number of trained parameters."""
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
         """Updates done, without skipped ones."""
 
-    def _muon(self, matrices: list[Member], *, compiled: bool) -> Muon | ShardedMuon:
+    def _new_muon(self, matrices: list[Member], *, compiled: bool) -> Muon | ShardedMuon:
+        momentum = self.train.muon.momentum
         if self.parallel.mesh.shard * self.parallel.mesh.tensor == 1:
-            return Muon(matrices, self.train.muon.momentum, compiled=compiled)
-        parameter_of = {own: parameter for parameter, own in self.own.items()}
-        placed = [(member, parameter_of[member[1]]) for member in matrices]
-        return ShardedMuon(placed, self.parallel, self.train.muon.momentum, compiled=compiled)
+            return Muon(matrices, momentum, compiled=compiled)
+        sharded = [
+            ShardedMatrix(member.weight, member.parameter, self.local_parts[member.parameter], member.rule)
+            for member in matrices
+        ]
+        return ShardedMuon(sharded, self.parallel, momentum, compiled=compiled)
 
-    def step(self, lr: float, scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
+    def step(self, lr: float, loss_scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
         """One update, which a spike skips; returns the gradient norm before clipping.
 
-        The gradients are multiplied by the loss scale `scale`; they are set to None afterwards.
+        In fp16 the gradients are those of the loss times `loss_scale`. They are set to None afterwards.
         """
-        for parameter, own in self.own.items():
-            own.grad = (
-                self.parallel.local(parameter.grad)
-                if self.parallel.sharded and parameter.grad is not None
-                else parameter.grad
-            )
-        gradients = [(weight, own.grad) for weight, own in self.weights if own.grad is not None]
+        for parameter, local_part in self.local_parts.items():
+            if self.parallel.sharded and parameter.grad is not None:
+                local_part.grad = self.parallel.local(parameter.grad)
+            else:
+                local_part.grad = parameter.grad
+        gradients = [(weight, part.grad) for weight, part in self.weights if part.grad is not None]
         self.parallel.join_gradients(gradients)
         norm = self.parallel.gradient_norm(gradients)
-        norm = norm if scale is None else norm / scale
+        norm = norm if loss_scale is None else norm / loss_scale
         updated = torch.isfinite(norm) if spike is None else torch.isfinite(norm) & ~spike
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
-        clip = clip if scale is None else clip / scale
+        gradient_factor = clip if loss_scale is None else clip / loss_scale
+        adam_lr = lr
         if self.muon:
-            self.muon.step(lr, clip, updated)
-        self.adam.step(
-            lr * (self.train.muon.adamw_rate_factor if self.muon else 1.0),
-            clip.reciprocal(),
-            (~updated).float(),
-            self.done,
-        )
+            self.muon.step(lr, gradient_factor, updated)
+            adam_lr = lr * self.train.muon.adamw_rate_factor
+        self.adam.step(adam_lr, gradient_factor.reciprocal(), (~updated).float(), self.done)
         self.done += updated
-        for parameter, own in self.own.items():
-            parameter.grad = own.grad = None
+        for parameter, local_part in self.local_parts.items():
+            parameter.grad = local_part.grad = None
         return norm
 
     def count(self) -> int:
@@ -84,16 +88,20 @@ class Optimizer:
         return int(self.done)
 
     def state_weights(self) -> list[Weight]:
-        """The weight of each tensor of optimizer state that exists after the first update."""
-        return [
-            weight for weight, _ in self.weights for _ in range(1 if uses_muon(weight, self.train) else len(MOMENTS))
-        ]
+        """The weight of each tensor of optimizer state after the first update: AdamW has two for each weight."""
+        weights = []
+        for weight, _ in self.weights:
+            weights += [weight] * (1 if uses_muon(weight, self.train) else len(MOMENTS))
+        return weights
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
         """The optimizer state by kind, as checkpoints name it; none before the first update."""
         if self.count():
             for kind, key in MOMENTS.items():
-                yield kind, {parameter: self.adam.state[self.own[parameter]][key] for parameter in self.rest}
+                state = {
+                    parameter: self.adam.state[self.local_parts[parameter]][key] for parameter in self.adam_parameters
+                }
+                yield kind, state
             if self.muon:
                 yield "momentum", self.muon.momentum()
 
@@ -104,16 +112,16 @@ class Optimizer:
             assert self.muon
             self.muon.load_state(parameter, values)
             return
-        self.adam.load_state(kind, self.own[parameter], values)
+        self.adam.load_state(kind, self.local_parts[parameter], values)
 
 
 def trained_of(net: BaseNet, train: TrainConfig) -> list[Member]:
-    """The trained weights of a net with their rules; freezes all others."""
+    """The trained weights of a net with their parameters and rules; freezes all others."""
     rules, members = rules_of(net.shape, train, net.lora), []
     for name, (weight, parameter) in parameters_of(net).items():
         parameter.requires_grad_(rules[name].trained)
         if rules[name].trained:
-            members.append((weight, parameter, rules[name]))
+            members.append(Member(weight, parameter, rules[name]))
     return members
 
 
