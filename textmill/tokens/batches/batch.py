@@ -1,4 +1,13 @@
-"""Batch: the numpy arrays that every layout builds and every engine consumes."""
+"""Batch: the numpy arrays that every layout builds and every engine consumes.
+
+How some layouts turn the documents [1 2 3 0] and [4 5 0] into samples of 4 tokens, or 8 (- is -100, p is padding):
+
+    packed (packed.py)   inputs [1 2 3 0] [4 5 0 ...]        labels [2 3 0 4] [5 0 ...]
+    padded (padded.py)   inputs [1 2 3 0] [4 5 0 p]          labels [2 3 0 -] [5 0 - -]
+    masked (masked.py)   inputs [CLS 1 MASK 3 SEP p p p]     labels [- - 2 - - - - -]
+
+The chat, features and labelled layouts have files of their own too; from_config.py chooses one by `train.layout`.
+"""
 
 from __future__ import annotations
 

@@ -60,18 +60,19 @@ def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[Siz
     """The phases from a step and its first sample on.
 
     With a ramp-up (start, increment, samples) the batch size after c samples is
-    start + increment * floor(c * increases / samples), at most `batch`.
+    start + increment * floor(c * increases / samples), at most `batch`. A batch of 8 with the ramp-up 2, 2, 24 grows
+    three times in 24 samples: 2 from step 0, 4 from step 4 (sample 8), 6 from step 6 (16), 8 from step 8 (28).
     """
     if not ramp:
         return [SizePhase(step, sample, batch)]
-    start, increment, samples = ramp
-    increases, reached = (batch - start) // increment, 0
+    start, increment, ramp_samples = ramp
+    all_increases, increases = (batch - start) // increment, 0
     phases: list[SizePhase] = []
-    while reached < increases:
-        reached = min(increases, sample * increases // samples)
-        size = start + reached * increment
+    while increases < all_increases:
+        increases = min(all_increases, sample * all_increases // ramp_samples)
+        size = start + increases * increment
         phases.append(SizePhase(step, sample, size))
-        next_increase = -(-(reached + 1) * samples // increases)
+        next_increase = -(-(increases + 1) * ramp_samples // all_increases)  # the sample at which the batch grows
         steps = -(-(next_increase - sample) // size)
         step, sample = step + steps, sample + steps * size
     return phases

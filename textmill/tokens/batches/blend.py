@@ -16,6 +16,9 @@ MAX_PERIOD = 100_000
 class Blend:
     """Megatron's rule in integers: each sample comes from the store furthest below its weight, the first on a tie.
 
+    Weights 3 and 1 have a period of 4; samples 0 to 7 come from the stores 0 1 0 0 | 0 1 0 0, and sample 5 is sample 1
+    of store 1.
+
     The choices repeat: every `period` samples, each store has given exactly its fraction. Only the first period
     differs, because the very first sample goes to the store with the largest weight. So two periods in memory are
     enough to look up any sample.

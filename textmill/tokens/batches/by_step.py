@@ -1,8 +1,13 @@
-"""batch_at(step): the samples of a step, from one store or a blend of several, as a pure function of the step."""
+"""batch_at(step): the samples of a step, from one store or a blend of several, as a pure function of the step.
+
+Step 10 with a batch of 8 has the samples 80 to 87 of the run (batch_sizes.py). The blend says which store each sample
+comes from and its number there (blend.py); the store's layout builds it (packed.py and the other layouts).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +40,10 @@ class Batches:
         self.layouts, self.sizes, self.stores = layouts, sizes, stores
         self.teacher: TeacherCache | None = None
         """Cached predictions of teachers, which are read with each batch."""
-        every = list(range(len(layouts)))
-        self.blends = blends or [BlendRange(0, Blend(list(weights)), [*every], [0 for _ in every])]
+        self.blends = blends
+        if not blends:
+            all_layouts = range(len(layouts))
+            self.blends = [BlendRange(0, Blend(list(weights)), layouts=[*all_layouts], taken=[0 for _ in all_layouts])]
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
@@ -48,36 +55,39 @@ class Batches:
         for mapped in self.stores:
             mapped.check_mapped()
         stores, numbers = self._locate(samples)
-        found = [(rows, self.layouts[store].build_samples(numbers[rows])) for store, rows in _rows_by_store(stores)]
-        if len(found) > 1:
-            arrays = _merge(found)
-        else:
-            arrays = found[0][1] if found else self.layouts[0].build_samples(numbers)
-        return _batch_of(arrays, samples)
+        if len(np.unique(stores)) <= 1:
+            store = int(stores[0]) if len(stores) else 0
+            return _batch_of(self.layouts[store].build_samples(numbers), samples)
+        parts = []
+        for store, rows in _rows_by_store(stores):
+            parts.append((rows, self.layouts[store].build_samples(numbers[rows])))
+        return _batch_of(_merge(parts), samples)
 
     def documents_at(self, step: int) -> Iterator[tuple[int, int, int]]:
         """(sample, store, document) for every document in the batch of a step."""
         samples = self._sample_numbers(step)
         stores, numbers = self._locate(samples)
         for store, rows in _rows_by_store(stores):
-            found = self.layouts[store].find_documents(numbers[rows])
-            for row, document in zip(found.rows.tolist(), found.documents.tolist(), strict=True):
+            in_samples = self.layouts[store].find_documents(numbers[rows])
+            for row, document in zip(in_samples.rows.tolist(), in_samples.documents.tolist(), strict=True):
                 yield int(samples[rows[row]]), store, document
 
     def _locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(layout, number of the sample within its store) for each sample of the run."""
         layouts, numbers = np.zeros_like(samples), np.zeros_like(samples)
-        starts = [one.sample for one in self.blends]
-        ranges = np.searchsorted(starts, samples, side="right") - 1
+        range_starts = [blend_range.sample for blend_range in self.blends]
+        ranges = np.searchsorted(range_starts, samples, side="right") - 1
         for number in np.unique(ranges).tolist():
-            rows, one = ranges == number, self.blends[number]
-            stores, found = one.blend.locate(samples[rows] - one.sample)
-            if any(one.layouts[store] is None for store in np.unique(stores).tolist()):
+            rows, blend_range = ranges == number, self.blends[number]
+            stores, numbers_in_range = blend_range.blend.locate(samples[rows] - blend_range.sample)
+            if any(blend_range.layouts[store] is None for store in np.unique(stores).tolist()):
                 raise TextmillError(
                     "the step saw a token store that tokens.use no longer names; add it again to see it"
                 )
-            layouts[rows] = np.array([-1 if layout is None else layout for layout in one.layouts])[stores]
-            numbers[rows] = found + np.array(one.taken, np.int64)[stores]
+            layout_by_store = np.array([-1 if layout is None else layout for layout in blend_range.layouts])
+            taken_by_store = np.array(blend_range.taken, np.int64)
+            layouts[rows] = layout_by_store[stores]
+            numbers[rows] = numbers_in_range + taken_by_store[stores]
         return layouts, numbers
 
     def _sample_numbers(self, step: int) -> NDArray[np.int64]:
@@ -106,14 +116,21 @@ def _rows_by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.
         yield store, np.flatnonzero(stores == store)
 
 
-def _merge(found: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
-    """Put the samples of all stores back into the order of the batch."""
-    order = np.argsort(np.concatenate([rows for rows, _ in found]))
-    columns = {name: [getattr(arrays, name) for _, arrays in found] for name in SampleArrays.__dataclass_fields__}
-    if any(one is not None for one in columns["pair_labels"]):  # other stores have no pairs
-        no_pairs = [np.full_like(arrays.labels, IGNORED) for _, arrays in found]
-        given = zip(columns["pair_labels"], no_pairs, strict=True)
-        columns["pair_labels"] = [none if one is None else one for one, none in given]
-    return SampleArrays(
-        **{name: np.concatenate(values)[order] for name, values in columns.items() if values[0] is not None}
-    )
+def _merge(parts: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
+    """Put the samples of all stores back into the order of the batch; a part has its rows there and their arrays."""
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+    if any(arrays.pair_labels is not None for _, arrays in parts):
+        parts = [(rows, _with_pair_labels(arrays)) for rows, arrays in parts]
+    merged = {}
+    for name in SampleArrays.__dataclass_fields__:
+        values = [getattr(arrays, name) for _, arrays in parts]
+        if values[0] is not None:
+            merged[name] = np.concatenate(values)[order]
+    return SampleArrays(**merged)
+
+
+def _with_pair_labels(arrays: SampleArrays) -> SampleArrays:
+    """The arrays of a store, with labels of pairs even if it has no pairs."""
+    if arrays.pair_labels is not None:
+        return arrays
+    return replace(arrays, pair_labels=np.full_like(arrays.labels, IGNORED))

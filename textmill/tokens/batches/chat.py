@@ -1,4 +1,12 @@
-"""The chat layout: full conversations packed into samples, isolated from each other, with loss on the answers only."""
+"""The chat layout: full conversations packed into samples, isolated from each other, with loss on the answers only.
+
+The conversations [1 2 3 0] and [4 5 0], whose answers are [3 0] and [5 0], in a sample of length 6 (- is -100, p is the
+padding token):
+
+    inputs     [1 2 3 4 5 p]
+    labels     [- 3 0 5 0 -]
+    documents  [1 1 1 2 2 0]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Builds the batches of a config: its layout over the stores of a split."""
+"""Builds the batches of a config: its layout over the stores of a split.
+
+`_build_layout` is where `train.layout` becomes a class; training calls `open_batches`, evaluation `valid_batches`.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ def open_batches(
     `history` are the step ranges of a run whose batch or blend was changed, the last with today's settings.
     """
     stores = splits.by_split["train"]
-    layouts = [_build_layout(train, one, splits.tokenizer, length, train.seed, folder) for one in stores]
+    layouts = [_build_layout(train, weighted, splits.tokenizer, length, train.seed, folder) for weighted in stores]
     ranges = history or [DataRange(0, train.batch, train.batch_rampup, splits.sources)]
     sizes = sizes_of(ranges)
     return Batches(
         layouts,
-        [one.weight for one in stores],
+        [weighted.weight for weighted in stores],
         sizes,
-        [one.store for one in stores],
+        [weighted.store for weighted in stores],
         blends_of(ranges, sizes) if splits.sources else (),
     )
 
@@ -48,44 +51,54 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
     """The valid split in the layout of training: with loss on every token once, or masked in the same way each time."""
     stores, tokenizer = splits.nonempty("valid"), splits.tokenizer
     if train.layout == "packed" and not train.packed.isolate_documents:
-        for one in stores:
+        for weighted in stores:
             yield from window_batches(
-                one.store, length=length, stride=length, batch=train.batch,
+                weighted.store, length=length, stride=length, batch=train.batch,
                 first_input=tokenizer.end, vocab=tokenizer.vocab,
             )  # fmt: skip
     else:
         all_kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})
-        layouts = [
-            _build_layout(all_kept, one, tokenizer, length, None, folder) for one in stores if _has_samples(train, one)
-        ]
-        yield from batches_in_order(layouts, train.batch, [one.store for one in stores])
+        used = [weighted for weighted in stores if _has_samples(train, weighted)]
+        layouts = [_build_layout(all_kept, weighted, tokenizer, length, None, folder) for weighted in used]
+        yield from batches_in_order(layouts, train.batch, [weighted.store for weighted in stores])
 
 
-def _has_samples(train: TrainConfig, one: WeightedStore) -> bool:
+def _has_samples(train: TrainConfig, weighted: WeightedStore) -> bool:
     """Whether the layout gets at least one sample from this store."""
-    if train.layout == "features" or one.features is not None:
-        return one.features is None or bool(one.features.table.count)
+    if train.layout == "features" or weighted.features is not None:
+        return weighted.features is None or bool(weighted.features.table.count)
     if train.layout == "labelled":
-        return bool(len(one.store))
+        return bool(len(weighted.store))
     if train.layout == "masked":
-        return has_spans(one.store, train.masked)
-    return one.store.tokens > 1 if train.layout == "packed" else bool((one.store.document_lengths() > 1).any())
+        return has_spans(weighted.store, train.masked)
+    return (
+        weighted.store.tokens > 1 if train.layout == "packed" else bool((weighted.store.document_lengths() > 1).any())
+    )
 
 
 def _build_layout(
-    train: TrainConfig, one: WeightedStore, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None
+    train: TrainConfig,
+    weighted: WeightedStore,
+    tokenizer: TextTokenizer,
+    length: int,
+    seed: int | None,
+    folder: Path | None,
 ) -> Layout:
-    store, vocab = one.store, tokenizer.vocab
-    if train.layout == "features" or one.features is not None:
-        if one.features is None:
+    store, vocab = weighted.store, tokenizer.vocab
+    if train.layout == "features" or weighted.features is not None:
+        if weighted.features is None:
             raise TextmillError(
                 f"{store.prefix.parent}: has no feature rows, which train.layout=features needs; make them with "
                 f"tokens.kind=features, name Parquet files that have them in tokens.use, or set train.layout=packed"
             )
-        if train.layout == "features" and one.features.table.count and has_masked_rows(one.features.table):
-            raise TextmillError(f"{one.features.table.files[0].parent}: has masked examples; set train.layout=masked")
+        if train.layout == "features" and weighted.features.table.count and has_masked_rows(weighted.features.table):
+            raise TextmillError(
+                f"{weighted.features.table.files[0].parent}: has masked examples; set train.layout=masked"
+            )
         pairs = train.masked.pairs != "none"
-        return FeaturesLayout(one.features, store, length=length, seed=seed, vocab=vocab, folder=folder, pairs=pairs)
+        return FeaturesLayout(
+            weighted.features, store, length=length, seed=seed, vocab=vocab, folder=folder, pairs=pairs
+        )
     if train.layout == "packed":
         return PackedLayout(
             store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents,

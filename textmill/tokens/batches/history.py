@@ -34,43 +34,53 @@ class BlendRange:
     layouts: list[int | None]
     """The number of the open layout of each store of the blend; None: a store that is no longer used."""
     taken: list[int]
-    """How many samples each store gave before: it goes on with the next one."""
+    """How many samples each store of the blend gave in earlier ranges: it goes on with the next one."""
 
 
 def sizes_of(ranges: Sequence[DataRange]) -> BatchSizes:
     """The batch sizes of all ranges."""
     sizes = BatchSizes(ranges[0].batch, ranges[0].batch_rampup)
-    for before, one in itertools.pairwise(ranges):
-        if (one.batch, list(one.batch_rampup)) != (before.batch, list(before.batch_rampup)):
-            sizes = sizes.changed(one.step, one.batch, one.batch_rampup)
+    for before, after in itertools.pairwise(ranges):
+        if (after.batch, list(after.batch_rampup)) != (before.batch, list(before.batch_rampup)):
+            sizes = sizes.changed(after.step, after.batch, after.batch_rampup)
     return sizes
 
 
 def blends_of(ranges: Sequence[DataRange], sizes: BatchSizes) -> list[BlendRange]:
-    """The blends of all ranges; the layouts are numbered by the stores of the last range."""
-    opened = {store: number for number, store in enumerate(_stores_of(ranges[-1]))}
+    """The blends of all ranges; the layouts are numbered by the stores of the last range.
+
+    A run that saw 100 samples of store a, then 50 of a and 50 of b, then only b: the ranges begin at the samples 0, 100
+    and 200, `taken` is [0], [100, 0] and [50]. Only b is open at the end: `layouts` are [None], [None, 0] and [0].
+    """
+    layout_of_store = {store: number for number, store in enumerate(_store_keys(ranges[-1]))}
+    changes = [ranges[0]]
+    for before, after in itertools.pairwise(ranges):
+        if list(after.sources) != list(before.sources):
+            changes.append(after)
+    starts = [sizes.samples_before(data_range.step) for data_range in changes]
     taken: Counter[tuple[str, int]] = Counter()
-    found: list[BlendRange] = []
-    for number, one in enumerate(ranges):
-        if number and list(one.sources) == list(ranges[number - 1].sources):
-            continue
-        start = sizes.samples_before(one.step)
-        stores, blend = _stores_of(one), Blend([weight for _, weight in one.sources])
-        found.append(
-            BlendRange(start, blend, [opened.get(store) for store in stores], [taken[store] for store in stores])
+    blends: list[BlendRange] = []
+    for number, data_range in enumerate(changes):
+        stores, blend = _store_keys(data_range), Blend([weight for _, weight in data_range.sources])
+        blends.append(
+            BlendRange(
+                starts[number],
+                blend,
+                layouts=[layout_of_store.get(store) for store in stores],
+                taken=[taken[store] for store in stores],
+            )
         )
-        later = [other.step for other in ranges[number + 1 :] if list(other.sources) != list(one.sources)]
-        if later:
-            counts = blend.counts_before(sizes.samples_before(later[0]) - start)
+        if number + 1 < len(changes):
+            counts = blend.counts_before(starts[number + 1] - starts[number])
             taken.update(dict(zip(stores, counts.tolist(), strict=True)))
-    return found
+    return blends
 
 
-def _stores_of(one: DataRange) -> list[tuple[str, int]]:
+def _store_keys(data_range: DataRange) -> list[tuple[str, int]]:
     """A key for each store: its fingerprint, and its number among those with the same fingerprint."""
     seen: Counter[str] = Counter()
     keys = []
-    for fingerprint, _ in one.sources:
+    for fingerprint, _ in data_range.sources:
         keys.append((fingerprint, seen[fingerprint]))
         seen[fingerprint] += 1
     return keys

@@ -55,12 +55,15 @@ class Layout(Protocol):
 
 
 def gather_ranges(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Concatenate the ranges ids[start : start + count], with no Python loop over tokens or ranges."""
+    """Concatenate the ranges ids[start : start + count], with no Python loop over tokens or ranges.
+
+    Starts [0, 5] and counts [2, 3] -> ids[[0, 1, 5, 6, 7]]
+    """
     before = np.cumsum(counts) - counts
     positions = np.repeat(starts - before, counts)
     positions += np.arange(len(positions))
-    found: NDArray[np.int32] = ids[positions].astype(np.int32)
-    return found
+    gathered: NDArray[np.int32] = ids[positions].astype(np.int32)
+    return gathered
 
 
 def check_ids(ids: NDArray[np.int32], vocab: int | None, where: object) -> None:

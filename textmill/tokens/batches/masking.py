@@ -1,4 +1,9 @@
-"""Chooses the tokens that a masked language model predicts, and what stands in their place (BERT's rules)."""
+"""Chooses the tokens that a masked language model predicts, and what stands in their place (BERT's rules).
+
+Of the sample [CLS] the un ##believ ##able cat [SEP] with whole words, the words are "the", "un ##believ ##able" and
+"cat". `choose_tokens` takes words in random order while they fit into the number of predictions; with one prediction
+that is "the" or "cat". `replace_tokens` then writes [MASK], a random token or the token itself in their place.
+"""
 
 from __future__ import annotations
 
@@ -51,32 +56,38 @@ def choose_tokens(
     positions where a word starts whatever its token is.
     """
     candidates = ~rule.special[ids]
-    is_start = candidates.copy()
+    is_word_start = candidates.copy()
     if rule.word_starts is not None:
-        is_start[1:] &= rule.word_starts[ids[1:]] | ~candidates[:-1]
+        is_word_start[1:] &= rule.word_starts[ids[1:]] | ~candidates[:-1]
         if starts is not None:
-            is_start |= starts & candidates
-    samples = np.repeat(np.arange(len(lengths)), lengths)
-    first = np.flatnonzero(is_start)
-    words = np.cumsum(is_start) - 1
-    owner = samples[first]
-    per_sample = np.bincount(owner, minlength=len(lengths))
-    number = np.arange(len(first)) - np.repeat(np.cumsum(per_sample) - per_sample, per_sample)
-    sizes = np.full((len(lengths), int(per_sample.max(initial=0)) + rule.max_ngram), _NO_WORD, np.int64)
-    sizes[owner, number] = np.bincount(words[candidates], minlength=len(first))
-    order = np.full(sizes.shape, np.inf)
-    position = first - np.repeat(np.cumsum(lengths) - lengths, per_sample)
-    order[owner, number] = _order_values(ids, words, candidates, keys[owner], position, rule, len(first))
-    chosen = _choose_words(
-        sizes, np.argsort(order, axis=1), rule.predictions(lengths), keys, rule.max_ngram, per_sample
+            is_word_start |= starts & candidates
+    # Of each token: its sample and its word. Of each word: its first token, its sample, its number and position there.
+    sample_of_token = np.repeat(np.arange(len(lengths)), lengths)
+    word_of_token = np.cumsum(is_word_start) - 1
+    first_token = np.flatnonzero(is_word_start)
+    sample_of_word = sample_of_token[first_token]
+    words_per_sample = np.bincount(sample_of_word, minlength=len(lengths))
+    words_before = np.repeat(np.cumsum(words_per_sample) - words_per_sample, words_per_sample)
+    number_in_sample = np.arange(len(first_token)) - words_before
+    position = first_token - np.repeat(np.cumsum(lengths) - lengths, words_per_sample)
+    # [samples, words]: the tokens of each word, and a value by which the words of a sample are sorted.
+    sizes = np.full((len(lengths), int(words_per_sample.max(initial=0)) + rule.max_ngram), _NO_WORD, np.int64)
+    sizes[sample_of_word, number_in_sample] = np.bincount(word_of_token[candidates], minlength=len(first_token))
+    sort_values = np.full(sizes.shape, np.inf)
+    sort_values[sample_of_word, number_in_sample] = _order_values(
+        ids, word_of_token, candidates, keys[sample_of_word], position, rule, len(first_token)
     )
-    found: NDArray[np.bool_] = candidates & chosen[samples, _numbers_of(words, number)]
-    return found
+    order, predictions = np.argsort(sort_values, axis=1), rule.predictions(lengths)
+    chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words_per_sample)
+    chosen: NDArray[np.bool_] = candidates & chosen_words[sample_of_token, _numbers_of(word_of_token, number_in_sample)]
+    return chosen
 
 
-def _numbers_of(words: NDArray[np.int64], number: NDArray[np.int64]) -> NDArray[np.int64]:
+def _numbers_of(word_of_token: NDArray[np.int64], number_in_sample: NDArray[np.int64]) -> NDArray[np.int64]:
     """The number of each token's word within its sample."""
-    return number[np.maximum(words, 0)] if len(number) else np.zeros_like(words)
+    if not len(number_in_sample):
+        return np.zeros_like(word_of_token)
+    return number_in_sample[np.maximum(word_of_token, 0)]
 
 
 def _order_values(
@@ -133,19 +144,20 @@ def _choose_ngrams(
     chosen: NDArray[np.bool_], left: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Choose the n-gram at each sample's word, or the longest shorter one that fits; none of its words twice."""
-    total, longest, free = np.zeros_like(left), np.zeros_like(left), np.ones(len(rows), np.bool_)
-    size, whole = np.zeros_like(left), np.ones(len(rows), np.bool_)
+    tokens, fitting_words, fitting_tokens = np.zeros_like(left), np.zeros_like(left), np.zeros_like(left)
+    is_free = np.ones(len(rows), np.bool_)
     for number in range(int(ngram.max())):
-        at = np.minimum(word + number, sizes.shape[1] - 1)
-        total += sizes[rows, at]
-        within = (number < ngram) & (total <= left)
-        free &= ~(chosen[rows, at] & within)
-        longest, size = np.where(within, number + 1, longest), np.where(within, total, size)
-    whole &= free & (longest > 0)
-    for number in range(int(longest.max())):
-        taken = whole & (number < longest)
-        chosen[rows[taken], word[taken] + number] = True
-    left -= np.where(whole, size, 0)
+        next_word = np.minimum(word + number, sizes.shape[1] - 1)
+        tokens += sizes[rows, next_word]
+        fits = (number < ngram) & (tokens <= left)
+        is_free &= ~(chosen[rows, next_word] & fits)
+        fitting_words = np.where(fits, number + 1, fitting_words)
+        fitting_tokens = np.where(fits, tokens, fitting_tokens)
+    takes = is_free & (fitting_words > 0)
+    for number in range(int(fitting_words.max())):
+        takes_word = takes & (number < fitting_words)
+        chosen[rows[takes_word], word[takes_word] + number] = True
+    left -= np.where(takes, fitting_tokens, 0)
 
 
 def replace_tokens(
@@ -153,14 +165,14 @@ def replace_tokens(
     rule: MaskingRule,
 ) -> NDArray[np.int32]:  # fmt: skip
     """The inputs: each chosen token is masked, kept, or replaced by a random one that is not special."""
-    inputs, at = ids.copy(), np.flatnonzero(chosen)
+    inputs, tokens = ids.copy(), np.flatnonzero(chosen)
     ends = np.cumsum(lengths)
-    owner = np.searchsorted(ends, at, side="right")
-    position, own_keys = at - (ends - lengths)[owner], keys[owner]
-    uniform = to_uniform(draw(own_keys, _REPLACE + position))
-    inputs[at[uniform < MASKED_FRACTION]] = rule.mask
-    random = uniform >= MASKED_FRACTION + KEPT_FRACTION
-    ordinary = np.flatnonzero(~rule.special)
-    numbers = draw(own_keys[random], _RANDOM + position[random]) % np.uint64(len(ordinary))
-    inputs[at[random]] = ordinary[numbers.astype(np.int64)]
+    sample = np.searchsorted(ends, tokens, side="right")
+    position, token_keys = tokens - (ends - lengths)[sample], keys[sample]
+    uniform = to_uniform(draw(token_keys, _REPLACE + position))
+    inputs[tokens[uniform < MASKED_FRACTION]] = rule.mask
+    is_random = uniform >= MASKED_FRACTION + KEPT_FRACTION
+    ordinary_ids = np.flatnonzero(~rule.special)
+    numbers = draw(token_keys[is_random], _RANDOM + position[is_random]) % np.uint64(len(ordinary_ids))
+    inputs[tokens[is_random]] = ordinary_ids[numbers.astype(np.int64)]
     return inputs

@@ -1,4 +1,15 @@
-"""The packed layout: documents are shuffled each epoch, joined into one stream and cut into windows of equal length."""
+"""The packed layout: documents are shuffled each epoch, joined into one stream and cut into windows of equal length.
+
+The documents [1 2 3 0], [4 5 0] and [6 7 8 9 0] as windows of length 4, without shuffling (- is -100):
+
+    inputs     [1 2 3 0]  [4 5 0 6]  [7 8 9 0]
+    labels     [2 3 0 4]  [5 0 6 7]  [8 9 0 -]    shuffled, the last window goes on with the epoch's first tokens
+    isolate_documents:
+    labels     [2 3 0 -]  [5 0 - 7]  [8 9 0 -]
+    documents  [1 1 1 1]  [1 1 1 2]  [1 1 1 1]    attention stays inside a document
+
+A window is found by arithmetic: which documents it spans, from the prefix sums of their lengths (`_find_spans`).
+"""
 
 from __future__ import annotations
 
@@ -76,14 +87,12 @@ class PackedLayout:
 
     def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
         """The documents in these windows."""
-        found = [
-            (rows, self._find_spans(epoch, samples[rows] % self.samples_per_epoch))
-            for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch)
-        ]
-        return SampleDocuments(
-            np.concatenate([rows[spans.rows] for rows, spans in found]),
-            np.concatenate([spans.documents for _, spans in found]),
-        )
+        sample_rows, documents = [], []
+        for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch):
+            spans = self._find_spans(epoch, samples[rows] % self.samples_per_epoch)
+            sample_rows.append(rows[spans.rows])
+            documents.append(spans.documents)
+        return SampleDocuments(np.concatenate(sample_rows), np.concatenate(documents))
 
     def _document_at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the documents at these positions of the epoch's order."""
@@ -158,6 +167,9 @@ def _rows_by_epoch(samples: NDArray[np.int64], per_epoch: int) -> list[tuple[int
 
 
 def number_spans(rows: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Number the spans of each row 1, 2, 3 ...; `rows` is the row of each span, in ascending order."""
+    """Number the spans of each row 1, 2, 3 ...; `rows` is the row of each span, in ascending order.
+
+    [0 0 1 1 1] -> [1 2 1 2 3]
+    """
     first = np.searchsorted(rows, rows, side="left")
     return (np.arange(len(rows)) - first + 1).astype(np.int32)

@@ -1,4 +1,10 @@
-"""The padded layout: one document per sample, split or truncated if too long, padded if too short."""
+"""The padded layout: one document per sample, split or truncated if too long, padded if too short.
+
+The documents [1 2 3 0], [4 5 0] and [6 7 8 9 0] as samples of length 4 (- is -100, p is the padding token):
+
+    inputs  [1 2 3 0]  [4 5 0 p]  [6 7 8 9]
+    labels  [2 3 0 -]  [5 0 - -]  [7 8 9 0]
+"""
 
 from __future__ import annotations
 

@@ -13,19 +13,24 @@ Pattern = tuple[tuple[int, ...], int]
 
 
 def pack_rows(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(items in the order of their rows, where each row starts in that order and where the last one ends)."""
+    """(items in the order of their rows, where each row starts in that order and where the last one ends).
+
+    Items of the lengths 5, 3, 2, 6, 1, 3 in rows of 8 -> items [0 1 | 3 2 | 5 4] (5 + 3, 6 + 2, 3 + 1), rows at
+    [0 2 4 6].
+    """
     counts = np.bincount(lengths, minlength=longest + 1)
     by_length = np.argsort(lengths, kind="stable")
-    taken = (np.cumsum(counts) - counts).tolist()
-    orders, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    next_item = (np.cumsum(counts) - counts).tolist()  # of each length, as an index into `by_length`
+    items, items_per_row = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for pattern, rows in find_patterns(counts.tolist(), longest):
         columns = []
         for length in pattern:
-            columns.append(by_length[taken[length] : taken[length] + rows])
-            taken[length] += rows
-        orders.append(np.stack(columns, axis=1).ravel())
-        sizes.append(np.full(rows, len(pattern)))
-    return np.concatenate(orders), np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
+            columns.append(by_length[next_item[length] : next_item[length] + rows])
+            next_item[length] += rows
+        items.append(np.stack(columns, axis=1).ravel())
+        items_per_row.append(np.full(rows, len(pattern)))
+    row_ends = np.cumsum(np.concatenate(items_per_row))
+    return np.concatenate(items), np.concatenate([np.zeros(1, np.int64), row_ends])
 
 
 def find_patterns(counts: list[int], longest: int) -> list[Pattern]:

@@ -34,7 +34,11 @@ def window_batches(
     it is None, the first token is only an input.
 
     The first window has loss on all its tokens. Later windows have loss only on tokens that no earlier window
-    predicted. Tokens after the first window have at least `length - stride` tokens of context.
+    predicted. Tokens after the first window have at least `length - stride` tokens of context. The ids 1 to 6 with
+    length 4, stride 2 and first input 0 (- is -100):
+
+        inputs  [0 1 2 3]  [2 3 4 5]
+        labels  [1 2 3 4]  [- - 5 6]
     """
     if samples is None:
         samples = np.arange(count_windows(store, length=length, stride=stride, first_input=first_input), dtype=np.int64)
