@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from textmill.models import captured_torch
 from textmill.models.base_torch import ACTIVATIONS
 from textmill.models.captured_torch import CapturedSlots, has_no_adapter
-from textmill.models.llama.net_torch import Net, RMSNorm, rotary_rates
+from textmill.models.llama.net_torch import Net, RMSNorm, frequencies_of
 
 
 def usable(net: Net) -> bool:
@@ -68,8 +68,8 @@ class FastSlots(CapturedSlots):
     def _hidden(self, count: int, *, few: bool) -> Tensor:
         """The last hidden states of a step: one kernel for everything between two matmuls.
 
-        Attention's kernel also normalises and turns queries and keys. With few texts, kernel launches take most of the
-        time; then one kernel does a matmul and everything around it, including norms and the gate.
+        Attention's kernel also normalises and rotates queries and keys. With few texts, kernel launches take most of
+        the time; then one kernel does a matmul and everything around it, including norms and the gate.
         """
         net, fused, positions_N = self.net, self.kernels, self.positions_N[:count]
         blocks: list[Any] = [*net.blocks, None]
@@ -121,7 +121,7 @@ def join_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 def rotary_table(net: Net, length: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, D / 2] of every position's angles."""
-    rates_D, scale = rotary_rates(net.shape)
-    rates = torch.tensor(rates_D.tolist(), dtype=torch.float32, device=net.head.device)
-    angles_TD = torch.arange(length, device=rates.device)[:, None].float() * rates
+    frequencies_D, scale = frequencies_of(net.shape)
+    frequencies = torch.tensor(frequencies_D.tolist(), dtype=torch.float32, device=net.head.device)
+    angles_TD = torch.arange(length, device=frequencies.device)[:, None].float() * frequencies
     return angles_TD.cos() * scale, angles_TD.sin() * scale

@@ -95,7 +95,7 @@ class Shape(BaseShape):
     @property
     def activation_factor(self) -> float:
         """Activations that backward needs, as a multiple of the 16 per channel of a GPT-2: four of the MLP's width, and
-        turned queries and keys. Counted for the eager net."""
+        rotated queries and keys. Counted for the eager net."""
         mlp = (4 if self.gated else 2) * self.inner / self.width
         return (11 + mlp + 4 * self.qk_norm + self.embedding_residual) / 16
 

@@ -24,7 +24,7 @@ from textmill.models.base_jax import (
 )
 from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.llama.facts import EMBEDDING, HEAD, Shape
-from textmill.models.llama.rotary import turning_rates
+from textmill.models.llama.rotary import rotary_frequencies
 
 MATRICES = ("_proj.",)
 """What the names of matrices have in them; their biases are cast with them."""
@@ -61,8 +61,8 @@ def _angles(shape: Shape, positions: Array) -> tuple[Array, Array]:
     """Cosine and sine of every position's angles [N or 1, T, 1, D / 2]."""
     D = shape.head_width
     powers_D = np.float32(shape.rotary_base) ** (np.arange(0, D, 2, dtype=np.float32) / np.float32(D))
-    rates_D, scale = turning_rates(powers_D, shape.rotary_base, shape.rotary_scaling)
-    angles = (positions[..., None].astype(jnp.float32) * rates_D)[:, :, None]
+    frequencies_D, scale = rotary_frequencies(powers_D, shape.rotary_base, shape.rotary_scaling)
+    angles = (positions[..., None].astype(jnp.float32) * frequencies_D)[:, :, None]
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
@@ -106,7 +106,7 @@ def _attention(
     )
     if shape.qk_norm:
         q, k = _norm(weights, f"{name}.q_norm", shape, q), _norm(weights, f"{name}.k_norm", shape, k)
-    q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+    q, k = _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
     if keys_N is not None and shape.attention_dropout:
         # Dropout is drawn for every head of queries.
         k, v = (jnp.repeat(part, shape.heads // shape.kv_heads, axis=2) for part in (k, v))
@@ -115,10 +115,10 @@ def _attention(
     return linear(weights, f"{name}.o_proj", shape, options, y_NTHD.reshape(N, T, -1), keys_N)
 
 
-def _turn(x_NTHD: Array, cos: Array, sin: Array) -> Array:
+def _apply_rotary(x_NTHD: Array, cos: Array, sin: Array) -> Array:
     first, second = jnp.split(x_NTHD.astype(jnp.float32), 2, -1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.astype(x_NTHD.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return rotated.astype(x_NTHD.dtype)
 
 
 def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:

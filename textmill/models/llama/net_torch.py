@@ -20,7 +20,7 @@ from textmill.models.cache_torch import Cache
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.llama.facts import Shape
 from textmill.models.llama.options import GATE_INPUTS, value_table
-from textmill.models.llama.rotary import turning_rates
+from textmill.models.llama.rotary import rotary_frequencies
 from textmill.models.lora_torch import apply_linear, join_linears
 from textmill.models.masks_torch import (
     Mask,
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         if self.value_gate is not None:
             gate_NTH = 2 * torch.sigmoid(self.value_gate(x_NTE[..., : self.value_gate.in_features]))
             v_NTHD = v_NTHD + gate_NTH[..., None] * context.values[0].view_as(v_NTHD)
-        q_NHTD, k_NHTD = (turn(part.transpose(1, 2), context.cos, context.sin) for part in (q_NTHD, k_NTHD))
+        q_NHTD, k_NHTD = (apply_rotary(part.transpose(1, 2), context.cos, context.sin) for part in (q_NTHD, k_NTHD))
         y_NHTD = self._attend(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), keys_N, cache, context.mask)
         return apply_linear(self.o_proj, y_NHTD.transpose(1, 2).flatten(2), keys_N)
 
@@ -144,17 +144,20 @@ class MLP(nn.Module):
         return apply_linear(self.down_proj, self.activation(gate_NTF) * up_NTF, keys_N)
 
 
-def turn(x_NHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of channels, of which one is in each half of a head, by the angles of their positions."""
+def apply_rotary(x_NHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of channels (i, i + D / 2) of a head by the angles of their positions."""
     first, second = x_NHTD.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_NHTD.dtype)
 
 
-def rotary_rates(shape: Shape) -> tuple[NDArray[np.float32], float]:
-    """Computed in fp32 on the CPU, as transformers does; in float64 angles of far positions would differ."""
+def frequencies_of(shape: Shape) -> tuple[NDArray[np.float32], float]:
+    """The rotary frequencies [D / 2] of a shape, and the factor of sine and cosine.
+
+    Computed in fp32 on the CPU, as transformers does; in float64 angles of far positions would differ.
+    """
     with _disable_current_modes(), torch.device("cpu"):  # a plan runs the net on tensors without values
         powers_D = shape.rotary_base ** (torch.arange(0, shape.head_width, 2, dtype=torch.float32) / shape.head_width)
-        return turning_rates(powers_D.numpy(), shape.rotary_base, shape.rotary_scaling)
+        return rotary_frequencies(powers_D.numpy(), shape.rotary_base, shape.rotary_scaling)
 
 
 class Block(BaseBlock):
@@ -210,9 +213,9 @@ class Net(BaseNet):
         self.norm = RMSNorm(shape.width, shape.epsilon)
         self.lm_head = nn.Linear(shape.width, shape.padded_vocab, bias=False) if shape.untied else None
         self.tokens_part = 0
-        self.rates_D = torch.empty(0)
-        """How fast each pair of channels turns, on the device of the last input; see `forward`."""
-        self.turn_scale = 1.0
+        self.frequencies_D = torch.empty(0)
+        """The rotary frequency of each pair of channels, on the device of the last input; see `forward`."""
+        self.rotary_scale = 1.0
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -239,13 +242,13 @@ class Net(BaseNet):
         """Heads of keys, and their width."""
         return self.shape.kv_heads, self.shape.head_width
 
-    def forward(self, ids_NT: Tensor, *given: Any, **named: Any) -> Tensor:
-        """As BaseNet's; the rates are put on the device here, where nothing is compiled or captured."""
-        if not len(self.rates_D) or self.rates_D.device != ids_NT.device:
-            rates_D, self.turn_scale = rotary_rates(self.shape)
+    def forward(self, ids_NT: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """As BaseNet's; the frequencies are put on the device here, where nothing is compiled or captured."""
+        if not len(self.frequencies_D) or self.frequencies_D.device != ids_NT.device:
+            frequencies_D, self.rotary_scale = frequencies_of(self.shape)
             with torch.inference_mode(False):
-                self.rates_D = torch.tensor(rates_D.tolist(), dtype=torch.float32, device=ids_NT.device)
-        return super().forward(ids_NT, *given, **named)
+                self.frequencies_D = torch.tensor(frequencies_D.tolist(), dtype=torch.float32, device=ids_NT.device)
+        return super().forward(ids_NT, *arguments, **options)
 
     def use_fp8(self) -> None:
         """As BaseNet's; MLPs with biases or without a gate have no fp8 code."""
@@ -263,13 +266,13 @@ class Net(BaseNet):
         if documents_NT is not None:
             mask = self._mask(documents_NT, keys_N)
             positions = positions - document_starts(documents_NT)
-        angles = (positions[..., None].float() * self.rates_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
+        angles = (positions[..., None].float() * self.frequencies_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
         x_NTE = drop(to_matmul_dtype(self.embed_tokens(ids_NT)), self.shape.dropout, keys_N, 0, self.tokens_part)
         values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
         # A copy: if the first block had the same tensor twice, it would be compiled on its own.
         embedded_NTE = x_NTE.clone() if self.shape.embedding_residual else None
         return x_NTE, Context(
-            angles.cos() * self.turn_scale, angles.sin() * self.turn_scale, mask, embedded_NTE, values
+            angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, mask, embedded_NTE, values
         )
 
     def end(self, x_NTE: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Rotary positions without a framework: how fast each pair of channels turns, with the scalings of published configs.
+"""Rotary positions (RoPE) without a framework: the frequency of each pair of channels, with published scalings.
 
-Pair i of a head of D channels turns by position x base^(-2i / D). A scaling slows some pairs down, so that a model
-trained on short contexts reads longer ones.
+At position p, pair i of a head of D channels is rotated by the angle p x f(i), where f(i) = base^(-2i / D) is its
+frequency (transformers' `inv_freq`). A scaling lowers some frequencies, so that a model trained on short contexts reads
+longer ones.
 """
 
 from __future__ import annotations
@@ -66,59 +67,61 @@ def _check_number(value: Any, name: str, where: str) -> None:
         raise TextmillError(f"{where}: {name} is {value!r}; a config.json has a number above 0 there")
 
 
-def turning_rates(powers_D: Array, base: float, scaling: str) -> tuple[Array, float]:
-    """The angle by which each pair of channels turns from one position to the next, and a factor of sine and cosine.
+def rotary_frequencies(powers_D: Array, base: float, scaling: str) -> tuple[Array, float]:
+    """The frequency of each pair of channels: its angle from one position to the next; and a factor of sine and cosine.
 
-    `powers_D` are base^(2i / D). Rounding errors of a rate grow with the position, so the caller computes the powers
-    as its reference does, and the steps below are in its order.
+    `powers_D` are base^(2i / D). Rounding errors of a frequency grow with the position, so the caller computes the
+    powers as its reference does, and the steps below are in its order.
     """
-    rates_D = np.float32(1.0) / powers_D
+    frequencies_D = np.float32(1.0) / powers_D
     if not scaling:
-        return rates_D, 1.0
+        return frequencies_D, 1.0
     numbers = json.loads(scaling)
     if numbers["rope_type"] == "linear":
-        return rates_D / np.float32(numbers["factor"]), 1.0
+        return frequencies_D / np.float32(numbers["factor"]), 1.0
     if numbers["rope_type"] == "llama3":
-        return _llama3(rates_D, numbers), 1.0
+        return _llama3(frequencies_D, numbers), 1.0
     if numbers["rope_type"] == "yarn":
         return _yarn(powers_D, base, numbers), yarn_attention_factor(numbers)
-    return rates_D, 1.0  # dynamic: it changes the rates only beyond the positions that a model has
+    return frequencies_D, 1.0  # dynamic: it changes frequencies only beyond the positions that a model has
 
 
-def _llama3(rates_D: Array, numbers: dict[str, Any]) -> Array:
-    """Slow pairs turn slower by the factor, fast ones as before, those in between change smoothly."""
+def _llama3(frequencies_D: Array, numbers: dict[str, Any]) -> Array:
+    """Low frequencies are divided by the factor, high ones stay, those in between change smoothly."""
     factor = np.float32(numbers["factor"])
-    slow_D, fast_D, smooth_D = _llama3_bands(rates_D, numbers)
-    scaled_D = np.where(slow_D, rates_D / factor, rates_D)
+    low_D, high_D, smooth_D = _llama3_bands(frequencies_D, numbers)
+    scaled_D = np.where(low_D, frequencies_D / factor, frequencies_D)
     between_D = (np.float32(1) - smooth_D) * scaled_D / factor + smooth_D * scaled_D
-    return np.where(slow_D | fast_D, scaled_D, between_D)
+    return np.where(low_D | high_D, scaled_D, between_D)
 
 
-def _llama3_bands(rates_D: Array, numbers: dict[str, Any]) -> tuple[Any, Any, Array]:
-    """Which pairs are slow, which are fast, and how fast those in between are: from 0 to 1."""
-    low, high = (np.float32(numbers[name]) for name in ("low_freq_factor", "high_freq_factor"))
+def _llama3_bands(frequencies_D: Array, numbers: dict[str, Any]) -> tuple[Any, Any, Array]:
+    """Which pairs have a low frequency, which a high one, and where those in between are: from 0 (low) to 1 (high)."""
+    low_factor, high_factor = (np.float32(numbers[name]) for name in ("low_freq_factor", "high_freq_factor"))
     original = numbers["original_max_position_embeddings"]
-    wavelengths_D = np.float32(2 * math.pi) / rates_D
-    slow_D = wavelengths_D > original / numbers["low_freq_factor"]
-    fast_D = wavelengths_D < original / numbers["high_freq_factor"]
-    return slow_D, fast_D, (np.float32(original) / wavelengths_D - low) / (high - low)
+    wavelengths_D = np.float32(2 * math.pi) / frequencies_D
+    low_D = wavelengths_D > original / numbers["low_freq_factor"]
+    high_D = wavelengths_D < original / numbers["high_freq_factor"]
+    return low_D, high_D, (np.float32(original) / wavelengths_D - low_factor) / (high_factor - low_factor)
 
 
-def llama3_factors(rates_D: Array, numbers: dict[str, Any]) -> Array:
-    """What llama3's scaling divides each rate by, as llama.cpp stores it."""
-    slow_D, fast_D, smooth_D = _llama3_bands(rates_D, numbers)
+def llama3_factors(frequencies_D: Array, numbers: dict[str, Any]) -> Array:
+    """What llama3's scaling divides each frequency by, as llama.cpp stores it."""
+    low_D, high_D, smooth_D = _llama3_bands(frequencies_D, numbers)
     factor = np.float32(numbers["factor"])
     between_D = np.float32(1) / ((np.float32(1) - smooth_D) / factor + smooth_D)
-    found: Array = np.where(slow_D, factor, np.where(fast_D, np.float32(1), between_D)).astype(np.float32)
-    return found
+    factors_D: Array = np.where(low_D, factor, np.where(high_D, np.float32(1), between_D)).astype(np.float32)
+    return factors_D
 
 
 def _yarn(powers_D: Array, base: float, numbers: dict[str, Any]) -> Array:
-    """Pairs that turn often within the original context keep their rate, those that turn less than once are slowed."""
+    """Pairs that rotate often within the original context keep their frequency; for those that rotate less than once it
+    is divided by the factor."""
     width, original = 2 * len(powers_D), numbers["original_max_position_embeddings"]
 
-    def pair_with(turns: float) -> float:
-        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def pair_with(rotations: float) -> float:
+        """The pair that rotates so often within the original context."""
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = pair_with(numbers.get("beta_fast", 32)), pair_with(numbers.get("beta_slow", 1))
     if numbers.get("truncate", True):
@@ -128,8 +131,8 @@ def _yarn(powers_D: Array, base: float, numbers: dict[str, Any]) -> Array:
     ramp_D = np.clip((np.arange(len(powers_D), dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
     kept_D = np.float32(1) - ramp_D
     one, factor = np.float32(1), np.float32(numbers["factor"])
-    rates_D: Array = one / (factor * powers_D) * (one - kept_D) + one / powers_D * kept_D
-    return rates_D
+    frequencies_D: Array = one / (factor * powers_D) * (one - kept_D) + one / powers_D * kept_D
+    return frequencies_D
 
 
 def yarn_attention_factor(numbers: dict[str, Any]) -> float:
