@@ -169,15 +169,15 @@ class BaseNet(nn.Module):
         types = () if types_NT is None else (types_NT,)
         x_NTE, context = execution.begin(self, ids_NT, keys_N, positions, documents_NT, *types)
         count = len(self.blocks)
-        again = self.recompute if cache is None and torch.is_grad_enabled() else 0
-        for start in range(0, count, again or count):
-            given = (start, start + (again or count), x_NTE, keys_N, cache, context, execution)
-            # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
-            x_NTE = (
-                checkpoint(self._run_blocks, *given, use_reentrant=False, preserve_rng_state=False)
-                if again
-                else self._run_blocks(*given)
-            )
+        if self.recompute and cache is None and torch.is_grad_enabled():
+            for start in range(0, count, self.recompute):
+                # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
+                x_NTE = checkpoint(
+                    self._run_blocks, start, start + self.recompute, x_NTE, keys_N, cache, context, execution,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+        else:
+            x_NTE = self._run_blocks(0, count, x_NTE, keys_N, cache, context, execution)
         out: Tensor = execution.end(self, x_NTE)
         return out
 

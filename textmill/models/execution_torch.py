@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 
-def _begin(net: Any, *given: Any) -> Any:
-    return net.begin(*given)
+def _begin(net: Any, *arguments: Any) -> Any:
+    return net.begin(*arguments)
 
 
-def _compute(block: Any, *given: Any) -> Any:
-    return block.compute(*given)
+def _compute(block: Any, *arguments: Any) -> Any:
+    return block.compute(*arguments)
 
 
-def _end(net: Any, *given: Any) -> Any:
-    return net.end(*given)
+def _end(net: Any, *arguments: Any) -> Any:
+    return net.end(*arguments)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,9 @@ def new_net(
 
 def _memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a meta tensor. A plain one's shape is passed explicitly: otherwise torch would import sympy."""
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    return (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if plain
-        else torch.empty_like(tensor, device=device)
-    )
+    if type(tensor) in (Tensor, nn.Parameter):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def open_net(folder: Path, device: torch.device, *, separate: bool = False) -> BaseNet:
@@ -77,21 +74,25 @@ def fill(
     net: BaseNet, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None
 ) -> None:
     """Fill the net with all its weights; `put` writes a weight if this process has only a part of it."""
-    known = parameters_of(net)
+    parameters = parameters_of(net)
+    weights = [weight for weight, _ in parameters.values()]
     with torch.no_grad():
-        for weight, values in lay_out_weights([weight for weight, _ in known.values()], net.shape, named, where):
-            laid, parameter = torch.tensor(values), known[weight.name][1]
-            put(weight, parameter, laid) if put else parameter.copy_(laid)
+        for weight, values in lay_out_weights(weights, net.shape, named, where):
+            tensor, (_, parameter) = torch.tensor(values), parameters[weight.name]
+            if put:
+                put(weight, parameter, tensor)
+            else:
+                parameter.copy_(tensor)
 
 
 def match_moments(
     net: BaseNet, named: Iterable[Named], where: str
 ) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
     """For each optimizer moment: its kind, its weight and parameter, and its values in memory layout."""
-    known = parameters_of(net)
+    parameters = parameters_of(net)
     for name, values in named:
-        kind, _, of = name.partition("/")
-        weight, parameter = known[of]
+        kind, _, weight_name = name.partition("/")
+        weight, parameter = parameters[weight_name]
         yield kind, weight, parameter, torch.tensor(lay_out_weight(weight, values, where))
 
 

@@ -1,4 +1,16 @@
-"""Weight: everything textmill knows about one parameter, and the functions that depend on it alone."""
+"""Weight: everything textmill knows about one parameter, and the functions that depend on it alone.
+
+GPT-2's `c_attn.weight` with width 4 and 2 heads: a checkpoint stores [4, 12], inputs x outputs, where the outputs are 4
+for queries, then 4 for keys, then 4 for values (`transposed`, `parts=(4, 4, 4)`). In memory it is [12, 4], and its rows
+are interleaved by head (`groups=2`), so that two tensor-parallel ranks have 6 rows each, all of one head (`split=0`):
+
+    row of the net         0  1   2  3   4  5   6  7   8  9  10 11
+    output of checkpoint   0  1   4  5   8  9   2  3   6  7  10 11
+                           q     k      v      q     k      v
+                           head 0              head 1
+
+`part_rows` are the rows of queries, keys and values inside a group: 0 to 2, 2 to 4, 4 to 6.
+"""
 
 from __future__ import annotations
 
@@ -166,13 +178,15 @@ def count_flops(
     """
     weights = list(weights)
     trained = weights if trained is None else list(trained)
-    names, lowest = {weight.name for weight in trained}, max(weight.depth for weight in trained)
-    known, tables = {weight.name for weight in weights}, [weight for weight in weights if weight.by_token]
-    flops = 6.0 * sum(weight.size for weight in trained if weight.name not in known)
+    trained_names = {weight.name for weight in trained}
+    lowest = max(weight.depth for weight in trained)
+    own_names = {weight.name for weight in weights}
+    has_two_tables = sum(weight.by_token for weight in weights) > 1
+    flops = 6.0 * sum(weight.size for weight in trained if weight.name not in own_names)
     for weight in weights:
-        is_table = weight.by_token and weight.depth > layers and len(tables) > 1 and not weight.copies
-        if weight.by_position or weight.looked_up or is_table:
+        is_embedding = weight.by_token and weight.depth > layers and has_two_tables and not weight.copies
+        if weight.by_position or weight.looked_up or is_embedding:
             continue  # rows are looked up: nothing is multiplied
-        has_gradient = weight.by_token or weight.depth <= lowest  # the head is above all blocks, a tied one too
-        flops += weight.size * (2.0 + 2.0 * has_gradient + 2.0 * (weight.name in names))
+        input_has_gradient = weight.by_token or weight.depth <= lowest  # the head is above all blocks, a tied one too
+        flops += weight.size * (2.0 + 2.0 * input_has_gradient + 2.0 * (weight.name in trained_names))
     return flops + (4.0 * layers + 8.0 * min(lowest, layers)) * width * length
