@@ -1,7 +1,8 @@
-"""docs/architecture.md names only files, config keys and commands that exist."""
+"""docs/architecture.md names only files, functions, config keys and commands that exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_named_files_exist() -> None:
     assert files
     missing = [term for term in files if not (ROOT / term).exists() and not term.startswith("./")]
     assert not missing
+
+
+def test_named_functions_exist() -> None:
+    """Those of the table that follows a command through the code: each is defined in the file of its row."""
+    rows = re.findall(r"^\|[^|]*\| `(textmill/[\w/]+\.py)` \| (`\w+`(?:, `\w+`)*) \|$", BUILT, flags=re.MULTILINE)
+    assert len(rows) > 15
+    for file, names in rows:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {
+            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        assert set(re.findall(r"\w+", names)) <= defined, file
 
 
 def test_named_keys_exist() -> None:
