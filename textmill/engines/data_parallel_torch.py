@@ -32,15 +32,14 @@ class DataParallel:
     @contextmanager
     def _all_reducing(self) -> Any:
         self.active, self.pending = True, []
-        self.missing = [len(bucket) for bucket in self.buckets]
+        self.missing = [len(bucket) for bucket in self.buckets]  # gradients of each bucket that are not complete
         yield
         self.active = False
         for bucket, (flat, work) in zip(self.buckets, self.pending, strict=True):
             work.wait()
-            for parameter, values in zip(
-                bucket, torch.split_with_sizes(flat, [one.numel() for one in bucket]), strict=True
-            ):
-                parameter.grad = values.view_as(parameter)
+            gradients = torch.split_with_sizes(flat, [parameter.numel() for parameter in bucket])
+            for parameter, gradient in zip(bucket, gradients, strict=True):
+                parameter.grad = gradient.view_as(parameter)
 
     def repeat_pass(self) -> None:
         """Expect the gradients of the last pass once more; buckets that are sent already had all of theirs."""
@@ -54,18 +53,18 @@ class DataParallel:
         self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
         while len(self.pending) < len(self.buckets) and not self.missing[len(self.pending)]:
             bucket = self.buckets[len(self.pending)]
-            flat = torch.cat([one.grad.flatten() for one in bucket if one.grad is not None])
+            flat = torch.cat([parameter.grad.flatten() for parameter in bucket if parameter.grad is not None])
             self.pending.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
 
 
 def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters in buckets, last to first: the order in which backward computes their gradients."""
     buckets: list[list[nn.Parameter]] = []
-    left = 0
+    free_bytes = 0
     for parameter in reversed(parameters):
-        if left < parameter.nbytes:
+        if free_bytes < parameter.nbytes:
             buckets.append([])
-            left = BUCKET_BYTES
+            free_bytes = BUCKET_BYTES
         buckets[-1].append(parameter)
-        left -= parameter.nbytes
+        free_bytes -= parameter.nbytes
     return buckets

@@ -1,4 +1,17 @@
-"""Parallel: shards a net over a mesh of ranks, sums gradients over the right ranks, and gathers full tensors."""
+"""Parallel: shards a net over a mesh of ranks, sums gradients over the right ranks, and gathers full tensors.
+
+On 8 ranks with replicate=2, shard=2, tensor=2 a matrix of 12 x 8 with `Weight.split` 0 (column-parallel) is first
+divided over the tensor-parallel ranks: 6 x 8 each. FSDP then divides these rows over the shards: 3 x 8 each. The second
+replica has the same parts.
+
+    rank                 0  1  2  3  4  5  6  7
+    tensor rank          0  1  0  1  0  1  0  1
+    shard rank           0  0  1  1  0  0  1  1
+    first row it has     0  6  3  9  0  6  3  9
+
+`local` is this rank's part of a parameter, `local_part` cuts it out of a full tensor, `gather` is the inverse. Samples
+are divided over the 4 data-parallel ranks (replicate x shard); ranks 0 and 1 compute the same ones.
+"""
 
 from __future__ import annotations
 
@@ -94,24 +107,20 @@ class Parallel:
 
         They are summed if each rank computed a part of the gradient, else averaged.
         """
-        common = [(weight, gradient) for weight, gradient in weights if weight.split is None]
-        if self.tensor is None or not common:
+        undivided = [(weight, gradient) for weight, gradient in weights if weight.split is None]
+        if self.tensor is None or not undivided:
             return
-        flat = torch.cat([gradient.flatten() for _, gradient in common])
+        flat = torch.cat([gradient.flatten() for _, gradient in undivided])
         dist.all_reduce(flat, group=self.tensor.group)
-        for (weight, gradient), values in zip(
-            common, torch.split_with_sizes(flat, [one.numel() for _, one in common]), strict=True
-        ):
-            equals = 1 if self.tensor.sequence or weight.partial_gradient else self.tensor.count
-            gradient.copy_(values.view_as(gradient) / equals)
+        sums = torch.split_with_sizes(flat, [gradient.numel() for _, gradient in undivided])
+        for (weight, gradient), total in zip(undivided, sums, strict=True):
+            has_part = self.tensor.sequence or weight.partial_gradient
+            gradient.copy_(total.view_as(gradient) / (1 if has_part else self.tensor.count))
 
     def gradient_norm(self, weights: Iterable[tuple[Weight, Tensor]]) -> Tensor:
         """The global gradient norm; elements that several ranks have count once."""
-        counted = [
-            gradient
-            for weight, gradient in weights
-            if weight.split is not None or self.tensor is None or not self.tensor.rank
-        ]
+        is_first = self.tensor is None or self.tensor.rank == 0
+        counted = [gradient for weight, gradient in weights if weight.split is not None or is_first]
         norm = torch.nn.utils.get_total_norm(counted)
         if self.mesh.shard * self.mesh.tensor > 1:
             squares = norm.square()
@@ -124,14 +133,15 @@ class Parallel:
         local: Tensor = tensor.to_local() if self.sharded else tensor
         return local.detach()
 
-    def gather(self, weight: Weight, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """The full tensor of which `own` is this rank's part; all ranks call it together."""
+    def gather(self, weight: Weight, parameter: nn.Parameter, local_part: Tensor) -> Tensor:
+        """The full tensor from this rank's part and those of the others; all ranks call it together."""
+        tensor = local_part
         if self.sharded:
-            own = _gather_rows(own, parameter.shape[0], self.mesh.shard, self._group("shard"))
+            tensor = _gather_rows(tensor, parameter.shape[0], self.mesh.shard, self._group("shard"))
         if self.tensor and weight.split is not None:
-            count, rows = self.tensor.count, own.movedim(weight.split, 0)
-            own = _gather_rows(rows, len(rows) * count, count, self.tensor.group).movedim(0, weight.split)
-        return own
+            count, rows = self.tensor.count, tensor.movedim(weight.split, 0)
+            tensor = _gather_rows(rows, len(rows) * count, count, self.tensor.group).movedim(0, weight.split)
+        return tensor
 
     def name_of(self, weight: Weight) -> str:
         """The name of this rank's part of a weight: equal on ranks that replicate the same part."""
@@ -155,7 +165,7 @@ class Parallel:
 
 
 def _take_part(full: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """One of several equal parts; the last ones are padded with zeros."""
+    """One of several equal parts; the last ones are padded with zeros: part 2 of 3 of [1 2 3 4] is [0 0]."""
     total = full.shape[dim]
     size = -(-total // count)
     part = full.narrow(dim, min(size * number, total), max(0, min(size, total - size * number)))
@@ -166,11 +176,11 @@ def _take_part(full: Tensor, dim: int, count: int, number: int) -> Tensor:
     return padded
 
 
-def _gather_rows(own: Tensor, rows: int, count: int, group: Any) -> Tensor:
+def _gather_rows(local_rows: Tensor, rows: int, count: int, group: Any) -> Tensor:
     """The rows of all ranks, `rows` in total; the last ranks may have fewer than the others."""
     size = -(-rows // count)
-    padded = own.new_zeros(size, *own.shape[1:])
-    padded[: len(own)] = own
-    full = own.new_empty(size * count, *own.shape[1:])
+    padded = local_rows.new_zeros(size, *local_rows.shape[1:])
+    padded[: len(local_rows)] = local_rows
+    full = local_rows.new_empty(size * count, *local_rows.shape[1:])
     all_gather(full, padded, group=group)
     return full[:rows]

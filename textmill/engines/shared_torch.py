@@ -48,25 +48,32 @@ def count_loss_tokens(batch: Batch) -> tuple[int, int]:
 def token_weights(batch: Batch, loss: str, loss_tokens: int, loss_samples: int) -> NDArray[np.float32]:
     """The weight of each token's loss, so that the sum over all ranks is the step's loss.
 
-    token_mean: 1 / loss tokens; sample_mean: 1 / (loss tokens of the sample x samples with loss). The counts given are
-    those of the global batch. A batch without labels has weights of zero.
+    token_mean: 1 / loss tokens; sample_mean: 1 / (loss tokens of the sample x samples with loss). `loss_tokens` and
+    `loss_samples` are those of the global batch. A batch without labels has weights of zero. With the labels [[5 6 7 -]
+    [8 - - -]] on a single rank, the weights are 1/4 everywhere, or by sample_mean 1/6 and 1/2.
     """
     labelled = (batch.labels != IGNORED).astype(np.float32)
-    counts = labelled.sum(1, keepdims=True)
-    samples = loss_samples if loss == "sample_mean" else 1
-    divisor = np.maximum(counts, 1) if loss == "sample_mean" else np.float32(max(1, loss_tokens))
-    weights: NDArray[np.float32] = (labelled / (divisor * max(1, samples))).astype(np.float32)
+    if loss == "sample_mean":
+        tokens_of_sample = np.maximum(labelled.sum(1, keepdims=True), 1)
+        divisor = tokens_of_sample * max(1, loss_samples)
+    else:
+        divisor = np.float32(max(1, loss_tokens))
+    weights: NDArray[np.float32] = (labelled / divisor).astype(np.float32)
     return weights
 
 
 def part_of(batch: Batch, ranks: int, rank: int) -> Batch:
-    """A rank's part of a batch; all parts have one size, and the last ones are padded with rows without labels."""
+    """A rank's part of a batch; all parts have one size, and the last ones are padded with rows without labels.
+
+    Of 5 samples, two ranks have samples 0 1 2 and 3 4 4, the last 4 without labels.
+    """
     if ranks == 1:
         return batch
-    rows = -(-len(batch.inputs) // ranks)
-    mine = np.arange(rank * rows, (rank + 1) * rows)
-    real, mine = mine < len(batch.inputs), np.minimum(mine, len(batch.inputs) - 1)
-    fields = {name: values[mine] for name, values in vars(batch).items() if values is not None}
+    samples = len(batch.inputs)
+    size = -(-samples // ranks)
+    rows = np.arange(rank * size, (rank + 1) * size)
+    is_sample, rows = rows < samples, np.minimum(rows, samples - 1)
+    fields = {name: values[rows] for name, values in vars(batch).items() if values is not None}
     for name in fields.keys() & {"labels", "pair_labels"}:
-        fields[name] = np.where(real[:, None], fields[name], np.int32(IGNORED))
+        fields[name] = np.where(is_sample[:, None], fields[name], np.int32(IGNORED))
     return Batch(**fields)

@@ -1,4 +1,15 @@
-"""Tensor parallelism: ranks divide heads, MLP columns and vocabulary rows, and all-reduce the outputs.
+"""Tensor parallelism: ranks divide heads, MLP columns and vocabulary rows, and all-reduce the outputs (as Megatron-LM).
+
+`divide_net` replaces modules of a net by this rank's parts. Of a GPT-2 of width 768 with 12 heads, a rank of two has:
+
+    wte             25,152 of 50,304 rows     VocabularyEmbedding    Weight.split 0, by_token
+    attn.c_attn      1,152 of 2,304 outputs   nn.Linear              Weight.split 0 (column-parallel): 6 heads
+    attn.c_proj        384 of 768 inputs      RowLinear              Weight.split 1 (row-parallel)
+    mlp.c_fc         1,536 of 3,072 outputs   nn.Linear              Weight.split 0
+    mlp.c_proj       1,536 of 3,072 inputs    RowLinear              Weight.split 1
+    norms, wpe      in full                                          Weight.split None
+
+A block all-reduces after each row-parallel matrix in forward, and before each column-parallel one in backward.
 
 Shapes in names: N samples, T tokens, E width, V rows of the vocabulary that a rank has.
 """
@@ -123,9 +134,10 @@ class VocabularyEmbedding(nn.Embedding):
         self.tensor, self.begin = tensor, rows * tensor.rank
 
     def forward(self, ids_NT: Tensor) -> Tensor:
-        own_NT = ids_NT - self.begin
-        here_NT = (own_NT >= 0) & (own_NT < self.num_embeddings)
-        return self.tensor.from_parallel_region(super().forward(own_NT.where(here_NT, 0)) * here_NT[..., None])
+        rows_NT = ids_NT - self.begin
+        is_here_NT = (rows_NT >= 0) & (rows_NT < self.num_embeddings)
+        x_NTE = super().forward(rows_NT.where(is_here_NT, 0)) * is_here_NT[..., None]
+        return self.tensor.from_parallel_region(x_NTE)
 
 
 class PositionEmbedding(nn.Embedding):
@@ -141,35 +153,35 @@ class PositionEmbedding(nn.Embedding):
 
 def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
     """Replace modules of a net on the meta device by this rank's parts of them, as `Weight.split` defines."""
-    divided: dict[nn.Module, None] = {}
+    column_parallel: dict[nn.Module, None] = {}  # the modules with such matrices, in order
     for weight in weights_of(net.shape):
-        name, _, leaf = weight.parameter.rpartition(".")
+        module_name, _, parameter_name = weight.parameter.rpartition(".")
         if weight.by_token and len(weight.shape) == 1 and weight.split == 0:  # the head's bias
             rows = -(-weight.outputs // tensor.count)
-            setattr(net.get_submodule(name), leaf, nn.Parameter(torch.empty(rows)))
-        if leaf != "weight" or len(weight.shape) != 2:
+            setattr(net.get_submodule(module_name), parameter_name, nn.Parameter(torch.empty(rows)))
+        if parameter_name != "weight" or len(weight.shape) != 2:
             continue
-        part = _part_of(net.get_submodule(name), weight, tensor)
+        part = _part_of(net.get_submodule(module_name), weight, tensor)
         if part is None:
             continue
-        parent, _, attribute = name.rpartition(".")
-        holder = net.get_submodule(parent)
-        setattr(holder, attribute, part)
+        parent_name, _, attribute = module_name.rpartition(".")
+        parent = net.get_submodule(parent_name)
+        setattr(parent, attribute, part)
         if weight.split == 0 and not weight.by_token:
-            divided[holder] = None
-    for holder in divided:
-        if holder is net or any(holder is block for block in net.blocks):
+            column_parallel[parent] = None
+    for module in column_parallel:
+        if module is net or any(module is block for block in net.blocks):
             raise TextmillError(
-                f"engine.mesh.tensor: {net.shape.family} has divided matrices directly in a {type(holder).__name__}; "
+                f"engine.mesh.tensor: {net.shape.family} has divided matrices directly in a {type(module).__name__}; "
                 f"give them a module of their own (attention, MLP) whose first argument is their input"
             )
-        holder.register_forward_pre_hook(lambda _, inputs: (tensor.to_parallel_region(inputs[0]), *inputs[1:]))
-    modules: list[Any] = list(net.modules())
-    for module in modules:  # dropout needs positions in the full tensor
-        if hasattr(module, "tokens_part"):
-            module.tokens_part = tensor.rank if tensor.sequence else 0
-        if hasattr(module, "heads_part"):
-            module.heads_part = tensor.rank
+        module.register_forward_pre_hook(lambda _, inputs: (tensor.to_parallel_region(inputs[0]), *inputs[1:]))
+    with_dropout: list[Any] = list(net.modules())
+    for dropping in with_dropout:  # dropout needs positions in the full tensor
+        if hasattr(dropping, "tokens_part"):
+            dropping.tokens_part = tensor.rank if tensor.sequence else 0
+        if hasattr(dropping, "heads_part"):
+            dropping.heads_part = tensor.rank
     net.register_forward_hook(lambda _net, _inputs, x_NTE: tensor.to_parallel_region(x_NTE))
 
 
