@@ -73,7 +73,7 @@ def _minutes(plan: Plan) -> str:
 
 
 def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: Plan) -> dict[str, list[Row]]:
-    often = max(20, round(plan.steps / 80) * 10)
+    interval = max(20, round(plan.steps / 80) * 10)  # steps between two evaluations
     return {
         "corpus": _corpus_rows(sources, records, text),
         "tokenizer": [
@@ -90,7 +90,7 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
             *_dropout_rows(plan),
         ],
         "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),
-                  *_train_rows(plan, often)],
+                  *_train_rows(plan, interval)],
         "sample": [
             ("prompt", "null", "a question for the finished model; null: some of the valid split" if records.chat else
                                'what the finished model continues, such as "Once upon a time"'),
@@ -131,7 +131,7 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> l
     return rows
 
 
-def _train_rows(plan: Plan, often: int) -> list[Row]:
+def _train_rows(plan: Plan, interval: int) -> list[Row]:
     seen = f"of the whole command; about {plan.epochs:.2g} epochs, {plan.steps:,} steps"
     return [
         ("length", plan.length, "tokens per sample"),
@@ -145,6 +145,6 @@ def _train_rows(plan: Plan, often: int) -> list[Row]:
         ("  adamw_rate_factor", plan.adamw_rate_factor, "embeddings and biases learn at 0.01"),
         ("weight_decay", plan.weight_decay, "by parameters for each token, epochs and batch"),
         ("warmup", 0.05, "of the run; then the learning rate falls to 0 (cosine)"),
-        ("evaluate_every", often, "steps between two measurements of the valid loss"),
-        ("save_every", often, "steps between two checkpoints; training resumes from them, transformers opens them"),
+        ("evaluate_every", interval, "steps between two measurements of the valid loss"),
+        ("save_every", interval, "steps between two checkpoints; training resumes from them, transformers opens them"),
     ]

@@ -2,13 +2,16 @@
 
 The search is a generator: it yields a trial and is sent its result. The same results give the same trials, so a
 command that was killed continues by sending the stored results again.
+
+A search that starts from a learning rate of 0.01 tries 0.02; if that is better by more than noise, also 0.04, and the
+best of these is kept; if 0.02 is not better, it tries 0.005 and perhaps 0.0025. Then comes the weight decay, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from textmill.planning.plan import WIDTHS, heads_of, layers_of
 from textmill.training.auto_settings import round_setting
@@ -115,20 +118,20 @@ def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
     second = yield Trial("train.seed", {"train.seed": current.seed + 1}, steps)
     if second.loss is not None:
         outcome.noise = max(NOISE, abs(second.loss - first.loss))
-    for needs_full_length, same_speed, ladders in _settings(current):
-        if needs_full_length and fraction < FULL_FRACTION:
+    for candidate in _candidates(current):
+        if candidate.needs_full_length and fraction < FULL_FRACTION:
             continue
-        setting = next(iter(next(iter(ladders))[0]))
-        outcome.worth.setdefault(setting, 0.0)
-        for ladder in ladders:
+        outcome.worth.setdefault(candidate.setting, 0.0)
+        for ladder in candidate.ladders:
             gained = False
-            for step in ladder:
-                trial_length = steps if same_speed or not length else length
-                result = yield Trial(setting, {**outcome.changes, **step}, trial_length)
+            for values in ladder:
+                changes = {**outcome.changes, **values}
+                trial_length = steps if candidate.same_speed or not length else length
+                result = yield Trial(candidate.setting, changes, trial_length)
                 if result.loss is None or result.loss > outcome.loss - outcome.noise:
                     break
-                outcome.worth[setting] += outcome.loss - result.loss
-                outcome.changes, outcome.loss, gained = {**outcome.changes, **step}, result.loss, True
+                outcome.worth[candidate.setting] += outcome.loss - result.loss
+                outcome.changes, outcome.loss, gained = changes, result.loss, True
                 steps = {"train.steps": result.steps} if length else {}
             if gained:
                 break  # the other direction would be worse
@@ -136,53 +139,78 @@ def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
 
 def first_changes(current: Current) -> Iterator[tuple[Changes, bool]]:
     """The nearest value of each setting in each direction, and whether its steps take as long as the plan's."""
-    for _, same_speed, ladders in _settings(current):
-        for ladder in ladders:
-            yield ladder[0], same_speed
+    for candidate in _candidates(current):
+        for ladder in candidate.ladders:
+            yield ladder[0], candidate.same_speed
 
 
 Ladder = list[Changes]
 """Values to try one after the other, as long as each is better than the one before."""
 
 
-def _settings(current: Current) -> Iterator[tuple[bool, bool, list[Ladder]]]:
-    """For each setting: whether its best value depends on the length of the run, whether all its values take the same
-    time for a step, and the values to try in each direction. What is usually worth most comes first."""
-    yield False, True, _factors("train.learning_rate", current.learning_rate)
-    decay = current.weight_decay
-    yield True, True, _factors("train.weight_decay", decay) if decay else [[{"train.weight_decay": 0.1}]]
+class Candidate(NamedTuple):
+    """A setting to try."""
+
+    ladders: list[Ladder]
+    """The values in each direction."""
+    needs_full_length: bool
+    """Whether its best value depends on the length of the run, so that short trials would mislead."""
+    same_speed: bool
+    """Whether a step takes the same time with all its values."""
+
+    @property
+    def setting(self) -> str:
+        """Its key; of a net's size, that of the width."""
+        return next(iter(self.ladders[0][0]))
+
+
+def _candidates(current: Current) -> Iterator[Candidate]:
+    """The settings to try; what is usually worth most comes first."""
+    rates = _factors("train.learning_rate", current.learning_rate)
+    yield Candidate(rates, needs_full_length=False, same_speed=True)
+    decays: list[Ladder] = [[{"train.weight_decay": 0.1}]]
+    if current.weight_decay:
+        decays = _factors("train.weight_decay", current.weight_decay)
+    yield Candidate(decays, needs_full_length=True, same_speed=True)
     if current.width is not None and (widths := _widths(current.width)):
-        yield True, False, widths
-    yield False, False, _batches(current.batch)
+        yield Candidate(widths, needs_full_length=True, same_speed=False)
+    yield Candidate(_batches(current.batch), needs_full_length=False, same_speed=False)
     dropout = 0.0 if current.dropout else 0.1
-    yield True, False, [[{"model.shape.dropout": dropout}]]
+    yield Candidate([[{"model.shape.dropout": dropout}]], needs_full_length=True, same_speed=False)
     if current.averages:
-        yield True, True, [[{"train.average.memory": None if current.memory else 0.15}]]
+        memory = None if current.memory else 0.15
+        yield Candidate([[{"train.average.memory": memory}]], needs_full_length=True, same_speed=True)
     if current.adamw_rate_factor is not None:
-        yield False, True, _factors("train.muon.adamw_rate_factor", current.adamw_rate_factor)
+        factors = _factors("train.muon.adamw_rate_factor", current.adamw_rate_factor)
+        yield Candidate(factors, needs_full_length=False, same_speed=True)
 
 
 def _factors(key: str, value: float) -> list[Ladder]:
-    return [[{key: round_setting(value * factor)} for factor in factors] for factors in ((2, 4), (0.5, 0.25))]
+    """Twice and four times the value, then a half and a quarter of it."""
+    larger = [{key: round_setting(value * factor)} for factor in (2, 4)]
+    smaller = [{key: round_setting(value * factor)} for factor in (0.5, 0.25)]
+    return [larger, smaller]
 
 
 def _batches(batch: int) -> list[Ladder]:
-    sizes = [[batch // 2, batch // 4], [2 * batch, 4 * batch]]
-    ladders = [[{"train.batch": size} for size in direction if size >= 1] for direction in sizes]
-    return [ladder for ladder in ladders if ladder]
+    smaller = [{"train.batch": size} for size in (batch // 2, batch // 4) if size >= 1]
+    larger = [{"train.batch": size} for size in (2 * batch, 4 * batch)]
+    return [smaller, larger] if smaller else [larger]
 
 
 def _widths(width: int) -> list[Ladder]:
-    """The next larger and the next smaller nets."""
-    larger, smaller = [one for one in WIDTHS if one > width], [one for one in reversed(WIDTHS) if one < width]
-    ladders = [
-        [
-            {"model.shape.width": one, "model.shape.layers": layers_of(one), "model.shape.heads": heads_of(one)}
-            for one in widths[:2]
-        ]
-        for widths in (larger, smaller)
-    ]
-    return [ladder for ladder in ladders if ladder]
+    """The next two larger and the next two smaller nets."""
+    larger = [_size(other) for other in WIDTHS if other > width][:2]
+    smaller = [_size(other) for other in reversed(WIDTHS) if other < width][:2]
+    return [ladder for ladder in (larger, smaller) if ladder]
+
+
+def _size(width: int) -> Changes:
+    return {
+        "model.shape.width": width,
+        "model.shape.layers": layers_of(width),
+        "model.shape.heads": heads_of(width),
+    }
 
 
 def describe_value(changes: Mapping[str, Any], setting: str) -> str:

@@ -17,7 +17,7 @@ from textmill.config.load import build_config, drop_replaced, merge_trees
 from textmill.config.model import is_family_file
 from textmill.errors import Interrupted, TextmillError
 from textmill.evaluation.metrics import compute_metrics
-from textmill.planning.trials import Changes, Current, Lengths, Outcome, Result, Trial, search, trial_minutes
+from textmill.planning.trials import Changes, Current, Lengths, Outcome, Result, Search, Trial, search, trial_minutes
 from textmill.processes.command_time import CommandTime
 from textmill.storage.files import read_json, remove_folder, write_json
 from textmill.storage.stages import list_changes, open_manifest
@@ -57,34 +57,32 @@ class Tuning:
                 f"{self.folder / TRIALS_FILE}: its trials had other settings ({'; '.join(changes)}); "
                 "restore them, or start again with --force"
             )
-        full = self.config.train.minutes
-        minutes = stored["trial_minutes"] if stored else trial_minutes(self.minutes, full)
+        full_minutes = self.config.train.minutes
+        minutes = stored["trial_minutes"] if stored else trial_minutes(self.minutes, full_minutes)
         finished = [Result(**row["result"]) for row in stored["trials"]] if stored else []
-        spent = sum(result.seconds for result in finished)
-        trials = search(current_settings(self.config), Lengths(minutes, self._full_steps(), full), self.outcome)
-        trial = next(trials)
-        while True:
+        earlier_seconds = sum(result.seconds for result in finished)
+        lengths = Lengths(minutes, self._full_steps(), full_minutes)
+        trials = search(current_settings(self.config), lengths, self.outcome)
+        trial: Trial | None = next(trials)
+        while trial is not None:
             number = len(self.trials)
-            if number < len(finished):
+            is_stored = number < len(finished)
+            if is_stored:
                 result = finished[number]
             else:
-                spent_now = spent + time.monotonic() - self.started
-                if number and spent_now + self._longest() > 60 * self.minutes:
+                spent_seconds = earlier_seconds + time.monotonic() - self.started
+                if number and spent_seconds + self._longest() > 60 * self.minutes:
                     return False
                 if number == len(finished):
                     self._warm_up()
                 result = self._run_trial(number + 1, trial)
             self.trials.append((trial, result))
-            try:
-                following = trials.send(result)
-            except StopIteration:
-                following = None
-            if number >= len(finished):
+            following = _next_trial(trials, result)
+            if not is_stored:
                 self._store(made_from, minutes)
             report(number + 1, trial, result, self.outcome)
-            if following is None:
-                return True
             trial = following
+        return True
 
     def _longest(self) -> float:
         """Seconds of the longest trial so far."""
@@ -173,6 +171,14 @@ class Tuning:
 
     def _store(self, made_from: dict[str, Any], minutes: float) -> None:
         write_json(self.folder / TRIALS_FILE, {"made_from": made_from, "trial_minutes": minutes, **self.summary()})
+
+
+def _next_trial(trials: Search, result: Result) -> Trial | None:
+    """Send the result of the last trial to the search; None if every setting was tried."""
+    try:
+        return trials.send(result)
+    except StopIteration:
+        return None
 
 
 def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
