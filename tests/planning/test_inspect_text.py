@@ -16,8 +16,11 @@ from textmill.cli import main
 from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError
+from textmill.planning import inspect_text as inspection
 from textmill.planning.inspect_text import HELD_OUT, inspect_text
 from textmill.planning.probe_machine import probe_machine
+from textmill.tokens.vocabulary.algorithms import WordCounter
+from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
 from textmill.where import open_where
 
 
@@ -28,7 +31,7 @@ def write_documents(path: Path, documents: list[str]) -> Path:
 
 def test_a_vocabulary_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
     """The tokenizers library fits the smaller one directly; both need the same tokens for held-out documents."""
-    from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer, train_vocabulary
+    from textmill.tokens.vocabulary.algorithms import new_tokenizer, train_vocabulary
 
     words = Path("textmill/corpora/tinyshakespeare.txt").read_text()[:200_000].split("\n\n")
     documents = list(dict.fromkeys(words))
@@ -55,6 +58,26 @@ def test_size_duplicates_and_scripts(tmp_path: Path) -> None:
     assert facts.duplicates == pytest.approx(0.5)
     assert facts.bytes >= 2 * sum(len(text.encode()) for text in korean)
     assert list(facts.scripts) == ["Hangul"]
+
+
+def test_of_a_few_huge_documents_a_part_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the text is counted; the vocabulary sees about as much as of many documents, and some is held out."""
+    monkeypatch.setattr(inspection, "SAMPLE_BYTES", 600_000)
+    text = Path("textmill/corpora/tinyshakespeare.txt").read_text()
+    documents, counted = [text, text[::-1], text[:500_000] + text], list[int]()
+    add = WordCounter.add
+
+    def count(self: WordCounter, part: str) -> None:
+        counted.append(len(part))
+        add(self, part)
+
+    monkeypatch.setattr(WordCounter, "add", count)
+    files = [str(write_documents(tmp_path / f"{number}.jsonl", [one])) for number, one in enumerate(documents)]
+    facts = inspect_text(find_sources(files), CorpusConfig(), (512,))
+    assert facts.documents == 3
+    assert facts.bytes == pytest.approx(sum(len(one.encode()) for one in documents), rel=0.05)
+    assert sum(counted) <= 600_000 + len(documents) * 2 * PIECE_CHARACTERS
+    assert facts.bytes_per_token[512] > 1.5
 
 
 ODD = {

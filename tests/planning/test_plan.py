@@ -27,6 +27,7 @@ from textmill.planning.plan import (
     MAX_EPOCHS,
     STAGE_RATES,
     default_minutes,
+    fitted_fraction,
     plan_for,
 )
 from textmill.planning.project_file import project_yaml
@@ -85,6 +86,14 @@ def test_without_minutes_a_small_text_ends_when_more_does_not_help() -> None:
     assert default_minutes(text_of(1e6), H200) < 3
     assert default_minutes(text_of(1e9), H200) == 30
     assert default_minutes(text_of(1e8), TWO_CORES) == 5
+
+
+def test_a_vocabulary_is_fitted_on_20_mb_of_long_documents_too() -> None:
+    """Pieces of them are sampled; of some hundred short documents all are used."""
+    assert fitted_fraction(text_of(1e9, documents=10)) == 0.02
+    assert fitted_fraction(text_of(1e9, documents=1e6)) == 0.02
+    assert fitted_fraction(text_of(5e7, documents=1000)) == 1
+    assert fitted_fraction(text_of(1e7, documents=2)) == 1
 
 
 def test_the_korean_trial() -> None:

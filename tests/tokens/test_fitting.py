@@ -16,8 +16,10 @@ from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
 from textmill.tokens.tokenize import tokenize
+from textmill.tokens.vocabulary import algorithms
 from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
+from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS, cut_text
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.tokens.vocabulary.training_text import count_words, find_text_parts, hash_text
 from textmill.where import PACKAGE
@@ -55,6 +57,42 @@ def test_words_are_counted_as_the_library_splits_them(settings: dict[str, Any], 
         plain = inner.normalizer.normalize_str(text) if inner.normalizer else text
         wanted.update(word for word, _ in inner.pre_tokenizer.pre_tokenize_str(plain))
     assert counter.counts() == wanted
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(map(str, settings.values())))
+def test_a_long_text_is_counted_in_pieces(
+    settings: dict[str, Any], tiny_texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words are those of the whole text, and no more than two pieces are in memory as segments."""
+    monkeypatch.setattr(algorithms, "COUNTED_CHARACTERS", 100)
+    inner = new_tokenizer(config_of(tiny_texts, tiny_texts, **settings).tokenizer)
+    text = "\n".join([*shakespeare()[:50], TRICKY, (tiny_texts / "korean.txt").read_text(encoding="utf-8")])
+    counter, seen = WordCounter(inner), list[int]()
+    update = counter.segments.update
+    monkeypatch.setattr(counter.segments, "update", lambda parts: (seen.append(sum(map(len, parts))), update(parts)))
+    counter.add(text)
+    plain = inner.normalizer.normalize_str(text) if inner.normalizer else text
+    assert counter.counts() == Counter(word for word, _ in inner.pre_tokenizer.pre_tokenize_str(plain))
+    assert sum(seen) == len(text)
+    assert max(seen) <= 200
+
+
+def test_a_text_without_words_is_cut_anyway() -> None:
+    pieces = list(cut_text("天" * 1000, 64))
+    assert "".join(pieces) == "天" * 1000
+    assert max(map(len, pieces)) <= 128
+
+
+def test_a_sample_of_one_long_document_has_pieces_of_it(tmp_path: Path) -> None:
+    text = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    counts = []
+    for sample in (1.0, 0.5, 4.0):
+        config = config_of(tmp_path, tmp_path / "a.jsonl", fit_on="sources", fit_sample=sample)
+        counts.append(sum(merge_counts(count_words(find_text_parts(config), config)).values()))
+    assert 0.2 < counts[1] / counts[0] < 0.8
+    pieces = len(text) // PIECE_CHARACTERS
+    assert counts[2] == pytest.approx(4 * counts[0] / pieces, rel=0.2), "four pieces"
 
 
 def test_bpe_equals_that_of_the_library(tmp_path: Path) -> None:

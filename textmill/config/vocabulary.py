@@ -26,7 +26,8 @@ class TokenizerConfig(Section):
     """corpus: the train split that `prepare` wrote; sources: `corpus.sources`, read and cleaned, without deduplication
     and without a split."""
     fit_sample: float = Field(1.0, gt=0)
-    """Fit on this fraction of the documents (up to 1) or on this many (above 1), chosen by a hash of the text."""
+    """Fit on this fraction of the documents (up to 1) or on this many (above 1), chosen by a hash of the text. A
+    document above 128,000 characters counts as several of 64,000."""
     vocab: int = Field(32000, ge=260, le=2_000_000)
     """Vocabulary size, including special tokens and bytes."""
     min_frequency: int = Field(2, ge=1)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tokenizers import Tokenizer, models
 
@@ -23,6 +24,7 @@ from textmill.errors import TextmillError
 from textmill.planning.facts import TextFacts
 from textmill.planning.stored_sizes import content_size
 from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer, train_vocabulary
+from textmill.tokens.vocabulary.text_pieces import cut_text
 
 SAMPLE_BYTES = 4 << 20
 """Text to read; the rest is estimated from it."""
@@ -35,7 +37,7 @@ HEAD_BYTES = 4 << 20
 NO_STREAM = {"parquet": 0.4, "arrow": 1.0}
 """Formats that are not read from the beginning to the end: bytes of a file for a byte of its text."""
 HELD_OUT = 8
-"""One document in this many is not used to fit the trial vocabulary."""
+"""One document in this many, or one piece of long documents, is not used to fit the trial vocabulary."""
 
 
 @dataclass
@@ -47,16 +49,23 @@ class _Sample:
     duplicate_bytes: int = 0
     documents: int = 0
     bad_records: int = 0
+    pieces: int = 0
 
-    def add(self, text: str) -> int:
-        size = len(text.encode("utf-8", "surrogatepass"))
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    def add(self, text: str, room: int) -> int:
+        """Count a document, and keep it; of a long one, pieces of about `room` bytes in all."""
+        encoded = _encoded(text)
+        size, digest = len(encoded), hashlib.blake2b(encoded, digest_size=16).digest()
         self.documents, self.bytes = self.documents + 1, self.bytes + size
         if digest in self.seen:
             self.duplicate_bytes += size
-        else:
-            self.seen.add(digest)
-            (self.held_out if len(self.seen) % HELD_OUT == 0 else self.texts).append(text)
+            return size
+        self.seen.add(digest)
+        for piece in cut_text(text):
+            self.pieces += 1
+            (self.held_out if self.pieces % HELD_OUT == 0 else self.texts).append(piece)
+            room -= len(_encoded(piece))
+            if room <= 0:
+                break
         return size
 
 
@@ -86,7 +95,7 @@ def _read_sample(chunks: Sequence[SourceChunk], corpus: CorpusConfig) -> tuple[_
     for chunk in places:
         taken, finished = 0, True
         for text in _texts(chunk, corpus, sample):
-            taken += sample.add(text)
+            taken += sample.add(text, share - taken)
             if taken >= share or time.monotonic() > end:
                 finished = False
                 break
@@ -123,34 +132,44 @@ def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
         begin.write_bytes(data[: data.rfind(b"\n") + 1] or data)
         part = replace(source, address=str(begin))
         chunk = SourceChunk(0, part, 0, begin.stat().st_size)
-        text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in _texts(chunk, corpus, _Sample()))
+        text_bytes = sum(len(_encoded(text)) for text in _texts(chunk, corpus, _Sample()))
     return file_bytes / text_bytes if text_bytes else 1.0
 
 
 def _bytes_per_token(sample: _Sample, vocabs: Sequence[int]) -> dict[int, float]:
     """One vocabulary is fitted, the largest; a smaller one is its beginning, since merges are found in that order."""
     held_out = sample.held_out or sample.texts
-    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in held_out)
+    size = sum(len(_encoded(text)) for text in held_out)
     config = TokenizerConfig(vocab=max(vocabs))
-    counter = WordCounter(new_tokenizer(config))
-    for text in sample.texts:
-        counter.add(text)
-    tokenizer = train_vocabulary(counter.counts(), config)
+    state = json.loads(train_vocabulary(_count_words(sample.texts, config), config).to_str())["model"]
+    words = _count_words(held_out, config)
     found = {}
     for vocab in sorted(vocabs):
-        smaller = _shortened(tokenizer, config, vocab)
-        ids = sum(len(encoding.ids) for encoding in smaller.encode_batch_fast(held_out, add_special_tokens=False))
+        smaller = _shortened(state, vocab)
+        encoded = smaller.encode_batch_fast(list(words), add_special_tokens=False)
+        ids = sum(len(one.ids) * count for one, count in zip(encoded, words.values(), strict=True))
         found[vocab] = size / max(1, ids + len(held_out))  # and an end token for each document
         if smaller.get_vocab_size() < vocab:
             break  # the sample has no more merges
     return found
 
 
-def _shortened(tokenizer: Tokenizer, config: TokenizerConfig, vocab: int) -> Tokenizer:
-    state = json.loads(tokenizer.to_str())["model"]
+def _count_words(texts: Sequence[str], config: TokenizerConfig) -> Counter[str]:
+    counter = WordCounter(new_tokenizer(config))
+    for text in texts:
+        counter.add(text)
+    return counter.counts()
+
+
+def _shortened(state: dict[str, Any], vocab: int) -> Tokenizer:
+    """The beginning of a vocabulary, for words that are split and written as byte-level BPE writes them."""
     known = {token: number for token, number in state["vocab"].items() if number < vocab}
     merges = [tuple(pair) for pair in state["merges"] if "".join(pair) in known]
-    return new_tokenizer(config, models.BPE(known, merges))
+    return Tokenizer(models.BPE(known, merges))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _scripts(texts: Sequence[str]) -> dict[str, float]:

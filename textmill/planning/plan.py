@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from textmill.engines import MANY_CORES, shortest_compiled_run
 from textmill.planning.facts import MachineFacts, TextFacts
+from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
 from textmill.training.auto_settings import auto_settings, best_batch_tokens, target_epochs
 
 WIDTHS = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
@@ -48,8 +49,8 @@ STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "tokenize": 3e6}
 FIT_RATE = 2.5e6
 """Bytes of text in a second that a vocabulary is fitted on, which uses one core for most of its time."""
 FITTED_BYTES, MIN_FITTED_DOCUMENTS = 20e6, 2000
-"""A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Of a few
-large documents all are used."""
+"""A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Fewer
+documents are all used, unless they are so long that pieces of them are sampled."""
 
 
 @dataclass(frozen=True)
@@ -258,9 +259,9 @@ def _length(text: TextFacts, machine: MachineFacts, net: _Candidate, run_tokens:
 
 
 def fitted_fraction(text: TextFacts) -> float:
-    """The fraction of the documents that the vocabulary is fitted on."""
-    enough = text.different_documents >= MIN_FITTED_DOCUMENTS and text.bytes > FITTED_BYTES
-    return float(f"{FITTED_BYTES / text.bytes:.2g}") if enough else 1.0
+    """The fraction of the documents, or of the pieces of long ones, that the vocabulary is fitted on."""
+    many = text.different_documents >= MIN_FITTED_DOCUMENTS or text.document_bytes > 2 * PIECE_CHARACTERS
+    return float(f"{FITTED_BYTES / text.bytes:.2g}") if many and text.bytes > FITTED_BYTES else 1.0
 
 
 def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:

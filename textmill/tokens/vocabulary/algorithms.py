@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from textmill.config import TokenizerConfig
 from textmill.config.vocabulary import UNKNOWN_TOKENS, special_tokens_of
 from textmill.errors import TextmillError
+from textmill.tokens.vocabulary.text_pieces import BOUNDARY, cut_text
 
-BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")
-"""Every kind of tokenizer starts a new word before a single space or newline, so segments can be counted first."""
+COUNTED_CHARACTERS = 1 << 20
+"""Characters whose segments, cut at `BOUNDARY`, are counted at once, before they are split into words."""
 MAX_SEGMENTS = 500_000
 """Most distinct text segments in memory before they are split into words."""
 MAX_WORDS = 20_000_000
@@ -45,9 +46,10 @@ class WordCounter:
 
     def add(self, text: str) -> None:
         """Count the words of one more text."""
-        self.segments.update(BOUNDARY.split(text))
-        if len(self.segments) > MAX_SEGMENTS:
-            self._split_segments()
+        for piece in cut_text(text, COUNTED_CHARACTERS):
+            self.segments.update(BOUNDARY.split(piece))
+            if len(self.segments) > MAX_SEGMENTS:
+                self._split_segments()
 
     def counts(self) -> Counter[str]:
         """How often each word was seen."""

@@ -29,6 +29,7 @@ from textmill.storage.files import hash_file, hash_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
 from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer
+from textmill.tokens.vocabulary.text_pieces import cut_text
 
 PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 1000, 2000
 """The report reads at most this many parts of the text, documents in all, and characters of each document."""
@@ -121,7 +122,8 @@ def count_words(parts: Sequence[TextPart], config: RunConfig) -> Iterator[Counte
 
 
 def _hash_limit(parts: Sequence[TextPart], config: RunConfig) -> int:
-    """Documents with a hash below this limit are in the sample; a sample of N documents needs all hashes first."""
+    """Documents, or pieces of long ones, with a hash below this limit are in the sample; a sample of N documents needs
+    all hashes first."""
     sample = config.tokenizer.fit_sample
     if sample <= 1:
         return int(sample * 2**64)
@@ -142,16 +144,17 @@ def _map_parts(
 
 
 def hash_part(part: TextPart) -> NDArray[np.uint64]:
-    """The hashes of the documents of a part."""
-    return np.array([hash_text(text) for text in part.texts()], np.uint64)
+    """The hashes of the documents of a part, or of their pieces."""
+    return np.array([hash_text(piece) for text in part.texts() for piece in cut_text(text)], np.uint64)
 
 
 def count_part(part: TextPart, config: TokenizerConfig, limit: int) -> Counter[str]:
     """Count the words of the sampled documents of a part."""
     counter = WordCounter(new_tokenizer(config))
     for text in part.texts():
-        if limit >= 2**64 or hash_text(text) < limit:
-            counter.add(text)
+        for piece in [text] if limit >= 2**64 else cut_text(text):
+            if limit >= 2**64 or hash_text(piece) < limit:
+                counter.add(piece)
     return counter.counts()
 
 
@@ -170,4 +173,7 @@ def pick_texts(parts: Sequence[TextPart], config: RunConfig) -> list[str]:
 
 def pick_from(part: TextPart, count: int) -> list[str]:
     """`count` texts of a part, selected by their hashes."""
-    return [text[:PICKED_CHARACTERS] for text in heapq.nsmallest(count, part.texts(), key=hash_text)]
+    return [
+        text
+        for _, text in heapq.nsmallest(count, ((hash_text(text), text[:PICKED_CHARACTERS]) for text in part.texts()))
+    ]
