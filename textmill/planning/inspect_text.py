@@ -51,8 +51,8 @@ class _Sample:
     bad_records: int = 0
     pieces: int = 0
 
-    def add(self, text: str, room: int) -> int:
-        """Count a document, and keep it; of a long one, pieces of about `room` bytes in all."""
+    def add(self, text: str, limit: int) -> int:
+        """Count a document, and keep it; of a long one, pieces of about `limit` bytes in all."""
         encoded = _encoded(text)
         size, digest = len(encoded), hashlib.blake2b(encoded, digest_size=16).digest()
         self.documents, self.bytes = self.documents + 1, self.bytes + size
@@ -63,8 +63,8 @@ class _Sample:
         for piece in cut_text(text):
             self.pieces += 1
             (self.held_out if self.pieces % HELD_OUT == 0 else self.texts).append(piece)
-            room -= len(_encoded(piece))
-            if room <= 0:
+            limit -= len(_encoded(piece))
+            if limit <= 0:
                 break
         return size
 
