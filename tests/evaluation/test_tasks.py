@@ -152,6 +152,11 @@ def test_text_without_a_project(checkpoint: Checkpoint, model: Any, tokenizer: T
     loss, counted = window_losses(model, ids, 25, 24)
     assert (result["tokens"], result["words"], result["bytes"]) == (counted, 10, len(text))
     assert result["model"]["loss"] == pytest.approx(loss / counted, rel=1e-5)
+    (tmp_path / "other.txt").write_text("\n".join([text] * 20), encoding="utf-8")
+    for recorded, documents in (("section", 1), ("block", 40)):  # as in the run.yaml of a run
+        unit = [f"corpus.documents={recorded}", "corpus.section_chars=100"]
+        assert main(["evaluate", str(bare), f"evaluate.text={tmp_path / 'other.txt'}", "--json", *settings, *unit]) == 0
+        assert json.loads(capsys.readouterr().out)["documents"] == documents
     assert main(["evaluate", str(bare), *settings]) == 2
     assert "evaluate.text=FILE" in capsys.readouterr().err
 

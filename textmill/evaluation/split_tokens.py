@@ -82,8 +82,9 @@ def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
     except TextmillError as error:
         raise TextmillError(str(error).replace("corpus.sources", "evaluate.text")) from None
     longest = max(source_state(source).bytes for source in sources)
-    is_set = "documents" in config.corpus.model_fields_set
-    unit = config.corpus.documents if is_set else "file" if longest <= MAX_FILE_BYTES else "section"
+    unit = config.corpus.documents
+    if unit == "section" and longest <= MAX_FILE_BYTES:
+        unit = "file"  # a run's folder records the default too, so whether it was set does not count
     texts = _Texts(sources, config.corpus.model_copy(update={"documents": unit, "chat": None}))
     append_end = config.evaluate.count_end is not False
     with temporary_store(texts, scorer.tokenizer, append_end=append_end) as store:
