@@ -33,6 +33,8 @@ from textmill.storage.remote_folders import fetch, is_url
 from textmill.storage.stages import MANIFEST
 
 PROJECT = "textmill.yaml"
+MODEL_FILES = (".gguf", ".pt", ".onnx", ".bin")
+"""Endings of model files that `textmill import` reads."""
 PACKAGE = Path(__file__).parent
 
 
@@ -79,9 +81,8 @@ def open_where(where: str, settings: list[str]) -> Where:
 
 def _from_file(path: Path, settings: list[str]) -> Where:
     if path.suffix not in (".yaml", ".yml"):
-        raise TextmillError(
-            f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder (text goes into corpus.sources)"
-        )
+        advice = _advise_import(path) if path.suffix in MODEL_FILES else "text goes into corpus.sources"
+        raise TextmillError(f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder; {advice}")
     tree, lines = read_user_config(path)
     # A project writes next to its textmill.yaml, any other file below the current folder.
     root = path.resolve().parent if path.name == PROJECT else Path.cwd() / "runs" / path.stem
@@ -148,10 +149,16 @@ def _from_folder(folder: Path, settings: list[str]) -> Where:
         return Where(_config_of(_recorded_tree(stage), settings, stage / "run.yaml"))
     if (folder / "config.json").is_file() or is_adapter(folder):
         return Where(_config_of(_as_model(folder), settings), bare_model=True)
+    if (folder / MANIFEST).is_file() or any(folder.glob("*.gguf")):
+        raise TextmillError(f"{folder}: has files for another tool; {_advise_import(folder)}")
     raise TextmillError(
         f"{folder}: not written by textmill and not a model: it has no {PROJECT}, run.yaml or config.json; to train on "
         f"texts there: textmill new DIR --text {shlex.quote(str(folder))}"
     )
+
+
+def _advise_import(path: Path) -> str:
+    return f"to use the model here: textmill import {shlex.quote(str(path))} OUT, then name OUT"
 
 
 def _from_checkpoint(folder: Path, settings: list[str]) -> Where:

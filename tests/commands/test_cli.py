@@ -109,6 +109,14 @@ def test_mistakes_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_for_another_tool_are_imported_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mill.gguf").write_bytes(b"GGUF")
+    for where in (tmp_path, tmp_path / "mill.gguf"):
+        code, _, err = run_cli(capsys, "serve", str(where))
+        assert code == 2
+        assert f"to use the model here: textmill import {where} OUT, then name OUT" in err
+
+
 def test_a_missing_stage_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
