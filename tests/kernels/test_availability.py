@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from textmill.kernels import availability as building
 
@@ -54,3 +55,12 @@ def test_without_a_compiler_torch_is_the_fallback(machine: Path, monkeypatch: py
     with pytest.raises(ImportError, match=r"missing: Python\.h"):
         importlib.import_module("textmill.kernels.require_triton")
     assert building.load_kernels("textmill.kernels.adam_triton") is None
+
+
+def test_torch_without_gpus_does_not_import_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, None)
+    monkeypatch.setattr(building, "INTERPRETED", False)
+    monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
+    with pytest.raises(ImportError, match="without support for GPUs"):
+        importlib.import_module("textmill.kernels.require_triton")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.kernels.availability import load_kernels
+from textmill.kernels.availability import can_run_kernels, load_kernels
 from textmill.kernels.fp8_torch import fp8_matmul, quantize_rows
 from textmill.kernels.matmul_torch import matmul, matmul_into
 from textmill.models.base_torch import cap_logits
@@ -139,7 +139,7 @@ def label_loss_and_gradient(
     cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The loss of each row; overwrites the logits, before their cap, with the gradient of the weighted sum."""
-    if logits_MV.is_cuda and not cap and (fused := load_kernels(KERNELS)) is not None:
+    if can_run_kernels(logits_MV) and not cap and (fused := load_kernels(KERNELS)) is not None:
         losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
         return losses
     real = logits_MV[:, :vocab]
@@ -165,7 +165,7 @@ def label_loss_and_gradient(
 
 
 def _chunk_loss_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    if logits_MV.is_cuda and (fused := load_kernels(KERNELS)) is not None:
+    if can_run_kernels(logits_MV) and (fused := load_kernels(KERNELS)) is not None:
         both: tuple[Tensor, Tensor] = fused.cross_entropy_and_correct(logits_MV, labels_M, vocab)
         return both
     values = logits_MV[:, :vocab].float()

@@ -17,6 +17,7 @@ from torch import Tensor
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
 from textmill.generation.gpu_sampling import MASKED, MIN_TEMPERATURE, TopKSampling, new_top_k_sampling
+from textmill.kernels.availability import can_run_kernels
 from textmill.kernels.transfer_torch import copy_to_device
 
 try:
@@ -258,7 +259,7 @@ def choose_next_ids(logits_NV: Tensor, states: Sequence[SamplingState], rules: S
     -1 means that the text's logits are not finite.
     """
     simple = rules.top_k_only or not rules.any_sampled
-    if fused is not None and logits_NV.is_cuda and not rules.adjusted and simple:
+    if fused is not None and can_run_kernels(logits_NV) and not rules.adjusted and simple:
         return _choose_next_ids_fused(logits_NV, states, rules)
     low_N, high_N = logits_NV.aminmax(dim=1)
     finite_N = high_N.float() - low_N.float() < math.inf

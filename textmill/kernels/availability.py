@@ -13,6 +13,8 @@ from typing import Any
 
 COMPILERS = ("gcc", "clang")
 """Compilers that Triton tries for its launcher code if CC is not set."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""True if Triton interprets kernels, slowly and without a GPU; read by Triton too, when it is imported."""
 
 
 @cache
@@ -25,6 +27,11 @@ def missing_requirement() -> str:
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
     return "" if (headers / "Python.h").is_file() else f"Python.h in {headers} (install python3-dev or similar)"
+
+
+def can_run_kernels(tensor: Any) -> bool:
+    """True if Triton kernels can run on this tensor: on a GPU, or on any device if Triton interprets them."""
+    return INTERPRETED or bool(tensor.is_cuda)
 
 
 def load_kernels(module: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from textmill.kernels.availability import can_run_kernels
 from textmill.kernels.matmul_torch import matmul_to_dtype
 
 try:
@@ -119,7 +120,7 @@ def _active_and_slope(gate_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("textmill::gate8", mutates_args=())
 def gate8(h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
     """The first half of the columns, through SiLU or squared ReLU, times the second half; in fp8 with rows' scales."""
-    if h_MF.is_cuda and gelu_fp8_triton is not None:
+    if gelu_fp8_triton is not None and can_run_kernels(h_MF):
         return gelu_fp8_triton.gate_forward(h_MF, silu, FP8_DTYPE, MIN_ROW_MAX)
     gate_MF, up_MF = h_MF.float().chunk(2, 1)
     return quantize_rows((_active_and_slope(gate_MF, silu)[0] * up_MF).to(h_MF.dtype))
@@ -128,7 +129,7 @@ def gate8(h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("textmill::gate8_backward", mutates_args=())
 def gate8_backward(dy_MF: Tensor, h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The product again, in h's precision; the gradient of h, in h's precision and in fp8 with the rows' scales."""
-    if h_MF.is_cuda and gelu_fp8_triton is not None:
+    if gelu_fp8_triton is not None and can_run_kernels(h_MF):
         return gelu_fp8_triton.gate_backward(dy_MF, h_MF, silu, FP8_DTYPE, MIN_ROW_MAX)
     (gate_MF, up_MF), wide_MF = h_MF.float().chunk(2, 1), dy_MF.float()
     active_MF, slope_MF = _active_and_slope(gate_MF, silu)
@@ -151,7 +152,7 @@ def _(dy_MF: Tensor, h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor, 
 @torch.library.custom_op("textmill::bias_gelu8", mutates_args=())
 def bias_gelu8(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
     """GELU of h + bias, in h's precision and in fp8 with the rows' scales."""
-    if h_MF.is_cuda and gelu_fp8_triton is not None:
+    if gelu_fp8_triton is not None and can_run_kernels(h_MF):
         return gelu_fp8_triton.forward(h_MF, bias_F, tanh, FP8_DTYPE, MIN_ROW_MAX)
     y_MF = F.gelu(h_MF.float() + bias_F.float(), approximate="tanh" if tanh else "none").to(h_MF.dtype)
     return y_MF, *quantize_rows(y_MF)
@@ -162,7 +163,7 @@ def bias_gelu8_backward(
     dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of h, in h's precision and in fp8 with the rows' scales, and the gradient of the bias in fp32."""
-    if h_MF.is_cuda and gelu_fp8_triton is not None:
+    if gelu_fp8_triton is not None and can_run_kernels(h_MF):
         return gelu_fp8_triton.backward(dy_MF, h_MF, bias_F, tanh, FP8_DTYPE, MIN_ROW_MAX)
     x_MF = h_MF.float() + bias_F.float()
     dx_fp32_MF = torch.ops.aten.gelu_backward(dy_MF.float(), x_MF, approximate="tanh" if tanh else "none")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from textmill.kernels.column_sums_triton import column_sums
-from textmill.kernels.require_triton import tl, triton
+from textmill.kernels.require_triton import libdevice, tl, triton
 
 COLUMNS, ROWS, WARPS = 512, 4, 4
 """Columns per program, rows per iteration, and warps."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from textmill.kernels.availability import can_run_kernels
+
 try:
     from textmill.kernels import norms_triton
 except ImportError:  # Triton kernels cannot be built here
@@ -72,7 +74,7 @@ def norm_backward(
     biases: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, with the stream's added; and as fp32 rows those of weight, shift and the two biases."""
-    if x_ME.is_cuda and norms_triton is not None:
+    if norms_triton is not None and can_run_kernels(x_ME):
         return norms_triton.backward(dy_ME, x_ME, means_M, inverse_stds_M, weight_E, dstream_ME, biases)
     gradient_ME, inverse_stds_M1 = dy_ME.float(), inverse_stds_M[:, None]
     normed_ME, scaled_ME = (x_ME - means_M[:, None]) * inverse_stds_M1, gradient_ME * weight_E

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from textmill.kernels.availability import can_run_kernels
 from textmill.kernels.matmul_torch import linear
 
 try:
@@ -47,7 +48,7 @@ class _Split(torch.autograd.Function):
 @torch.library.custom_op("textmill::join_heads", mutates_args=())
 def join_heads(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the joined QKV matrix [M, F], and its sum over tokens in fp32."""
-    if dq_NHTD.is_cuda and qkv_triton is not None:
+    if qkv_triton is not None and can_run_kernels(dq_NHTD):
         return qkv_triton.join_gradients(dq_NHTD, dk_NHTD, dv_NHTD)
     dqkv_MF = torch.stack([part.transpose(1, 2) for part in (dq_NHTD, dk_NHTD, dv_NHTD)], 3).flatten(2).flatten(0, 1)
     return dqkv_MF, dqkv_MF.sum(0, dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from textmill.config import TrainConfig
-from textmill.kernels.availability import load_kernels
+from textmill.kernels.availability import can_run_kernels, load_kernels
 from textmill.models.parameter_groups import Rule
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -42,7 +42,7 @@ class Adam:
         """One update with gradients / `scale`, after `done` updates; skipped if `skipped` is 1, read on the device."""
         if not self.groups:
             return
-        kernel = load_kernels("textmill.kernels.adam_triton") if done.is_cuda else None
+        kernel = load_kernels("textmill.kernels.adam_triton") if can_run_kernels(done) else None
         corrections = self._corrections(done) if kernel is not None else None
         for number, group in enumerate(self.groups):
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from textmill.kernels.availability import load_kernels
+from textmill.kernels.availability import can_run_kernels, load_kernels
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
@@ -163,8 +163,8 @@ def _build_stack(
     matrices: list[Matrix], members: list[Member] | None, momentum: float, *, compiled: bool
 ) -> Stack | FusedStack:
     """A stack with fused kernels if they support its parameters: on a GPU, all matrices of one shape."""
-    on_gpu = members is not None and all(parameter.is_cuda for _, parameter, _ in members)
-    fused = load_kernels("textmill.engines.optimizers.muon_triton") if on_gpu else None
+    runs = members is not None and all(can_run_kernels(parameter) for _, parameter, _ in members)
+    fused = load_kernels("textmill.engines.optimizers.muon_triton") if runs else None
     if fused is not None and members and all(fused.can_update_in_place(parameter) for _, parameter, _ in members):
         stack: FusedStack = fused.FusedStack(members, matrices[0].shape, momentum, MIN_NORM)
         return stack
