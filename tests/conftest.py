@@ -67,7 +67,7 @@ SENTENCES = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort slow files first; mark tests as long for the parameters named by `long_with`."""
+    """Sort slow files first; mark tests as long for the parameters named by `long_with`; mark kernels."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
@@ -75,6 +75,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("long_with"):
             if any(type(value) is type(arg) and value == arg for value in values for arg in mark.args):
                 item.add_marker("long")
+    if running := [item for item in items if item.get_closest_marker("kernels")]:
+        from tests.support.kernel_devices import mark_kernels
+
+        mark_kernels(running)
 
 
 @pytest.fixture(scope="session", autouse=True)

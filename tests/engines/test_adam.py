@@ -1,5 +1,4 @@
-"""AdamW moves parameters as torch's own does in double precision, by torch's fused kernel and by ours where there is
-a GPU."""
+"""AdamW moves parameters as torch's own does in double precision, by torch's fused kernel and by ours."""
 
 from __future__ import annotations
 
@@ -7,14 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.kernel_devices import DEVICES
 from textmill.config import TrainConfig
 from textmill.engines.optimizers.adam_torch import Adam
 from textmill.models.parameter_groups import Rule
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
-]
 SIZES = ((3,), (70, 130), (5000,), (2, 4096))
 
 

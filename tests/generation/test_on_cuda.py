@@ -111,21 +111,6 @@ def test_fused_kernels_give_the_logits_of_plain_torch(
     assert found < max(bound, 2 * by_torch)
 
 
-def test_greedy_kernel_takes_the_first_largest_allowed_logit() -> None:
-    """Two kernels against torch's argmax: equal logits, disallowed ids, NaN."""
-    from textmill.kernels.sampling_triton import greedy_ids
-
-    for rows, vocab in ((1, 50257), (5, 777), (64, 2000)):
-        scores = torch.randn(rows, vocab + 47, device="cuda").bfloat16()[:, :vocab]
-        assert torch.equal(greedy_ids(scores, None), scores.float().argmax(1))
-        barred = torch.stack([scores.float().argmax(1), torch.full((rows,), -1, device="cuda")], 1)
-        left = scores.float().scatter(1, barred[:, :1], -torch.inf)
-        assert torch.equal(greedy_ids(scores, barred), left.argmax(1))
-        for spoilt in (float("nan"), float("inf"), -float("inf")):
-            scores[rows - 1, vocab - 1] = spoilt
-            assert greedy_ids(scores, barred)[-1] == -1
-
-
 def test_captured_steps_keep_their_own_workspaces(checkpoint: Checkpoint) -> None:
     """torch's compiler frees the workspaces of cuBLAS; captured steps must still work."""
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="bf16"))

@@ -1,11 +1,8 @@
-"""The kernels of a decoding step give the numbers of formulas in torch; they need a GPU.
-
-Where Triton is installed, TRITON_INTERPRET=1 runs them on a CPU.
-"""
+"""The kernels of a decoding step give the numbers of formulas in torch."""
 
 from __future__ import annotations
 
-import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import decode_kernels as formulas
+from tests.support.kernel_devices import DEVICE, INTERPRETED, on_gpu_only, why_no_kernels
 from textmill.kernels.availability import load_kernels
 from textmill.models.llama.net_torch import RMSNorm
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-kernels: Any = load_kernels("textmill.kernels.decode_triton") if INTERPRETED or DEVICE == "cuda" else None
-pytestmark = pytest.mark.skipif(kernels is None, reason="no CUDA device here")
+kernels: Any = None if why_no_kernels() else load_kernels("textmill.kernels.decode_triton")
+pytestmark = pytest.mark.kernels
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 
@@ -98,8 +94,10 @@ LINEARS: dict[str, dict[str, Any]] = {
 
 @dtypes
 @pytest.mark.parametrize("name", LINEARS)
-@pytest.mark.parametrize("outputs", [30, 1030])
-def test_fused_linear(dtype: torch.dtype, outputs: int, name: str) -> None:
+@pytest.mark.parametrize("outputs", [30, on_gpu_only(1030)])
+def test_fused_linear(dtype: torch.dtype, outputs: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:  # several rows for each program, as with many outputs
+        monkeypatch.setattr(kernels, "_rows_per_program", lambda outputs, columns: 4)
     settings = dict(LINEARS[name])
     rows = outputs * (2 if settings.get("gated") else 1)
     bias = numbers(rows, seed=3, dtype=dtype) if settings.pop("bias", False) else None
@@ -114,7 +112,7 @@ def test_fused_linear(dtype: torch.dtype, outputs: int, name: str) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize(("rows", "spread"), [(3, 1), (3, 264), on_gpu_only(40, 264)])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head", "settings"),
     [
@@ -125,8 +123,14 @@ def test_fused_linear(dtype: torch.dtype, outputs: int, name: str) -> None:
         (4, 2, 16, "turned and normalised"),
     ],
 )
-def test_attend(dtype: torch.dtype, rows: int, heads: int, key_heads: int, head: int, settings: str) -> None:
-    """Texts of different lengths; the cache has the new keys and values afterwards, and other slots are unchanged."""
+def test_attend(
+    dtype: torch.dtype, rows: int, spread: int, heads: int, key_heads: int, head: int, settings: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Texts of different lengths; the cache has the new keys and values afterwards, and other slots are unchanged.
+
+    With a spread of 1 a text's positions are not divided among programs."""
+    monkeypatch.setattr(sys.modules[kernels.attend.__module__], "SPREAD", spread)
     count = heads * 3 if settings == "interleaved" else heads + 2 * key_heads
     qkv = numbers(rows, count, head, dtype=dtype)
     qkv = qkv.view(rows, heads, 3, head) if settings == "interleaved" else qkv

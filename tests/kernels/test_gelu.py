@@ -1,4 +1,4 @@
-"""The bias and GELU kernel against torch in fp64; skipped without a GPU."""
+"""The bias and GELU kernels against torch in fp64."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+from tests.support.kernel_devices import DEVICE, on_gpu_only
+
+pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [(3000, 3072), (37, 200), (1, 64)])
-def test_values_and_gradients(approximate: str, dtype: torch.dtype, bound: float, shape: tuple[int, int]) -> None:
-    from textmill.kernels.gelu_triton import bias_gelu
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [on_gpu_only((3000, 3072), None), ((37, 200), None), ((37, 600), 2), ((1, 64), None)],
+)
+def test_values_and_gradients(
+    approximate: str, dtype: torch.dtype, bound: float, shape: tuple[int, int], programs: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With few programs each has several rows, and some have one more than others."""
+    from textmill.kernels import gelu_triton
 
-    dice = torch.Generator("cuda").manual_seed(2)
-    x, slope = (torch.randn(shape, device="cuda", generator=dice).to(dtype) for _ in range(2))
-    bias = torch.randn(shape[1], device="cuda", generator=dice)
+    if programs:
+        monkeypatch.setattr(gelu_triton, "PROGRAMS", programs)
+    dice = torch.Generator().manual_seed(2)
+    x, slope = (torch.randn(shape, generator=dice).to(DEVICE, dtype) for _ in range(2))
+    bias = torch.randn(shape[1], generator=dice).to(DEVICE)
     x64, bias64 = x.double().requires_grad_(), bias.double().requires_grad_()
     wanted = F.gelu(x64 + bias64, approximate=approximate)
     wanted.backward(slope.double())
     x.requires_grad_()
     bias.requires_grad_()
-    got = bias_gelu(x, bias, approximate == "tanh")
+    got = gelu_triton.bias_gelu(x, bias, approximate == "tanh")
     got.backward(slope)
     for one, other in ((got, wanted), (x.grad, x64.grad), (bias.grad, bias64.grad)):
         assert one is not None

@@ -1,4 +1,4 @@
-"""LayerNorm with the residual stream equals torch's LayerNorm in values and gradients; the kernel if there is a GPU."""
+"""LayerNorm with the residual stream equals torch's LayerNorm in values and gradients; its kernel too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.kernel_devices import DEVICE, on_gpu_only
+from textmill.kernels import norms_torch
 from textmill.kernels.norms_torch import norm_and_residual, norm_backward
-
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def _norm(width: int) -> nn.LayerNorm:
@@ -55,13 +55,20 @@ def test_the_op_passes_torchs_opcheck() -> None:
         torch.library.opcheck(norm_backward, (*_given(5, 12, torch.float32, "cpu"), biases))
 
 
-@on_gpu
+@pytest.mark.kernels
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("kind", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [(4096, 768), (1000, 1600), (7, 48), (1, 1024)])
-def test_the_kernel_matches_fp64(shape: tuple[int, int], kind: torch.dtype, bound: float, biases: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [on_gpu_only((4096, 768), 528), on_gpu_only((1000, 1600), 528), ((7, 48), 528), ((7, 100), 3), ((1, 1024), 528)],
+)
+def test_the_kernel_matches_fp64(
+    shape: tuple[int, int], programs: int, kind: torch.dtype, bound: float, biases: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Against autograd through torch's LayerNorm in fp64; every run gives the same bits."""
-    dy, x, means, inverse_stds, weight, stream = _given(*shape, kind, "cuda")
+    monkeypatch.setattr(norms_torch.norms_triton, "PROGRAMS", programs)
+    dy, x, means, inverse_stds, weight, stream = _given(*shape, kind, DEVICE)
     x64, weight64, shift64 = (tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight)))
     F.layer_norm(x64, weight.shape, weight64, shift64).backward(dy.double())
     wanted = x64.grad + stream.double()

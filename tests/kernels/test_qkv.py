@@ -1,4 +1,4 @@
-"""The fused QKV projection equals a plain linear layer that is split; the kernel if there is a GPU."""
+"""The fused QKV projection equals a plain linear layer that is split; its kernel too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.kernel_devices import DEVICE, on_gpu_only
+from textmill.kernels import qkv_torch
 from textmill.kernels.qkv_torch import join_heads, project_qkv
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 LAYOUTS = {
     "as attention leaves them": lambda draw, N, H, T, D: draw(N, T, H, D).transpose(1, 2),
     "dense by head": lambda draw, N, H, T, D: draw(N, H, T, D),
@@ -43,14 +44,21 @@ def test_the_op_passes_torchs_opcheck() -> None:
     torch.library.opcheck(join_heads, tuple(lay(torch.randn, 2, 3, 5, 4) for lay in list(LAYOUTS.values())[:3]))
 
 
-@on_gpu
+@pytest.mark.kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [(3, 12, 1000, 64), (2, 3, 29, 32), (1, 5, 7, 80), (1, 1, 1, 16)])
-def test_the_kernel_joins_and_sums(layout: str, kind: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [on_gpu_only((3, 12, 1000, 64), 660), ((2, 3, 29, 32), 660), ((2, 5, 29, 32), 4), ((1, 5, 7, 80), 660),
+     ((1, 1, 1, 16), 660)],
+)  # fmt: skip
+def test_the_kernel_joins_and_sums(
+    layout: str, kind: torch.dtype, shape: tuple[int, int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The joined gradient has torch's bits, the sums are close to fp64, and every run gives the same bits."""
+    monkeypatch.setattr(qkv_torch.qkv_triton, "PROGRAMS", programs)
     torch.manual_seed(4)
-    parts = [LAYOUTS[layout](partial(torch.randn, device="cuda", dtype=kind), *shape) for _ in range(3)]
+    parts = [LAYOUTS[layout](partial(torch.randn, device=DEVICE, dtype=kind), *shape) for _ in range(3)]
     joined, sums = join_heads(*parts)
     wanted = torch.stack([part.transpose(1, 2) for part in parts], 3).flatten(2).flatten(0, 1)
     assert torch.equal(joined, wanted)
