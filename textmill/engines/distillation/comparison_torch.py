@@ -1,5 +1,9 @@
 """The terms of distillation that compare logits, of one chunk of tokens: their values and gradients, by formula.
 
+With the student's logits s, the mean of the teachers' distributions p and a temperature T, `train.distil.divergence`
+forward is T^2 KL(p || softmax(s / T)). Its gradient by s is T (softmax(s / T) - p). With `top_k`, both distributions
+have K + 1 outcomes: the teachers' K most likely tokens, and any other token.
+
 Shapes in names: M tokens, V columns of the vocabulary that a rank has, K most likely tokens. Nothing is changed in
 place, so that a compiler can join all of it into a few passes over the logits.
 """
@@ -52,12 +56,13 @@ class Columns(NamedTuple):
         return max_M + self.sum((values_MV - max_M[:, None]).exp().sum(1)).log()
 
 
-WHOLE = Columns()
+ALL_COLUMNS = Columns()
+"""Without tensor parallelism: the logits have all columns."""
 
 
 def chunk_terms(
     logits_MV: Tensor, teachers: Sequence[Tensor], top: Top | None, labels_M: Tensor, weights_M: Tensor, vocab: int,
-    terms: Terms, columns: Columns = WHOLE,
+    terms: Terms, columns: Columns = ALL_COLUMNS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sums of the labels' losses, the divergence and the squared difference, and the gradient of their sum.
 
@@ -70,15 +75,15 @@ def chunk_terms(
     divergence_M = square_M = torch.zeros_like(losses_M)
     if terms.kl:
         if top is None:
-            divergence_M, found_MV = _divergence(student_MV, teachers, terms, columns)
+            divergence_M, kl_gradient_MV = _divergence(student_MV, teachers, terms, columns)
         else:
-            divergence_M, found_MV = _top_divergence(student_MV, top, terms, columns)
-        gradient_MV = gradient_MV + terms.kl * found_MV
+            divergence_M, kl_gradient_MV = _top_divergence(student_MV, top, terms, columns)
+        gradient_MV = gradient_MV + terms.kl * kl_gradient_MV
     if terms.mse:
-        difference_MV = student_MV - torch.stack([one.float() for one in teachers]).mean(0)
+        difference_MV = student_MV - torch.stack([teacher_MV.float() for teacher_MV in teachers]).mean(0)
         square_M = columns.sum(difference_MV.square().sum(1))
         gradient_MV = gradient_MV + 2 * terms.mse * difference_MV
-    sums = torch.stack([(one * weights_M).sum() for one in (losses_M, divergence_M, square_M)])
+    sums = torch.stack([(values_M * weights_M).sum() for values_M in (losses_M, divergence_M, square_M)])
     gradient_MV = (gradient_MV * weights_M[:, None]).to(logits_MV.dtype)
     return sums, F.pad(gradient_MV, (0, logits_MV.shape[1] - real))
 
@@ -99,10 +104,10 @@ def _label_terms(
     return losses_M.where(labelled_M, 0), gradient_MV * labelled_M[:, None]
 
 
-def mean_log_probabilities(teachers: Sequence[Tensor], temperature: float, columns: Columns = WHOLE) -> Tensor:
+def mean_log_probabilities(teachers: Sequence[Tensor], temperature: float, columns: Columns = ALL_COLUMNS) -> Tensor:
     """The log of the mean of the teachers' distributions at a temperature."""
-    scaled = [one.float() / temperature for one in teachers]
-    logs = [one - columns.log_sum(one)[:, None] for one in scaled]
+    scaled = [logits_MV.float() / temperature for logits_MV in teachers]
+    logs = [logits_MV - columns.log_sum(logits_MV)[:, None] for logits_MV in scaled]
     return logs[0] if len(logs) == 1 else torch.stack(logs).logsumexp(0) - math.log(len(logs))
 
 
@@ -118,18 +123,18 @@ def _divergence(
     student_MV: Tensor, teachers: Sequence[Tensor], terms: Terms, columns: Columns
 ) -> tuple[Tensor, Tensor]:
     """The divergence times T squared, and its gradient, which is that of logits / T, times T."""
-    heat = terms.temperature
-    own_MV, target_MV = student_MV / heat, mean_log_probabilities(teachers, heat, columns)
-    own_MV = own_MV - columns.log_sum(own_MV)[:, None]
-    values_MV, slopes_MV = _compare(own_MV, target_MV, terms.divergence)
-    gradient_MV = slopes_MV - own_MV.exp() * columns.sum(slopes_MV.sum(1))[:, None]
-    return columns.sum(values_MV.sum(1)) * heat**2, gradient_MV * heat
+    T = terms.temperature
+    scaled_MV, teacher_logs_MV = student_MV / T, mean_log_probabilities(teachers, T, columns)
+    student_logs_MV = scaled_MV - columns.log_sum(scaled_MV)[:, None]
+    values_MV, derivatives_MV = _compare(student_logs_MV, teacher_logs_MV, terms.divergence)
+    gradient_MV = derivatives_MV - student_logs_MV.exp() * columns.sum(derivatives_MV.sum(1))[:, None]
+    return columns.sum(values_MV.sum(1)) * T**2, gradient_MV * T
 
 
 def _top_divergence(student_MV: Tensor, top: Top, terms: Terms, columns: Columns) -> tuple[Tensor, Tensor]:
     """The same over K + 1 outcomes: the teachers' most likely tokens, and any other token."""
-    heat, ids_MK = terms.temperature, top.ids_MK.long()
-    scaled_MV, width = student_MV / heat, student_MV.shape[1]
+    T, ids_MK = terms.temperature, top.ids_MK.long()
+    scaled_MV, width = student_MV / T, student_MV.shape[1]
     log_sum_M = columns.log_sum(scaled_MV)
     if columns.tensor is not None:  # one more column stands for the tokens of other ranks
         ids_MK = ids_MK - columns.begin
@@ -137,26 +142,26 @@ def _top_divergence(student_MV: Tensor, top: Top, terms: Terms, columns: Columns
     wide_MV = scaled_MV if columns.tensor is None else F.pad(scaled_MV, (0, 1))
     chosen_MK = columns.sum(wide_MV.gather(1, ids_MK))
     others_MV = wide_MV.scatter(1, ids_MK, -torch.inf)[:, :width]
-    rest_M = columns.log_sum(others_MV)
-    own_ML = torch.cat([chosen_MK, rest_M[:, None]], 1) - log_sum_M[:, None]
-    values_ML, slopes_ML = _compare(own_ML, top.logs_ML.float(), terms.divergence)
-    gradient_MV = (others_MV - rest_M[:, None]).exp() * slopes_ML[:, -1:]
-    gradient_MV = gradient_MV - (scaled_MV - log_sum_M[:, None]).exp() * slopes_ML.sum(1, keepdim=True)
+    others_M = columns.log_sum(others_MV)
+    student_logs_ML = torch.cat([chosen_MK, others_M[:, None]], 1) - log_sum_M[:, None]
+    values_ML, derivatives_ML = _compare(student_logs_ML, top.logs_ML.float(), terms.divergence)
+    gradient_MV = (others_MV - others_M[:, None]).exp() * derivatives_ML[:, -1:]
+    gradient_MV = gradient_MV - (scaled_MV - log_sum_M[:, None]).exp() * derivatives_ML.sum(1, keepdim=True)
     wide_MV = gradient_MV if columns.tensor is None else F.pad(gradient_MV, (0, 1))
-    gradient_MV = wide_MV.scatter_add(1, ids_MK, slopes_ML[:, :-1])[:, :width]
-    return values_ML.sum(1) * heat**2, gradient_MV * heat
+    gradient_MV = wide_MV.scatter_add(1, ids_MK, derivatives_ML[:, :-1])[:, :width]
+    return values_ML.sum(1) * T**2, gradient_MV * T
 
 
-def _compare(own: Tensor, target: Tensor, divergence: str) -> tuple[Tensor, Tensor]:
-    """What each outcome adds to the divergence of two log-distributions, and its derivative by `own`.
+def _compare(student_logs: Tensor, teacher_logs: Tensor, divergence: str) -> tuple[Tensor, Tensor]:
+    """What each outcome adds to the divergence of two log-distributions, and its derivative by the student's.
 
-    A multiple of own.exp() may be added to the derivative: it adds nothing to the gradient of logits.
+    A multiple of the student's probabilities may be added to the derivative: it adds nothing to the gradient of logits.
     """
     if divergence == "forward":
-        return target.exp() * (target - own), -target.exp()
+        return teacher_logs.exp() * (teacher_logs - student_logs), -teacher_logs.exp()
     if divergence == "reverse":
-        values = own.exp() * (own - target)
+        values = student_logs.exp() * (student_logs - teacher_logs)
         return values, values
-    mixed = torch.logaddexp(target, own) - math.log(2)
-    half = own.exp() * (own - mixed) / 2
-    return half + target.exp() * (target - mixed) / 2, half
+    mean_logs = torch.logaddexp(teacher_logs, student_logs) - math.log(2)
+    student_half = student_logs.exp() * (student_logs - mean_logs) / 2
+    return student_half + teacher_logs.exp() * (teacher_logs - mean_logs) / 2, student_half

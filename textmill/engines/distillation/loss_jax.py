@@ -23,62 +23,69 @@ LOW = -1e30
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def distillation_loss(
-    x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None, taught: dict[str, Any],
-    vocab: int, tokens: int, terms: Terms,
+    x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None,
+    teacher_output: dict[str, Any], vocab: int, tokens: int, terms: Terms,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The weighted sum of all terms; and the labels' losses, the divergence and the squared difference, unweighted.
 
-    `taught` has `top`, the teachers' most likely tokens and their log-probabilities, or `x` and `heads`, what gives
-    the logits of each teacher, with as many rows as the model's head.
+    `teacher_output` has `top`, the teachers' most likely tokens and their log-probabilities, or `x` and `heads`, what
+    gives the logits of each teacher, with as many rows as the model's head.
     """
-    return _forward(x_NTE, head_VE, labels_NT, weights_NT, bias_V, taught, vocab, tokens, terms)[0]
+    return _forward(x_NTE, head_VE, labels_NT, weights_NT, bias_V, teacher_output, vocab, tokens, terms)[0]
 
 
 def _forward(
-    x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None, taught: dict[str, Any],
-    vocab: int, tokens: int, terms: Terms,
+    x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None,
+    teacher_output: dict[str, Any], vocab: int, tokens: int, terms: Terms,
 ) -> tuple[tuple[Array, Array], Any]:  # fmt: skip
-    head, heads = head_VE.astype(x_NTE.dtype), taught.get("heads", [])
+    head, heads = head_VE.astype(x_NTE.dtype), teacher_output.get("heads", [])
 
     def compute(sums: tuple[Any, ...], chunk: tuple[Array, ...]) -> tuple[tuple[Any, ...], Array]:
-        x, labels, weights, *given = chunk
+        x, labels, weights, *of_teachers = chunk
         logits_NTV = add_bias(jnp.einsum("nte,ve->ntv", x, head), bias_V)
         teachers: list[Array] = []
-        top = (given[0], given[1]) if "top" in taught else None
-        for x_teacher, (teacher_head, teacher_bias) in zip(given, heads, strict=not top):
+        top = (of_teachers[0], of_teachers[1]) if "top" in teacher_output else None
+        for x_teacher, (teacher_head, teacher_bias) in zip(of_teachers, heads, strict=not top):
             logits = jnp.einsum("nte,ve->ntv", x_teacher, teacher_head.astype(x_teacher.dtype))
             teachers.append(_masked(add_bias(logits, teacher_bias), vocab))
-        of_logits = partial(_chunk_loss, teachers, top, labels, weights, vocab, terms)
-        (loss, found), grad_NTV = jax.value_and_grad(of_logits, has_aux=True)(logits_NTV)
+        loss_of_logits = partial(_chunk_loss, teachers, top, labels, weights, vocab, terms)
+        (loss, term_sums), grad_NTV = jax.value_and_grad(loss_of_logits, has_aux=True)(logits_NTV)
         grad_head = jnp.einsum("ntv,nte->ve", grad_NTV, x, preferred_element_type=head_VE.dtype)
         grad_bias = None if bias_V is None else sums[3] + grad_NTV.sum((0, 1), dtype=bias_V.dtype)
         grad_x = jnp.einsum("ntv,ve->nte", grad_NTV, head)
-        return (sums[0] + loss, sums[1] + found, sums[2] + grad_head, grad_bias), grad_x
+        return (sums[0] + loss, sums[1] + term_sums, sums[2] + grad_head, grad_bias), grad_x
 
     no_bias = None if bias_V is None else jnp.zeros_like(bias_V)
     zeros = (jnp.zeros(()), jnp.zeros(3), jnp.zeros_like(head_VE), no_bias)
-    arrays = (x_NTE, labels_NT, weights_NT, *(taught["top"] if "top" in taught else taught["x"]))
-    (loss, found, grad_head, grad_bias), grad_x = by_chunks(compute, zeros, arrays, tokens)
-    return (loss, found), (grad_x, grad_head, grad_bias)
+    arrays = (
+        x_NTE,
+        labels_NT,
+        weights_NT,
+        *(teacher_output["top"] if "top" in teacher_output else teacher_output["x"]),
+    )
+    (loss, term_sums, grad_head, grad_bias), grad_x = by_chunks(compute, zeros, arrays, tokens)
+    return (loss, term_sums), (grad_x, grad_head, grad_bias)
 
 
-def _backward(vocab: int, tokens: int, terms: Terms, gradients: Any, given: tuple[Array, Array]) -> tuple[Any, ...]:
-    grad_x, grad_head, grad_bias = gradients
-    bias = None if grad_bias is None else grad_bias * given[0]
-    return (grad_x * given[0]).astype(grad_x.dtype), grad_head * given[0], None, None, bias, None
+def _backward(vocab: int, tokens: int, terms: Terms, saved: Any, gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    """`saved` are the gradients that forward computed; only the loss, and not the sums to report, has a gradient."""
+    grad_x, grad_head, grad_bias = saved
+    grad_loss, _ = gradients
+    bias = None if grad_bias is None else grad_bias * grad_loss
+    return (grad_x * grad_loss).astype(grad_x.dtype), grad_head * grad_loss, None, None, bias, None
 
 
 distillation_loss.defvjp(_forward, _backward)
 
 
-def cosine_loss(own_NTE: Array, teachers: list[Array], weights_NT: Array) -> Array:
+def cosine_loss(student_NTE: Array, teachers: list[Array], weights_NT: Array) -> Array:
     """The weighted sum of 1 - cosine between hidden states, the mean over the teachers."""
-    own, similar = own_NTE.astype(jnp.float32), []
-    for one in teachers:
-        given = one.astype(jnp.float32)
-        lengths = jnp.linalg.norm(own, axis=-1) * jnp.linalg.norm(given, axis=-1)
-        similar.append((own * given).sum(-1) / jnp.maximum(lengths, 1e-8))
-    return ((1 - jnp.stack(similar).mean(0)) * weights_NT).sum()
+    student, cosines = student_NTE.astype(jnp.float32), []
+    for teacher_NTE in teachers:
+        teacher = teacher_NTE.astype(jnp.float32)
+        norms = jnp.linalg.norm(student, axis=-1) * jnp.linalg.norm(teacher, axis=-1)
+        cosines.append((student * teacher).sum(-1) / jnp.maximum(norms, 1e-8))
+    return ((1 - jnp.stack(cosines).mean(0)) * weights_NT).sum()
 
 
 def _masked(logits_NTV: Array, vocab: int) -> Array:
@@ -98,44 +105,46 @@ def _chunk_loss(
     losses = jnp.where(labels_NT != IGNORED, losses, 0)
     divergence = square = jnp.zeros_like(losses)
     if terms.kl:
-        own, target = student / terms.temperature, None
+        student_logs = jax.nn.log_softmax(student / terms.temperature, axis=-1)
         if top is None:
-            target = _mean_log(teachers, terms.temperature)
-            top = _top_of(target, terms.top_k) if terms.top_k else None
-        own = jax.nn.log_softmax(own, axis=-1)
-        divergence = _divergence(*((own, target) if top is None else _outcomes(own, *top)), terms.divergence)
-        divergence *= terms.temperature**2
+            teacher_logs = _mean_log(teachers, terms.temperature)
+            top = _top_of(teacher_logs, terms.top_k) if terms.top_k else None
+        if top is not None:
+            ids_NTK, teacher_logs = top
+            student_logs = _outcomes(student_logs, ids_NTK)
+        divergence = _divergence(student_logs, teacher_logs, terms.divergence) * terms.temperature**2
     if terms.mse:
         square = jnp.where(real, jnp.square(student - jnp.stack(teachers).mean(0)), 0).sum(-1)
-    sums = jnp.stack([(one * weights_NT).sum() for one in (losses, divergence, square)])
+    sums = jnp.stack([(values * weights_NT).sum() for values in (losses, divergence, square)])
     return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], sums
 
 
 def _mean_log(teachers: list[Array], temperature: float) -> Array:
     """The log of the mean of the teachers' distributions."""
-    logs = jnp.stack([jax.nn.log_softmax(one / temperature, axis=-1) for one in teachers])
+    logs = jnp.stack([jax.nn.log_softmax(logits / temperature, axis=-1) for logits in teachers])
     return jax.nn.logsumexp(logs, axis=0) - math.log(len(teachers))
 
 
-def _top_of(target_NTV: Array, count: int) -> tuple[Array, Array]:
+def _top_of(logs_NTV: Array, count: int) -> tuple[Array, Array]:
     """The most likely tokens, and their log-probabilities with that of all others."""
-    _, ids_NTK = jax.lax.top_k(target_NTV, count)
-    return ids_NTK, _outcomes(target_NTV, ids_NTK, target_NTV)[0]
+    _, ids_NTK = jax.lax.top_k(logs_NTV, count)
+    return ids_NTK, _outcomes(logs_NTV, ids_NTK)
 
 
-def _outcomes(logs_NTV: Array, ids_NTK: Array, target: Array) -> tuple[Array, Array]:
-    """The log-probabilities of these tokens, then that of all others; and the target as it is."""
+def _outcomes(logs_NTV: Array, ids_NTK: Array) -> Array:
+    """The log-probabilities of these tokens, then that of all others: [N, T, K + 1]."""
     ids_NTK = jnp.maximum(ids_NTK, 0)  # tokens that fill up a chunk have none
     chosen = jnp.take_along_axis(logs_NTV, ids_NTK, -1)
     others = jnp.put_along_axis(logs_NTV, ids_NTK, LOW, -1, inplace=False)
-    return jnp.concatenate([chosen, jax.nn.logsumexp(others, axis=-1, keepdims=True)], -1), target
+    return jnp.concatenate([chosen, jax.nn.logsumexp(others, axis=-1, keepdims=True)], -1)
 
 
-def _divergence(own: Array, target: Array, kind: str) -> Array:
+def _divergence(student_logs: Array, teacher_logs: Array, kind: str) -> Array:
     """The divergence of two log-distributions."""
+    student, teacher = jnp.exp(student_logs), jnp.exp(teacher_logs)
     if kind == "forward":
-        return (jnp.exp(target) * (target - own)).sum(-1)
+        return (teacher * (teacher_logs - student_logs)).sum(-1)
     if kind == "reverse":
-        return (jnp.exp(own) * (own - target)).sum(-1)
-    mixed = jnp.logaddexp(target, own) - math.log(2)
-    return (jnp.exp(target) * (target - mixed) + jnp.exp(own) * (own - mixed)).sum(-1) / 2
+        return (student * (student_logs - teacher_logs)).sum(-1)
+    mean_logs = jnp.logaddexp(teacher_logs, student_logs) - math.log(2)
+    return (teacher * (teacher_logs - mean_logs) + student * (student_logs - mean_logs)).sum(-1) / 2

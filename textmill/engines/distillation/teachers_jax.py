@@ -39,23 +39,27 @@ class Teachers:
         """Most tokens of a chunk of the loss on all devices: it has several matrices of logits."""
         for name in [] if distil.cache else distil.teachers:
             folder = teacher_folder(name)
-            own = read_shape(folder)
-            check_teacher(name, own, shape, train)
-            head_width = getattr(own, "head_width", own.width // own.heads)
+            teacher = read_shape(folder)
+            check_teacher(name, teacher, shape, train)
+            head_width = getattr(teacher, "head_width", teacher.width // teacher.heads)
             fused = options.fused and head_width % 8 == 0 and head_width <= 128
-            heads = open_heads(own, replace(options, lora=None, recompute=0, gathered=None, fused=fused))
+            heads = open_heads(teacher, replace(options, lora=None, recompute=0, gathered=None, fused=fused))
             self.heads.append(heads)
-            narrow = heads.cast_matrices(_read(own, folder))
-            self.weights.append({name: shardings.replicate(np.asarray(one)) for name, one in narrow.items()})
+            weights = heads.cast_matrices(_read(teacher, folder))
+            self.weights.append({name: shardings.replicate(np.asarray(values)) for name, values in weights.items()})
 
     def read(self, weights: list[Arrays], part: Arrays) -> tuple[dict[str, Any], list[Array]]:
         """What `distillation_loss` takes of the teachers, and their last hidden states."""
         if "teacher_ids" in part:
             return {"top": (part["teacher_ids"], part["teacher_logs"])}, []
         without_dropout = {name: values for name, values in part.items() if name != "keys"}
-        found = [heads.states(own, without_dropout) for heads, own in zip(self.heads, weights, strict=True)]
-        matrices = [self._rows(*heads.head(own)) for heads, own in zip(self.heads, weights, strict=True)]
-        return {"x": [one.head_input for one in found], "heads": matrices}, [one.labelled for one in found]
+        head_inputs, matrices, last_states = [], [], []
+        for heads, teacher_weights in zip(self.heads, weights, strict=True):
+            states = heads.states(teacher_weights, without_dropout)
+            head_inputs.append(states.head_input)
+            matrices.append(self._rows(*heads.head(teacher_weights)))
+            last_states.append(states.labelled)
+        return {"x": head_inputs, "heads": matrices}, last_states
 
     def _rows(self, head_VE: Array, bias_V: Array | None) -> tuple[Array, Array | None]:
         """The head with as many rows as the model's: rows beyond both vocabularies are padding."""

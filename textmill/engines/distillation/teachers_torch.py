@@ -52,10 +52,10 @@ class Teachers:
     @torch.no_grad()
     def read(self, micro_batch: MicroBatch, execution: Execution = EAGER) -> Targets:
         """The targets of a micro-batch."""
-        found = [
+        outputs = [
             self._read(net, micro_batch, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)
         ]
-        predictions, states, hidden = (list(column) for column in zip(*found, strict=True))
+        predictions, states, hidden = (list(column) for column in zip(*outputs, strict=True))
         return Targets(TeacherOutput(predictions), states, hidden)
 
     def _read(
@@ -104,17 +104,18 @@ def take_labelled(states_NTE: Tensor, micro_batch: MicroBatch) -> Tensor:
 @contextmanager
 def collect_blocks(net: BaseNet, layers: Sequence[int]) -> Iterator[list[Tensor]]:
     """A list that gets the hidden states after these blocks while the net runs."""
-    found: dict[int, Tensor] = {}
+    states_by_layer: dict[int, Tensor] = {}
     ordered: list[Tensor] = []
-    keep = [partial(_keep, found, layer) for layer in dict.fromkeys(layers)]
-    handles = [net.blocks[hook.args[1]].register_forward_hook(hook) for hook in keep]
+    handles = []
+    for layer in dict.fromkeys(layers):
+        handles.append(net.blocks[layer].register_forward_hook(partial(_keep, states_by_layer, layer)))
     try:
         yield ordered
     finally:
         for handle in handles:
             handle.remove()
-        ordered += [found[layer] for layer in layers if layer in found]
+        ordered += [states_by_layer[layer] for layer in layers if layer in states_by_layer]
 
 
-def _keep(found: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-    found[layer] = out
+def _keep(states: dict[int, Tensor], layer: int, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+    states[layer] = out

@@ -24,9 +24,17 @@ class Terms(NamedTuple):
 
 def terms_of(train: TrainConfig) -> Terms:
     """The settings of the terms that compare logits."""
-    one = train.distil
-    given = (one.labels, one.kl, one.mse, one.temperature, one.divergence)
-    return Terms(*given, train.label_smoothing, train.z_loss, one.top_k)
+    distil = train.distil
+    return Terms(
+        labels=distil.labels,
+        kl=distil.kl,
+        mse=distil.mse,
+        temperature=distil.temperature,
+        divergence=distil.divergence,
+        smoothing=train.label_smoothing,
+        z=train.z_loss,
+        top_k=distil.top_k,
+    )
 
 
 def check_top_k(distil: DistilConfig, shape: Shape) -> None:
@@ -39,15 +47,21 @@ def check_top_k(distil: DistilConfig, shape: Shape) -> None:
 
 
 def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[list[int], list[int]]:
-    """The blocks of the model and of a teacher that `train.distil.hidden` compares."""
+    """The blocks of the student and of a teacher that `train.distil.hidden` compares; `student` and `teacher` are their
+    numbers of blocks. By default a student of 3 blocks and a teacher of 6: [0, 1, 2] and [1, 3, 5]."""
     if not distil.hidden:
         return [], []
-    own = distil.student_layers or list(range(student))
-    given = distil.teacher_layers or [max(0, round((layer + 1) * teacher / student) - 1) for layer in own]
-    for key, layers, count in (("student_layers", own, student), ("teacher_layers", given, teacher)):
+    student_layers = distil.student_layers or list(range(student))
+    teacher_layers = distil.teacher_layers
+    if not teacher_layers:
+        teacher_layers = [max(0, round((layer + 1) * teacher / student) - 1) for layer in student_layers]
+    for key, layers, count in (
+        ("student_layers", student_layers, student),
+        ("teacher_layers", teacher_layers, teacher),
+    ):
         if wrong := [layer for layer in layers if not 0 <= layer < count]:
             raise TextmillError(f"train.distil.{key}: there is no block {wrong[0]}; give numbers from 0 to {count - 1}")
-    return own, given
+    return student_layers, teacher_layers
 
 
 def check_logits(shape: Shape) -> None:

@@ -83,15 +83,17 @@ class _DistillationLoss(GradientInForward):
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
-            given, top = [], None
+            teacher_logits, top = [], None
             if teachers.top is not None:
-                top = Top(*(one[rows] for one in teachers.top))
+                top = Top(teachers.top.ids_MK[rows], teachers.top.logs_ML[rows])
             elif terms.top_k:
-                top = top_of([one.logits(rows, slice(None))[:, :vocab] for one in predictions], terms)
+                top = top_of([prediction.logits(rows, slice(None))[:, :vocab] for prediction in predictions], terms)
             if predictions and (top is None or terms.mse):
-                mine = slice(begin, begin + len(head))
-                given = [one.logits(rows, mine)[:, :real] for one in predictions]
-            sums, gradient_MV = compute(logits_MV, given, top, labels_M[rows], weights_M[rows], vocab, terms, columns)
+                local_columns = slice(begin, begin + len(head))
+                teacher_logits = [prediction.logits(rows, local_columns)[:, :real] for prediction in predictions]
+            sums, gradient_MV = compute(
+                logits_MV, teacher_logits, top, labels_M[rows], weights_M[rows], vocab, terms, columns
+            )
             report.add_(sums)
             return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], gradient_MV
 
@@ -106,33 +108,33 @@ def _compiled_terms() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def in_matmul_dtype(predictions: Sequence[Prediction]) -> list[Prediction]:
     """With heads in the precision of their inputs."""
-    return [one._replace(head_VE=one.head_VE.to(one.x_ME.dtype)) for one in predictions]
+    return [prediction._replace(head_VE=prediction.head_VE.to(prediction.x_ME.dtype)) for prediction in predictions]
 
 
 @torch.no_grad()
 def most_likely(predictions: Sequence[Prediction], vocab: int, train: TrainConfig) -> Top:
     """The teachers' most likely tokens at each token of a micro-batch."""
     terms, x_ME = terms_of(train), predictions[0].x_ME
-    given = in_matmul_dtype(predictions)
+    predictions = in_matmul_dtype(predictions)
     chunk = chunk_tokens(vocab, compiled=False) if x_ME.is_cuda else None
-    found = [
-        top_of([one.logits(rows, slice(None))[:, :vocab] for one in given], terms)
-        for rows in token_chunks(x_ME, given[0].head_VE, chunk)
-    ]
-    return Top(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    tops = []
+    for rows in token_chunks(x_ME, predictions[0].head_VE, chunk):
+        logits = [prediction.logits(rows, slice(None))[:, :vocab] for prediction in predictions]
+        tops.append(top_of(logits, terms))
+    return Top(torch.cat([top.ids_MK for top in tops]), torch.cat([top.logs_ML for top in tops]))
 
 
-def cosine_loss(own_ME: Tensor, teachers: Sequence[Tensor], weights_M: Tensor) -> Tensor:
+def cosine_loss(student_ME: Tensor, teachers: Sequence[Tensor], weights_M: Tensor) -> Tensor:
     """The weighted sum of 1 - cosine between hidden states, the mean over the teachers."""
-    similar = [torch.nn.functional.cosine_similarity(own_ME.float(), one.float(), dim=1) for one in teachers]
-    return ((1 - torch.stack(similar).mean(0)) * weights_M).sum()
+    student = student_ME.float()
+    cosines = [torch.nn.functional.cosine_similarity(student, teacher_ME.float(), dim=1) for teacher_ME in teachers]
+    return ((1 - torch.stack(cosines).mean(0)) * weights_M).sum()
 
 
-def hidden_loss(own: Sequence[Tensor], teachers: Sequence[Sequence[Tensor]], weights_M: Tensor) -> Tensor:
+def hidden_loss(student: Sequence[Tensor], teachers: Sequence[Sequence[Tensor]], weights_M: Tensor) -> Tensor:
     """The weighted sum of the mean squared difference of hidden states [M, E], the mean over blocks and teachers."""
-    differences = [
-        (mine.float() - given.float()).square().mean(1)
-        for teacher in teachers
-        for mine, given in zip(own, teacher, strict=True)
-    ]
+    differences = []
+    for teacher in teachers:
+        for student_ME, teacher_ME in zip(student, teacher, strict=True):
+            differences.append((student_ME.float() - teacher_ME.float()).square().mean(1))
     return (torch.stack(differences).mean(0) * weights_M).sum()
