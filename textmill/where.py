@@ -106,7 +106,7 @@ def _config_of(
             "the file"
         )
     merged = merge_trees(drop_replaced(tree, overrides), overrides)
-    return build_config(merged, file=file, lines=lines, over=overrides)
+    return build_config(merged, file=file, lines=lines, overrides=overrides)
 
 
 def _refuse_recorded_code(overrides: Tree, tree: Tree, file: Path | None) -> None:

@@ -88,33 +88,37 @@ def _report_old_names(found: dict[str, str], where: str = "") -> None:
         warn(f"{where}{names} (the old name still works)")
 
 
-def merge_trees(tree: Tree, over: Tree) -> Tree:
-    """One tree with another over it, key by key; when a section's kind changes, only the keys that the new kind
-    knows."""
+def merge_trees(tree: Tree, overrides: Tree) -> Tree:
+    """A tree whose values are overridden key by key: {"train": {"batch": 8, "seed": 1}} by {"train": {"batch": 16}} is
+    {"train": {"batch": 16, "seed": 1}}. When a section's kind changes, only the keys that the new kind knows stay."""
     result = dict(tree)
-    for name, value in over.items():
-        below = result.get(name)
-        if (
-            isinstance(below, dict)
-            and isinstance(value, dict)
-            and value.get("kind", below.get("kind")) != below.get("kind")
-        ):
-            kinds = [kind for kind in kinds_of(name) if kind.model_fields["kind"].default == value["kind"]]
-            below = _known_to(kinds[0], below) if kinds else below
-        result[name] = merge_trees(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    for name, new in overrides.items():
+        old = result.get(name)
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            result[name] = new
+            continue
+        if new.get("kind", old.get("kind")) != old.get("kind"):
+            kinds = [kind for kind in kinds_of(name) if kind.model_fields["kind"].default == new["kind"]]
+            old = _known_to(kinds[0], old) if kinds else old
+        result[name] = merge_trees(old, new)
     return result
 
 
-def drop_replaced(tree: Tree, over: Tree) -> Tree:
-    """The tree without settings that `over` replaces by another key: the last of steps, epochs ... wins, the last
-    prompt, and the shape of given weights."""
+def drop_replaced(tree: Tree, overrides: Tree) -> Tree:
+    """The tree without settings that `overrides` replaces by another key: the last of steps, epochs ... wins, the last
+    prompt, and the shape of the weights of `model.init_from`.
+
+    {"train": {"epochs": 2, "batch": 8}} and {"train": {"steps": 100}} -> {"train": {"batch": 8}}
+    """
     for section, keys in ALTERNATIVES.items():
-        before, later = tree.get(section), over.get(section)
-        if isinstance(before, dict) and isinstance(later, dict) and set(keys) & later.keys():
-            replaced = {*keys, *(LIMITS_OF_MINUTES if "minutes" in before.keys() - later.keys() else ())}
-            tree = {**tree, section: {name: value for name, value in before.items() if name not in replaced}}
-    model, later = tree.get("model"), over.get("model")
-    if isinstance(model, dict) and isinstance(later, dict) and later.get("init_from"):
+        old, new = tree.get(section), overrides.get(section)
+        if isinstance(old, dict) and isinstance(new, dict) and set(keys) & new.keys():
+            replaced = {*keys}
+            if "minutes" in old.keys() - new.keys():
+                replaced |= {*LIMITS_OF_MINUTES}
+            tree = {**tree, section: {name: value for name, value in old.items() if name not in replaced}}
+    model, new_model = tree.get("model"), overrides.get("model")
+    if isinstance(model, dict) and isinstance(new_model, dict) and new_model.get("init_from"):
         shape: Any = model.get("shape")
         kept = {key: shape[key] for key in RESHAPABLE if key in shape} if isinstance(shape, dict) else {}
         tree = {**tree, "model": {**model, "shape": kept}}
@@ -172,11 +176,11 @@ def _parse_value(text: str, annotation: Any) -> Any:
 
 
 def build_config(
-    tree: Tree, *, file: Path | None = None, lines: dict[str, int] | None = None, over: Tree | None = None
+    tree: Tree, *, file: Path | None = None, lines: dict[str, int] | None = None, overrides: Tree | None = None
 ) -> RunConfig:
     """The checked config; a mistake becomes one line with its key, what to do and, if it is in the file, its place.
 
-    `over` are the settings of the command line, which are in the tree too: the file is not blamed for them.
+    `overrides` are the settings of the command line, which are in the tree too: the file is not blamed for them.
     """
     lines = lines or {}
     try:
@@ -188,7 +192,7 @@ def build_config(
         message, key = str(error), str(error).partition(":")[0]
     else:
         return config
-    in_file = itertools.takewhile(lambda name: not _is_set(over or {}, name), key_and_parents(key))
+    in_file = itertools.takewhile(lambda name: not _is_set(overrides or {}, name), key_and_parents(key))
     line = next((lines[name] for name in in_file if name in lines), None)
     raise TextmillError(f"{file}:{line}: {message}" if file and line else message)
 

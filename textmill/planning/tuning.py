@@ -183,14 +183,14 @@ def _next_trial(trials: Search, result: Result) -> Trial | None:
 
 def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
     """The config with other values of some keys, checked."""
-    over: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for key, value in changes.items():
-        inner: Any = value
+        tree_of_key: Any = value  # "train.batch": 8 -> {"train": {"batch": 8}}
         for part in reversed(key.split(".")):
-            inner = {part: inner}
-        over = merge_trees(over, inner)
+            tree_of_key = {part: tree_of_key}
+        overrides = merge_trees(overrides, tree_of_key)
     tree = config.model_dump(mode="json", exclude_unset=True)
-    return build_config(merge_trees(drop_replaced(tree, over), over))
+    return build_config(merge_trees(drop_replaced(tree, overrides), overrides))
 
 
 def current_settings(config: RunConfig) -> Current:
