@@ -1,4 +1,14 @@
-"""Reads and writes tf.train.Example messages (protocol buffers) of integers and floats, many at a time."""
+"""Reads and writes tf.train.Example messages (protocol buffers) of integers and floats, many at a time.
+
+An Example is nested length-delimited fields, each a tag, a length and bytes:
+
+    1: features
+        1: entry             one for each feature
+            1: name          "input_ids"
+            2: feature
+                3: list      1 bytes, 2 floats, 3 integers
+                    1: values, packed
+"""
 
 from __future__ import annotations
 
@@ -33,14 +43,16 @@ class Feature:
 
 def split_example(data: bytes) -> dict[str, Feature]:
     """The features of an Example, by name."""
-    found: dict[str, Feature] = {}
+    by_name: dict[str, Feature] = {}
     for number, features in _fields(data):
-        for entry_number, entry in _fields(features) if number == 1 else ():
-            if entry_number != 1:
-                continue
-            parts = dict(_fields(entry))
-            found[parts.get(1, b"").decode("utf-8", "replace")] = _feature_of(parts.get(2, b""))
-    return found
+        if number != 1:
+            continue
+        for entry_number, entry in _fields(features):
+            if entry_number == 1:
+                parts = dict(_fields(entry))
+                name = parts.get(1, b"").decode("utf-8", "replace")
+                by_name[name] = _feature_of(parts.get(2, b""))
+    return by_name
 
 
 def _feature_of(data: bytes) -> Feature:
@@ -67,32 +79,33 @@ def _packed_values(kind: int, data: bytes) -> bytes:
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
     """(number, bytes) of the length-delimited fields of a message; others are skipped."""
-    at = 0
-    while at < len(data):
-        tag, at = _read_varint(data, at)
-        wire = tag & 7
-        if wire == _LENGTH_DELIMITED:
-            length, at = _read_varint(data, at)
-            if at + length > len(data):
+    position = 0
+    while position < len(data):
+        tag, position = _read_varint(data, position)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            length, position = _read_varint(data, position)
+            if position + length > len(data):
                 raise BrokenMessage("a field is cut short")
-            yield tag >> 3, data[at : at + length]
-            at += length
-        elif wire == _VARINT:
-            _, at = _read_varint(data, at)
-        elif wire in (_FIXED32, _FIXED64):
-            at += 4 if wire == _FIXED32 else 8
+            yield tag >> 3, data[position : position + length]
+            position += length
+        elif wire_type == _VARINT:
+            _, position = _read_varint(data, position)
+        elif wire_type in (_FIXED32, _FIXED64):
+            position += 4 if wire_type == _FIXED32 else 8
         else:
-            raise BrokenMessage(f"a field has the unknown type {wire}")
+            raise BrokenMessage(f"a field has the unknown type {wire_type}")
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """(the integer that starts at a position, the position after it): seven bits a byte, the lowest first."""
     value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
+    while position < len(data) and shift < 64:
+        byte = data[position]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        position, shift = position + 1, shift + 7
         if byte < 128:
-            return value, at
+            return value, position
     raise BrokenMessage("a number is cut short")
 
 

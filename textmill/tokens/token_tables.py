@@ -58,12 +58,9 @@ class Table:
                 begin, end = max(self.first - before, 0), min(self.first + self.count - before, batch.num_rows)
                 if begin < end:
                     rows = batch.slice(begin, end - begin)
-                    found = {
-                        name: read_list_column(rows.column(name), path, name)
-                        for name in names
-                        if name in rows.schema.names
-                    }
-                    yield path, before + begin - self.first, found
+                    present = [name for name in names if name in rows.schema.names]
+                    columns = {name: read_list_column(rows.column(name), path, name) for name in present}
+                    yield path, before + begin - self.first, columns
                 before += batch.num_rows
                 if before >= self.first + self.count:
                     return
@@ -106,7 +103,11 @@ def open_tables(where: Path, edges_of: Callable[[int], list[int]]) -> dict[str, 
         return {
             split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)
         }
-    return {split: Table(files := named.get(split, ()), 0, sum(map(count_rows, files))) for split in SPLITS}
+    tables: dict[str, Table] = {}
+    for split in SPLITS:
+        files = named.get(split, ())
+        tables[split] = Table(files, 0, sum(map(count_rows, files)))
+    return tables
 
 
 def files_in(where: Path) -> list[Path]:
@@ -151,7 +152,8 @@ def _files_by_name(where: Path, files: Sequence[Path]) -> dict[str | None, tuple
     splits: dict[str | None, tuple[Path, ...]] = {}
     for path in files:
         inside = path.relative_to(where).parts if where.is_dir() else (path.name,)
-        match = next((found for part in inside if (found := SPLIT_PREFIX.match(part.lower()))), None)
+        matches = [SPLIT_PREFIX.match(part.lower()) for part in inside]
+        match = next((match for match in matches if match is not None), None)
         split = SPLIT_NAMES[match[1]] if match else None
         splits[split] = (*splits.get(split, ()), path)
     if None in splits and len(splits) > 1:

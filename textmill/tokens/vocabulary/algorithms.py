@@ -101,10 +101,11 @@ def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) ->
 
 
 def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if config.split_digits else []
-    han = (
-        [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")] if config.split_cjk and config.kind != "wordpiece" else []
-    )
+    digits, han = [], []
+    if config.split_digits:
+        digits = [pre_tokenizers.Digits(individual_digits=True)]
+    if config.split_cjk and config.kind != "wordpiece":
+        han = [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")]
     if config.kind == "bpe":
         return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if config.kind == "wordpiece":
@@ -128,8 +129,12 @@ def split_reserved(tokens: list[str], known: Container[str] = ()) -> pre_tokeniz
     patterns = ["<(?=0x[0-9A-F]{2}>)"] if BYTE_TOKENS[0] in tokens else []
     for text in tokens:
         if len(text) > 1 and text not in BYTE_TOKENS:
-            at = next((at for at in range(1, len(text)) if text[at - 1] in known or text[at] in known), 1)
-            before, character, after = map(re.escape, (text[: at - 1], text[at - 1], text[at:]))
+            split = 1
+            for place in range(1, len(text)):
+                if text[place - 1] in known or text[place] in known:
+                    split = place
+                    break
+            before, character, after = map(re.escape, (text[: split - 1], text[split - 1], text[split:]))
             patterns.append(f"(?<={before}){character}(?={after})")
     return pre_tokenizers.Split(Regex("|".join(patterns)), "merged_with_previous")
 
@@ -139,10 +144,8 @@ def train_vocabulary(words: Mapping[str, int], config: TokenizerConfig) -> Token
     if not words:
         raise TextmillError("fit-tokenizer: no text to fit on; add documents, or raise tokenizer.fit_sample")
     tokens = special_tokens_of(config)
-    fitted = {"bpe": _train_bpe, "wordpiece": _train_wordpiece, "unigram": _train_unigram}[config.kind](
-        words, config, tokens
-    )
-    inner = new_tokenizer(config, fitted)
+    train_model = {"bpe": _train_bpe, "wordpiece": _train_wordpiece, "unigram": _train_unigram}[config.kind]
+    inner = new_tokenizer(config, train_model(words, config, tokens))
     inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     cls, sep = ("[CLS]", "[SEP]") if config.kind == "wordpiece" else ("<s>", "</s>")
     if {cls, sep} <= set(tokens) and (config.kind == "wordpiece" or "<mask>" in tokens):  # for a masked model
@@ -165,18 +168,19 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
     The continuation characters are given to the trainer in order; else it would number them in random order.
     """
     alphabet = _alphabet(words, config.character_coverage)
-    kept = {word: count for word, count in words.items() if alphabet.issuperset(word)}
+    words = {word: count for word, count in words.items() if alphabet.issuperset(word)}
     initials = sorted(alphabet)
-    continuations = [CONTINUATION + character for character in sorted(set().union(*(word[1:] for word in kept)))]
-    least = len(tokens) + len(initials) + len(continuations)
-    _check_vocab_size(config, least, len(alphabet))
+    inner_characters: set[str] = set().union(*(word[1:] for word in words))
+    continuations = [CONTINUATION + character for character in sorted(inner_characters)]
+    unmerged = len(tokens) + len(initials) + len(continuations)
+    _check_vocab_size(config, unmerged, len(alphabet))
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=[*tokens, *continuations],
         initial_alphabet=initials,
         continuing_subword_prefix=CONTINUATION, show_progress=False,
     )  # fmt: skip
-    model = _train_on_counts(models.BPE(continuing_subword_prefix=CONTINUATION), kept.items(), trainer)
-    merged = [token for token, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][least:]
+    model = _train_on_counts(models.BPE(continuing_subword_prefix=CONTINUATION), words.items(), trainer)
+    merged = [token for token, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][unmerged:]
     vocab = {token: number for number, token in enumerate([*tokens, *initials, *continuations, *merged])}
     return models.WordPiece(
         vocab, unk_token=_unknown(tokens), continuing_subword_prefix=CONTINUATION, max_input_chars_per_word=100
@@ -194,9 +198,9 @@ def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: li
     )  # fmt: skip
     model = _train_on_counts(models.Unigram(), _words_in_alphabet(words, alphabet), trainer)
     scores = {token: score for token, score in _unigram_entries(model) if token not in set(reserved)}
-    found = _make_deterministic(scores)
-    lowest = min((score for _, score in found), default=0.0)
-    entries = [(token, lowest) for token in reserved] + found
+    scored = _make_deterministic(scores)
+    lowest = min((score for _, score in scored), default=0.0)
+    entries = [(token, lowest) for token in reserved] + scored
     return models.Unigram(entries, unk_id=reserved.index(unknown), byte_fallback=byte_fallback)
 
 
