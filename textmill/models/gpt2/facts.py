@@ -102,44 +102,54 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
 
 def weights_of(shape: Shape) -> list[Weight]:
     """Every weight, under transformers' name and in its layout (matrices are inputs x outputs)."""
-    width, inner, residual = shape.width, shape.inner, 0.02 / math.sqrt(2 * shape.layers)
-    qkv = {"parts": (width,) * 3, "groups": shape.heads, "split": 0}
-
-    def norm(name: str) -> list[Weight]:
-        return [Weight(f"{name}.weight", (width,), ones=True), Weight(f"{name}.bias", (width,))]
-
-    def matrix(name: str, inputs: int, outputs: int, std: float, **layout: Any) -> list[Weight]:
-        flags: Any = {"transposed": True, "decay": True, "muon": True, "lora": True}
-        # A row-parallel matrix's bias is added after the sum over ranks, so every rank has all of it.
-        bias = layout if layout["split"] == 0 else {}
-        return [
-            Weight(f"{name}.weight", (inputs, outputs), std, **flags, **layout),
-            Weight(f"{name}.bias", (outputs,), **bias),
-        ]
-
+    width = shape.width
     by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
-    head = Weight(HEAD, (shape.vocab, width), 0.02, **by_token)
-    tables = [
+    weights = [
         Weight(
             "transformer.wte.weight", (shape.vocab, width), 0.02, copies=() if shape.untied else (HEAD,),
-            looked_up=shape.untied, **by_token,
+            looked_up=shape.untied, depth=shape.layers + 1, **by_token,
         ),
-        Weight("transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True),
+        Weight(
+            "transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True, decay=True,
+            depth=shape.layers + 1,
+        ),
     ]  # fmt: skip
-    weights = [replace(table, decay=True, depth=shape.layers + 1) for table in tables]
     for layer in range(shape.layers):
-        h = f"transformer.h.{layer}"
-        block = [
-            *norm(f"{h}.ln_1"),
-            *matrix(f"{h}.attn.c_attn", width, 3 * width, 0.02, **qkv),
-            *matrix(f"{h}.attn.c_proj", width, width, residual, split=1),
-            *norm(f"{h}.ln_2"),
-            *matrix(f"{h}.mlp.c_fc", width, inner, 0.02, split=0),
-            *matrix(f"{h}.mlp.c_proj", inner, width, residual, split=1),
-        ]
-        weights += [replace(weight, depth=shape.layers - layer) for weight in block]
-    weights += [*norm("transformer.ln_f"), *([head] if shape.untied else [])]
+        weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, f"transformer.h.{layer}")]
+    weights += _norm("transformer.ln_f", width)
+    if shape.untied:
+        weights.append(Weight(HEAD, (shape.vocab, width), 0.02, **by_token))
     return [replace(weight, parameter=weight.name.removeprefix("transformer.")) for weight in weights]
+
+
+def _block(shape: Shape, name: str) -> list[Weight]:
+    """The weights of a block; the matrices that add to the residual stream start smaller, by depth, as GPT-2's do."""
+    width, inner, residual_std = shape.width, shape.inner, 0.02 / math.sqrt(2 * shape.layers)
+    return [
+        *_norm(f"{name}.ln_1", width),
+        *_matrix(f"{name}.attn.c_attn", width, 3 * width, 0.02, split=0, parts=(width,) * 3, groups=shape.heads),
+        *_matrix(f"{name}.attn.c_proj", width, width, residual_std, split=1),
+        *_norm(f"{name}.ln_2", width),
+        *_matrix(f"{name}.mlp.c_fc", width, inner, 0.02, split=0),
+        *_matrix(f"{name}.mlp.c_proj", inner, width, residual_std, split=1),
+    ]
+
+
+def _norm(name: str, width: int) -> list[Weight]:
+    return [Weight(f"{name}.weight", (width,), ones=True), Weight(f"{name}.bias", (width,))]
+
+
+def _matrix(
+    name: str, inputs: int, outputs: int, std: float, *, split: int, parts: tuple[int, ...] = (), groups: int = 1
+) -> list[Weight]:
+    """A matrix and its bias."""
+    matrix = Weight(
+        f"{name}.weight", (inputs, outputs), std, transposed=True, decay=True, muon=True, lora=True, split=split,
+        parts=parts, groups=groups,
+    )  # fmt: skip
+    # A row-parallel matrix's bias is added after the sum over ranks, so every rank has all of it.
+    bias_split = 0 if split == 0 else None
+    return [matrix, Weight(f"{name}.bias", (outputs,), split=bias_split, parts=parts, groups=groups)]
 
 
 def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
