@@ -88,13 +88,13 @@ def describe_best(run: Path) -> str:
     if best is None:
         return f"train: no checkpoint has a {rule.name}, so there is no best one"
     measured = values | _read_logged(run, rule.metric)
-    first = rule.best_of(measured)
-    assert first is not None
+    best_measured = rule.best_of(measured)
+    assert best_measured is not None
     folder = run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best]
     text = f"train: the best checkpoint is step {best:,}, {rule.describe(values[best])}: {format_path(folder)}"
-    if rule.is_better(measured[first], values[best]):
+    if rule.is_better(measured[best_measured], values[best]):
         interval = "train.evaluate_every" if rule.metric == VALID_LOSS else "the interval at which it is measured"
-        text += f"; step {first:,} had {measured[first]:.4f} but was not saved: "
+        text += f"; step {best_measured:,} had {measured[best_measured]:.4f} but was not saved: "
         text += f"set train.save_every to a divisor of {interval}"
     return text + _describe_overfitting(run)
 
@@ -112,6 +112,10 @@ def _describe_overfitting(run: Path) -> str:
 
 def _read_logged(run: Path, metric: str) -> dict[int, float]:
     """The finite values of a metric in metrics.jsonl, by step."""
-    lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines() if (run / METRICS_FILE).is_file() else []
-    logged = [(line["step"], line[metric]) for line in map(json.loads, lines) if line.get(metric) is not None]
-    return {step: value for step, value in logged if math.isfinite(value)}
+    path = run / METRICS_FILE
+    values = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        entry = json.loads(line)
+        if entry.get(metric) is not None and math.isfinite(entry[metric]):
+            values[entry["step"]] = entry[metric]
+    return values

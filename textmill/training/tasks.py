@@ -38,8 +38,8 @@ class TrainingTasks:
     def check(self) -> None:
         """Measure a few examples, so that mistakes are found before the first step."""
         metric = self.config.train.best.metric
-        found = self._measure(self.start.step, CHECKED_EXAMPLES) if self.tasks else {}
-        measured = [name for name in found if not name.endswith("/seconds")]
+        values = self._measure(self.start.step, CHECKED_EXAMPLES) if self.tasks else {}
+        measured = [name for name in values if not name.endswith("/seconds")]
         if "/" in metric and metric not in measured:
             raise TextmillError(
                 f"train.best.metric: '{metric}' is not measured; "
@@ -64,9 +64,10 @@ class TrainingTasks:
                 metrics: dict[str, float] = {}
                 for task in self.tasks:
                     start = time.perf_counter()
-                    found = list_metrics(task.measure(scorer, config))
-                    label = next(iter(found)).partition("/")[0]
-                    metrics |= {**found, f"{label}/seconds": time.perf_counter() - start}
+                    task_metrics = list_metrics(task.measure(scorer, config))  # such as "lambada/accuracy"
+                    label = next(iter(task_metrics)).partition("/")[0]
+                    metrics |= task_metrics
+                    metrics[f"{label}/seconds"] = time.perf_counter() - start
             return metrics
 
         metrics = run_on_all(self.engine.ranks, run)

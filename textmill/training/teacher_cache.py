@@ -45,8 +45,8 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     _check_settings(config)
     data = open_splits(config)
     check_teachers(config, data.tokenizer)
-    given = open_model(config.model.init_from) if config.model.init_from else None
-    shape = replace(choose_shape(config, data, given), vocab=data.tokenizer.vocab)
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    shape = replace(choose_shape(config, data, init_model), vocab=data.tokenizer.vocab)
     check_top_k(config.train.distil, shape)
     length = config.train.length or shape.positions
     batches = open_batches(config.train, data, length=length, folder=None)
@@ -64,9 +64,9 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
         return folder
     stage = replace(stage, made_from={**made_from, "exact": exact})  # damaged ones are not written as exactly as before
     record = record_of(length, config.train.distil.top_k, shape.vocab, exact=exact)
-    each = record.itemsize / length
+    bytes_per_token = record.itemsize / length
     print(
-        f"{COMMAND}: {samples:,} samples of {length:,} tokens, {each:,.1f} bytes per token, "
+        f"{COMMAND}: {samples:,} samples of {length:,} tokens, {bytes_per_token:,.1f} bytes per token, "
         f"{format_amount(samples * record.itemsize, 'bytes')} in {format_path(folder)}",
         flush=True,
     )
@@ -74,7 +74,7 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     predictor = torch_part.TopPredictor(config, shape)  # refuses teachers that do not fit, before anything is written
     with stage.unfinished_folder() as part:
         files = _write_files(part, record, samples, batches, predictor)
-        stage.write_manifest(part, files, {"bytes_per_token": each, PER_FILE: records_per_file(record)})
+        stage.write_manifest(part, files, {"bytes_per_token": bytes_per_token, PER_FILE: records_per_file(record)})
     print(f"{COMMAND}: written: {format_path(folder)}; train with train.distil.cache={format_path(folder)}")
     return folder
 
@@ -83,11 +83,11 @@ def _existing(folder: Path, needed: dict[str, Any]) -> dict[str, Any] | None:
     """What existing predictions were made from, if they are those that are needed, or more, or more exact."""
     if not (folder / MANIFEST).is_file():
         return None
-    found: dict[str, Any] = open_manifest(folder).get("made_from", {})
-    amounts = ("samples", "exact")
-    has_all = all(found.get(name, 0) >= needed[name] for name in amounts)
-    same = {**needed, **{name: found.get(name) for name in amounts}} == found
-    return found if has_all and same else None
+    existing: dict[str, Any] = open_manifest(folder).get("made_from", {})
+    amounts = ("samples", "exact")  # more of these is fine, everything else must be equal
+    has_enough = all(existing.get(name, 0) >= needed[name] for name in amounts)
+    with_existing_amounts = {**needed, **{name: existing.get(name) for name in amounts}}
+    return existing if has_enough and with_existing_amounts == existing else None
 
 
 def _check_disk(folder: Path, needed: int) -> None:
@@ -180,4 +180,5 @@ def open_teacher_cache(
     vocab = data.tokenizer.vocab
     record = record_of(length.sample_length, config.train.distil.top_k, vocab, exact=exact)
     cache = TeacherCache(folder, record, samples, manifest[PER_FILE], vocab)
-    return cache, {folder / name: {**one, "command": COMMAND} for name, one in manifest["files"].items()}
+    files = {folder / name: {**entry, "command": COMMAND} for name, entry in manifest["files"].items()}
+    return cache, files

@@ -20,36 +20,40 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
     engine = config.engine
     if config.train.distil.hidden:
         _check_hidden(engine)
-    given = read_shape(open_model(config.model.init_from).folder) if config.model.init_from else None
-    own = open_family(given.family if given else config.model.family).OBJECTIVE
+    family = config.model.family
+    if config.model.init_from:
+        family = read_shape(open_model(config.model.init_from).folder).family
+    objective = open_family(family).OBJECTIVE
     for name in names:
-        found = teacher_folder(name)
-        teacher, folder = read_shape(found), tokenizer_folder(found)
-        if (theirs := open_family(teacher.family).OBJECTIVE) != own:
+        folder = teacher_folder(name)
+        teacher = read_shape(folder)
+        teacher_objective = open_family(teacher.family).OBJECTIVE
+        if teacher_objective != objective:
             raise TextmillError(
-                f"train.distil.teachers: {name} is a {teacher.family}, which predicts {theirs}, and the model {own}; "
-                "name a teacher of the same kind"
+                f"train.distil.teachers: {name} is a {teacher.family}, which predicts {teacher_objective}, and the "
+                f"model {objective}; name a teacher of the same kind"
             )
-        if tokenizer is not None and open_tokenizer(folder).fingerprint != tokenizer.fingerprint:
+        tokenizer_of_teacher = tokenizer_folder(folder)
+        if tokenizer is not None and open_tokenizer(tokenizer_of_teacher).fingerprint != tokenizer.fingerprint:
             raise TextmillError(
                 f"train.distil.teachers: {name} has another tokenizer than this run, so that its predictions mean "
-                f"other tokens; tokenize with the teacher's: tokenizer.use={folder}"
+                f"other tokens; tokenize with the teacher's: tokenizer.use={tokenizer_of_teacher}"
             )
 
 
 def _check_hidden(engine: EngineConfig) -> None:
     """Refuse engines that cannot compare the hidden states of blocks."""
-    found = ""
+    conflict = ""
     if isinstance(engine, JaxEngine):
-        found = "engine.kind=jax; set it to 0, or engine.kind=torch"
+        conflict = "engine.kind=jax; set it to 0, or engine.kind=torch"
     elif isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
-        found = (
+        conflict = (
             f"engine.mesh.tensor={engine.mesh.tensor}, whose processes divide these states; set one of them to 0 or 1"
         )
     elif engine.recompute:
-        found = f"engine.recompute={engine.recompute}; set one of them to 0"
-    if found:
-        raise TextmillError(f"train.distil.hidden: does not work with {found}")
+        conflict = f"engine.recompute={engine.recompute}; set one of them to 0"
+    if conflict:
+        raise TextmillError(f"train.distil.hidden: does not work with {conflict}")
 
 
 def fingerprint_teachers(config: RunConfig) -> list[str]:
