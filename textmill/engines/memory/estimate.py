@@ -85,11 +85,12 @@ class Estimator:
         if key not in self._states:
             shape: Any = self.shape
             if exact or shape.layers < 4 or config.model.lora:
-                found = _count(config, shape, mesh, itemsize)
+                state = _count(config, shape, mesh, itemsize)
             else:
-                two, three = (_count(config, replace(shape, layers=layers), mesh, itemsize) for layers in (2, 3))
-                found = _extrapolate(two, three, shape.layers)
-            self._states[key] = found
+                two_blocks = _count(config, replace(shape, layers=2), mesh, itemsize)
+                three_blocks = _count(config, replace(shape, layers=3), mesh, itemsize)
+                state = _extrapolate(two_blocks, three_blocks, shape.layers)
+            self._states[key] = state
         return self._states[key]
 
     def _sample_bytes(self, config: RunConfig, mesh: Mesh, device: Device, precision: str, length: int) -> float:
@@ -128,12 +129,12 @@ def mesh_for(config: RunConfig, shape: Shape, world: int) -> Mesh:
         return mesh_of(config, shape, world)
     mesh = Mesh(replicate=world)
     if isinstance(config.engine, JaxEngine):
-        given = config.engine.mesh
-        replicate = given.replicate or max(1, world // (given.shard * given.tensor))
-        mesh = Mesh(replicate, given.shard, given.tensor)
+        axes = config.engine.mesh
+        replicate = axes.replicate or max(1, world // (axes.shard * axes.tensor))
+        mesh = Mesh(replicate, axes.shard, axes.tensor)
         if mesh.data_ranks * mesh.tensor != world:
             raise TextmillError(
-                f"engine.mesh: replicate={replicate} x shard={given.shard} x tensor={given.tensor} needs "
+                f"engine.mesh: replicate={replicate} x shard={axes.shard} x tensor={axes.tensor} needs "
                 f"{mesh.data_ranks * mesh.tensor} devices, found {world}; set plan.devices, or other axes"
             )
     check_batch(config.train, mesh.data_ranks, config.engine.micro_batch, "device", "devices")
@@ -156,21 +157,22 @@ def _count(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int) -> State:
     return state
 
 
-def _extrapolate(two: State, three: State, layers: int) -> State:
+def _extrapolate(two_blocks: State, three_blocks: State, layers: int) -> State:
     """The state of a net of `layers` equal blocks from those of two and three blocks."""
-    values = {
-        name: getattr(two, name) + (layers - 2) * (getattr(three, name) - getattr(two, name)) for name in vars(two)
-    }
+    values = {}
+    for name, value in vars(two_blocks).items():
+        one_block = getattr(three_blocks, name) - value
+        values[name] = value + (layers - 2) * one_block
     return State(**values)
 
 
 def _logits_bytes(tokens: int, rows: int, width: int, itemsize: int, on_gpu: bool, divided: bool) -> int:
     """Logits of two chunks, with the copies that the loss of one needs, and the gradient of the hidden states."""
-    most = GPU_TOKENS if on_gpu else max(1, CPU_LOGITS // rows)
-    copies = (8 if divided else 0) if on_gpu else 4
+    chunk = GPU_TOKENS if on_gpu else max(1, CPU_LOGITS // rows)
+    copy_bytes = 4  # of each logit, for copies in fp32
+    if on_gpu:
+        copy_bytes = 8 if divided else 0
+    this_chunk = min(tokens, chunk) * rows * (itemsize + copy_bytes)
     # A chunk's logits are computed before those of the chunk before are freed.
-    return (
-        min(tokens, most) * rows * (itemsize + copies)
-        + max(0, min(tokens - most, most)) * rows * itemsize
-        + (tokens * width * itemsize)
-    )
+    chunk_before = max(0, min(tokens - chunk, chunk)) * rows * itemsize
+    return this_chunk + chunk_before + tokens * width * itemsize

@@ -1,4 +1,9 @@
-"""Memory by part, and the arithmetic of activations that all engines share."""
+"""Memory by part, and the arithmetic of activations that all engines share.
+
+The GPT-2 of 124M parameters in fp32 with AdamW on one GPU: weights 0.5 GB, gradients 0.5 GB, optimizer state 1 GB
+(two moments). A compiled net in bf16 keeps 32 bytes of activations per channel of a token in a layer: for a sample of
+1,024 tokens 32 x 768 x 12 x 1,024 = 0.3 GB, times the samples of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +72,14 @@ def sample_activations(
     With activation checkpointing, a group of blocks keeps its input, and one group at a time has all its activations.
     """
     per_channel *= getattr(shape, "activation_factor", 1.0)  # of GPT-2's; the constants are measured with that
-    layer = per_channel * shape.width + (per_weight * shape.heads * length if shape.attention_dropout else 0)
-    whole = DIVIDED / mesh.tensor + (1 - DIVIDED) / (mesh.tensor if mesh.sequence else 1)
-    block = layer * length * itemsize / 2 * whole
+    token_bytes = per_channel * shape.width  # of a layer, in bf16
+    if shape.attention_dropout:
+        token_bytes += per_weight * shape.heads * length
+    sequence_ranks = mesh.tensor if mesh.sequence else 1
+    rank_fraction = DIVIDED / mesh.tensor + (1 - DIVIDED) / sequence_ranks
+    block = token_bytes * length * itemsize / 2 * rank_fraction
     if not recompute:
         return block * shape.layers
-    stream = shape.width * length * itemsize / (mesh.tensor if mesh.sequence else 1)
-    return -(-shape.layers // recompute) * stream + min(recompute, shape.layers) * block
+    group_input = shape.width * length * itemsize / sequence_ranks
+    groups = -(-shape.layers // recompute)
+    return groups * group_input + min(recompute, shape.layers) * block

@@ -20,29 +20,29 @@ def saved_bytes(shape: Shape, samples: int, length: int, precision: torch.dtype,
     with FakeTensorMode():
         net = build_net(shape)
         net.recompute = recompute
-        own = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
-        kept: dict[int, Any] = {}
+        parameters = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
+        saved: dict[int, Any] = {}
 
-        def keep(tensor: Any) -> Any:
+        def save(tensor: Any) -> Any:
             storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                kept[storage._cdata] = storage  # kept alive, so that no other tensor gets its address
+            if storage._cdata not in parameters:
+                saved[storage._cdata] = storage  # kept alive, so that no other tensor gets its address
             return tensor
 
         ids = torch.zeros(samples, length, dtype=torch.int32)
         keys = torch.zeros(samples, dtype=torch.int32) if shape.uses_dropout else None
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
         with hooks, autocast(torch.device("cpu"), precision):
             net(ids, keys)
-        return sum(int(storage.nbytes()) for storage in kept.values())
+        return sum(int(storage.nbytes()) for storage in saved.values())
 
 
 def saved_per_sample(shape: Any, length: int, precision: torch.dtype, recompute: int) -> float:
     """Bytes of activations of one sample at the peak, from nets of one and two blocks: all blocks are alike."""
-    one, two = (saved_bytes(replace(shape, layers=layers), 1, length, precision) for layers in (1, 2))
-    block = two - one
+    one_block, two_blocks = (saved_bytes(replace(shape, layers=layers), 1, length, precision) for layers in (1, 2))
+    block = two_blocks - one_block
     if not recompute:
-        return float(one + block * (shape.layers - 1))
-    first, second = (saved_bytes(replace(shape, layers=layers), 1, length, precision, 1) for layers in (1, 2))
+        return float(one_block + block * (shape.layers - 1))
+    one_group, two_groups = (saved_bytes(replace(shape, layers=layers), 1, length, precision, 1) for layers in (1, 2))
     groups = -(-shape.layers // recompute)
-    return float(first + (second - first) * (groups - 1) + block * min(recompute, shape.layers))
+    return float(one_group + (two_groups - one_group) * (groups - 1) + block * min(recompute, shape.layers))

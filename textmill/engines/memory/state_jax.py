@@ -20,12 +20,15 @@ def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4
     sizes = (mesh.replicate, mesh.shard, mesh.tensor)
     abstract = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     members = weights_with_adapters(shape, config.model.lora)
-    shardings = Shardings(abstract, {one.name: one.split for one in members if one.split is not None})
-    rules, weights, gradients, optimizer = rules_of(shape, config.train, config.model.lora), 0, 0, 0
-    for one in members:
-        held = 4 * math.prod(shardings.stored(one.name, one.memory_shape).shard_shape(one.memory_shape))
-        weights += held
-        if rules[one.name].trained:
-            gradients += held
-            optimizer += held if config.train.optimizer == "muon" and one.muon else 2 * held
+    shardings = Shardings(abstract, {weight.name: weight.split for weight in members if weight.split is not None})
+    rules = rules_of(shape, config.train, config.model.lora)
+    weights = gradients = optimizer = 0
+    for weight in members:
+        sharding = shardings.stored(weight.name, weight.memory_shape)
+        shard_bytes = 4 * math.prod(sharding.shard_shape(weight.memory_shape))
+        weights += shard_bytes
+        if rules[weight.name].trained:
+            gradients += shard_bytes
+            has_one_moment = config.train.optimizer == "muon" and weight.muon
+            optimizer += shard_bytes if has_one_moment else 2 * shard_bytes
     return State(weights, gradients, optimizer, 0, elements=weights // 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,24 +41,27 @@ def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4
 
 def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
     """The state of this rank after its first step; the net may be on the meta device."""
-    held = {parameter: parallel.local(parameter) for _, parameter in parameters_of(net).values()}
-    weights = sum(part.nbytes for part in held.values())
-    elements = sum(part.numel() for part in held.values())
-    members, divided = trained_of(net, train), parallel.mesh.shard * parallel.mesh.tensor > 1
-    gradients = sum(held[parameter].nbytes for _, parameter, _ in members)
-    matrices = [(weight, parameter) for weight, parameter, _ in members if uses_muon(weight, train)]
-    muon = sum(held[parameter].nbytes for _, parameter in matrices)
-    moments = len(MOMENTS) * (gradients - muon)
-    if divided:  # a rank has the momentum and the last step of some matrices in full
+    local_parts = {parameter: parallel.local(parameter) for _, parameter in parameters_of(net).values()}
+    weights = sum(part.nbytes for part in local_parts.values())
+    members = trained_of(net, train)
+    gradients = sum(local_parts[member.parameter].nbytes for member in members)
+    matrices = [member for member in members if uses_muon(member.weight, train)]
+    momenta = sum(local_parts[member.parameter].nbytes for member in matrices)
+    moments = len(MOMENTS) * (gradients - momenta)
+    if parallel.mesh.shard * parallel.mesh.tensor > 1:
+        # A rank has the momentum and the last step of some matrices in full.
         world = parallel.mesh.data_ranks * parallel.mesh.tensor
-        own = matrices[parallel.rank :: world]
-        muon = sum(2 * 4 * weight.memory_shape[0] * weight.memory_shape[1] for weight, _ in own)
+        momenta = sum(2 * 4 * math.prod(member.weight.memory_shape) for member in matrices[parallel.rank :: world])
     average = gradients if train.average.memory else 0
-    blocks = sum(held[parameter].nbytes for parameter in net.blocks.parameters() if parameter in held)
+    in_blocks = [parameter for parameter in net.blocks.parameters() if parameter in local_parts]
     return State(
-        weights, gradients, moments + muon + average, _buffers(net, parallel, gradients), elements=elements,
-        outside_blocks=weights - blocks,
-    )  # fmt: skip
+        weights,
+        gradients,
+        optimizer=moments + momenta + average,
+        buffers=_buffers(net, parallel, gradients),
+        elements=sum(part.numel() for part in local_parts.values()),
+        outside_blocks=weights - sum(local_parts[parameter].nbytes for parameter in in_blocks),
+    )
 
 
 def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
