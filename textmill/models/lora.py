@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,15 +33,21 @@ def adapter_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     for weight in target_weights(shape, lora):
         # The same standard deviation as PEFT's initialisation: uniform between +-1/sqrt(inputs).
         std = 1 / math.sqrt(3 * weight.inputs)
-        first = Weight(weight.stem + LORA_A, (lora.rank, weight.inputs), std, decay=True, depth=weight.depth)
-        layout: dict[str, Any] = {"parts": weight.parts, "groups": weight.groups}
-        second = Weight(weight.stem + LORA_B, (weight.outputs, lora.rank), decay=True, depth=weight.depth, **layout)
-        # Tensor parallelism splits A of a row-parallel matrix and B of a column-parallel one, and not the other.
-        for one, axis, ending in ((first, 1, LORA_A), (second, 0, LORA_B)):
-            split = axis if weight.split == axis else None
-            parameter = weight.parameter.removesuffix(".weight") + ending
-            partial = weight.split is not None and split is None
-            weights.append(replace(one, parameter=parameter, split=split, partial_gradient=partial))
+        module, is_divided = weight.parameter.removesuffix(".weight"), weight.split is not None
+        # Tensor parallelism splits A of a row-parallel matrix and B of a column-parallel one. Of the other one each
+        # rank has all, but computes a part of its gradient.
+        splits_a, splits_b = weight.split == 1, weight.split == 0
+        weights += [
+            Weight(
+                weight.stem + LORA_A, (lora.rank, weight.inputs), std, parameter=module + LORA_A, decay=True,
+                depth=weight.depth, split=1 if splits_a else None, partial_gradient=is_divided and not splits_a,
+            ),
+            Weight(
+                weight.stem + LORA_B, (weight.outputs, lora.rank), parameter=module + LORA_B, decay=True,
+                depth=weight.depth, split=0 if splits_b else None, partial_gradient=is_divided and not splits_b,
+                parts=weight.parts, groups=weight.groups,
+            ),
+        ]  # fmt: skip
     return weights
 
 
@@ -75,13 +80,13 @@ def target_weights(shape: Shape, lora: LoraConfig) -> list[Weight]:
     chosen: set[str] = set()
     for pattern in lora.targets:
         forms = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
-        found = {name for name in matrices if any(fnmatchcase(name, form) for form in forms)}
-        if not found:
+        matched = {name for name in matrices if any(fnmatchcase(name, form) for form in forms)}
+        if not matched:
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
             raise TextmillError(
                 f"model.lora.targets: '{pattern}' matches no matrix of this model; it has {ends} in each block"
             )
-        chosen |= found
+        chosen |= matched
     return [weight for name, weight in matrices.items() if name in chosen]
 
 
@@ -99,8 +104,12 @@ def dropout_sites(shape: Shape) -> dict[str, int]:
 
     From block to block the site grows by 3, as the net's own sites do: `site_in_block` is the same in every block."""
     matrices = _matrices(shape)
-    each = len(matrices) // shape.layers
-    return {weight.stem: SITES * (1 + number % each) + 3 * (number // each) for number, weight in enumerate(matrices)}
+    per_block = len(matrices) // shape.layers
+    sites = {}
+    for number, weight in enumerate(matrices):
+        block, place = divmod(number, per_block)
+        sites[weight.stem] = SITES * (1 + place) + 3 * block
+    return sites
 
 
 def uses_dropout(shape: Shape, lora: LoraConfig | None) -> bool:
@@ -127,7 +136,9 @@ def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
     targets = target_weights(shape, lora)
     names = [weight.parameter.removesuffix(".weight") for weight in targets]
     ends = sorted({name.rpartition(".")[2] for name in names})
-    alike = [one for one in weights_of(shape) if len(one.shape) == 2 and one.stem.rpartition(".")[2] in ends]
+    with_these_ends = [
+        weight for weight in weights_of(shape) if len(weight.shape) == 2 and weight.stem.rpartition(".")[2] in ends
+    ]
     causal = open_family(shape.family).OBJECTIVE == "next_token"
     task, _ = label_head_of(shape) or ("", ())
     head = dict.fromkeys(weight.parameter.partition(".")[0] for weight in weights_of(shape) if task and weight.head)
@@ -137,5 +148,5 @@ def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
         "modules_to_save": list(head) or None,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
         "fan_in_fan_out": any(weight.transposed for weight in targets), "inference_mode": True,
-        "init_lora_weights": True, "target_modules": ends if len(alike) == len(names) else names,
+        "init_lora_weights": True, "target_modules": ends if len(with_these_ends) == len(names) else names,
     }  # fmt: skip

@@ -24,9 +24,9 @@ def resize_weights(
     `kept` maps the id of each token that existed before to its old id (None: ids do not change); `new` maps each new
     token to the old ids whose mean vector it starts from.
     """
-    wanted = {weight.name: weight for weight in weights_of(shape)}
+    weight_by_name = {weight.name: weight for weight in weights_of(shape)}
     for name, values in known_weights(shape, weights):
-        weight = wanted.get(name)
+        weight = weight_by_name.get(name)
         if weight is not None and weight.by_token and (new or kept is not None):
             yield name, _by_token(values, shape.vocab, kept, new)
         elif weight is not None and weight.by_position and len(values) != shape.positions:
@@ -39,14 +39,14 @@ def replace_heads(weights: Iterable[Named], shape: Shape, seed: int) -> Iterator
     """The weights of a net of this shape, from a file that may have other heads.
 
     Weights of heads that are not in the file, or have another size there, start from their initial values."""
-    wanted = {weight.name: weight for weight in weights_of(shape)}
+    missing = {weight.name: weight for weight in weights_of(shape)}
     for name, values in known_weights(shape, weights):
-        weight = wanted.get(name)
+        weight = missing.get(name)
         if weight is None or (weight.head and weight.shape != values.shape):
             continue  # of another head
-        del wanted[name]
+        del missing[name]
         yield name, values
-    yield from sample_weights([weight for weight in wanted.values() if weight.head], seed)
+    yield from sample_weights([weight for weight in missing.values() if weight.head], seed)
 
 
 def select_layers(shape: Shape, layers: Sequence[int]) -> Shape:
@@ -77,22 +77,23 @@ def select_layer_weights(weights: Iterable[Named], shape: Shape, layers: Sequenc
 
 def _names_by_depth(shape: Shape) -> dict[int, list[str]]:
     """The names of weights by their distance from the output, in the order of the family."""
-    found: dict[int, list[str]] = {depth: [] for depth in range(shape.layers + 2)}
+    names: dict[int, list[str]] = {depth: [] for depth in range(shape.layers + 2)}
     for weight in weights_of(shape):
-        found[weight.depth].append(weight.name)
-    return found
+        names[weight.depth].append(weight.name)
+    return names
 
 
 def _by_token(values: Array, vocab: int, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]) -> Array:
     """A vector for every token; an unused id gets the mean of all vectors."""
-    found = np.tile(values.mean(axis=0, dtype=np.float64).astype(np.float32), (vocab, *[1] * (values.ndim - 1)))
+    mean = values.mean(axis=0, dtype=np.float64).astype(np.float32)
+    resized = np.tile(mean, (vocab, *[1] * (values.ndim - 1)))
     if kept is None:
-        found[: len(values)] = values
+        resized[: len(values)] = values
     else:
-        found[list(kept)] = values[list(kept.values())]
-    for id_, parts in new.items():
-        found[id_] = values[list(parts)].mean(axis=0, dtype=np.float64)
-    return found
+        resized[list(kept)] = values[list(kept.values())]
+    for id_, old_ids in new.items():
+        resized[id_] = values[list(old_ids)].mean(axis=0, dtype=np.float64)
+    return resized
 
 
 def resize_positions(values: Array, positions: int) -> Array:
@@ -103,5 +104,5 @@ def resize_positions(values: Array, positions: int) -> Array:
     below = np.minimum(points.astype(np.int64), max(0, len(values) - 2))
     fraction = (points - below)[:, None]
     above = np.minimum(below + 1, len(values) - 1)
-    found: Array = (values[below] * (1 - fraction) + values[above] * fraction).astype(np.float32)
-    return found
+    interpolated: Array = (values[below] * (1 - fraction) + values[above] * fraction).astype(np.float32)
+    return interpolated

@@ -146,13 +146,14 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    given = open_hf_config(hf, where, "Llama").hf
-    kind = given.get("model_type") or NAME
+    hf = {key: value for key, value in open_hf_config(hf, where, "Llama").hf.items() if value is not None}
+    kind = hf.get("model_type") or NAME
     if kind not in list(CLASSES):
         raise TextmillError(f"{where}: model_type is {kind!r}; textmill's {NAME} reads {', '.join(CLASSES)}")
-    defaults = {"num_key_value_heads": given.get("num_attention_heads"), "head_dim": 128 if kind == "qwen3" else None}
-    hf = {**{key: value for key, value in defaults.items() if value is not None},
-          **{key: value for key, value in given.items() if value is not None}}  # fmt: skip
+    if "num_attention_heads" in hf:
+        hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
+    if kind == "qwen3":
+        hf.setdefault("head_dim", 128)
     config = open_hf_config(hf, where, "Llama")
     whole = {**dict.fromkeys(WHOLE_NUMBERS), "num_key_value_heads": None, "head_dim": 1}
     fractions = ("attention_dropout", "residual_dropout", "rms_norm_eps")
@@ -161,7 +162,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     if heads % kv_heads:
         raise TextmillError(f"{where}: {kv_heads} key heads do not divide {heads} heads; fix num_key_value_heads")
     layers = hf.get("layer_types") or []
-    if not isinstance(layers, list) or any(one != "full_attention" for one in layers):
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
         raise TextmillError(f"{where}: layer_types is {layers}; textmill has full_attention only")
     head_width = hf.get("head_dim", hf["hidden_size"] // heads)
     if head_width % 2:
