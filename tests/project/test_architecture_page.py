@@ -70,6 +70,17 @@ def test_named_functions_exist() -> None:
         assert set(re.findall(r"\w+", names)) <= defined, file
 
 
+def test_files_named_in_docstrings_of_modules_exist() -> None:
+    """They are in the folder of the module, in one below it, or named by their path in the package."""
+    package, checked = ROOT / "textmill", 0
+    for path in sorted(package.rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r"(?<![\w./])(?:[a-z][a-z0-9_]*/)*[a-z_][a-z0-9_]*\.py\b", docstring):
+            checked += 1
+            assert list(path.parent.rglob(name)) or (package / name).exists(), f"{path}: {name}"
+    assert checked > 60
+
+
 def test_named_keys_exist() -> None:
     known = {key for key, _ in all_fields()}
     keys = [term.partition("=")[0] for term in TERMS if re.fullmatch(rf"({SECTIONS})\.[\w.]+(=\w+)?", term)]

@@ -1,4 +1,11 @@
-"""Model families: what each offers, finding one by name, and the shape of the model in a folder."""
+"""Model families: what each offers, finding one by name, and the shape of the model in a folder.
+
+family.py        the interface of a family: `Shape` (the numbers of a net) and `Family` (functions over a shape)
+weights.py       `Weight`: all that engines, optimizers, LoRA and conversion know of one parameter
+gpt2/ llama/ bert/    the families: facts.py, net_torch.py, net_jax.py, decode_torch.py
+base_torch.py    `BaseNet` and `BaseBlock`: what all torch nets share; nets_torch.py builds and fills them
+decode_torch.py  generation with a KV cache (cache_torch.py) for any causal net; captured_torch.py with CUDA graphs
+"""
 
 from __future__ import annotations
 
