@@ -1,7 +1,8 @@
 """Sentence pairs for BERT: consecutive sentences as segments A and B, sometimes in the wrong order or of two documents.
 
 A span is a range of sentences of one document that fills a sample; spans are fixed for a run. How a span is cut into A
-and B, what B is, and which ends are truncated is drawn again in each epoch.
+and B, what B is, and which ends are truncated is drawn again in each epoch. A span of the sentences s1 s2 s3 may be
+A = s1, B = s2 s3 in one epoch and A = s1 s2, B = sentences of another document (label 1) in the next.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ class SentencePairs:
         tokens = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
         firsts, ends = edges[:-1], edges[1:]
         firsts, ends = firsts[ends - firsts > 1], ends[ends - firsts > 1]
-        found = [np.zeros((0, 3), np.int64)]
+        span_groups = [np.zeros((0, 3), np.int64)]
         while len(firsts):
             targets = self._draw_targets(firsts)
             lasts = edges[0] + np.searchsorted(tokens, tokens[firsts - edges[0]] + targets)
             lasts = np.maximum(lasts, firsts + 2)
             lasts = np.where(ends - lasts > 1, lasts, ends)
-            found.append(np.stack([firsts, lasts, targets], axis=1))
-            left = lasts < ends
-            firsts, ends = lasts[left], ends[left]
-        spans = np.concatenate(found)
+            span_groups.append(np.stack([firsts, lasts, targets], axis=1))
+            unfinished = lasts < ends
+            firsts, ends = lasts[unfinished], ends[unfinished]
+        spans = np.concatenate(span_groups)
         spans = spans[np.argsort(spans[:, 0])]
         spans[:, 2] = np.minimum(spans[:, 2], tokens[spans[:, 1] - edges[0]] - tokens[spans[:, 0] - edges[0]])
         return spans[spans[:, 2] > 1]
@@ -90,16 +91,18 @@ class SentencePairs:
 
     def find_documents(self, spans: Numbers, keys: Keys) -> list[Numbers]:
         """The document of A, and that of B."""
-        own = self.sentences.document_of(spans[:, 0])
-        other = self._other_documents(own, keys)
-        return [own, np.where(_is_odd(draw(keys, _LABEL)), other, own) if self.label == "next" else own]
+        document_a = self.sentences.document_of(spans[:, 0])
+        if self.label != "next":
+            return [document_a, document_a]
+        is_other = _is_odd(draw(keys, _LABEL))
+        return [document_a, np.where(is_other, self._other_documents(document_a, keys), document_a)]
 
     def find_segments(self, spans: Numbers, keys: Keys) -> Segments:
         """Cut each span into A and B; its random numbers come from its key."""
-        firsts, lasts, most = spans.T
-        count = lasts - firsts
-        cut = firsts + np.where(count >= 3, 1 + _below(draw(keys, _CUT), np.maximum(count - 1, 1)), 1)
-        middles = self.sentences.starts(cut)
+        firsts, lasts, max_tokens = spans.T
+        sentences = lasts - firsts
+        sentences_of_a = np.where(sentences >= 3, 1 + _below(draw(keys, _CUT), np.maximum(sentences - 1, 1)), 1)
+        middles = self.sentences.starts(firsts + sentences_of_a)
         starts = np.stack([self._after_begin(self.sentences.starts(firsts)), middles], axis=1)
         stops = np.stack([middles, self._before_end(self.sentences.starts(lasts))], axis=1)
         wrong = _is_odd(draw(keys, _LABEL))
@@ -109,15 +112,15 @@ class SentencePairs:
             lengths = (stops - starts)[wrong]
             starts[wrong, 1], stops[wrong, 1] = self._sentences_elsewhere(
                 self._other_documents(self.sentences.document_of(firsts[wrong]), keys[wrong]),
-                keys[wrong], lengths[:, 1], lengths.sum(1) > most[wrong],
+                keys[wrong], lengths[:, 1], lengths.sum(1) > max_tokens[wrong],
             )  # fmt: skip
-        starts, counts = truncate(starts, stops - starts, most, keys)
+        starts, counts = truncate(starts, stops - starts, max_tokens, keys)
         return Segments(starts, counts, wrong.astype(np.int32))
 
-    def _other_documents(self, own: Numbers, keys: Keys) -> Numbers:
+    def _other_documents(self, documents: Numbers, keys: Keys) -> Numbers:
         """Another document for each, with equal probability; in a store of one document the same."""
         others = _below(draw(keys, _DOCUMENT), np.int64(max(1, self.documents - 1)))
-        return np.minimum(others + (others >= own), self.documents - 1)
+        return np.minimum(others + (others >= documents), self.documents - 1)
 
     def _sentences_elsewhere(
         self, documents: Numbers, keys: Keys, lengths: Numbers, truncated: NDArray[np.bool_]
@@ -148,13 +151,14 @@ class SentencePairs:
         return stops - is_end
 
 
-def truncate(starts: Numbers, counts: Numbers, most: Numbers, keys: Keys) -> tuple[Numbers, Numbers]:
-    """Remove tokens of the longer of two segments (of B if they are equal) until both together have at most `most`.
+def truncate(starts: Numbers, counts: Numbers, max_tokens: Numbers, keys: Keys) -> tuple[Numbers, Numbers]:
+    """Remove tokens of the longer of two segments (of B if they are equal) until both together fit into `max_tokens`.
 
-    Each token is removed from the front or the back with equal probability.
+    Each token is removed from the front or the back with equal probability. Segments of 9 and 4 tokens, of which 8 fit,
+    become 4 and 4.
     """
     counts = np.maximum(counts, 0)
-    excess = np.maximum(counts.sum(1) - most, 0)
+    excess = np.maximum(counts.sum(1) - max_tokens, 0)
     difference = counts[:, 0] - counts[:, 1]
     until_equal = np.minimum(excess, np.abs(difference))
     rest = excess - until_equal
@@ -181,8 +185,8 @@ def _count_heads(keys: Keys, tosses: Numbers, number: int) -> Numbers:
 
 def _below(bits: NDArray[np.uint64], limits: Numbers | np.int64) -> Numbers:
     """A random number from 0 up to but not including each limit."""
-    found: Numbers = (bits % limits.astype(np.uint64)).astype(np.int64)
-    return found
+    numbers: Numbers = (bits % limits.astype(np.uint64)).astype(np.int64)
+    return numbers
 
 
 def _is_odd(bits: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -13,16 +13,19 @@ ROUNDS = 6
 
 
 def permute(count: int, positions: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
-    """The items at these positions in a random permutation of range(count); the key selects the permutation."""
+    """The items at these positions in a random permutation of range(count); the key selects the permutation.
+
+    `permute(5, np.arange(5), seed)` has each of 0 to 4 once; `permute(5, np.array([2]), seed)` is its third number.
+    """
     bits = max(1, (count - 1).bit_length())
     keys = _round_keys(*key)
-    found = _mix(positions.astype(np.uint64), bits, keys)
+    items = _mix(positions.astype(np.uint64), bits, keys)
     # _mix permutes a power of two (cycle walking): a result outside the range is mixed again until it is inside.
-    outside = np.flatnonzero(found >= count)
+    outside = np.flatnonzero(items >= count)
     while len(outside):
-        found[outside] = _mix(found[outside], bits, keys)
-        outside = outside[found[outside] >= count]
-    return found.astype(np.int64)
+        items[outside] = _mix(items[outside], bits, keys)
+        outside = outside[items[outside] >= count]
+    return items.astype(np.int64)
 
 
 def shuffle_in_epoch(samples: NDArray[np.int64], count: int, seed: int | None, *key: int) -> NDArray[np.int64]:
