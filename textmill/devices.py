@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 
 # Dense bf16 FLOP/s from the data sheets, for MFU; other GPUs show no MFU.
 PEAK_FLOPS = {
@@ -50,7 +52,21 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "auto":
         name = _best_precision(device)
+    elif name == "bf16" and device.type == "cpu":
+        _report_slow_bf16()
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}[name]
+
+
+@cache
+def _report_slow_bf16() -> None:
+    """Say once that this CPU has no bf16; torch's own warning shows a stack of C++ functions."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
+    if os.environ.get("RANK", "0") == "0":
+        warn(
+            "engine.precision: this CPU has no instructions for bf16, which is slower than fp32 here; set fp32 or auto"
+        )
 
 
 def _best_precision(device: torch.device) -> str:

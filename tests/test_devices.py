@@ -1,0 +1,32 @@
+"""Which precision a device computes in, and the line about a slow one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from textmill import devices
+from textmill.devices import torch_dtype
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_a_cpu_without_bf16_is_reported_in_one_line(
+    supported: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch would warn with the stack of its C++ functions."""
+    devices._report_slow_bf16.cache_clear()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert [torch_dtype(name, CPU) for name in ("bf16", "bf16", "auto", "fp32")] == [
+            torch.bfloat16, torch.bfloat16, torch.float32, torch.float32,
+        ]  # fmt: skip
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm: no\nframe #0: c10::Error", stacklevel=1)
+    printed = capsys.readouterr().err.splitlines()
+    assert len(seen) == int(supported), "the stack of C++ functions is left out"
+    assert len(printed) == int(not supported)
+    assert all(line.startswith("textmill: engine.precision: this CPU has no") for line in printed)
