@@ -91,8 +91,8 @@ def test_terms_and_gradients(divergence: Any, count: int, top_k: int, monkeypatc
         bias_V=singles[2],
     )  # fmt: skip
     (loss * 1).backward()  # type: ignore[no-untyped-call]
-    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
-    assert report.tolist() == pytest.approx([float(one) for one in terms.values()], rel=1e-6)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert report.tolist() == pytest.approx([one.item() for one in terms.values()], rel=1e-6)
     for single, double in zip(singles, doubles, strict=True):
         assert single.grad is not None
         assert double.grad is not None

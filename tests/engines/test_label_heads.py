@@ -103,7 +103,7 @@ def test_loss_and_gradients_equal_transformers(task: str, norm: str, lengths: tu
         loss, reported = open_heads(net, part, torch.float32).training_loss(TrainConfig(), None, starts_backward=True)
         loss.backward()
         total += float(reported)
-    assert total == pytest.approx(float(wanted), abs=1e-5)
+    assert total == pytest.approx(wanted.item(), abs=1e-5)
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     compared = parameters_of(net)
     assert gradients.keys() == compared.keys()

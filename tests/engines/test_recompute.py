@@ -60,7 +60,7 @@ def test_smoothing_and_z_loss_are_in_the_loss() -> None:
     labels = torch.from_numpy(batch.labels).long().flatten()
     wanted = F.cross_entropy(scores, labels, label_smoothing=0.3) + 0.01 * scores.logsumexp(1).square().mean()
     engine = started(config_of("torch", label_smoothing=0.3, z_loss=0.01))
-    assert engine.train_step(batch, 0, 0.0).loss == pytest.approx(float(wanted), rel=1e-6)
+    assert engine.train_step(batch, 0, 0.0).loss == pytest.approx(wanted.item(), rel=1e-6)
     without = F.cross_entropy(scores, labels, reduction="sum", ignore_index=IGNORED)
     assert engine.eval_step(batch).loss == pytest.approx(float(without), rel=1e-6), "evaluation is plain"
     assert scores.shape[1] == VOCAB
