@@ -112,7 +112,7 @@ def test_teachers_of_other_tokenizers_and_engines_are_refused(root: Path, tmp_pa
     with pytest.raises(TextmillError, match=r"stranger has another tokenizer than this run"):
         train(config_for(root, root / "none", 3, *terms(root, str(stranger))))
     bert = ["model.family=bert", "model.size=tiny", "train.layout=masked"]
-    with pytest.raises(TextmillError, match=r"teacher is a gpt2, which predicts next_token, and the model masked"):
+    with pytest.raises(TextmillError, match=r"teacher is a gpt2, which predicts the next token, and the model masked "):
         check_start(open_where("own-text", [*bert, f"train.distil.teachers=[{root / 'teacher'}]"]).config)
     for other in ("engine.mesh.tensor=2", "engine.recompute=1", "engine.kind=jax"):
         with pytest.raises(TextmillError, match=rf"train.distil.hidden: does not work with {other}"):

@@ -65,7 +65,8 @@ class Stage:
         if not changes:
             damage = find_damage(self.folder, manifest["files"], deep=False)
             if damage and force == "no":
-                raise TextmillError(f"{self.folder}: {damage[0]}; run it again with: textmill {self.command} --force")
+                again = f"textmill {self.command} WHERE --force"
+                raise TextmillError(f"{self.folder}: {damage[0]}; run it again with: {again}")
             return not damage
         if force == "changed":
             return False

@@ -168,7 +168,7 @@ def open_teacher_cache(
     if changes := list_changes(made_from, describe_cache(config, data, length.sample_length)):
         raise TextmillError(
             f"train.distil.cache: {folder} was made for another run: {'; '.join(changes[:4])}; set them back, or write "
-            f"the predictions again with: textmill {COMMAND} --force"
+            f"the predictions again with: textmill {COMMAND} WHERE --force"
         )
     if (needed := length.samples_after(length.steps)) > samples:
         raise TextmillError(

@@ -11,6 +11,9 @@ from textmill.models import open_family, read_shape
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
+PREDICTED = {"next_token": "the next token", "masked": "masked tokens"}
+"""What the families of an objective predict, in words."""
+
 
 def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) -> None:
     """Refuse engines that cannot distil, teachers that do not exist, and those with another tokenizer."""
@@ -30,8 +33,9 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
         teacher_objective = open_family(teacher.family).OBJECTIVE
         if teacher_objective != objective:
             raise TextmillError(
-                f"train.distil.teachers: {name} is a {teacher.family}, which predicts {teacher_objective}, and the "
-                f"model {objective}; name a teacher of the same kind"
+                f"train.distil.teachers: {name} is a {teacher.family}, which predicts "
+                f"{PREDICTED.get(teacher_objective, teacher_objective)}, and the model "
+                f"{PREDICTED.get(objective, objective)}; name a teacher of the same kind"
             )
         tokenizer_of_teacher = tokenizer_folder(folder)
         if tokenizer is not None and open_tokenizer(tokenizer_of_teacher).fingerprint != tokenizer.fingerprint:

@@ -36,7 +36,8 @@ class TokenCheck:
                 if damage := find_damage(path.parent, {path.name: entry}):
                     raise TextmillError(
                         f"{path.parent}: {damage[0]}, so the training data is wrong; no further checkpoint is saved; "
-                        f"put the file back, or make it again with: textmill {entry.get('command', 'tokenize')} --force"
+                        f"put the file back, or make it again with: textmill {entry.get('command', 'tokenize')} WHERE "
+                        "--force"
                     )
                 checked[str(path)] = state
                 write_json(self.run / CHECKED_FILE, checked)
