@@ -173,10 +173,11 @@ def open_teacher_cache(
     if (needed := length.samples_after(length.steps)) > samples:
         raise TextmillError(
             f"train.distil.cache: {folder} has the predictions of {samples:,} samples, the run needs {needed:,}; lower "
-            f"train.{config.train.unit}, or write more with: textmill {COMMAND} --force"
+            f"train.{config.train.unit}, or write more with: textmill {COMMAND} WHERE --force"
         )
     if damage := find_damage(folder, manifest["files"], deep=False):
-        raise TextmillError(f"train.distil.cache: {folder}: {damage[0]}; write it again: textmill {COMMAND} --force")
+        again = f"textmill {COMMAND} WHERE --force"
+        raise TextmillError(f"train.distil.cache: {folder}: {damage[0]}; write it again: {again}")
     vocab = data.tokenizer.vocab
     record = record_of(length.sample_length, config.train.distil.top_k, vocab, exact=exact)
     cache = TeacherCache(folder, record, samples, manifest[PER_FILE], vocab)
