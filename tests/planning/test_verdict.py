@@ -35,6 +35,17 @@ def test_overfitting_names_where_it_began() -> None:
     assert "25 epochs" in text
 
 
+def test_a_continued_model_is_not_called_trained_enough() -> None:
+    falling = RunFacts(124_000_000, 1_000_000, 80_000, FALLING, from_scratch=False)
+    text = describe_state(falling)
+    assert text.startswith("No overfitting: it saw 0.08 epochs of 1,000,000 tokens; the last valid loss is the lowest")
+
+
+def test_answers_are_compared_with_counting_by_their_loss() -> None:
+    for loss, lines in ((4.4, 1), (1.9, 0)):
+        assert len(describe_quality({"split": "valid", "model": {"loss": loss}, "bigram": {"loss": 2.0}})) == lines
+
+
 def test_quality_is_compared_with_counting() -> None:
     measured = {
         "split": "test", "model": {"bits_per_byte": 2.0}, "unigram": {"bits_per_byte": 3.5},

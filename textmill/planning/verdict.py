@@ -19,6 +19,8 @@ MANY_EPOCHS = 8
 ENOUGH = 0.7
 """A run with this fraction of its net's `target_epochs` is not called undertrained."""
 
+NO_BETTER = "It is no better than counting pairs of tokens: it has learnt almost nothing yet."
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -76,7 +78,8 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     model = (measured or {}).get("model", {})
     bits = model.get("bits_per_byte")
     if measured is None or bits is None:
-        return []
+        counted = (measured or {}).get("bigram", {}).get("loss")
+        return [NO_BETTER] if counted and model.get("loss", 0.0) >= counted else []
     origin = f"{measured['split']} split" if "split" in measured else "text"
     text = f"The model needs {bits:.3f} bits per byte of the {origin}"
     others = {name: measured.get(name, {}).get("bits_per_byte") for name in ("bigram", "unigram")}
@@ -88,7 +91,7 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     if comparisons:
         lines.append(f"For comparison: {', '.join(comparisons)}.")
     if others["bigram"] and bits >= others["bigram"]:
-        lines.append("It is no better than counting pairs: it has learnt almost nothing yet.")
+        lines.append(NO_BETTER)
     return lines
 
 
@@ -121,5 +124,9 @@ def describe_state(facts: RunFacts) -> str:
     if state == "limited by the text":
         return f"Limited by the text: it saw {seen} without overfitting. More text helps more than more time."
     if state == "finished":
-        return f"Neither overfitting nor undertrained: it saw {seen}."
+        if facts.from_scratch:
+            return f"Neither overfitting nor undertrained: it saw {seen}."
+        lowest_last = facts.best_step == max(facts.valid_losses)
+        more = "; the last valid loss is the lowest, so more steps may help" if lowest_last else ""
+        return f"No overfitting: it saw {seen}{more}."
     return "Whether it overfits is not known: there is no valid loss."

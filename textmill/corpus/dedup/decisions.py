@@ -142,7 +142,7 @@ def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run:
             f"corpus.dedup=near supports at most {MAX_DOCUMENTS:,} documents; found {sum(counts):,}; use exact"
         )
     bands = plan_band_tasks(folder, counts, choose_bands(config.dedup_threshold)[0], memory)
-    run(find_candidate_pairs, bands, "prepare: find candidates", "documents")
+    run(find_candidate_pairs, bands, "prepare: find candidates", "hashes")
     pairs = merge_pairs(bands, folder / "pairs", folder / "marks")
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     run(
