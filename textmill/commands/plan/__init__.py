@@ -40,20 +40,22 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     estimator = Estimator(shape)
     estimate = estimator.estimate(config, target.devices, target.device)
     fits = estimate.memory.total <= target.usable
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "machine": _describe_target(target),
         "parameters": parameters_by_part(config, shape),
         "trained": sum(weight.size for weight in trained_weights(config, shape)),
         "memory": _describe_memory(config, shape, estimate, target),
         "fits": fits,
-        "settings_that_fit": [] if fits else [_describe_fitting(one) for one in _fitting(config, estimator, target)],
+        "settings_that_fit": []
+        if fits
+        else [_describe_fitting(fitting) for fitting in _fitting(config, estimator, target)],
         **_describe_work(config, shape, run_length_of(config, shape, data), target, estimate, fits, data.tokens),
     }
-    found["disk"] = disk_of(config, shape, data, found["steps"])
-    if config.train.distil.cache and found["tokens"] is not None:
-        found["disk"]["teacher_cache"] = teacher_cache_bytes(config, shape, found["tokens"], estimate.precision)
-    print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else format_plan(found))
-    return found
+    figures["disk"] = disk_of(config, shape, data, figures["steps"])
+    if config.train.distil.cache and figures["tokens"] is not None:
+        figures["disk"]["teacher_cache"] = teacher_cache_bytes(config, shape, figures["tokens"], estimate.precision)
+    print(json.dumps(figures, indent=2, ensure_ascii=False) if as_json else format_plan(figures))
+    return figures
 
 
 def _fitting(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
@@ -79,19 +81,21 @@ def _describe_memory(config: RunConfig, shape: Shape, estimate: Estimate, target
     }  # fmt: skip
 
 
-def _describe_fitting(one: Fitting) -> dict[str, Any]:
-    return {"settings": one.settings, "total": one.estimate.memory.total, "host": one.estimate.host}
+def _describe_fitting(fitting: Fitting) -> dict[str, Any]:
+    estimate = fitting.estimate
+    return {"settings": fitting.settings, "total": estimate.memory.total, "host": estimate.host}
 
 
 def _describe_work(
     config: RunConfig, shape: Shape, length: RunLength | None, target: Target, estimate: Estimate, fits: bool,
-    tokens: int | None,
+    train_tokens: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
-    sample = config.train.length or shape.positions
-    per_token = shape.flops_per_token(sample, trained_weights(config, shape)) + teacher_flops(config, sample)
-    step_tokens = config.train.batch * sample
-    speed = _speed(config, shape, target, estimate, per_token * step_tokens, fits)
+    sample_length = config.train.length or shape.positions
+    flops_per_token = shape.flops_per_token(sample_length, trained_weights(config, shape))
+    flops_per_token += teacher_flops(config, sample_length)
+    step_tokens = config.train.batch * sample_length
+    speed = _speed(config, shape, target, estimate, flops_per_token * step_tokens, fits)
     steps = length.steps if length is not None and length.known else None
     seconds = None
     if speed is not None and length is not None and steps is not None:
@@ -101,14 +105,14 @@ def _describe_work(
         steps = max(1, int(seconds / speed.step_seconds)) if speed else None
         if speed and length is not None and steps is not None and length.max_steps < steps:
             steps, seconds = length.max_steps, length.max_steps * speed.step_seconds
-    total = length.tokens_after(steps) if length is not None and steps is not None else None
+    run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
     price = config.plan.price
     return {
-        "steps": steps, "tokens": total, "train_tokens": tokens,
-        "epochs": total / tokens if total is not None and tokens else None,
-        "flops_per_token": per_token, "flops": None if total is None else per_token * total,
-        "communication": communication_of(config, shape, estimate, sample),
+        "steps": steps, "tokens": run_tokens, "train_tokens": train_tokens,
+        "epochs": run_tokens / train_tokens if run_tokens is not None and train_tokens else None,
+        "flops_per_token": flops_per_token, "flops": None if run_tokens is None else flops_per_token * run_tokens,
+        "communication": communication_of(config, shape, estimate, sample_length),
         "step_seconds": speed.step_seconds if speed else None, "speed": speed.source if speed else None,
         "tokens_per_second": step_tokens / speed.step_seconds if speed else None, "hours": hours,
         "cost": None if hours is None or price is None else hours * target.devices * price,

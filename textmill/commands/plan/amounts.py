@@ -54,11 +54,11 @@ def open_data(config: RunConfig) -> Data:
 
 def open_shape(config: RunConfig, data: Data) -> Shape:
     """The shape that the run will have."""
-    given = open_model(config.model.init_from) if config.model.init_from else None
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
     if data.splits is not None:
-        return choose_shape(config, data.splits, given)
-    if given is not None:
-        return shape_of_checkpoint(config, given)
+        return choose_shape(config, data.splits, init_model)
+    if init_model is not None:
+        return shape_of_checkpoint(config, init_model)
     family = open_family(config.model.family)
     return family.shape_of(config.model, vocab=data.vocab, end=data.end, length=config.train.length)
 
@@ -145,32 +145,35 @@ def _count(weights: Iterable[Weight]) -> int:
 
 
 def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length: int) -> dict[str, int]:
-    """Bytes that each device sends in a step, by kind of parallelism; ring collectives."""
+    """Bytes that each device sends in a step, by kind of parallelism.
+
+    A ring all-gather or reduce-scatter of B bytes on n devices sends (n - 1) / n x B, an all-reduce twice as much.
+    """
     mesh, state, passes = estimate.mesh, estimate.state, estimate.passes
-    found: dict[str, int] = {}
+    sent: dict[str, int] = {}
     zero = getattr(config.engine, "zero", None)
-    full = state.gradients * (mesh.shard if mesh.shard > 1 else 1)
+    all_gradients = state.gradients * (mesh.shard if mesh.shard > 1 else 1)
     if zero is not None:
-        full = 4 * _count(trained_weights(config, shape))
+        all_gradients = 4 * _count(trained_weights(config, shape))
     if mesh.replicate > 1:
         gathers = 2 if zero == 3 else 0  # ZeRO-3 gathers weights for forward and for backward
         ring = (mesh.replicate - 1) / mesh.replicate
-        found["data parallel: gradients"] = round(2 * ring * full / (mesh.shard if mesh.shard > 1 else 1))
+        sent["data parallel: gradients"] = round(2 * ring * all_gradients / (mesh.shard if mesh.shard > 1 else 1))
         if gathers:
-            found["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
+            sent["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
     if mesh.shard > 1:
         ring, gathers = (mesh.shard - 1) / mesh.shard, 1 if mesh.keep_gathered else 2
         blocks = state.weights - state.outside_blocks
-        found["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
-        found["FSDP: gradients"] = round(passes * ring * full)
+        sent["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
+        sent["FSDP: gradients"] = round(passes * ring * all_gradients)
     if mesh.tensor > 1:
         ring, tokens = (mesh.tensor - 1) / mesh.tensor, passes * estimate.micro_batch * length
         sums = 4 * shape.layers + (2 * shape.layers if config.engine.recompute else 0) + 2
-        found["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
+        sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
         # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
         shared = _count(weight for weight in trained_weights(config, shape) if weight.split is None)
-        found["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
-    return found
+        sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
+    return sent
 
 
 def cache_bytes(shape: Shape, itemsize: int) -> int:

@@ -11,19 +11,19 @@ PARTS = {
 }  # fmt: skip
 
 
-def format_plan(found: dict[str, Any]) -> str:
+def format_plan(figures: dict[str, Any]) -> str:
     """All parts of a plan, one line for each figure."""
-    machine = found["machine"]
+    machine = figures["machine"]
     lines = [f"machine: {machine['devices']} x {machine['device']} with {machine['memory'] / GB:,.1f} GB"]
-    lines += ["", *_table("parameters", {**found["parameters"], "all": sum(found["parameters"].values())}, "{:,}")]
-    if found["trained"] != sum(found["parameters"].values()):
-        lines.append(f"  trained: {found['trained']:,}")
-    lines += ["", *_memory_lines(found), "", *_work_lines(found), "", *_disk_lines(found)]
+    lines += ["", *_table("parameters", {**figures["parameters"], "all": sum(figures["parameters"].values())}, "{:,}")]
+    if figures["trained"] != sum(figures["parameters"].values()):
+        lines.append(f"  trained: {figures['trained']:,}")
+    lines += ["", *_memory_lines(figures), "", *_work_lines(figures), "", *_disk_lines(figures)]
     return "\n".join(lines)
 
 
-def _memory_lines(found: dict[str, Any]) -> list[str]:
-    memory, machine = found["memory"], found["machine"]
+def _memory_lines(figures: dict[str, Any]) -> list[str]:
+    memory, machine = figures["memory"], figures["machine"]
     unit, name = (GB, "GB") if memory["total"] >= GB else (MB, "MB")
     mesh = ", ".join(f"{axis} {size}" for axis, size in memory["mesh"].items() if size > 1)
     how = f"{memory['engine']}, {memory['precision']}, micro-batch {memory['micro_batch']}"
@@ -34,48 +34,50 @@ def _memory_lines(found: dict[str, Any]) -> list[str]:
     parts = {text: memory[part] / unit for part, text in PARTS.items()}
     lines = _table(head + ")", {**parts, "all": memory["total"] / unit}, "{:,.2f}")
     usable = f"{machine['usable'] / GB:,.1f} GB that tensors can use"
-    lines.append(f"  {'fits into' if found['fits'] else 'DOES NOT FIT into'} the {usable}")
+    lines.append(f"  {'fits into' if figures['fits'] else 'DOES NOT FIT into'} the {usable}")
     if memory["host"]:
         lines.append(f"  offloaded to the machine's memory, for each device: {memory['host'] / GB:,.1f} GB")
     if memory["cache_per_text"]:
         lines.append(f"  in generation, KV cache of one text: {format_bytes(memory['cache_per_text'])}")
-    if not found["fits"]:
-        near = found["settings_that_fit"]
+    if not figures["fits"]:
+        near = figures["settings_that_fit"]
         lines.append("  nearest settings that fit:" if near else "  no setting was found that fits; use more devices")
-        for one in near:
-            settings = " ".join(f"{key}={value}" for key, value in one["settings"].items())
-            host = f", and {one['host'] / GB:,.1f} GB of the machine's memory" if one["host"] else ""
-            lines.append(f"    {settings}   ({one['total'] / GB:,.2f} GB{host})")
+        for fitting in near:
+            settings = " ".join(f"{key}={value}" for key, value in fitting["settings"].items())
+            host = f", and {fitting['host'] / GB:,.1f} GB of the machine's memory" if fitting["host"] else ""
+            lines.append(f"    {settings}   ({fitting['total'] / GB:,.2f} GB{host})")
     return lines
 
 
-def _work_lines(found: dict[str, Any]) -> list[str]:
+def _work_lines(figures: dict[str, Any]) -> list[str]:
     lines = ["work"]
-    tokens = "" if found["tokens"] is None else f", {found['tokens']:,} tokens"
-    epochs = "" if found["epochs"] is None else f", {found['epochs']:.2f} epochs of {found['train_tokens']:,} tokens"
-    unknown = (
-        "not known before the text is tokenized; set plan.tokens" if found["train_tokens"] is None else "not known"
+    tokens = "" if figures["tokens"] is None else f", {figures['tokens']:,} tokens"
+    epochs = (
+        "" if figures["epochs"] is None else f", {figures['epochs']:.2f} epochs of {figures['train_tokens']:,} tokens"
     )
-    steps = unknown if found["steps"] is None else f"{found['steps']:,}"
+    unknown = (
+        "not known before the text is tokenized; set plan.tokens" if figures["train_tokens"] is None else "not known"
+    )
+    steps = unknown if figures["steps"] is None else f"{figures['steps']:,}"
     lines.append(f"  steps: {steps}{tokens}{epochs}")
-    if found["flops"] is not None:
-        lines.append(f"  operations: {found['flops']:.3g} FLOPs, {found['flops_per_token']:.3g} for a token")
-    for kind, sent in found["communication"].items():
+    if figures["flops"] is not None:
+        lines.append(f"  operations: {figures['flops']:.3g} FLOPs, {figures['flops_per_token']:.3g} for a token")
+    for kind, sent in figures["communication"].items():
         lines.append(f"  each device sends in a step: {format_bytes(sent)} ({kind})")
-    if found["step_seconds"] is None:
+    if figures["step_seconds"] is None:
         lines.append("  time: not known; set plan.gpu or plan.tflops")
         return lines
-    speed = f"{found['tokens_per_second']:,.0f} tokens/s, {found['step_seconds']:.3g} s for a step"
-    lines.append(f"  speed: {speed} ({found['speed']})")
-    if found["hours"] is not None:
-        lines.append(f"  time: {_format_hours(found['hours'])}, without evaluation and saving")
-    if found["cost"] is not None:
-        lines.append(f"  cost: {found['cost']:,.2f}, at the price of plan.price")
+    speed = f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['step_seconds']:.3g} s for a step"
+    lines.append(f"  speed: {speed} ({figures['speed']})")
+    if figures["hours"] is not None:
+        lines.append(f"  time: {_format_hours(figures['hours'])}, without evaluation and saving")
+    if figures["cost"] is not None:
+        lines.append(f"  cost: {figures['cost']:,.2f}, at the price of plan.price")
     return lines
 
 
-def _disk_lines(found: dict[str, Any]) -> list[str]:
-    disk = found["disk"]
+def _disk_lines(figures: dict[str, Any]) -> list[str]:
+    disk = figures["disk"]
     kept = f"{disk['checkpoints_kept']} kept: {format_bytes(disk['checkpoints'])}"
     lines = ["disk", f"  a checkpoint: {format_bytes(disk['checkpoint'])}; {kept}"]
     if disk["tokens"]:
@@ -99,7 +101,7 @@ def _format_hours(hours: float) -> str:
 
 def format_bytes(count: float) -> str:
     """A number of bytes in the unit that makes it readable."""
-    unit, name = next(
-        (unit, name) for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "kB"), (1, "bytes")) if count >= unit or unit == 1
-    )
-    return f"{count / unit:,.2f} {name}" if unit > 1 else f"{count:,.0f} bytes"
+    for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "kB")):
+        if count >= unit:
+            return f"{count / unit:,.2f} {name}"
+    return f"{count:,.0f} bytes"
