@@ -158,7 +158,8 @@ def has_optimizer_state(folder: Path) -> bool:
 
 
 def _describe_missing_state(folder: Path) -> str:
-    others = [str(step) for step, one in list_checkpoints(folder.parent).items() if has_optimizer_state(one)]
+    folders = list_checkpoints(folder.parent)
+    others = [str(step) for step, other in folders.items() if has_optimizer_state(other)]
     resume = f"resume from a step that has one (--step {' or '.join(others)}), or start" if others else "start"
     return (
         f"{folder}: has no optimizer state: it was pruned, or {OPTIMIZER_MANIFEST} is lost; "
@@ -177,35 +178,37 @@ def find_model(run: Path, init_from: str | None, which: StepChoice | None = None
 
     Says which checkpoint it is, on stderr.
     """
-    if (found := find_checkpoint(run, which)) is not None:
-        warn(f"using {_describe_choice(found, run, chosen=which is not None)}")
-        return found
+    checkpoint = find_checkpoint(run, which)
+    if checkpoint is not None:
+        warn(f"using {_describe_choice(checkpoint, run, chosen=which is not None)}")
+        return checkpoint
     if init_from is None:
         raise TextmillError(f"{run}: no checkpoint yet; run textmill train first")
     return open_model(init_from)
 
 
-def _describe_choice(found: Checkpoint, run: Path, *, chosen: bool) -> str:
-    text = f"{format_path(found.folder)}{_describe_value(found, run)}"
+def _describe_choice(checkpoint: Checkpoint, run: Path, *, chosen: bool) -> str:
+    text = f"{format_path(checkpoint.folder)}{_describe_value(checkpoint, run)}"
     latest = max(list_checkpoints(run))
-    if chosen or latest == found.step:
+    if chosen or latest == checkpoint.step:
         return text
     return f"{text}, the best checkpoint; --step latest uses step {latest}"
 
 
-def _describe_value(found: Checkpoint, run: Path) -> str:
+def _describe_value(checkpoint: Checkpoint, run: Path) -> str:
     rule = read_rule(list_checkpoints(run).values())
-    value = metric_of(found.progress, rule.metric)
+    value = metric_of(checkpoint.progress, rule.metric)
     return "" if value is None else f", {rule.describe(value)}"
 
 
-def describe_given(found: Checkpoint, name: str) -> str:
-    """Which weights a name given to `open_model` stands for."""
-    loss = _describe_value(found, found.folder.parent)
-    latest = max(list_checkpoints(found.folder.parent), default=found.step)
-    chosen = latest == found.step or Path(name).resolve() == found.folder.resolve()
-    other = f", the best checkpoint; the newest is {format_path(found.folder.parent / f'step-{latest:07d}')}"
-    return f"{format_path(found.folder)}{loss}{'' if chosen else other}"
+def describe_init_model(checkpoint: Checkpoint, name: str) -> str:
+    """Which checkpoint `open_model` chose for a name: its folder, its metric and, if it is not the newest, that one."""
+    folder, run = checkpoint.folder, checkpoint.folder.parent
+    text = f"{format_path(folder)}{_describe_value(checkpoint, run)}"
+    latest = max(list_checkpoints(run), default=checkpoint.step)
+    if latest == checkpoint.step or Path(name).resolve() == folder.resolve():
+        return text
+    return f"{text}, the best checkpoint; the newest is {format_path(run / f'step-{latest:07d}')}"
 
 
 def open_model(name: str) -> Checkpoint:
@@ -215,8 +218,9 @@ def open_model(name: str) -> Checkpoint:
     """
     folder = find_model_folder(name)
     for run in (folder, folder / "run"):
-        if (found := find_checkpoint(run, None)) is not None:
-            return found
+        checkpoint = find_checkpoint(run, None)
+        if checkpoint is not None:
+            return checkpoint
     return open_checkpoint(folder)
 
 

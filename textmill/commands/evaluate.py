@@ -53,13 +53,16 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
             warn(f"evaluate.{key}: is ignored: with a finetuned head all examples are measured, as they were trained")
     if ranks.world > 1:
         raise TextmillError("evaluate: a model with a finetuned head is evaluated by one process; start only one")
-    run, (task, _) = config.folder_of("train"), label_head_of(read_shape(checkpoint.folder)) or ("", ())
+    run = config.folder_of("train")
+    task, _ = label_head_of(read_shape(checkpoint.folder)) or ("", ())
     name = task if not config.evaluate.text else f"{task}-{name_of_texts(config.evaluate.text)}"
-    in_run = bool(checkpoint.progress) and checkpoint.folder.parent.resolve() == run.resolve()
-    ending = "json" if task == "question-answering" else "jsonl"
-    default = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.predictions.{ending}" if in_run else None
-    given = config.evaluate.predictions
-    measured = measure_labels(config, Predictor(checkpoint, config), Path(given) if given else default)
+    predictions: Path | None = None
+    if config.evaluate.predictions:
+        predictions = Path(config.evaluate.predictions)
+    elif checkpoint.progress and checkpoint.folder.parent.resolve() == run.resolve():  # a checkpoint of this run
+        ending = "json" if task == "question-answering" else "jsonl"
+        predictions = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.predictions.{ending}"
+    measured = measure_labels(config, Predictor(checkpoint, config), predictions)
     result = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, **measured}
     saved = save_result(config, checkpoint, name, result)
     if as_json:

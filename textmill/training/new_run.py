@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from textmill.checkpoints.adapters import is_adapter
-from textmill.checkpoints.folders import Checkpoint, describe_given, open_model
+from textmill.checkpoints.folders import Checkpoint, describe_init_model, open_model
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.models import (
@@ -43,7 +43,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     _check_objective(config.train, shape)
     _check_pairs(config, shape)
     if init_model is not None:
-        warn(f"model.init_from: using {describe_given(init_model, str(config.model.init_from))}")
+        warn(f"model.init_from: using {describe_init_model(init_model, str(config.model.init_from))}")
         shape, weights = _adapt_init_model(init_model, shape, config, data)
     else:
         _check_fit(shape, config, data, None)
