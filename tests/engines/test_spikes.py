@@ -14,7 +14,7 @@ from tests.support.engine_runs import VOCAB, batch_of, config_of, started
 from textmill.config import TorchEngine
 from textmill.config.engines import DeepSpeedEngine
 from textmill.engines import Engine, open_engine
-from textmill.engines.spikes import Guard
+from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch, corrupt_labels
@@ -46,7 +46,7 @@ def test_spikes_match_the_formula(name: str, window: int) -> None:
     losses = np.linspace(9, 4, 120) + dice.normal(0, 0.2, 120)
     losses[[2, 40, 41, 77, 100]] += [5, 4, 0.9, 30, 1.3]
     losses[50] = np.nan
-    guard = Guard(xp, 4.0, window, put)
+    guard = SpikeGuard(xp, 4.0, window, put)
     found = []
     for step, loss in enumerate(losses.astype(np.float32)):
         value = put(loss)
@@ -61,7 +61,7 @@ def test_spikes_match_the_formula(name: str, window: int) -> None:
 
 
 def test_an_update_ends_a_streak_and_a_nan_loss_does_not() -> None:
-    guard = Guard(np, 3.0, 3, np.asarray)
+    guard = SpikeGuard(np, 3.0, 3, np.asarray)
     streaks = []
     for step, loss in enumerate(np.float32([1, 2, 3, 50, 50, np.nan, 50, 2, 50])):
         spike = guard.is_spike(guard.state, loss)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
-from textmill.engines.spikes import Guard
+from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.processes.ranks import Ranks, SingleProcess
@@ -126,7 +126,7 @@ class Engine(Protocol):
     """The processes of the run and their collectives."""
     first: bool
     """Whether this is rank 0, which prints and writes."""
-    guard: Guard | None
+    guard: SpikeGuard | None
     """Skips the update of a loss spike, if `train.spikes.threshold` is set."""
 
     def samples_of(self, batch: int) -> slice:

@@ -84,14 +84,12 @@ def explain_errors(engine: DeepSpeedEngine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = " and ".join(
-            [
-                *([engine.deepspeed_config] if engine.deepspeed_config else []),
-                *(["engine.deepspeed_overrides"] if engine.deepspeed_overrides else []),
-            ]
-        )
-        if not where or isinstance(error, TextmillError):
+        user_settings = [engine.deepspeed_config] if engine.deepspeed_config else []
+        if engine.deepspeed_overrides:
+            user_settings.append("engine.deepspeed_overrides")
+        if not user_settings or isinstance(error, TextmillError):
             raise
+        where = " and ".join(user_settings)
         message = " ".join(str(error).split())
         raise TextmillError(
             f"{where}: DeepSpeed rejects these settings ({type(error).__name__}: {message[:400]}); fix them"
@@ -101,19 +99,21 @@ def explain_errors(engine: DeepSpeedEngine) -> Iterator[None]:
 def fill_unset(engine: DeepSpeedEngine, user: Tree) -> DeepSpeedEngine:
     """The engine's section, with settings that are unset or auto taken from the user's JSON."""
     zero, flat = user.get("zero_optimization", {}), dict(_flatten(user))
-    halves = [name for name in ("fp16", "bf16") if flat.get(f"{name}.enabled")]
-    found: Tree = {
+    half_precisions = [name for name in ("fp16", "bf16") if flat.get(f"{name}.enabled")]
+    offload_optimizer = _offload_device(zero.get("offload_optimizer")) or None
+    if offload_optimizer is None and zero.get("cpu_offload"):  # DeepSpeed's older name
+        offload_optimizer = "cpu"
+    optimizer_folder = flat.get("zero_optimization.offload_optimizer.nvme_path")
+    user_values: Tree = {
         "zero": zero.get("stage", 2),
-        "precision": halves[0] if halves else AUTO,
-        "offload_optimizer": _offload_device(zero.get("offload_optimizer"))
-        or ("cpu" if zero.get("cpu_offload") else None),
+        "precision": half_precisions[0] if half_precisions else AUTO,
+        "offload_optimizer": offload_optimizer,
         "offload_weights": _offload_device(zero.get("offload_param")),
-        "nvme_folder": flat.get("zero_optimization.offload_optimizer.nvme_path")
-        or flat.get("zero_optimization.offload_param.nvme_path"),
+        "nvme_folder": optimizer_folder or flat.get("zero_optimization.offload_param.nvme_path"),
         "micro_batch": flat.get("train_micro_batch_size_per_gpu", AUTO),
     }
     section = engine.model_dump()
-    filled = {name: value for name, value in found.items() if section[name] in (None, AUTO)}
+    filled = {name: value for name, value in user_values.items() if section[name] in (None, AUTO)}
     try:
         return DeepSpeedEngine(**{**section, **filled})
     except ValidationError as error:
@@ -152,8 +152,8 @@ def build_json(
     _check_types(engine.deepspeed_overrides, "engine.deepspeed_overrides")
     passed_on = {name: value for name, value in user.items() if name not in COMPARED_ONLY}
     merged: Tree = {"zero_optimization": _bucket_sizes(block)}
-    for over in (passed_on, ours, engine.deepspeed_overrides):
-        merged = _merge(merged, over)
+    for overrides in (passed_on, ours, engine.deepspeed_overrides):
+        merged = _merge(merged, overrides)
     fp32_sums = merged.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     if merged.get("bf16", {}).get("enabled") and engine.zero == 1 and fp32_sums:
         raise TextmillError(
@@ -272,11 +272,10 @@ def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _merge(tree: Tree, over: Tree) -> Tree:
-    """Both trees, key by key; values of `over` override those of `tree`."""
-    nested = {
-        name: _merge(tree[name], over[name])
-        for name in over
-        if isinstance(tree.get(name), dict) and isinstance(over[name], dict)
-    }
-    return {**tree, **over, **nested}
+def _merge(tree: Tree, overrides: Tree) -> Tree:
+    """The tree with values overridden key by key."""
+    merged = dict(tree)
+    for name, new in overrides.items():
+        old = tree.get(name)
+        merged[name] = _merge(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+    return merged

@@ -32,7 +32,7 @@ from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
 from textmill.engines.optimizers.step_torch import trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shared_torch import attention_order, check_fields, count_loss_tokens, part_of, token_weights
-from textmill.engines.spikes import new_guard
+from textmill.engines.spikes import new_spike_guard
 from textmill.engines.step_result_torch import TorchStep
 from textmill.engines.zero_state_deepspeed import MasterWeights
 from textmill.errors import TextmillError
@@ -62,7 +62,7 @@ class OnDeepSpeed:
         self.trained = sum(
             math.prod(weight.shape) for weight, parameter in parameters_of(self.net).values() if parameter.requires_grad
         )
-        self.guard = new_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
+        self.guard = new_spike_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
         self.masters = MasterWeights(engine.optimizer, adam, stage, self.device)
         self.saved = {weight.name: weight for weight in saved_weights(self.net.shape, self.net.lora)}
         self.frozen: dict[nn.Parameter, Tensor] = {}

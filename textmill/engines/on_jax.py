@@ -16,7 +16,7 @@ from textmill.devices import peak_flops_by_name
 from textmill.engines import Named, NameFilter, Ranks, Sums, all_names, format_compile_time
 from textmill.engines.objective.labels import PAIR_LOSS, count_pairs, label_arrays, named_sums
 from textmill.engines.shared_torch import check_fields, part_of
-from textmill.engines.spikes import State, new_guard
+from textmill.engines.spikes import State, new_spike_guard
 from textmill.errors import TextmillError
 from textmill.models import Shape, to_checkpoint, weights_of
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
@@ -76,7 +76,7 @@ class OnJax:
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
         precision = jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16
         self.optimizer = Optimizer(shape, train, options.lora, precision)
-        self.guard = new_guard(train, jnp, shardings.replicate)
+        self.guard = new_spike_guard(train, jnp, shardings.replicate)
         self.params: Arrays = {}
         self.state: dict[str, Any] = {}
         self.compiled_shapes: set[str] = set()

@@ -38,7 +38,7 @@ from textmill.engines.shared_torch import (
     part_of,
     token_weights,
 )
-from textmill.engines.spikes import new_guard
+from textmill.engines.spikes import new_spike_guard
 from textmill.engines.step_result_torch import TorchStep
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import PinnedBuffers
@@ -77,7 +77,7 @@ class OnTorch:
         parallel.sum_gradients(self.optimizer.parameters)
         self.average = Average(self.optimizer.local_parts, train.average.memory)
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
-        self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
+        self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         # With several processes, hooks that a CUDA graph would not replay send gradients in the middle of backward.
         graphed = self.device.type == "cuda" and parallel.axes is None
         passes = self._forward_backward

@@ -19,7 +19,7 @@ import numpy as np
 
 from textmill.config import TrainConfig
 
-NORMAL = 1.4826
+MAD_TO_STD = 1.4826
 """The standard deviation of a normal distribution, divided by its median absolute deviation."""
 
 State = dict[str, Any]
@@ -27,7 +27,7 @@ State = dict[str, Any]
 `left`: updates skipped so far; `streak`: skipped in a row; `last`: the step of the last skipped one."""
 
 
-class Guard:
+class SpikeGuard:
     """The spike detector of an engine; its state stays on the device until it is logged or saved."""
 
     def __init__(self, xp: Any, threshold: float, window: int, put: Callable[[Any], Any]) -> None:
@@ -39,7 +39,7 @@ class Guard:
         """Whether a loss is a spike, as a boolean array; a pure function."""
         window = state["window"]
         level = self._median(window)
-        spread = NORMAL * self._median(abs(window - level))
+        spread = MAD_TO_STD * self._median(abs(window - level))
         return self.xp.isfinite(window[0]) & self.xp.isfinite(loss) & (loss > level + self.threshold * spread)
 
     def next_state(self, state: State, loss: Any, spike: Any, finite: Any, step: Any) -> State:
@@ -73,6 +73,6 @@ class Guard:
         self.state: State = {"window": self.put(window), **counts}
 
 
-def new_guard(train: TrainConfig, xp: Any, put: Callable[[Any], Any]) -> Guard | None:
+def new_spike_guard(train: TrainConfig, xp: Any, put: Callable[[Any], Any]) -> SpikeGuard | None:
     """The guard, if `train.spikes.threshold` is set."""
-    return None if train.spikes.threshold is None else Guard(xp, train.spikes.threshold, train.spikes.window, put)
+    return None if train.spikes.threshold is None else SpikeGuard(xp, train.spikes.threshold, train.spikes.window, put)
