@@ -64,14 +64,15 @@ def _reducible_bits(text: TextFacts, plan: Plan, scale: float) -> float:
     return scale * reducible_loss(plan.parameters, text.train_bytes / size, plan.epochs) / size / math.log(2)
 
 
-def describe(found: Sequence[Forecast]) -> str:
+def describe(forecasts: Sequence[Forecast]) -> str:
     """The forecasts in one line."""
     parts = []
-    for one in found:
-        if abs(one.change) < 0.005:
-            parts.append(f"{one.minutes:g} min: about the same")
+    for other in forecasts:
+        if abs(other.change) < 0.005:
+            parts.append(f"{other.minutes:g} min: about the same")
         else:
-            parts.append(f"{one.minutes:g} min: about {abs(one.change):.2f} {'less' if one.change < 0 else 'more'}")
+            direction = "less" if other.change < 0 else "more"
+            parts.append(f"{other.minutes:g} min: about {abs(other.change):.2f} {direction}")
     return "bits per byte in " + "; in ".join(parts)
 
 
@@ -89,12 +90,14 @@ def forecast_run(
 
     The run's own result shows how much reducible loss its text has, so this is nearer than a forecast before it.
     """
-    longer = math.pow(REFERENCE_VOCAB / vocab, SHORTER_TOKENS) if vocab < REFERENCE_VOCAB else 1.0
-    size, tokens = bytes_per_token * longer, unique / longer
-    scale = text_scale(bits_per_byte * size * math.log(2), parameters, tokens, epochs)
-    now = _best_loss(parameters, tokens, epochs, 1.0)
-    changes = [scale * (_best_loss(parameters, tokens, epochs, factor) - now) for factor in factors]
-    return [bits_per_byte + change / size / math.log(2) for change in changes]
+    # In tokens of the reference vocabulary, which are longer than those of a smaller one.
+    lengthening = math.pow(REFERENCE_VOCAB / vocab, SHORTER_TOKENS) if vocab < REFERENCE_VOCAB else 1.0
+    token_bytes, unique_tokens = bytes_per_token * lengthening, unique / lengthening
+    nats_per_bit = math.log(2)
+    scale = text_scale(bits_per_byte * token_bytes * nats_per_bit, parameters, unique_tokens, epochs)
+    now = _best_loss(parameters, unique_tokens, epochs, 1.0)
+    changes = [scale * (_best_loss(parameters, unique_tokens, epochs, factor) - now) for factor in factors]
+    return [bits_per_byte + change / token_bytes / nats_per_bit for change in changes]
 
 
 def _best_loss(parameters: float, unique: float, epochs: float, factor: float) -> float:
