@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,18 @@ def test_without_a_valid_loss_more_text_is_proposed_and_no_tuning(tmp_path: Path
     unknown, limited = (command._improving_commands(config, state, "here") for state in states)
     assert unknown == ["textmill new larger --text 'more texts/*.txt'"]
     assert "textmill tune here --minutes 60" in limited
+
+
+@pytest.mark.parametrize("count", [5, 30])
+def test_a_longer_run_has_all_of_the_text(count: int, tmp_path: Path) -> None:
+    sources = [f"text {number}.txt" for number in range(count)]
+    settings = {"folder": str(tmp_path), "corpus": {"sources": sources}, "train": {"minutes": 2}}
+    state: State = "undertrained"
+    longer, _ = command._improving_commands(RunConfig.model_validate(settings), state, "here")
+    words = shlex.split(longer)
+    named = [word for before, word in pairwise(words) if before == "--text"]
+    assert named == sources or words == ["textmill", "train", "here", "train.minutes=8"]
+    assert len(named) == (5 if count == 5 else 0)
 
 
 QUICK = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "model.shape.layers=1",

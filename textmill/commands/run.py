@@ -52,6 +52,8 @@ from textmill.training.teacher_cache import cache_teacher
 from textmill.where import open_where
 
 SUMMARY = "summary.json"
+MAX_NAMED_SOURCES = 8
+"""A proposed command that names the sources names all of them; for more, another one is proposed."""
 
 
 def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
@@ -252,7 +254,9 @@ def _improving_commands(config: RunConfig, state: State, where: str) -> list[str
             f"textmill train {where} train.{train.unit}={2 * getattr(train, train.unit)}",
             f"textmill new {(mine := _free_name('mine'))} --text 'texts/*.txt'{family} && textmill run {mine}",
         ]
-    sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources[:3])
+    if len(config.corpus.sources) > MAX_NAMED_SOURCES:
+        return [f"textmill train {where} train.minutes={4 * train.minutes:g}", tune]
+    sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources)
     return [f"textmill new {_free_name('longer')} {sources}{family} --minutes {4 * train.minutes:g}", tune]
 
 

@@ -84,10 +84,8 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         if ratio and not counts["by_split"][split]["documents"]:
             lines.append(
                 f"{split} is empty: too few documents ({counts['kept']:,}) for a ratio of "
-                f"{ratio / sum(ratios):.1%}; "
-                "make smaller documents with a smaller corpus.section_chars or corpus.documents=block, or raise the "
-                "ratio "
-                f"in corpus.split"
+                f"{ratio / sum(ratios):.1%}; add documents, raise the ratio in corpus.split, or cut plain text into "
+                "smaller documents with corpus.section_chars or corpus.documents=block"
             )
     return lines
 
