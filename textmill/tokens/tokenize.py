@@ -1,4 +1,9 @@
-"""The command tokenize: encodes every document of the corpus as token ids, one token store per split."""
+"""The command tokenize: encodes every document of the corpus as token ids, one token store per split.
+
+The corpus is Parquet shards. A task encodes some row groups of one shard into a small token store (shard_encoding.py);
+a runner maps tasks over processes; at the end the small stores of a split are joined in order. There are two encoders
+(vocabulary/encoders.py): a fast one, and the reference, which is used if they differ on a sample of the corpus.
+"""
 
 from __future__ import annotations
 
@@ -88,9 +93,8 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         _check_quarantine(config, splits, part)
         _join(part, tasks, dtype_for(tokenizer["vocab"]), config.tokens.index_format, chat)
         suffixes = CHAT_SUFFIXES if chat else SUFFIXES
-        files = {
-            f"{split}.{suffix}": manifest_entry(part / f"{split}.{suffix}") for split in SPLITS for suffix in suffixes
-        }
+        names = [f"{split}.{suffix}" for split in SPLITS for suffix in suffixes]
+        files = {name: manifest_entry(part / name) for name in names}
         files |= write_features(config, part) | write_examples(config, part)
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
@@ -117,13 +121,13 @@ def require_chat_template(config: RunConfig) -> TurnTemplates:
     tokenizer = open_tokenizer(folder)
     if tokenizer.chat is not None:
         return tokenizer.chat
-    found = "is missing"
+    problem = "is missing"
     if tokenizer.jinja is not None:
-        found = "was not written by textmill" + (
-            "" if "add_generation_prompt" in tokenizer.jinja else " and has no generation prompt"
-        )
+        problem = "was not written by textmill"
+        if "add_generation_prompt" not in tokenizer.jinja:
+            problem += " and has no generation prompt"
     raise TextmillError(
-        f"{format_path(folder)}: the corpus has conversations, but this tokenizer's chat template {found}; "
+        f"{format_path(folder)}: the corpus has conversations, but this tokenizer's chat template {problem}; "
         f"set tokenizer.chat=default or write tokenizer.chat_turns, then run: textmill fit-tokenizer WHERE --force"
     )
 
@@ -165,15 +169,14 @@ def _plan_tasks(config: RunConfig, folder: Path, tokenizer: TextTokenizer, encod
     begin = begin_token(tokenizer) if config.tokens.prepend_begin and chat is None else None
     end = tokenizer.end if config.tokens.append_end and chat is None else None
     document_format = DocumentFormat(config.tokens.level, begin, end, dtype_for(tokenizer.vocab).name, chat)
-    opened = (config.folder_of("tokenizer"), tokenizer.fingerprint, encoder)
-    return {
-        split: [
-            EncodingTask(shard, groups, parts / f"{shard.stem}-{groups.start:05d}", *opened, document_format)
-            for shard in list_shards(config.folder_of("corpus"), split)
-            for groups in _group_ranges(count_group_bytes(shard))
-        ]
-        for split in SPLITS
-    }
+    encoder_arguments = (config.folder_of("tokenizer"), tokenizer.fingerprint, encoder)
+    tasks: Tasks = {split: [] for split in SPLITS}
+    for split in SPLITS:
+        for shard in list_shards(config.folder_of("corpus"), split):
+            for groups in _group_ranges(count_group_bytes(shard)):
+                prefix = parts / f"{shard.stem}-{groups.start:05d}"
+                tasks[split].append(EncodingTask(shard, groups, prefix, *encoder_arguments, document_format))
+    return tasks
 
 
 def begin_token(tokenizer: TextTokenizer) -> int:
@@ -182,7 +185,7 @@ def begin_token(tokenizer: TextTokenizer) -> int:
 
 
 def _group_ranges(sizes: list[int]) -> Iterator[range]:
-    """Ranges of row groups that have about TASK_BYTES together."""
+    """Ranges of row groups that have about TASK_BYTES together, from the bytes of each row group."""
     start = total = 0
     for group, size in enumerate(sizes):
         if total and total + size > TASK_BYTES:
@@ -225,12 +228,12 @@ def _run(config: RunConfig, tasks: Tasks, comparison: Future[str | None] | None 
 
 
 def _sum(counts: list[Counts]) -> Counts:
-    return {name: sum(one[name] for one in counts) for name in COUNT_NAMES}
+    return {name: sum(task_counts[name] for task_counts in counts) for name in COUNT_NAMES}
 
 
 def _quarantine_lines(counts: dict[EncodingTask, Counts]) -> Iterator[bytes]:
-    for task, one in counts.items():
-        if one["quarantined"]:
+    for task, task_counts in counts.items():
+        if task_counts["quarantined"]:
             yield task.path("quarantine.jsonl").read_bytes()
 
 

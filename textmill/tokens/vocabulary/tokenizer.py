@@ -59,8 +59,7 @@ class TextTokenizer:
     @property
     def begin(self) -> int | None:
         """The token at the start of a text, if there is one."""
-        found = self._id_of("bos_token")
-        return self._id_of("cls_token") if found is None else found
+        return self._first_id("bos_token", "cls_token")
 
     @property
     def pad(self) -> int | None:
@@ -70,8 +69,8 @@ class TextTokenizer:
     @property
     def unknown(self) -> int | None:
         """The token for characters outside the vocabulary, if there is one."""
-        found = self._id_of("unk_token")
-        return None if found == self.end else found
+        unknown = self._id_of("unk_token")
+        return None if unknown == self.end else unknown
 
     @property
     def mask(self) -> int | None:
@@ -81,14 +80,13 @@ class TextTokenizer:
     @property
     def classifier(self) -> int | None:
         """[CLS], the token before a sample of a masked model, or the begin token if there is none."""
-        found = self._id_of("cls_token")
-        return self._id_of("bos_token") if found is None else found
+        return self._first_id("cls_token", "bos_token")
 
     @property
     def separator(self) -> int:
         """[SEP], the token after each segment of a masked model, or the end-of-text token if there is none."""
-        found = self._id_of("sep_token")
-        return self.end if found is None else found
+        separator = self._id_of("sep_token")
+        return self.end if separator is None else separator
 
     @property
     def turn_tokens(self) -> TurnTokens | None:
@@ -111,6 +109,11 @@ class TextTokenizer:
         token = self.roles.get(role)
         id_: int | None = None if token is None else self.inner.token_to_id(token)
         return id_
+
+    def _first_id(self, *roles: str) -> int | None:
+        """The id of the first of these roles that has a token."""
+        ids = map(self._id_of, roles)
+        return next((id_ for id_ in ids if id_ is not None), None)
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text, without special tokens."""
