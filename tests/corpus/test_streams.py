@@ -169,6 +169,13 @@ def test_older_encodings_are_suggested_and_read(tmp_path: Path) -> None:
     assert isinstance(spoilt, BadRecord)
 
 
+def test_the_bytes_of_an_unreadable_section_are_counted(tmp_path: Path) -> None:
+    data = "Değirmenin çarkı dönüyor.\n".encode("cp1254") * 100
+    (bad,) = read(tmp_path / "a.txt", data)
+    assert isinstance(bad, BadRecord)
+    assert (len(bad.raw), bad.bytes_lost) == (1000, len(data))
+
+
 def test_an_older_encoding_leaves_files_in_utf_8_as_they_are(tmp_path: Path) -> None:
     text = "Değirmenin çarkı dönüyor."
     for number, stored in enumerate(("cp1254", "utf-8", "utf-8-sig", "utf-16", "ascii")):

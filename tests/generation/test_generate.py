@@ -79,7 +79,7 @@ def test_prompt_file_gives_one_line_per_sample(
         ("a.txt", b"\xff\xfe", {}, "cannot be read"),
         ("a.txt", b"", {}, "is empty"),
         ("a.txt", b"x", {"prompt": "y"}, "set one of them"),
-        ("a.txt", None, {}, "cannot be read"),
+        ("a.txt", None, {}, "a.txt: no such file"),
     ],
 )
 def test_file_without_prompts_is_refused(

@@ -313,3 +313,10 @@ def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
         open_tokenizer(tmp_path / "a-vocab.json")
     with pytest.raises(TextmillError, match="no such folder"):
         open_named(str(tmp_path / "nowhere"))
+
+
+def test_a_project_is_named_for_its_tokenizer(tmp_path: Path) -> None:
+    """As in model.init_from=mine tokenizer.use=mine."""
+    (tmp_path / "mine" / "tokenizer").mkdir(parents=True)
+    fit(iter([["a mill by the river"] * 9]), TokenizerConfig(vocab=300)).save(tmp_path / "mine" / "tokenizer")
+    assert open_named(str(tmp_path / "mine")).fingerprint == open_tokenizer(tmp_path / "mine/tokenizer").fingerprint

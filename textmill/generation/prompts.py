@@ -42,6 +42,8 @@ def _read_file(path: Path, sample: SampleConfig) -> list[str]:
     """Read prompts from a file: one per line, or one JSON object per line in a .jsonl file."""
     if sample.prompt:
         raise TextmillError("sample.prompts_file: sample.prompt is set too; set one of them")
+    if not path.exists():
+        raise TextmillError(f"sample.prompts_file: {path}: no such file; name a file with a prompt per line")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -99,9 +99,10 @@ def _segment_record(text: str, name: str, place: str) -> Document | BadRecord:
             place,
             describe_encoding_error(raw, ord(text[error.start]) & 0xFF, len(text[: error.start].encode())),
             raw[:RAW_BYTES],
+            len(raw),
         )
     if text.startswith("\0") and not text.strip("\0\r\n"):
-        return BadRecord(name, place, "nothing but NUL bytes", text[:RAW_BYTES].encode())
+        return BadRecord(name, place, "nothing but NUL bytes", text[:RAW_BYTES].encode(), len(text))
     return Document(text, name, place)
 
 

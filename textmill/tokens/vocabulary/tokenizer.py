@@ -201,8 +201,10 @@ def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None =
 
 
 def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
-    """Open what `tokenizer.use` names: a local folder or file, or a tokenizer of the Hugging Face hub."""
+    """Open what `tokenizer.use` names: a local folder or file, a project, or a tokenizer of the Hugging Face hub."""
     path = Path(name)
+    if (path / "tokenizer" / "tokenizer.json").is_file() and not (path / "tokenizer.json").is_file():
+        path = path / "tokenizer"  # of a project, which `model.init_from` takes too
     return open_tokenizer(path if path.exists() else find_model_folder(name, HUB_FILES), end, lowercase)
 
 
