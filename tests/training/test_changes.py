@@ -88,7 +88,9 @@ def test_a_changed_run_resumes_bitwise(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for run in (whole, killed):
         train(config_of(tokens, run))
-        with pytest.raises(TextmillError, match=r"train\.batch was 4, is 6; .*step 8 on with textmill train --change"):
+        with pytest.raises(
+            TextmillError, match=r"train\.batch was 4, is 6; .*step 8 on with textmill train WHERE --change"
+        ):
             train(config_of(tokens, run, (1, 2), **CHANGED))
     train(config_of(tokens, whole, (1, 2), **CHANGED), change=True)
 
@@ -167,6 +169,8 @@ def test_what_cannot_change(tokens: Path, tmp_path: Path) -> None:
     train(config_of(tokens, run, steps=2))
     with pytest.raises(TextmillError, match=r"--change: cannot change in mid-run: train\.seed was 1234, is 5; set"):
         train(config_of(tokens, run, steps=4, seed=5), change=True)
+    with pytest.raises(TextmillError, match=r"train\.seed was 1234, is 5; set them back, choose another train\.folder"):
+        train(config_of(tokens, run, steps=4, seed=5))
     with pytest.raises(TextmillError, match=r"is at its last step, 2; set a higher train\.steps"):
         train(config_of(tokens, run, steps=2, batch=2), change=True)
     with pytest.raises(TextmillError, match=r"last step, 2; set a higher train\.steps or train\.max_epochs to"):

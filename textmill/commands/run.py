@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
@@ -193,7 +194,12 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
     where = shlex.join(_where_of(config))
     only_textmill = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
-    opened_by = "only textmill opens it" if only_textmill else "transformers can open it"
+    adapter = is_adapter(checkpoint)
+    opened_by = (
+        "only textmill opens it"
+        if only_textmill
+        else f"{'an adapter: PEFT' if adapter else 'transformers'} can open it"
+    )
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
     if config.corpus.labels:
         print(f"  textmill evaluate {where} evaluate.text=FILE")

@@ -56,7 +56,7 @@ Ranges = list[dict[str, Any]]
 
 def check_changes(lines: Sequence[str]) -> None:
     """Refuse changes that cannot be made in mid-run; a line begins with the name of its setting."""
-    refused = [line for line in lines if not _may_change(line.partition(" ")[0])]
+    refused = [line for line in lines if not can_change(line)]
     if refused:
         allowed = ", ".join([*CHANGEABLE, "model.shape.dropout", *USER_NAMES.values()])
         raise TextmillError(
@@ -65,7 +65,9 @@ def check_changes(lines: Sequence[str]) -> None:
         )
 
 
-def _may_change(name: str) -> bool:
+def can_change(line: str) -> bool:
+    """Whether the setting that a line begins with can change in mid-run."""
+    name = line.partition(" ")[0]
     return name in (*CHANGEABLE, TOKENS) or DROPOUT.fullmatch(name) is not None
 
 
@@ -90,7 +92,7 @@ def add_range(checkpoint: Checkpoint, before: dict[str, Any], after: dict[str, A
 
 def _settings_of(values: dict[str, Any], defaults: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
     """The settings of a step range; one that is newer than the checkpoint is taken from `defaults`."""
-    settings = {name: values.get(name, defaults[name]) for name in defaults if _may_change(name)}
+    settings = {name: values.get(name, defaults[name]) for name in defaults if can_change(name)}
     return {**settings, TOKENS: [list(source) for source in sources]}
 
 

@@ -31,7 +31,7 @@ from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.splits import Splits
 from textmill.track import check_trackers
-from textmill.training.changing import Ranges, add_range, change_dropout, check_changes, describe_changes
+from textmill.training.changing import Ranges, add_range, can_change, change_dropout, check_changes, describe_changes
 from textmill.training.new_run import start_new_run
 from textmill.training.start import FAMILY_SHA256, Start, choose_shape, describe_inputs
 
@@ -70,9 +70,10 @@ def _changes_error(config: RunConfig, checkpoint: Checkpoint, changes: list[str]
             f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
             "choose another train.folder, or start the run from scratch with --force"
         )
+    use_them = f"use the new ones from step {checkpoint.step:,} on with textmill train WHERE --change, "
     return TextmillError(
         f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
-        f"use the new ones from step {checkpoint.step:,} on with textmill train --change, "
+        f"{use_them if all(map(can_change, changes)) else ''}"
         "choose another train.folder, or start the run from scratch with --force"
     )
 
