@@ -145,7 +145,7 @@ def test_attend(
         more = (*more, norms)
     exact = exactly(cache)
     wanted = formulas.attend(exactly(qkv), exact, positions, arrivals, *exactly(more))
-    for _ in range(2):  # it writes the same again, and leaves its counters at 0
+    for _ in range(1 if spread == 1 else 2):  # it writes the same again, and leaves its counters at 0
         check(kernels.attend(qkv, cache, positions, arrivals, *more), wanted)
         check(cache, exact)
         assert arrivals.abs().max() == 0
