@@ -202,3 +202,11 @@ def test_missing_package_is_reported_at_start(root: Path) -> None:
     script = "import sys; sys.modules['apache_beam'] = None; import textmill.runners.on_beam"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert "runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'" in done.stderr
+
+
+@pytest.mark.long
+def test_beam_prints_no_warnings_of_packages_that_are_not_needed(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import textmill.runners.on_beam"], cwd=root, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -23,6 +23,9 @@ from uuid import uuid4
 from textmill.errors import TextmillError
 from textmill.runners import Result, Shard
 
+# Beam warns of packages for Google's BigQuery, in every process that imports it.
+logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("apitools not found"))
+
 try:
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
