@@ -1,5 +1,16 @@
 """Pairs of context and continuation as rows of tokens: a context that several continuations share occurs once.
 
+A multiple-choice question has one context and some choices. The pairs (context [5 6 7], choice [8 9]) and
+([5 6 7], [3 4 2]) become one tree, and the tree one part of a row:
+
+    ids        5  6  7  8  3  4     the last token of a choice is only predicted, so the net does not read it
+    positions  0  1  2  3  3  4     as if each choice alone followed the context
+    branch     0  0  0  1  2  2     0 is the context, which all branches may attend to; see tree_attention_torch.py
+    predicts         8  9  4  2     the 7 predicts the first token of both choices: 8 and 3
+                     3
+
+`build_trees` groups the pairs, `pack` divides trees into rows and batches, `fill_rows` makes the arrays of a batch.
+
 Shapes in names: N rows, T tokens of a row, M predicted tokens.
 """
 
@@ -72,18 +83,19 @@ def build_trees(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, end: in
     growing: dict[Ids, Tree] = {}
     for number, (context, continuation) in enumerate(pairs):
         space = positions + 1 - len(continuation)
-        known = tuple(context if len(context) <= space else context[-space:]) or (end,)
+        context_ids = tuple(context if len(context) <= space else context[-space:]) or (end,)
         branch = tuple(continuation)
-        tree = growing.get(known)
-        if tree is None or (branch not in tree.branches and tree.tokens + len(branch) - 1 > _limit(known)):
-            tree = growing[known] = Tree(known)
+        tree = growing.get(context_ids)
+        if tree is None or not _has_space(tree, branch):
+            tree = growing[context_ids] = Tree(context_ids)
             trees.append(tree)
         tree.add(branch, number)
     return sorted(trees, key=lambda tree: -tree.tokens)
 
 
-def _limit(context: Ids) -> int:
-    return max(TREE_TOKENS, TREE_CONTEXTS * len(context))
+def _has_space(tree: Tree, branch: Ids) -> bool:
+    limit = max(TREE_TOKENS, TREE_CONTEXTS * len(tree.context))
+    return branch in tree.branches or tree.tokens + len(branch) - 1 <= limit
 
 
 def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterator[list[list[Tree]]]:
@@ -97,9 +109,9 @@ def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterat
     length = 0
     for tree in trees:
         tokens = tree.tokens
-        found = bisect_left(free, (tokens, 0))
-        if found < len(free):
-            space, row = free.pop(found)
+        best_fit = bisect_left(free, (tokens, 0))
+        if best_fit < len(free):
+            space, row = free.pop(best_fit)
         else:
             if rows and (len(rows) + 1) * length > batch_tokens:
                 yield rows
@@ -118,53 +130,54 @@ def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
     length = max(sum(tree.tokens for tree in row) for row in packed)
     tokens: list[int] = []
     labels: list[int] = []
-    pieces: list[tuple[int, int, int, int, int]] = []  # contexts and continuations: see _write_pieces
+    spans: list[tuple[int, int, int, int, int]] = []  # contexts and continuations: see _fill_spans
     predicted: list[tuple[int, int, int]] = []  # of a continuation: its context's last token, its first token, labels
     pairs: list[list[int]] = []
-    for row, here in enumerate(packed):
-        start = row * length
-        for number, tree in enumerate(here):
-            context = len(tree.context)
+    for row, row_trees in enumerate(packed):
+        start = row * length  # in the flat array of all tokens
+        for tree_number, tree in enumerate(row_trees):
+            context_length = len(tree.context)
             tokens += tree.context
-            pieces.append((start, context, 0, number, CONTEXT))
-            start += context
-            last = start - 1
-            for branch, (continuation, numbers) in enumerate(tree.branches.items(), 1):
+            spans.append((start, context_length, 0, tree_number, CONTEXT))
+            start += context_length
+            context_end = start - 1
+            for branch, (continuation, pair_numbers) in enumerate(tree.branches.items(), 1):
                 count = len(continuation)
                 tokens += continuation[:-1]
                 labels += continuation
-                pieces.append((start, count - 1, context, number, branch))
-                predicted.append((last, start, count))
-                pairs.append(numbers)
+                spans.append((start, count - 1, context_length, tree_number, branch))
+                predicted.append((context_end, start, count))
+                pairs.append(pair_numbers)
                 start += count - 1
-    ids, positions, trees, branches = _write_pieces(np.array(pieces), np.array(tokens), (len(packed), length), pad)
-    lasts, starts, counts = np.array(predicted).T
+    ids, positions, trees, branches = _fill_spans(np.array(spans), np.array(tokens), (len(packed), length), pad)
+    context_ends, starts, counts = np.array(predicted).T
     ends = counts.cumsum()
     places = np.repeat(starts - 1, counts) + _count_up(counts)
-    places[ends - counts] = lasts
+    places[ends - counts] = context_ends  # a continuation's first token is predicted by its context's last one
     return Rows(ids, positions, trees, branches, places, np.array(labels), ends, pairs)
 
 
-def _write_pieces(
-    pieces: NDArray[np.int64], tokens: NDArray[np.int64], shape: tuple[int, int], pad: int
-) -> list[NDArray[np.int64]]:
-    """Ids, positions, trees and branches of rows, from each piece's place, length, first position, tree and branch."""
-    starts, counts, positions, trees, branches = pieces.T
-    within = _count_up(counts)
-    at = np.repeat(starts, counts) + within
-    filled: list[NDArray[np.int64]] = []
-    for empty, values in (
-        (pad, tokens),
-        (0, np.repeat(positions, counts) + within),
-        (PADDING, np.repeat(trees, counts)),
-        (CONTEXT, np.repeat(branches, counts)),
-    ):
+def _fill_spans(
+    spans: NDArray[np.int64], tokens: NDArray[np.int64], shape: tuple[int, int], pad: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Ids, positions, trees and branches of rows; a span is (place, length, first position, tree, branch)."""
+    starts, counts, positions, trees, branches = spans.T
+    offsets = _count_up(counts)  # of each token in its span
+    places = np.repeat(starts, counts) + offsets
+
+    def fill(empty: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
         array = np.full(shape, empty, np.int64)
-        array.reshape(-1)[at] = values
-        filled.append(array)
-    return filled
+        array.reshape(-1)[places] = values
+        return array
+
+    return (
+        fill(pad, tokens),
+        fill(0, np.repeat(positions, counts) + offsets),
+        fill(PADDING, np.repeat(trees, counts)),
+        fill(CONTEXT, np.repeat(branches, counts)),
+    )
 
 
 def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1 ... for each count, one after the other."""
+    """0, 1 ... for each count, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
