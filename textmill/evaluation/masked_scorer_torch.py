@@ -1,6 +1,13 @@
 """The Scorer of a model for masked tokens: pseudo-log-likelihoods (Salazar et al. 2020).
 
 Each token of a text is masked in turn and predicted from all others; the sum of the log-probabilities scores the text.
+The context [5 6] with the continuation [7 8] is read in two copies:
+
+    [CLS] 5 6 [MASK] 8 [SEP]    log p(7)
+    [CLS] 5 6 7 [MASK] [SEP]    log p(8)
+
+`masked_batches` makes the copies. Those of one text may be in several batches; `_join` adds up what each batch gives.
+
 Shapes in names: N copies of texts with one mask each, T tokens, K texts.
 """
 
@@ -70,13 +77,14 @@ class MaskedScorer(TextScorer):
         with progress("score", total=total, unit="masks") as bar:
 
             def compute() -> Numbered:
-                found: Numbered = []
-                queued: Callable[[], Numbered] = list
+                results: Numbered = []
+                wait_for_results: Callable[[], Numbered] = list
                 for number, batch in enumerate(batches):
-                    before, queued = queued, self._score_batch(number, batch) if self.share.is_mine(number) else list
-                    found += before()  # while the device computes the next batch
+                    wait_for_previous = wait_for_results
+                    wait_for_results = self._score_batch(number, batch) if self.share.is_mine(number) else list
+                    results += wait_for_previous()  # while the device computes this batch
                     bar.advance(len(batch.labels_N))
-                return found + queued()
+                return results + wait_for_results()
 
             return _join(self.share.gather(compute), pairs)
 
@@ -90,12 +98,12 @@ class MaskedScorer(TextScorer):
         return first, self.tokenizer.separator, mask
 
     def _score_batch(self, number: int, batch: MaskedBatch) -> Callable[[], Numbered]:
-        """Queue a batch; what is returned waits for it and gives the parts of scores that it has."""
+        """Queue a batch on the device; return a function that waits for its partial scores."""
         check_ids(int(batch.labels_N.min()), int(batch.ids_NT.max()), self.vocab, self.checkpoint.folder)
-        found = token_log_likelihoods(
+        wait_for_result = token_log_likelihoods(
             self.net, batch.ids_NT, batch.places_N, batch.labels_N, self.dtype, greedy=True
-        )  # fmt: skip
-        return lambda: [(number, _parts_of(batch, *found()))]
+        )
+        return lambda: [(number, _partial_scores(batch, *wait_for_result()))]
 
     def sum_losses(self, *_: Any, **__: Any) -> StoreLoss:
         """A masked model has no loss of running text."""
@@ -112,19 +120,22 @@ class MaskedScorer(TextScorer):
         )
 
 
-def _parts_of(
-    batch: MaskedBatch, found_N: NDArray[np.float64], greedy_N: NDArray[np.bool_]
-) -> list[list[Any]]:  # fmt: skip
-    """For each pair here: its number, the sum over its copies, whether all are the likeliest tokens, and both for its
-    last token if that is here."""
+def _partial_scores(
+    batch: MaskedBatch, log_likelihoods_N: NDArray[np.float64], greedy_N: NDArray[np.bool_]
+) -> list[list[Any]]:
+    """For each pair in the batch: its number, the sum over its copies, whether all are the likeliest tokens, and both
+    for its last token if that is in this batch."""
     starts = np.sort(np.unique(batch.numbers_N, return_index=True)[1])
-    sums, greedy = np.add.reduceat(found_N, starts), np.logical_and.reduceat(greedy_N, starts)
-    last = {
-        int(batch.numbers_N[place]): (float(found_N[place]), bool(greedy_N[place]))
-        for place in np.flatnonzero(batch.is_last_N)
-    }
-    columns = (column.tolist() for column in (batch.numbers_N[starts], sums, greedy))
-    return [[pair, *values, *last.get(pair, (0.0, False))] for pair, *values in zip(*columns, strict=True)]
+    numbers = batch.numbers_N[starts].tolist()
+    sums = np.add.reduceat(log_likelihoods_N, starts).tolist()
+    greedy = np.logical_and.reduceat(greedy_N, starts).tolist()
+    last_tokens: dict[int, tuple[float, bool]] = {}
+    for copy in np.flatnonzero(batch.is_last_N):
+        last_tokens[int(batch.numbers_N[copy])] = float(log_likelihoods_N[copy]), bool(greedy_N[copy])
+    return [
+        [pair, total, all_greedy, *last_tokens.get(pair, (0.0, False))]
+        for pair, total, all_greedy in zip(numbers, sums, greedy, strict=True)
+    ]
 
 
 def masked_batches(
@@ -148,9 +159,9 @@ def _masked_group(
     texts_KT = np.full((len(pairs), length + SPECIAL), separator, np.int64)
     texts_KT[:, 0] = first
     for number, (context, continuation) in enumerate(pairs):
-        kept = length - len(continuation)
-        texts_KT[number, 1 : 1 + kept] = list(context)[len(context) - kept :]
-        texts_KT[number, 1 + kept : 1 + length] = continuation
+        context_length = length - len(continuation)
+        texts_KT[number, 1 : 1 + context_length] = list(context)[len(context) - context_length :]
+        texts_KT[number, 1 + context_length : 1 + length] = continuation
     counts = np.array([len(continuation) for _, continuation in pairs], np.int64)
     rows_N = np.repeat(np.arange(len(pairs)), counts)
     from_end_N = np.repeat(np.cumsum(counts), counts) - np.arange(len(rows_N))
@@ -167,17 +178,16 @@ def _masked_group(
 
 
 def _join(results: Numbered, pairs: Sequence[Pair]) -> list[Score]:
-    """The score of each pair, from the parts of it that different batches have."""
+    """The score of each pair, from the partial scores of all batches."""
     sums, last = np.zeros(len(pairs)), np.zeros(len(pairs))
     greedy, last_greedy = np.ones(len(pairs), bool), np.zeros(len(pairs), bool)
-    for _, parts in results:
-        for number, total, likeliest, own_last, own_greedy in parts:
-            sums[number] += total
-            greedy[number] &= likeliest
-            last[number] += own_last
-            last_greedy[number] |= own_greedy
-    found = zip(sums.tolist(), greedy.tolist(), last.tolist(), last_greedy.tolist(), pairs, strict=True)
+    for _, partial_scores in results:
+        for pair, total, all_greedy, last_value, is_last_greedy in partial_scores:
+            sums[pair] += total
+            greedy[pair] &= all_greedy
+            last[pair] += last_value
+            last_greedy[pair] |= is_last_greedy
     return [
-        Score(total, len(continuation), likeliest, own_last, own_greedy)
-        for total, likeliest, own_last, own_greedy, (_, continuation) in found
+        Score(float(sums[pair]), len(continuation), bool(greedy[pair]), float(last[pair]), bool(last_greedy[pair]))
+        for pair, (_, continuation) in enumerate(pairs)
     ]

@@ -1,4 +1,9 @@
-"""The Scorer of every torch net."""
+"""The Scorer of every torch net for the next token; masked_scorer_torch.py has that of masked nets.
+
+`score_tokens` scores (context, continuation) pairs, packed by packing.py; tasks with choices use it. `sum_losses`
+slides windows over a token store, for perplexity; `sum_answer_losses` reads conversations. All of them compute with
+`token_log_likelihoods`. While the device computes a batch, the host prepares the next one.
+"""
 
 from __future__ import annotations
 
@@ -110,14 +115,16 @@ class TorchScorer(TextScorer):
 
             def compute() -> Numbered:
                 scores: dict[int, Score] = {}
-                queued: Callable[[], dict[int, Score]] = dict
+                wait_for_scores: Callable[[], dict[int, Score]] = dict
                 for number, packed in enumerate(batches):
-                    before, queued = queued, self._score_rows(packed) if self.share.is_mine(number) else dict
-                    scores |= before()  # while the device computes the next batch
-                    texts = sum(len(pairs) for row in packed for tree in row for pairs in tree.branches.values())
-                    bar.advance(sum(tree.tokens for row in packed for tree in row), texts)
-                scores |= queued()
-                return [(number, list(vars(score).values())) for number, score in scores.items()]
+                    wait_for_previous = wait_for_scores
+                    wait_for_scores = self._score_rows(packed) if self.share.is_mine(number) else dict
+                    scores |= wait_for_previous()  # while the device computes this batch
+                    batch_trees = [tree for row in packed for tree in row]
+                    texts = sum(len(pairs) for tree in batch_trees for pairs in tree.branches.values())
+                    bar.advance(sum(tree.tokens for tree in batch_trees), texts)
+                scores |= wait_for_scores()
+                return [(pair, list(vars(score).values())) for pair, score in scores.items()]
 
             return [Score(*values) for _, values in self.share.gather(compute)]
 
@@ -127,13 +134,13 @@ class TorchScorer(TextScorer):
         check_ids(int(ids.min(initial=0)), int(ids.max(initial=0)), self.vocab, self.checkpoint.folder)
 
     def _score_rows(self, packed: list[list[Tree]]) -> Callable[[], dict[int, Score]]:
-        """Queue a batch; what is returned waits for it and gives the scores by the number of the pair."""
+        """Queue a batch on the device; return a function that waits for its scores, by the number of the pair."""
         rows = fill_rows(packed, self.tokenizer.end)
         cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
-        found = token_log_likelihoods(
+        wait_for_result = token_log_likelihoods(
             self.net, rows.ids_NT, rows.places_M, rows.labels_M, self.dtype, cache=cache, greedy=True
         )
-        return lambda: _scores_of(rows, *found())
+        return lambda: _scores_of(rows, *wait_for_result())
 
     def sum_losses(
         self,
@@ -146,27 +153,27 @@ class TorchScorer(TextScorer):
         sample: int | None = None,
         seed: int = 0,
     ) -> StoreLoss:
-        """Sum the loss of every token of a store once; see Scorer."""
+        """Sum the loss of every token of a store once; see Scorer. window_batches says which window predicts what."""
         end = self.tokenizer.end
-        first = end if predict_first else None
-        chosen = _sample_windows(count_windows(store, length=length, stride=stride, first_input=first), sample, seed)
-        starts = range(0, len(chosen), self.batch)
-        own = [number for number in range(len(starts)) if self.share.is_mine(number)]
-        windows = [chosen[starts[number] : starts[number] + self.batch] for number in own]
+        first_input = end if predict_first else None
+        count = count_windows(store, length=length, stride=stride, first_input=first_input)
+        windows = _sample_windows(count, sample, seed)
+        own_batches = [number for number in range(-(-len(windows) // self.batch)) if self.share.is_mine(number)]
+        own_windows = [windows[number * self.batch : (number + 1) * self.batch] for number in own_batches]
         batches = window_batches(
-            store, length=length, stride=stride, batch=self.batch, first_input=first,
-            samples=np.concatenate([chosen[:0], *windows]),
+            store, length=length, stride=stride, batch=self.batch, first_input=first_input,
+            samples=np.concatenate([windows[:0], *own_windows]),
         )  # fmt: skip
-        with progress("evaluate", total=len(chosen), unit="windows", second_unit="tokens") as bar:
+        with progress("evaluate", total=len(windows), unit="windows", second_unit="tokens") as bar:
 
             def compute() -> Numbered:
                 results: Numbered = []
-                for number, batch in zip(own, batches, strict=True):
+                for number, batch in zip(own_batches, batches, strict=True):
                     labels = np.where((batch.labels == end) & (not count_end), IGNORED, batch.labels)
                     # A short text does not fill its window, which can have tens of thousands of tokens.
                     used = 1 + int(np.flatnonzero((labels != IGNORED).any(0)).max(initial=0))
-                    found, counts, _ = self._score_labels(batch.inputs[:, :used], labels[:, :used], store.prefix)
-                    results.append((number, [(-found).tolist(), counts.tolist()]))
+                    sums, counts, _ = self._score_labels(batch.inputs[:, :used], labels[:, :used], store.prefix)
+                    results.append((number, [(-sums).tolist(), counts.tolist()]))
                     bar.advance(len(counts) * self.share.parts, int(counts.sum()))
                     self.share.ranks.report_progress()
                 return results
@@ -190,15 +197,17 @@ class TorchScorer(TextScorer):
                     samples = np.arange(begin, min(begin + self.batch, layout.samples_per_epoch), dtype=np.int64)
                     if self.share.is_mine(number):
                         arrays = layout.build_samples(samples)
-                        found, counts, likeliest = self._score_labels(
+                        sums, counts, likeliest = self._score_labels(
                             arrays.inputs, arrays.labels, store.prefix, greedy=True
                         )
-                        results.append((number, [-float(found.sum()), int(counts.sum()), likeliest]))
+                        results.append((number, [-float(sums.sum()), int(counts.sum()), likeliest]))
                     bar.advance(len(samples))
                 return results
 
             results = [result for _, result in self.share.gather(compute)]
-        loss, tokens, correct = (sum(result[number] for result in results) for number in range(3))
+        loss = sum(batch_loss for batch_loss, _, _ in results)
+        tokens = sum(batch_tokens for _, batch_tokens, _ in results)
+        correct = sum(batch_correct for _, _, batch_correct in results)
         return StoreLoss(loss, tokens, correct)
 
     def _score_labels(
@@ -211,22 +220,30 @@ class TorchScorer(TextScorer):
         if not counts.any():
             return np.zeros(len(counts)), counts, 0
         places_M = np.flatnonzero(has_loss_NT)
-        found_M, greedy_M = token_log_likelihoods(
+        wait_for_result = token_log_likelihoods(
             self.net, inputs.astype(np.int64), places_M, labels[has_loss_NT].astype(np.int64), self.dtype, greedy=greedy
-        )()
+        )
+        log_likelihoods_M, greedy_M = wait_for_result()
         sums: NDArray[np.float64] = np.zeros(len(counts))
-        np.add.at(sums, places_M // labels.shape[1], found_M)
+        np.add.at(sums, places_M // labels.shape[1], log_likelihoods_M)
         return sums, counts, int(greedy_M.sum())
 
 
-def _scores_of(rows: Rows, found_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> dict[int, Score]:
-    """The scores of a batch by the number of the pair."""
+def _scores_of(rows: Rows, log_likelihoods_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> dict[int, Score]:
+    """The scores of a batch by the number of the pair; equal pairs share a continuation, so they get equal scores."""
     starts = np.concatenate([[0], rows.ends[:-1]])
-    sums, greedy = np.add.reduceat(found_M, starts), np.logical_and.reduceat(greedy_M, starts)
     lasts = rows.ends - 1
-    columns = (sums, rows.ends - starts, greedy, found_M[lasts], greedy_M[lasts])
+    # One row for each continuation, one column for each field of Score.
+    columns = (
+        np.add.reduceat(log_likelihoods_M, starts),
+        rows.ends - starts,
+        np.logical_and.reduceat(greedy_M, starts),
+        log_likelihoods_M[lasts],
+        greedy_M[lasts],
+    )
+    values_by_continuation = zip(*(column.tolist() for column in columns), strict=True)
     scores: dict[int, Score] = {}
-    for pairs, values in zip(rows.pairs, zip(*(column.tolist() for column in columns), strict=True), strict=True):
+    for pairs, values in zip(rows.pairs, values_by_continuation, strict=True):
         scores |= dict.fromkeys(pairs, Score(*values))
     return scores
 

@@ -67,11 +67,11 @@ class TextScorer(ABC):
         for begin in range(0, len(pairs), ENCODED_TEXTS):
             block = [_move_spaces(*pair) for pair in pairs[begin : begin + ENCODED_TEXTS]]
             contexts = list(dict.fromkeys(context for context, _ in block))
-            both = self.tokenizer.encode_many([context + continuation for context, continuation in block])
-            known = dict(zip(contexts, self.tokenizer.encode_many(contexts), strict=True))
-            for (context, _), ids in zip(block, both, strict=True):
-                before = known[context]
-                encoded.append((before.tolist(), ids[len(before) :].tolist()))
+            whole_texts = self.tokenizer.encode_many([context + continuation for context, continuation in block])
+            ids_by_context = dict(zip(contexts, self.tokenizer.encode_many(contexts), strict=True))
+            for (context, _), ids in zip(block, whole_texts, strict=True):
+                context_ids = ids_by_context[context]
+                encoded.append((context_ids.tolist(), ids[len(context_ids) :].tolist()))
         return encoded
 
     def check_lengths(self, pairs: Sequence[Pair]) -> None:
@@ -85,9 +85,9 @@ class TextScorer(ABC):
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """Spaces at the end of the context belong to the first token of the continuation."""
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
+    """Spaces at the end of the context belong to the first token of the continuation: ("A: ", "b") -> ("A:", " b")."""
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
 
 
 def check_ids(lowest: int, highest: int, vocab: int, where: Path) -> None:

@@ -1,5 +1,16 @@
-"""Log-probabilities of single tokens from a torch net. Shapes in names: N rows, T tokens, M predicted tokens,
-U places that predict, S all places, E width, V vocabulary."""
+"""Log-probabilities of single tokens from a torch net: the forward pass of all scorers.
+
+A scorer gives the inputs, the labels and, for each label, the place that predicts it (an index into the flat inputs):
+
+    ids_NT    [[5, 6, 7, 8]]
+    places_M  [2, 3, 2]         two labels are predicted at the same place: after 7
+    labels_M  [8, 9, 3]         -> log p(8 | 5 6 7), log p(9 | 5 6 7 8), log p(3 | 5 6 7)
+
+Only these places get logits, a block at a time, since all logits of a batch would take gigabytes.
+
+Shapes in names: N rows, T tokens, M predicted tokens, U distinct places that predict, S all places (N x T), E width,
+V vocabulary, R rows of one block of logits.
+"""
 
 from __future__ import annotations
 
@@ -40,65 +51,66 @@ def token_log_likelihoods(
     cache: Cache | None = None,
     greedy: bool = False,
 ) -> Callable[[], Result]:
-    """Queue the work on the device; calling what is returned waits for it. Without `greedy` the second part is empty.
+    """Queue the work on the device and return a function that waits for the result.
 
-    `places_M` are indices into the flat `ids_NT`: the token after which a label is predicted. Only these places get
-    logits, block by block.
+    Without `greedy`, the second array of the result is empty, unless a kernel computes it anyway.
     """
     device = net.head.device
     with autocast(device, precision):
         hidden_NTE = net(copy_to_device(ids_NT, device), cache=cache)
         hidden_SE = hidden_NTE.flatten(0, 1)
-        if (fused := find_kernel(net)) is not None:
-            return _with_kernel(net, hidden_SE, places_M, labels_M, precision, fused)
-        found = _with_torch(net, hidden_SE, places_M, labels_M, greedy)
-        return lambda: found
+        if (kernels := find_kernel(net)) is not None:
+            return _with_kernel(net, hidden_SE, places_M, labels_M, precision, kernels)
+        result = _with_torch(net, hidden_SE, places_M, labels_M, greedy)
+        return lambda: result
 
 
 def find_kernel(net: BaseNet) -> Any:
     """The kernel, for a net on a GPU that has all rows of the head and no cap of its logits; None: `net.logits`
     computes them."""
-    whole = len(net.head) >= net.shape.vocab
-    return load_kernels(KERNELS) if net.head.is_cuda and whole and not net.logit_softcap else None
+    has_all_rows = len(net.head) >= net.shape.vocab
+    return load_kernels(KERNELS) if net.head.is_cuda and has_all_rows and not net.logit_softcap else None
 
 
 def _with_kernel(
     net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], precision: torch.dtype,
-    fused: Any,
+    kernels: Any,
 ) -> Callable[[], Result]:  # fmt: skip
     """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
     places, labels = (copy_to_device(array, hidden_SE.device) for array in (places_M, labels_M))
-    rows, found = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab), list[tuple[Tensor, Tensor]]()
+    block_rows = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab)
     head_VE, bias_V = net.head.to(precision), None if net.head_bias is None else net.head_bias.to(precision)
-    for start in range(0, len(places), rows):
-        x_RE = net.head_input(hidden_SE[places[start : start + rows]])
+    blocks: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, len(places), block_rows):
+        block = slice(start, start + block_rows)
+        x_RE = net.head_input(hidden_SE[places[block]])
         logits_RV = F.linear(x_RE.to(precision), head_VE, bias_V)
-        found.append(fused.cross_entropy_and_correct(logits_RV, labels[start : start + rows], net.shape.vocab))
-    losses, correct = (PendingCopy(torch.cat(parts)) for parts in zip(*found, strict=True))
+        blocks.append(kernels.cross_entropy_and_correct(logits_RV, labels[block], net.shape.vocab))
+    losses, correct = (PendingCopy(torch.cat(tensors)) for tensors in zip(*blocks, strict=True))
     return lambda: (-losses.array().astype(np.float64), correct.array().astype(np.bool_))
 
 
 def _with_torch(
     net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], greedy: bool
 ) -> Result:
-    """Logits of each place once, block by block."""
+    """Logits of each distinct place once, block by block; the labels are sorted by place, and unsorted at the end."""
     device = hidden_SE.device
-    places_U, where_M = np.unique(places_M, return_inverse=True)
-    order = np.argsort(where_M, kind="stable")
-    where, labels = (torch.from_numpy(array[order]).to(device) for array in (where_M, labels_M))
-    found: list[Tensor] = []
-    likeliest: list[Tensor] = []
-    rows = max(1, MAX_LOGITS // net.shape.padded_vocab)
+    places_U, index_M = np.unique(places_M, return_inverse=True)  # index_M: which of places_U predicts a label
+    order_M = np.argsort(index_M, kind="stable")
+    indices, labels = (torch.from_numpy(array[order_M]).to(device) for array in (index_M, labels_M))
     hidden_UE = hidden_SE[torch.from_numpy(places_U).to(device)]
-    bounds = np.searchsorted(where_M[order], np.arange(0, len(places_U) + rows, rows))
-    for begin, (first, last) in enumerate(itertools.pairwise(bounds)):
-        start = begin * rows
-        logits_UV = net.logits(hidden_UE[start : start + rows]).float()
-        at, label = where[first:last] - start, labels[first:last]
-        found.append(logits_UV[at, label] - logits_UV.logsumexp(-1)[at])
+    block_rows = max(1, MAX_LOGITS // net.shape.padded_vocab)
+    label_bounds = np.searchsorted(index_M[order_M], np.arange(0, len(places_U) + block_rows, block_rows))
+    log_likelihoods: list[Tensor] = []
+    is_likeliest: list[Tensor] = []
+    for block, (begin, end) in enumerate(itertools.pairwise(label_bounds)):
+        start = block * block_rows
+        logits_RV = net.logits(hidden_UE[start : start + block_rows]).float()
+        row, label = indices[begin:end] - start, labels[begin:end]
+        log_likelihoods.append(logits_RV[row, label] - logits_RV.logsumexp(-1)[row])
         if greedy:
-            likeliest.append(logits_UV.argmax(-1)[at] == label)
-    back = np.argsort(order, kind="stable")
-    log_likelihoods_M = torch.cat(found).double().cpu().numpy()[back]
-    greedy_M = torch.cat(likeliest).cpu().numpy()[back] if greedy else np.zeros(0, np.bool_)
+            is_likeliest.append(logits_RV.argmax(-1)[row] == label)
+    unsort_M = np.argsort(order_M, kind="stable")
+    log_likelihoods_M = torch.cat(log_likelihoods).double().cpu().numpy()[unsort_M]
+    greedy_M = torch.cat(is_likeliest).cpu().numpy()[unsort_M] if greedy else np.zeros(0, np.bool_)
     return log_likelihoods_M, greedy_M
