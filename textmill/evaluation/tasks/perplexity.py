@@ -1,14 +1,24 @@
 """Perplexity and bits per byte of a split or a text, or loss and accuracy of a chat model's answers, next to two
-baselines."""
+baselines.
+
+Every token is predicted exactly once, in sliding windows. With evaluate.window=4 and evaluate.stride=2, the tokens
+a b c d e f g h are read in three windows, and only the tokens in capitals count there:
+
+    A B C D
+        c d E F          c and d are context: the first window has predicted them
+            e f G H
+
+A smaller stride gives tokens more context and takes more time; the default is a stride of one window. The perplexity
+is exp(summed loss / tokens); per word and per byte the same sum is divided by the words and bytes of the text.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 
-from textmill.config import EvaluateConfig, RunConfig
+from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.baselines import count, sum_losses
 from textmill.evaluation.checks import warn_if_untrained
@@ -23,7 +33,7 @@ from textmill.evaluation.metrics import (
 )
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
 from textmill.evaluation.statistics import mean_loss_interval
-from textmill.evaluation.task import Result, Scorer, StoreLoss
+from textmill.evaluation.task import Result, Scorer
 from textmill.tokens.store import TokenStore
 
 ROWS = ("model", "unigram", "bigram")
@@ -59,58 +69,53 @@ def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
         raise TextmillError(
             f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it"
         )
-    found = [
+    store_losses = [
         scorer.sum_losses(
             store, length=window, stride=stride, predict_first=settings.first_token != "context",
             count_end=settings.count_end is not False, sample=settings.sample, seed=settings.seed,
         )
         for store in tokens.stores
     ]  # fmt: skip
-    counted, loss = sum(one.tokens for one in found), sum(one.loss for one in found)
-    if not counted:
+    predicted = sum(measured.tokens for measured in store_losses)
+    if not predicted:
         raise TextmillError(f"{tokens.stores[0].prefix}: has no token to predict; give it more text")
-    counts = {**tokens.counts, "tokens": counted if settings.sample is None else tokens.counts["tokens"]}
-    return {
-        **_origin(settings), **counts, "window": window, "stride": stride, **_sampled(found, counted, settings),
-        **({"first_token": settings.first_token} if settings.first_token else {}),
-        **({"count_end": settings.count_end} if settings.count_end is not None else {}),
-        "precision": scorer.precision, "device": scorer.device, **tokens.facts,
-        "model": compute_metrics(loss / counted * counts["tokens"], counts, str(scorer.checkpoint.folder)),
-        "intervals": {name: list(ends) for name, ends in metric_intervals(_interval(found), counts).items()},
-    }  # fmt: skip
-
-
-def _origin(settings: EvaluateConfig) -> dict[str, Any]:
-    return {} if settings.text else {"split": settings.split}
-
-
-def _sampled(found: list[StoreLoss], counted: int, settings: EvaluateConfig) -> dict[str, Any]:
-    if settings.sample is None:
-        return {}
-    return {"sample": {"windows": sum(len(one.window_losses) for one in found), "tokens": counted,
-                       "seed": settings.seed}}  # fmt: skip
-
-
-def _interval(found: list[StoreLoss]) -> tuple[float, float] | None:
-    losses = [loss for one in found for loss in one.window_losses]
-    return mean_loss_interval(losses, [tokens for one in found for tokens in one.window_tokens])
+    mean_loss = sum(measured.loss for measured in store_losses) / predicted
+    window_losses = [loss for measured in store_losses for loss in measured.window_losses]
+    window_tokens = [count for measured in store_losses for count in measured.window_tokens]
+    # The mean loss of sampled windows stands for that of all tokens.
+    counts = {**tokens.counts, "tokens": predicted if settings.sample is None else tokens.counts["tokens"]}
+    intervals = metric_intervals(mean_loss_interval(window_losses, window_tokens), counts)
+    result: Result = {} if settings.text else {"split": settings.split}
+    result |= {**counts, "window": window, "stride": stride}
+    if settings.sample is not None:
+        result["sample"] = {"windows": len(window_losses), "tokens": predicted, "seed": settings.seed}
+    if settings.first_token:
+        result["first_token"] = settings.first_token
+    if settings.count_end is not None:
+        result["count_end"] = settings.count_end
+    result |= {"precision": scorer.precision, "device": scorer.device, **tokens.facts}
+    result["model"] = compute_metrics(mean_loss * counts["tokens"], counts, str(scorer.checkpoint.folder))
+    result["intervals"] = {name: list(ends) for name, ends in intervals.items()}
+    return result
 
 
 def _measure_answers(scorer: Scorer, config: RunConfig, tokens: SplitTokens, window: int) -> Result:
     """Loss and accuracy of the assistant's tokens: what the user says is given, the model need not predict it."""
     truncate = config.train.chat.truncate
-    found = [scorer.sum_answer_losses(store, length=window, truncate=truncate) for store in tokens.stores]
-    counted = sum(one.tokens for one in found)
-    if not counted:
+    store_losses = [scorer.sum_answer_losses(store, length=window, truncate=truncate) for store in tokens.stores]
+    predicted = sum(measured.tokens for measured in store_losses)
+    if not predicted:
         raise TextmillError(
             f"{config.folder_of('tokens')}: the {config.evaluate.split} split has no assistant tokens in windows of "
             f"{window} tokens; raise train.length, or measure another split (evaluate.split)"
         )
-    model = compute_metrics(sum(one.loss for one in found), {"tokens": counted}, str(scorer.checkpoint.folder))
+    loss = sum(measured.loss for measured in store_losses)
+    correct = sum(measured.correct for measured in store_losses)
+    metrics = compute_metrics(loss, {"tokens": predicted}, str(scorer.checkpoint.folder))
     return {
-        "split": config.evaluate.split, "documents": tokens.counts["documents"], "tokens": counted, "window": window,
+        "split": config.evaluate.split, "documents": tokens.counts["documents"], "tokens": predicted, "window": window,
         "truncate": truncate, "precision": scorer.precision, "device": scorer.device,
-        "model": {**model, "accuracy": sum(one.correct for one in found) / counted},
+        "model": {**metrics, "accuracy": correct / predicted},
     }  # fmt: skip
 
 
@@ -133,12 +138,13 @@ def result_name(config: RunConfig) -> str:
 
 
 def _measure_baselines(tokens: SplitTokens, first: int, answers_only: bool = False) -> Result:
-    seen = count(*tokens.train, vocab=tokens.vocab, first=first, answers_only=answers_only)
-    losses = sum_losses(seen, *tokens.stores, first=first, answers_only=answers_only)
+    """A unigram and a bigram model, counted on the train split; `first` is the token before the first one."""
+    ngrams = count(*tokens.train, vocab=tokens.vocab, first=first, answers_only=answers_only)
+    losses = sum_losses(ngrams, *tokens.stores, first=first, answers_only=answers_only)
     counts = {"tokens": _count_answers(tokens.stores)} if answers_only else tokens.counts
     metrics = {name: compute_metrics(loss, counts, f"the {name}") for name, loss in losses.items()}
-    trained = _count_answers(tokens.train) if answers_only else sum(store.tokens for store in tokens.train)
-    return {**metrics, "counted": seen.counted, "train_tokens": trained}
+    train_tokens = _count_answers(tokens.train) if answers_only else sum(store.tokens for store in tokens.train)
+    return {**metrics, "counted": ngrams.counted, "train_tokens": train_tokens}
 
 
 def _count_answers(stores: list[TokenStore]) -> int:

@@ -1,4 +1,9 @@
-"""WikiText, or any text file, in the protocols that published figures use."""
+"""WikiText, or any text file, in the protocols that published figures use.
+
+The protocols differ in what is one text, in the windows and in what is counted, so their perplexities of the same
+model differ too. lm-eval reads each article alone in windows that do not overlap; Megatron-LM and transformers read the
+file as one text with overlapping windows, and do not predict its first token.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,14 @@ from textmill.evaluation.wikitext_text import count_spaced_words, count_words, d
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the text is cut, read and counted."""
+    """How the text is divided, read and counted."""
 
     articles: bool
+    """Whether each article is read alone; else the file is one text."""
     detokenize: bool
+    """Whether the text is detokenised first: "1 @,@ 234" becomes "1,234"."""
     stride: int | None
+    """None: as long as the window."""
     first_token: Literal["predicted", "context"]
     shorter: int = 0
     """transformers counts the token after which nothing is predicted as part of the window."""
@@ -38,35 +46,40 @@ PROTOCOLS = {
 
 def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
-    data, settings, own = open_data_file(entry), config.evaluate, config.evaluate.wikitext
-    protocol = PROTOCOLS[own.protocol]
-    articles = protocol.articles if own.articles is None else own.articles
-    undone = protocol.detokenize if own.detokenize is None else own.detokenize
-    first = settings.first_token or ("predicted" if articles else protocol.first_token)
-    if articles and first == "context":
+    data, settings, wikitext = open_data_file(entry), config.evaluate, config.evaluate.wikitext
+    protocol = PROTOCOLS[wikitext.protocol]
+    articles = protocol.articles if wikitext.articles is None else wikitext.articles
+    detokenized = protocol.detokenize if wikitext.detokenize is None else wikitext.detokenize
+    first_token = settings.first_token or ("predicted" if articles else protocol.first_token)
+    if articles and first_token == "context":
         raise TextmillError(
             "evaluate.first_token: articles that are read alone have their first token predicted; set "
             "evaluate.wikitext.articles=false too"
         )
     original = _read(data)
-    parts = split_articles(original) if articles else [original]
-    texts = [detokenize(part) if undone else part for part in parts]
+    originals = split_articles(original) if articles else [original]
+    texts = [detokenize(text) for text in originals] if detokenized else originals
     window, stride = _window(scorer, settings, protocol)
     score = _score_articles if articles else _score_stream
-    found, tokens = score(scorer, texts, settings, window, stride, first == "predicted")
-    words = sum(map(count_words, parts)) if articles else count_spaced_words(original)
+    measured, tokens = score(scorer, texts, settings, window, stride, first_token == "predicted")
+    # Words and bytes are those before detokenising, as in published figures.
+    words = sum(map(count_words, originals)) if articles else count_spaced_words(original)
     counts = {"tokens": tokens, "words": words, "bytes": len(original.encode())}
-    metrics = compute_metrics(found.loss / found.tokens * tokens, counts, str(scorer.checkpoint.folder))
+    # With evaluate.sample, the mean loss of the sample stands for that of all tokens.
+    mean_loss = measured.loss / measured.tokens
+    metrics = compute_metrics(mean_loss * tokens, counts, str(scorer.checkpoint.folder))
+    if articles:
+        words_are = "separated by white space, before detokenising"
+    else:
+        words_are = "separated by single spaces, before detokenising, without the first"
     card = {
-        **data.card, "protocol": own.protocol, "detokenised": undone, "articles": articles,
-        "window": window + protocol.shorter, "stride": stride, "first_token": first,
-        "count_end": bool(settings.count_end), "examples": len(found.window_losses), **counts,
-        "counted": found.tokens, **({"seed": settings.seed} if settings.sample else {}),
-        "words_are": "separated by white space, before detokenising" if articles
-        else "separated by single spaces, before detokenising, without the first",
-        "interval": f"95%, of {'articles' if articles else 'windows'}",
+        **data.card, "protocol": wikitext.protocol, "detokenised": detokenized, "articles": articles,
+        "window": window + protocol.shorter, "stride": stride, "first_token": first_token,
+        "count_end": bool(settings.count_end), "examples": len(measured.window_losses), **counts,
+        "counted": measured.tokens, **({"seed": settings.seed} if settings.sample else {}),
+        "words_are": words_are, "interval": f"95%, of {'articles' if articles else 'windows'}",
     }  # fmt: skip
-    interval = mean_loss_interval(found.window_losses, found.window_tokens)
+    interval = mean_loss_interval(measured.window_losses, measured.window_tokens)
     return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
 
 
@@ -104,10 +117,10 @@ def _score_stream(
 ) -> tuple[StoreLoss, int]:
     """The file as one text, and how many tokens it has to predict."""
     with temporary_store(texts, scorer.tokenizer, append_end=bool(settings.count_end)) as store:
-        found = scorer.sum_losses(
+        measured = scorer.sum_losses(
             store, length=window, stride=stride, predict_first=predict_first, sample=settings.sample, seed=settings.seed
         )
-        return found, store.tokens - (not predict_first)
+        return measured, store.tokens if predict_first else store.tokens - 1
 
 
 def _score_articles(
@@ -116,28 +129,33 @@ def _score_articles(
     """Every article alone, and how many tokens they have; the first token of each is predicted from an end-of-text
     token."""
     end = [scorer.tokenizer.end] if settings.count_end else []
-    every = [[*ids.tolist(), *end] for ids in scorer.tokenizer.encode_many(texts)]
+    articles = [[*ids.tolist(), *end] for ids in scorer.tokenizer.encode_many(texts)]
     pairs: list[Pair] = []
-    articles: list[int] = []
-    for number, ids in enumerate(sample(every, settings)):
-        own = list(rolling_pairs(ids, scorer.tokenizer.end, window, min(stride, window)))
-        pairs += own
-        articles += [number] * len(own)
-    losses, tokens = [0.0] * len(every), [0] * len(every)
-    for number, score in zip(articles, scorer.score_tokens(pairs), strict=True):
+    article_of_pair: list[int] = []
+    for number, ids in enumerate(sample(articles, settings)):
+        article_pairs = list(rolling_pairs(ids, scorer.tokenizer.end, window, min(stride, window)))
+        pairs += article_pairs
+        article_of_pair += [number] * len(article_pairs)
+    losses, tokens = [0.0] * len(articles), [0] * len(articles)
+    for number, score in zip(article_of_pair, scorer.score_tokens(pairs), strict=True):
         losses[number] -= score.log_likelihood
         tokens[number] += score.tokens
-    used = articles[-1] + 1
-    return StoreLoss(math.fsum(losses), sum(tokens), 0, losses[:used], tokens[:used]), sum(map(len, every))
+    sampled = article_of_pair[-1] + 1
+    measured = StoreLoss(math.fsum(losses), sum(tokens), 0, losses[:sampled], tokens[:sampled])
+    return measured, sum(map(len, articles))
 
 
 def rolling_pairs(ids: list[int], first: int, window: int, stride: int) -> Iterator[Pair]:
     """A text as contexts and continuations that predict each token once: a first window, then `stride` tokens at a
-    time, each time with as much context as fits into the window. The last one is no shorter than the others."""
+    time, each time with as much context as fits into the window.
+
+    ids 1 to 6, first 0, window 4, stride 2: ([0], [1, 2, 3, 4]), then ([2, 3, 4], [5, 6]).
+    """
     text: list[int] = [first, *ids]
-    done = 0
-    while done < len(ids):
-        count = min(len(ids) - done, stride if done else window)
-        done += count
-        start = max(0, done - window)
-        yield text[start : done + 1 - count], text[done + 1 - count : done + 1]
+    predicted = 0
+    while predicted < len(ids):
+        count = min(len(ids) - predicted, stride if predicted else window)
+        predicted += count
+        start = max(0, predicted - window)
+        split = predicted + 1 - count
+        yield text[start:split], text[split : predicted + 1]
