@@ -26,7 +26,7 @@ from textmill.where import open_where
 
 MAX_NEW_TOKENS = 256
 """lm-eval's own limit for tasks that set none."""
-FORKS_NOTHING = "DISABLE_MULTIPROC"
+DISABLE_MULTIPROCESSING = "DISABLE_MULTIPROC"
 """The variable with which lm-eval computes in this process only."""
 BOOTSTRAPS = 100
 """Resamplings for the error of metrics that are no means."""
@@ -53,13 +53,13 @@ class ScorerLM(LM):  # type: ignore[misc]
         """Score texts of any length, in windows of the model's positions."""
         tokenizer, window = self.scorer.tokenizer, self.scorer.positions
         pairs: list[Pair] = []
-        texts: list[int] = []
+        text_of_pair: list[int] = []
         for number, ids in enumerate(tokenizer.encode_many([request.args[0] for request in requests])):
-            own = list(rolling_pairs(ids.tolist(), tokenizer.end, window, window))
-            pairs += own
-            texts += [number] * len(own)
+            text_pairs = list(rolling_pairs(ids.tolist(), tokenizer.end, window, window))
+            pairs += text_pairs
+            text_of_pair += [number] * len(text_pairs)
         sums = [0.0] * len(requests)
-        for number, score in zip(texts, self.scorer.score_tokens(pairs), strict=True):
+        for number, score in zip(text_of_pair, self.scorer.score_tokens(pairs), strict=True):
             sums[number] += score.log_likelihood
         return sums
 
@@ -86,14 +86,14 @@ def open_lm(where: str, settings: Sequence[str] = ()) -> ScorerLM:
 @contextmanager
 def _one_process() -> Iterator[None]:
     """Keep lm-eval from forking workers for its resamplings: a fork of a process with torch's threads can hang."""
-    before = os.environ.get(FORKS_NOTHING)
-    os.environ[FORKS_NOTHING] = "1"
+    previous = os.environ.get(DISABLE_MULTIPROCESSING)
+    os.environ[DISABLE_MULTIPROCESSING] = "1"
     try:
         yield
     finally:
-        del os.environ[FORKS_NOTHING]
-        if before is not None:
-            os.environ[FORKS_NOTHING] = before
+        del os.environ[DISABLE_MULTIPROCESSING]
+        if previous is not None:
+            os.environ[DISABLE_MULTIPROCESSING] = previous
 
 
 def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measured:
@@ -102,7 +102,7 @@ def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measure
         raise TextmillError("evaluate.tasks: lm-eval needs a task; write lm-eval:NAME")
     manager, tasks = _load(entry.file)
     with _one_process():
-        found = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             model=ScorerLM(scorer),
             tasks=tasks,
             task_manager=manager,
@@ -110,41 +110,55 @@ def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measure
             bootstrap_iters=BOOTSTRAPS,
             log_samples=False,
         )
-    metrics: dict[str, float | None] = {}
-    intervals: dict[str, tuple[float, float]] = {}
-    several = len(found["results"]) > 1
-    for task, values in found["results"].items():
-        for key, value in values.items():
-            name, _, rule = key.partition(",")
-            if not isinstance(value, int | float) or "_stderr" in name or not rule:
-                continue
-            label = f"{task}/{name}" if several else name
-            metrics[label + ("" if rule == "none" else f",{rule}")] = float(value)
-            if isinstance(error := values.get(f"{name}_stderr,{rule}"), int | float):
-                intervals[label] = (value - Z * error, value + Z * error)
+    metrics, intervals = _read_results(output["results"])
+    datasets = {_dataset_name(task_config) for task_config in output["configs"].values()}
+    sample_counts = output["n-samples"].values()
     card = {
-        "protocol": f"lm-eval {lm_eval.__version__}, task {', '.join(found['configs'])}",
-        "versions": str(found["versions"]), "examples_in_prompt": str(found["n-shot"]),
-        "data": ", ".join(sorted({_data_of(one) for one in found["configs"].values()})),
-        "examples": sum(one["effective"] for one in found["n-samples"].values()),
-        "of": sum(one["original"] for one in found["n-samples"].values()),
+        "protocol": f"lm-eval {lm_eval.__version__}, task {', '.join(output['configs'])}",
+        "versions": str(output["versions"]), "examples_in_prompt": str(output["n-shot"]),
+        "data": ", ".join(sorted(datasets)),
+        "examples": sum(counts["effective"] for counts in sample_counts),
+        "of": sum(counts["original"] for counts in sample_counts),
         "interval": "95%, normal, from lm-eval's standard error",
     }  # fmt: skip
     return Measured(metrics, card, intervals)
 
 
-def _data_of(task: dict[str, Any]) -> str:
-    return " ".join(str(task[key]) for key in ("dataset_path", "dataset_name") if task.get(key))
+def _read_results(
+    results: dict[str, dict[str, Any]],
+) -> tuple[dict[str, float | None], dict[str, tuple[float, float]]]:
+    """Metrics and intervals from lm-eval's keys, which are METRIC,FILTER and METRIC_stderr,FILTER.
+
+    {"lambada": {"acc,none": 0.4, "acc_stderr,none": 0.01}} -> {"acc": 0.4} and {"acc": (0.38, 0.42)}; the task's name
+    is put in front if there are several tasks.
+    """
+    metrics: dict[str, float | None] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            name, _, filter_name = key.partition(",")
+            if not isinstance(value, int | float) or "_stderr" in name or not filter_name:
+                continue
+            label = f"{task}/{name}" if len(results) > 1 else name
+            metrics[label if filter_name == "none" else f"{label},{filter_name}"] = float(value)
+            error = values.get(f"{name}_stderr,{filter_name}")
+            if isinstance(error, int | float):
+                intervals[label] = (value - Z * error, value + Z * error)
+    return metrics, intervals
+
+
+def _dataset_name(task_config: dict[str, Any]) -> str:
+    return " ".join(str(task_config[key]) for key in ("dataset_path", "dataset_name") if task_config.get(key))
 
 
 def _load(file: Path) -> tuple[Any, list[Any]]:
     """The tasks of a name and where they were found; loading reads their data."""
     name = file.name
-    own = str(file.parent) if file.parent != Path() else None
-    manager = TaskManager(include_path=own, include_defaults=own is None)
+    user_folder = str(file.parent) if file.parent != Path() else None
+    manager = TaskManager(include_path=user_folder, include_defaults=user_folder is None)
     if name not in manager.all_tasks:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-        advice = f"did you mean '{near[0]}'?" if near else "lm-eval ls tasks lists all"
+        similar = difflib.get_close_matches(name, manager.all_tasks, n=1)
+        advice = f"did you mean '{similar[0]}'?" if similar else "lm-eval ls tasks lists all"
         raise TextmillError(f"evaluate.tasks: lm-eval has no task '{name}'; {advice}")
     try:
         loaded = manager.load([name])
