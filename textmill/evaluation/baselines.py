@@ -61,17 +61,15 @@ class Counts:
         Witten-Bell: where n tokens, k of them different, follow `previous`, a part n / (n + k) goes to the bigram
         counts and k / (n + k) to the unigram, so unseen pairs get a probability too and the sum over all tokens is one.
         """
-        wanted = previous * self.vocab + tokens
-        places = np.searchsorted(self.pairs, wanted)
-        times = np.zeros(len(wanted))
-        found = places < len(self.pairs)
-        found[found] = self.pairs[places[found]] == wanted[found]
-        times[found] = self.pair_counts[places[found]]
-        followers, distinct, unigram = (
-            self.followers_V[previous],
-            self.distinct_followers_V[previous],
-            self.unigram(tokens),
-        )
+        pairs = previous * self.vocab + tokens
+        places = np.searchsorted(self.pairs, pairs)
+        is_seen = places < len(self.pairs)
+        is_seen[is_seen] = self.pairs[places[is_seen]] == pairs[is_seen]
+        times = np.zeros(len(pairs))
+        times[is_seen] = self.pair_counts[places[is_seen]]
+        followers = self.followers_V[previous]
+        distinct = self.distinct_followers_V[previous]
+        unigram = self.unigram(tokens)
         return np.where(followers > 0, (times + distinct * unigram) / np.maximum(followers + distinct, 1), unigram)
 
 
@@ -103,8 +101,8 @@ def sum_losses(counts: Counts, *stores: TokenStore, first: int, answers_only: bo
 
 
 def _blocks(store: TokenStore, vocab: int, first: int, end: int, answers_only: bool) -> Iterator[tuple[Ids, Ids]]:
-    """Tokens and the token before each, block by block; `first` is the token before the first."""
-    previous = first
+    """The token before each token and the tokens, block by block; `first` is the token before the first."""
+    last_token = first
     for begin in range(0, end, BLOCK):
         block: NDArray[Any] = store.ids[begin : min(begin + BLOCK, end)]
         tokens = block.astype(np.int64)
@@ -113,10 +111,10 @@ def _blocks(store: TokenStore, vocab: int, first: int, end: int, answers_only: b
                 f"{store.prefix}: token ids from {tokens.min()} to {tokens.max()} found, the vocabulary has {vocab:,}; "
                 f"write it again with: textmill tokenize WHERE --force"
             )
-        before = np.concatenate([[previous], tokens[:-1]])
+        previous_tokens = np.concatenate([[last_token], tokens[:-1]])
         if answers_only and store.loss_mask is not None:
-            answers = np.asarray(store.loss_mask[begin : begin + len(tokens)]) > 0
-            yield before[answers], tokens[answers]
+            is_answer = np.asarray(store.loss_mask[begin : begin + len(tokens)]) > 0
+            yield previous_tokens[is_answer], tokens[is_answer]
         else:
-            yield before, tokens
-        previous = int(tokens[-1])
+            yield previous_tokens, tokens
+        last_token = int(tokens[-1])

@@ -26,7 +26,11 @@ PSEUDO = "scores are pseudo-log-likelihoods: each token is masked in turn and pr
 
 @dataclass(frozen=True)
 class Item:
-    """One question: the model's answer is the candidate with the highest likelihood."""
+    """One question: the model's answer is the candidate with the highest likelihood.
+
+    "The capital of Peru is" with Lima and Quito: pairs (("The capital of Peru is", " Lima"), ("The capital of Peru is",
+    " Quito")), texts ("Lima", "Quito"), answer 0.
+    """
 
     pairs: tuple[tuple[str, str], ...]
     """Context and continuation of each candidate."""
@@ -103,21 +107,21 @@ def accuracies(
     Of candidates with equal scores the first counts, as in lm-evaluation-harness.
     """
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
-    nats, octets, chance, begin = 0.0, 0, 0.0, 0
+    answer_loss, answer_bytes, chance, begin = 0.0, 0, 0.0, 0
     for item in items:
-        own = scores[begin : begin + len(item.pairs)]
-        begin += len(own)
-        likelihoods = np.array([score.log_likelihood for score in own])
+        item_scores = scores[begin : begin + len(item.pairs)]
+        begin += len(item_scores)
+        log_likelihoods = np.array([score.log_likelihood for score in item_scores])
         characters = np.array([len(text) for text in item.texts])
-        lengths = np.array([len(text.encode()) for text in item.texts])
-        right["acc"] += int(likelihoods.argmax() == item.answer)
-        right["acc_norm"] += int((likelihoods / characters).argmax() == item.answer)
-        right["acc_bytes"] += int((likelihoods / lengths).argmax() == item.answer)
-        nats -= own[item.answer].log_likelihood
-        octets += len(item.pairs[item.answer][1].strip().encode())
+        byte_counts = np.array([len(text.encode()) for text in item.texts])
+        right["acc"] += int(log_likelihoods.argmax() == item.answer)
+        right["acc_norm"] += int((log_likelihoods / characters).argmax() == item.answer)
+        right["acc_bytes"] += int((log_likelihoods / byte_counts).argmax() == item.answer)
+        answer_loss -= item_scores[item.answer].log_likelihood
+        answer_bytes += len(item.pairs[item.answer][1].strip().encode())
         chance += 1 / len(item.pairs)
     metrics: dict[str, float | None] = {name: count / len(items) for name, count in right.items()}
-    metrics |= {"chance": chance / len(items), "bits_per_byte": nats / math.log(2) / octets}
+    metrics |= {"chance": chance / len(items), "bits_per_byte": answer_loss / math.log(2) / answer_bytes}
     return metrics, {name: proportion_interval(count, len(items)) for name, count in right.items()}
 
 

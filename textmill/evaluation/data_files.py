@@ -67,21 +67,23 @@ def open_data_file(entry: TaskEntry, published: Sequence[Published] = ()) -> Dat
         raise TextmillError(f"evaluate.tasks: {entry.name} needs a file; write {entry.name}:FILE")
     if not path.is_file():
         raise TextmillError(f"{path}: no such file; evaluate.tasks names it for the task {entry.name}")
-    found = hash_file(path)
-    wanted = {"the task": entry.sha256} if entry.sha256 else {}
-    beside = path.with_name(f"{path.name}.sha256")
-    if beside.is_file() and (words := beside.read_text(encoding="utf-8", errors="replace").split()):
-        wanted[str(beside)] = words[0]
-    for one in published:
-        if one.bytes == path.stat().st_size:
-            wanted[f"the published {one.name}"] = one.sha256
-    for who, sha256 in wanted.items():
-        if sha256.lower() != found:
+    actual = hash_file(path)
+    expected = {"the task": entry.sha256} if entry.sha256 else {}
+    checksum_file = path.with_name(f"{path.name}.sha256")
+    if checksum_file.is_file():
+        words = checksum_file.read_text(encoding="utf-8", errors="replace").split()
+        if words:
+            expected[str(checksum_file)] = words[0]
+    for original in published:
+        if original.bytes == path.stat().st_size:
+            expected[f"the published {original.name}"] = original.sha256
+    for origin, sha256 in expected.items():
+        if sha256.lower() != actual:
             raise TextmillError(
-                f"{path}: its SHA-256 is {found[:12]}..., {who} has {sha256[:12]}...; the file is damaged or was "
+                f"{path}: its SHA-256 is {actual[:12]}..., {origin} has {sha256[:12]}...; the file is damaged or was "
                 "edited; get it again"
             )
-    return DataFile(path, found)
+    return DataFile(path, actual)
 
 
 def read_items(path: Path) -> Iterator[tuple[str, Record]]:
@@ -172,8 +174,10 @@ def text_of(record: Record, key: str, place: str) -> str:
     """A field that must be text."""
     value = record.get(key)
     if not isinstance(value, str):
-        found = f"the field '{key}' is {value!r}" if key in record else f"no field '{key}'; it has {', '.join(record)}"
-        raise TextmillError(f"{place}: {found}; this task reads text from '{key}'")
+        problem = (
+            f"the field '{key}' is {value!r}" if key in record else f"no field '{key}'; it has {', '.join(record)}"
+        )
+        raise TextmillError(f"{place}: {problem}; this task reads text from '{key}'")
     return value
 
 

@@ -61,8 +61,8 @@ class SequenceMeasure:
     def metrics(self) -> dict[str, float]:
         matrix = self.matrix
         by_class = {f"f1 of {name}": value for name, value in matrix.f1_by_class().items()}
-        found = {"accuracy": matrix.accuracy(), "macro_f1": matrix.macro_f1(), "matthews": matrix.matthews()}
-        return {**found, **by_class}
+        overall = {"accuracy": matrix.accuracy(), "macro_f1": matrix.macro_f1(), "matthews": matrix.matthews()}
+        return {**overall, **by_class}
 
 
 class WordMeasure:
@@ -73,15 +73,15 @@ class WordMeasure:
         self.matrix, self.entities = ConfusionMatrix(names), EntityCounts()
 
     def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
-        found = np.full(len(example.texts), self.numbers.get(OUTSIDE, 0), np.int64)
-        for sample, one in zip(samples, logits, strict=True):
+        predicted = np.full(len(example.texts), self.numbers.get(OUTSIDE, 0), np.int64)
+        for sample, sample_logits in zip(samples, logits, strict=True):
             assert sample.words is not None
-            starts = sample.words >= 0
-            found[sample.words[starts]] = one.argmax(1)[starts]
-        labels = [self.names[number] for number in found.tolist()]
+            is_first_token = sample.words >= 0
+            predicted[sample.words[is_first_token]] = sample_logits.argmax(1)[is_first_token]
+        labels = [self.names[number] for number in predicted.tolist()]
         row: Row = {"source": example.source, "place": example.place, "words": example.texts, "labels": labels}
         if example.labels is not None:
-            self.matrix.add([self.numbers[label] for label in example.labels], found)
+            self.matrix.add([self.numbers[label] for label in example.labels], predicted)
             self.entities.add(example.labels, labels)
             row["expected"] = example.labels
         return row

@@ -47,17 +47,19 @@ class Predictor:
 
         [1, classes] of a text, [tokens, classes] of words, [2, tokens] of answers."""
         while block := list(islice(examples, BLOCK)):
-            encoded = list(self.encoder.encode(block))
-            samples = [sample for some in encoded for sample in some]
-            logits: list[Logits | None] = [None] * len(samples)
-            order = sorted(range(len(samples)), key=lambda number: len(samples[number].ids))
-            for start in range(0, len(order), self.batch):
-                numbers = order[start : start + self.batch]
-                for number, found in zip(numbers, self._logits([samples[one] for one in numbers]), strict=True):
-                    logits[number] = found
-            done = iter(logits)
-            for example, some in zip(block, encoded, strict=True):
-                yield example, some, [found for found in islice(done, len(some)) if found is not None]
+            samples_by_example = list(self.encoder.encode(block))  # a long text has several samples
+            samples = [sample for example_samples in samples_by_example for sample in example_samples]
+            logits_by_sample: dict[int, Logits] = {}
+            by_length = sorted(range(len(samples)), key=lambda number: len(samples[number].ids))
+            for start in range(0, len(by_length), self.batch):
+                numbers = by_length[start : start + self.batch]
+                batch_logits = self._logits([samples[number] for number in numbers])
+                logits_by_sample.update(zip(numbers, batch_logits, strict=True))
+            first = 0
+            for example, example_samples in zip(block, samples_by_example, strict=True):
+                end = first + len(example_samples)
+                yield example, example_samples, [logits_by_sample[number] for number in range(first, end)]
+                first = end
 
     @torch.inference_mode()
     def _logits(self, samples: Sequence[Sample]) -> Iterator[Logits]:
@@ -76,10 +78,10 @@ class Predictor:
         with autocast(self.device, self.precision):
             states = self.net(ids, documents_NT=documents, types_NT=segments)
             logits = self.net.label_logits(states, positions, documents, None).float().cpu().numpy()
-        for one, count in zip(logits, counts.tolist(), strict=True):
-            found = one[:, :count] if self.task == ANSWERS else one[:count]
-            if not np.isfinite(found).all():
+        for padded, count in zip(logits, counts.tolist(), strict=True):
+            sample_logits = padded[:, :count] if self.task == ANSWERS else padded[:count]
+            if not np.isfinite(sample_logits).all():
                 raise TextmillError(
                     f"{self.where}: a prediction is not finite; the weights are damaged or training diverged"
                 )
-            yield found
+            yield sample_logits

@@ -23,11 +23,11 @@ def exact_match(answer: str, expected: str) -> float:
 
 def f1_score(answer: str, expected: str, *, version_2: bool) -> float:
     """F1 of the words of two answers; in version 2, an empty one equals only an empty one."""
-    found, wanted = normalize_answer(answer).split(), normalize_answer(expected).split()
-    if version_2 and not (found and wanted):
-        return float(found == wanted)
-    same = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * same / (len(found) + len(wanted)) if same else 0.0
+    answer_words, expected_words = normalize_answer(answer).split(), normalize_answer(expected).split()
+    if version_2 and not (answer_words and expected_words):
+        return float(answer_words == expected_words)
+    shared = sum((Counter(answer_words) & Counter(expected_words)).values())
+    return 2 * shared / (len(answer_words) + len(expected_words)) if shared else 0.0
 
 
 class AnswerScores:
@@ -41,20 +41,20 @@ class AnswerScores:
 
     def add(self, answer: str, expected: Sequence[str]) -> None:
         """Count the best score of an answer over all accepted ones; none accepted means that there is no answer."""
-        accepted = [text for text in expected if normalize_answer(text)] if self.version_2 else list(expected)
         has_answer = bool(expected)
-        wanted = accepted or [""]
+        accepted = [text for text in expected if normalize_answer(text)] if self.version_2 else list(expected)
+        accepted = accepted or [""]
         self.counts[has_answer] += 1
-        self.exact[has_answer] += max(exact_match(answer, one) for one in wanted)
-        self.f1[has_answer] += max(f1_score(answer, one, version_2=self.version_2) for one in wanted)
+        self.exact[has_answer] += max(exact_match(answer, text) for text in accepted)
+        self.f1[has_answer] += max(f1_score(answer, text, version_2=self.version_2) for text in accepted)
 
     def metrics(self) -> dict[str, float]:
         """Exact match and F1 in percent, as the official scripts print them."""
         total = max(1, sum(self.counts.values()))
-        found = {"exact_match": 100 * sum(self.exact.values()) / total, "f1": 100 * sum(self.f1.values()) / total}
+        metrics = {"exact_match": 100 * sum(self.exact.values()) / total, "f1": 100 * sum(self.f1.values()) / total}
         if self.version_2:
             for name, has_answer in (("has_answer", True), ("no_answer", False)):
                 count = max(1, self.counts[has_answer])
-                found[f"{name}_exact_match"] = 100 * self.exact[has_answer] / count
-                found[f"{name}_f1"] = 100 * self.f1[has_answer] / count
-        return found
+                metrics[f"{name}_exact_match"] = 100 * self.exact[has_answer] / count
+                metrics[f"{name}_f1"] = 100 * self.f1[has_answer] / count
+        return metrics

@@ -29,10 +29,10 @@ def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
 
 
 def _reader(entry: TaskEntry) -> ReadItem:
-    own = {key: value for key, value in entry.options.items() if key != "evaluate"}
+    templates = {key: value for key, value in entry.options.items() if key != "evaluate"}
 
     def read(record: Record, place: str) -> Item:
-        return _from_template(record, place, own) if own else read_item(record, place)
+        return _from_template(record, place, templates) if templates else read_item(record, place)
 
     return read
 
@@ -46,19 +46,19 @@ def read_item(record: Record, place: str) -> Item:
     return choice_item(text_of(record, "context", place), choices, record.get("answer"), place, str(delimiter))
 
 
-def _from_template(record: Record, place: str, own: Mapping[str, Any]) -> Item:
+def _from_template(record: Record, place: str, templates: Mapping[str, Any]) -> Item:
     """`context` is a template; `choices` a list of templates, or the name of a field with a list; `answer` the name of
     a field, or a number."""
-    choices, answer = own.get("choices", "choices"), own.get("answer", "answer")
+    choices, answer = templates.get("choices", "choices"), templates.get("answer", "answer")
     if isinstance(choices, str):
-        found = value_of(record, choices.strip("{}"), place)
-        if not isinstance(found, list):
-            raise TextmillError(f"{place}: the field '{choices}' is {found!r}; choices are a list of texts")
-        texts = [str(text) for text in found]
+        values = value_of(record, choices.strip("{}"), place)
+        if not isinstance(values, list):
+            raise TextmillError(f"{place}: the field '{choices}' is {values!r}; choices are a list of texts")
+        texts = [str(text) for text in values]
     elif isinstance(choices, list):
         texts = [fill_template(str(template), record, place) for template in choices]
     else:
         raise TextmillError(f"task: choices is {choices!r}; name a field, or give a list of templates")
-    right = value_of(record, answer.strip("{}"), place) if isinstance(answer, str) else answer
-    context = fill_template(str(own.get("context", "{context}")), record, place)
-    return choice_item(context, texts, right, place, str(own.get("delimiter", " ")))
+    right_answer = value_of(record, answer.strip("{}"), place) if isinstance(answer, str) else answer
+    context = fill_template(str(templates.get("context", "{context}")), record, place)
+    return choice_item(context, texts, right_answer, place, str(templates.get("delimiter", " ")))
