@@ -1,4 +1,8 @@
-"""Megatron-LM's checkpoints of a GPT-2: any tensor- and pipeline-parallel size, versions 0 to 3, padded vocabulary."""
+"""Megatron-LM's checkpoints of a GPT-2: any tensor- and pipeline-parallel size, versions 0 to 3, padded vocabulary.
+
+`write` cuts every weight into the slices of the ranks (`rank_tree`), `read` joins them again (`join_ranks`);
+megatron_layout.py has the names, and says which rank has which part of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,7 @@ from textmill.config import ExportConfig
 from textmill.conversion.formats.hf import read_hf_shape, text_files
 from textmill.conversion.megatron_layout import (
     COLUMNS,
-    MODULES,
     ORDERS,
-    OUTSIDE,
     QKV,
     ROWS,
     VOCABULARY,
@@ -27,6 +29,8 @@ from textmill.conversion.megatron_layout import (
     from_version_order,
     order_of,
     rank_folder,
+    to_gpt2_name,
+    to_megatron_name,
     to_version_order,
 )  # fmt: skip
 from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family, require_gelu
@@ -64,70 +68,71 @@ def check_parallel(shape: Any, config: ExportConfig) -> None:
     settings = config.megatron
     require_family(shape, "gpt2", "megatron")
     require_gelu(shape, "megatron")
-    for name, size, parts in (
+    for name, size, ranks in (
         ("heads", shape.heads, settings.tensor), ("inner", shape.inner, settings.tensor),
         ("layers", shape.layers, settings.pipeline),
     ):  # fmt: skip
-        if size % parts:
+        if size % ranks:
             key = "pipeline" if name == "layers" else "tensor"
-            raise TextmillError(f"export.megatron.{key}: {parts} does not divide the model's {size} {name}")
+            raise TextmillError(f"export.megatron.{key}: {ranks} does not divide the model's {size} {name}")
 
 
 def rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -> dict[str, Any]:
-    """What Megatron saves on one rank."""
+    """What Megatron saves on one rank: its slice of the weights, nested by module, and Megatron's arguments."""
     shape, settings = model.shape, config.megatron
-    stage, modern = shape.layers // settings.pipeline, settings.version in ("2.0", "3.0")
-    first, last = pipeline == 0, pipeline == settings.pipeline - 1
-    outside = {ours: theirs for theirs, ours in OUTSIDE.items()}
-    inside = {ours: theirs for theirs, ours in MODULES.items()}
+    stage_layers = shape.layers // settings.pipeline
+    is_new_version = settings.version in ("2.0", "3.0")
+    is_first_stage, is_last_stage = pipeline == 0, pipeline == settings.pipeline - 1
     embedding: dict[str, Any] = {}
     blocks: dict[str, Any] = {}
-    head: dict[str, Any] = {}
-    output: dict[str, Any] = {}
+    output_layer: dict[str, Any] = {}
+    embedding_copy: dict[str, Any] = {}  # a tied head is the token embedding, which the last stage needs too
     for name, values in model.weights.items():
-        stem, _, ending = name.removeprefix("transformer.").rpartition(".")
-        block = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
-        module = inside[block[2]] if block else outside[stem]
-        part = to_tensor(_cut(values, module, ending, model, config, tensor), config.precision)
-        if block:
-            layer = int(block[1]) - pipeline * stage
-            if 0 <= layer < stage:
-                module = module.replace("attention.", "self_attention.", 1) if modern else module
-                blocks[f"layers.{layer}.{module}.{ending}"] = part
+        layer, module, ending = to_megatron_name(name)
+        values = to_tensor(_slice_of_rank(values, module, ending, model, config, tensor), config.precision)
+        if layer is not None:
+            layer -= pipeline * stage_layers
+            if 0 <= layer < stage_layers:
+                module = module.replace("attention.", "self_attention.", 1) if is_new_version else module
+                blocks[f"layers.{layer}.{module}.{ending}"] = values
         elif module.startswith("embedding."):
-            if first:
-                embedding[module.removeprefix("embedding.")] = {ending: part}
-            if last and not first and stem == "wte" and not shape.untied:
-                head = {ending: part}
+            if is_first_stage:
+                embedding[module.removeprefix("embedding.")] = {ending: values}
+            elif is_last_stage and module in VOCABULARY and not shape.untied:
+                embedding_copy = {ending: values}
         elif module == "output_layer":
-            output = {ending: part}
-        elif last:
-            blocks[f"{module}.{ending}"] = part
-    language = {"embedding": embedding} if first else {}
-    language["encoder" if modern else "transformer"] = blocks
-    language |= {"output_layer": output} if last and output else {}
-    tree = {"language_model": language, **({"word_embeddings_for_head": head} if head else {})}
+            output_layer = {ending: values}
+        elif is_last_stage:
+            blocks[f"{module}.{ending}"] = values
+    language_model: dict[str, Any] = {"embedding": embedding} if is_first_stage else {}
+    language_model["encoder" if is_new_version else "transformer"] = blocks
+    if is_last_stage and output_layer:
+        language_model["output_layer"] = output_layer
+    tree: dict[str, Any] = {"language_model": language_model}
+    if embedding_copy:
+        tree["word_embeddings_for_head"] = embedding_copy
     version = {} if settings.version == "0" else {"checkpoint_version": float(settings.version)}
     return {"args": _args_of(shape, config), **version, "iteration": 0, "model": tree}
 
 
-def _cut(values: Array, module: str, ending: str, model: Model, config: ExportConfig, tensor: int) -> Array:
-    """A rank's part of a weight, as outputs x inputs."""
-    shape, parts = model.shape, config.megatron.tensor
-    matrix = ending == "weight" and module in (*ROWS, *COLUMNS)
-    values = values.T if matrix else values
+def _slice_of_rank(values: Array, module: str, ending: str, model: Model, config: ExportConfig, tensor: int) -> Array:
+    """A tensor-parallel rank's slice of a weight; matrices are turned to outputs x inputs, as Megatron has them."""
+    shape, ranks = model.shape, config.megatron.tensor
+    is_matrix = ending == "weight" and module in (*ROWS, *COLUMNS)
+    values = values.T if is_matrix else values
     if module == QKV:
-        by_head = values.reshape(3, parts, -1, *values.shape[1:])[:, tensor]
-        own = by_head.reshape(-1, *values.shape[1:])
-        return to_version_order(own, shape.heads // parts, ORDERS[config.megatron.version])
+        by_rank = values.reshape(3, ranks, -1, *values.shape[1:])
+        qkv = by_rank[:, tensor].reshape(-1, *values.shape[1:])
+        return to_version_order(qkv, shape.heads // ranks, ORDERS[config.megatron.version])
     if module in VOCABULARY:
-        return np.split(np.pad(values, [(0, _padded(shape, config) - len(values)), (0, 0)]), parts)[tensor]
+        padding = _padded_vocab(shape, config) - len(values)
+        return np.split(np.pad(values, [(0, padding), (0, 0)]), ranks)[tensor]
     if module in ROWS:
-        return np.split(values, parts)[tensor]
-    return np.split(values, parts, axis=1)[tensor] if matrix else values
+        return np.split(values, ranks)[tensor]
+    return np.split(values, ranks, axis=1)[tensor] if is_matrix else values
 
 
-def _padded(shape: Any, config: ExportConfig) -> int:
+def _padded_vocab(shape: Any, config: ExportConfig) -> int:
     multiple = config.megatron.vocab_multiple * config.megatron.tensor
     return int(-(-shape.vocab // multiple) * multiple)
 
@@ -138,7 +143,7 @@ def _args_of(shape: Any, config: ExportConfig) -> Namespace:
     return Namespace(
         num_layers=shape.layers, hidden_size=shape.width, num_attention_heads=shape.heads, seq_length=shape.positions,
         max_position_embeddings=shape.positions, ffn_hidden_size=shape.inner, layernorm_epsilon=shape.epsilon,
-        padded_vocab_size=_padded(shape, config), make_vocab_size_divisible_by=settings.vocab_multiple,
+        padded_vocab_size=_padded_vocab(shape, config), make_vocab_size_divisible_by=settings.vocab_multiple,
         tensor_model_parallel_size=settings.tensor, pipeline_model_parallel_size=settings.pipeline,
         position_embedding_type="learned_absolute", tokenizer_type="GPT2BPETokenizer",
         bias_gelu_fusion=shape.activation == "gelu_new", openai_gelu=False, add_position_embedding=True,
@@ -174,9 +179,9 @@ def join_ranks(
     if shape.heads % sizes[0]:
         raise TextmillError(f"{folder}: {sizes[0]} tensor-parallel ranks do not divide {shape.heads} heads")
     order = order_of(version, str(folder))
-    weights = collect_weights(shape, _joined(states, sizes, shape, order, folder), str(folder), padded=True)
-    where = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
-    return Model(shape, weights, open_tokenizer(where) if where else None)
+    weights = collect_weights(shape, _join_weights(states, sizes, shape, order, folder), str(folder), padded=True)
+    tokenizer = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
+    return Model(shape, weights, open_tokenizer(tokenizer) if tokenizer else None)
 
 
 def _iteration_folder(path: Path) -> Path:
@@ -191,22 +196,22 @@ def _iteration_folder(path: Path) -> Path:
 
 def plain_args(args: Any) -> dict[str, Any]:
     """Megatron's arguments; empty if the file has none, as the oldest do."""
-    held = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-    return {name: value for name, value in held.items() if isinstance(value, int | float | str)}
+    values = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
 
 def state_of(tree: dict[str, Any], path: Path) -> dict[str, Array]:
     """The weights of a rank by Megatron's names, without what different versions put around them."""
     if "model0" in tree:
         raise TextmillError(f"{path}: was saved with virtual pipeline stages, which are not read; save without them")
-    found = {}
+    weights = {}
     for name, value in flatten(tree.get("model")).items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            short = re.sub(r"^(module\.|language_model\.|transformer\.|encoder\.)+", "", name)
-            found[short.replace("self_attention.", "attention.")] = to_array(value)
-    if not found:
+            short_name = re.sub(r"^(module\.|language_model\.|transformer\.|encoder\.)+", "", name)
+            weights[short_name.replace("self_attention.", "attention.")] = to_array(value)
+    if not weights:
         raise TextmillError(f"{path}: has no weights under 'model'; it is not a checkpoint of Megatron")
-    return found
+    return weights
 
 
 def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: tuple[int, int], hints: Hints) -> Any:
@@ -224,13 +229,10 @@ def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: tuple[int, i
     if config is not None:
         shape = read_hf_shape(config)
     else:
-        tied = "output_layer.weight" not in states[0, sizes[1] - 1]
-        layers = [
-            int(found[1]) for _, p in states for name in states[0, p] if (found := re.match(r"layers\.(\d+)", name))
-        ]
-        shape = open_family("gpt2").shape_of_hf(
-            {**_hf_config(args, hints, rows, positions, max(layers, default=0)), "tie_word_embeddings": tied}, str(path)
-        )
+        is_tied = "output_layer.weight" not in states[0, sizes[1] - 1]
+        layers = [_layer_of(name) or 0 for pipeline in range(sizes[1]) for name in states[0, pipeline]]
+        hf_config = _hf_config(args, hints, rows, positions, max(layers, default=0))
+        shape = open_family("gpt2").shape_of_hf({**hf_config, "tie_word_embeddings": is_tied}, str(path))
     vocab = hints.vocab or (shape.vocab if config is not None else rows)
     if vocab > rows:
         raise TextmillError(f"{path}: has {rows:,} rows of embeddings, fewer than the vocabulary of {vocab:,}")
@@ -239,55 +241,54 @@ def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: tuple[int, i
     return shape
 
 
-def _hf_config(args: dict[str, Any], hints: Hints, rows: int, positions: Array, last: int) -> dict[str, Any]:
+def _hf_config(args: dict[str, Any], hints: Hints, rows: int, positions: Array, last_layer: int) -> dict[str, Any]:
     """A config.json from the arguments, or from the sizes of the weights where the file has no arguments."""
     heads = hints.heads or args.get("num_attention_heads")
     if heads is None:
         raise TextmillError("import: this checkpoint does not say how many attention heads there are; add --heads N")
-    plain = "gelu_new" if args.get("bias_gelu_fusion", True) or args.get("openai_gelu") else "gelu"
+    activation = "gelu_new" if args.get("bias_gelu_fusion", True) or args.get("openai_gelu") else "gelu"
     dropout = args.get("hidden_dropout", 0.1)
     return {
-        "n_layer": args.get("num_layers", last + 1), "n_head": heads, "n_embd": positions.shape[1],
+        "n_layer": args.get("num_layers", last_layer + 1), "n_head": heads, "n_embd": positions.shape[1],
         "n_positions": len(positions), "n_inner": args.get("ffn_hidden_size"), "vocab_size": hints.vocab or rows,
-        "activation_function": hints.activation or plain, "layer_norm_epsilon": args.get("layernorm_epsilon", 1e-5),
-        "embd_pdrop": dropout, "resid_pdrop": dropout, "attn_pdrop": args.get("attention_dropout", 0.1),
+        "activation_function": hints.activation or activation, "embd_pdrop": dropout, "resid_pdrop": dropout,
+        "attn_pdrop": args.get("attention_dropout", 0.1), "layer_norm_epsilon": args.get("layernorm_epsilon", 1e-5),
     }  # fmt: skip
 
 
-def _joined(states: States, sizes: tuple[int, int], shape: Any, order: Any, where: Path) -> Iterator[Named]:
-    """Every weight under GPT-2's name, its parts joined and the layers of the pipeline stages counted through."""
+def _join_weights(states: States, sizes: tuple[int, int], shape: Any, order: Any, where: Path) -> Iterator[Named]:
+    """Every weight under GPT-2's name, the slices of all ranks joined, the layers counted over all pipeline stages."""
     transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
-    before = 0
+    earlier_layers = 0  # those of the pipeline stages before
     for pipeline in range(sizes[1]):
         names = [name for name in states[0, pipeline] if not name.startswith("word_embeddings_for_head")]
         for name in names:
-            parts: list[Any] = [states[tensor, pipeline].get(name) for tensor in range(sizes[0])]
-            if any(part is None or part.shape != parts[0].shape for part in parts):
+            slices: list[Any] = [states[tensor, pipeline].get(name) for tensor in range(sizes[0])]
+            if any(values is None or values.shape != slices[0].shape for values in slices):
                 raise TextmillError(f"{where}: '{name}' differs in size between ranks, or a rank lacks it")
+            layer = _layer_of(name)
             module, _, ending = re.sub(r"^layers\.\d+\.", "", name).rpartition(".")
-            values = _join(parts, module, ending, shape.heads // sizes[0], order, str(where))
-            full = _our_name(name, module, ending, before, where)
-            yield full, np.ascontiguousarray(values.T) if transposed.get(full) and values.ndim == 2 else values
-        before += len({name.split(".")[1] for name in names if name.startswith("layers.")})
+            values = _join_slices(slices, module, ending, shape.heads // sizes[0], order, str(where))
+            gpt2_name = to_gpt2_name(None if layer is None else earlier_layers + layer, module, ending)
+            if gpt2_name is None:
+                raise TextmillError(f"{where}: has '{name}', which Megatron's GPT-2 does not have")
+            is_turned = transposed.get(gpt2_name) and values.ndim == 2
+            yield gpt2_name, np.ascontiguousarray(values.T) if is_turned else values
+        earlier_layers += len({_layer_of(name) for name in names} - {None})
 
 
-def _our_name(name: str, module: str, ending: str, before: int, where: Path) -> str:
-    layer = re.match(r"layers\.(\d+)\.", name)
-    known = MODULES if layer else OUTSIDE
-    if module not in known:
-        raise TextmillError(f"{where}: has '{name}', which Megatron's GPT-2 does not have")
-    return (
-        f"transformer.h.{before + int(layer[1])}.{known[module]}.{ending}"
-        if layer
-        else f"{'' if module == 'output_layer' else 'transformer.'}{known[module]}.{ending}"
-    )
+def _layer_of(name: str) -> int | None:
+    """layers.3.mlp.dense_h_to_4h.bias -> 3; None outside the blocks."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
-def _join(parts: list[Any], module: str, ending: str, heads: int, order: Any, where: str) -> Array:
+def _join_slices(slices: list[Array], module: str, ending: str, heads: int, order: Any, where: str) -> Array:
+    """The inverse of `_slice_of_rank`; what the ranks do not divide is the same on all."""
     if module == QKV:
-        own = [from_version_order(part, heads, order, where).reshape(3, -1, *part.shape[1:]) for part in parts]
-        joined = np.concatenate(own, axis=1)
-        return joined.reshape(-1, *joined.shape[2:])
+        by_rank = [from_version_order(values, heads, order, where) for values in slices]
+        qkv = np.concatenate([values.reshape(3, -1, *values.shape[1:]) for values in by_rank], axis=1)
+        return qkv.reshape(-1, *qkv.shape[2:])
     if module in (*ROWS, *VOCABULARY):
-        return np.concatenate(parts)
-    return np.concatenate(parts, axis=1) if module in COLUMNS and ending == "weight" else parts[0]
+        return np.concatenate(slices)
+    return np.concatenate(slices, axis=1) if module in COLUMNS and ending == "weight" else slices[0]
