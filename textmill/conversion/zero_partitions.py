@@ -1,6 +1,13 @@
-"""Joins the weights in a checkpoint of DeepSpeed, whose ZeRO stages cut them into one part per rank.
+"""Joins the weights in a checkpoint of DeepSpeed, whose ZeRO stages divide them among the data-parallel ranks.
 
 ZeRO's fp32 master weights are used where they exist, else the weights as they are. Optimizer states are not read.
+Each rank r has its share of the master weights, flat, in zero_pp_rank_R_mp_rank_00_optim_states.pt. With two ranks and
+the weights a (3 numbers) and b (2 numbers), `.` being padding:
+
+    ZeRO-1 and 2    rank 0: a a a    rank 1: b b .        all weights in a row, cut into equal parts
+    ZeRO-3          rank 0: a a b    rank 1: a . b        each weight cut into equal parts
+
+The shapes by name (`param_shapes`) are in the model_states file; a list has one dictionary per optimizer group.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from textmill.errors import TextmillError
 Tree = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 OPTIM_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+"""The file of a data-parallel rank and a tensor-parallel rank."""
 
 
 def states_name(tensor: int = 0) -> str:
@@ -30,8 +38,11 @@ def states_name(tensor: int = 0) -> str:
 
 def count_tensor_ranks(checkpoint: Path) -> int:
     """The tensor-parallel size: that of the highest rank that has a file."""
-    names = [re.search(r"mp_rank_(\d+)_model_states\.pt$", path.name) for path in tagged_folder(checkpoint).iterdir()]
-    return 1 + max((int(found[1]) for found in names if found), default=0)
+    ranks = [0]
+    for path in tagged_folder(checkpoint).iterdir():
+        if match := re.search(r"mp_rank_(\d+)_model_states\.pt$", path.name):
+            ranks.append(int(match[1]))
+    return 1 + max(ranks)
 
 
 def read_states(checkpoint: Path, tensor: int = 0) -> tuple[Tree, Path]:
@@ -46,35 +57,53 @@ def read_states(checkpoint: Path, tensor: int = 0) -> tuple[Tree, Path]:
 def read_weights(checkpoint: Path, tensor: int = 0) -> dict[str, Tensor]:
     """All weights of a tensor-parallel rank by DeepSpeed's names; fp32 master weights where they exist."""
     folder = tagged_folder(checkpoint)
-    ranks = {path: found for path in folder.iterdir() if (found := OPTIM_STATES.search(path.name))}
-    own = [path for path, found in ranks.items() if int(found[2]) == tensor]
-    parts = sorted(own, key=lambda path: int(ranks[path][1]))
-    states, model = read_states(checkpoint, tensor)
-    module = _tree({} if states.get("module") is None else states["module"], "module", model)
+    optimizer_files = _find_optimizer_files(folder, tensor)
+    states, states_file = read_states(checkpoint, tensor)
+    module = _tree({} if states.get("module") is None else states["module"], "module", states_file)
     weights = {
         name: value
         for name, value in flatten(module).items()
         if isinstance(name, str) and isinstance(value, Tensor) and value.numel()
     }
-    if not parts:
+    if not optimizer_files:
         return weights
-    optims = [
-        _tree(_tree(read_pickle(path), "its content", path).get("optimizer_state_dict"), "optimizer_state_dict", path)
-        for path in parts
-    ]
-    count = optims[0].get("partition_count", len(optims))
+    optimizers = [_read_optimizer(path) for path in optimizer_files]
+    _check_partition_count(optimizers, optimizer_files[0], folder)
+    if "fp32_flat_groups" in optimizers[0]:
+        key, join = "fp32_flat_groups", _join_zero_3
+    elif "single_partition_of_fp32_groups" in optimizers[0]:
+        key, join = "single_partition_of_fp32_groups", _join_zero_1_and_2
+    else:
+        return weights
+    flat_by_rank = [_tensors(tree.get(key), key, path) for tree, path in zip(optimizers, optimizer_files, strict=True)]
+    shapes = _shapes(states.get("param_shapes"), states_file)
+    paddings = optimizers[0].get("param_alignment_paddings")
+    return {**weights, **dict(join(shapes, flat_by_rank, paddings, folder))}
+
+
+def _find_optimizer_files(folder: Path, tensor: int) -> list[Path]:
+    """The files of ZeRO's partitions of a tensor-parallel rank, in the order of the data-parallel ranks."""
+    by_rank: list[tuple[int, Path]] = []
+    for path in folder.iterdir():
+        match = OPTIM_STATES.search(path.name)
+        if match and int(match[2]) == tensor:
+            by_rank.append((int(match[1]), path))
+    return [path for _, path in sorted(by_rank)]
+
+
+def _read_optimizer(path: Path) -> Tree:
+    content = _tree(read_pickle(path), "its content", path)
+    return _tree(content.get("optimizer_state_dict"), "optimizer_state_dict", path)
+
+
+def _check_partition_count(optimizers: list[Tree], first_file: Path, folder: Path) -> None:
+    """Refuse a checkpoint that lacks files; the count is a number, or a list with that of each optimizer group."""
+    count = optimizers[0].get("partition_count", len(optimizers))
     counts = count if isinstance(count, list) else [count]
-    if not counts or not all(type(one) is int for one in counts):
-        raise _damaged(parts[0], "partition_count", count, "a number")
-    if max(counts) != len(optims):
-        raise TextmillError(f"{folder}: {len(optims)} of {count} optim_states files found; all are needed")
-    layouts = {"fp32_flat_groups": _join_zero_3, "single_partition_of_fp32_groups": _join_zero_1_and_2}
-    kind = next((kind for kind in layouts if kind in optims[0]), None)
-    if kind is None:
-        return weights
-    flats = [_tensors(optim.get(kind), kind, path) for optim, path in zip(optims, parts, strict=True)]
-    shapes = _shapes(states.get("param_shapes"), model)
-    return {**weights, **dict(layouts[kind](shapes, flats, optims[0].get("param_alignment_paddings"), folder))}
+    if not counts or not all(type(number) is int for number in counts):
+        raise _damaged(first_file, "partition_count", count, "a number")
+    if max(counts) != len(optimizers):
+        raise TextmillError(f"{folder}: {len(optimizers)} of {count} optim_states files found; all are needed")
 
 
 def _tree(value: Any, what: str, where: Path) -> Tree:
@@ -84,9 +113,9 @@ def _tree(value: Any, what: str, where: Path) -> Tree:
 
 
 def _tensors(value: Any, what: str, where: Path) -> list[Tensor]:
-    if not isinstance(value, list) or not all(isinstance(one, Tensor) for one in value):
+    if not isinstance(value, list) or not all(isinstance(tensor, Tensor) for tensor in value):
         raise _damaged(where, what, value, "a list of tensors")
-    return [one.flatten() for one in value]
+    return [tensor.flatten() for tensor in value]
 
 
 def _shapes(groups: Any, where: Path) -> list[Shapes]:
@@ -107,46 +136,49 @@ def _is_size(item: tuple[Any, Any]) -> bool:
     )
 
 
-def _damaged(where: Path, what: str, found: Any, wanted: str) -> TextmillError:
+def _damaged(where: Path, what: str, value: Any, expected: str) -> TextmillError:
     return TextmillError(
-        f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or not "
+        f"{where}: {what} is a {type(value).__name__}, DeepSpeed saves {expected} there; the file is damaged, or not "
         "from DeepSpeed"
     )
 
 
 def _join_zero_1_and_2(
-    shapes: list[Shapes], flats: list[list[Tensor]], paddings: Any, where: Path
+    shapes: list[Shapes], flat_by_rank: list[list[Tensor]], paddings: Any, where: Path
 ) -> Iterator[tuple[str, Tensor]]:
     """ZeRO-1 and 2: the weights of a group in a row, cut into one equal part per rank."""
-    for number, sizes in enumerate(shapes):
-        joined, start = torch.cat([torch.empty(0), *[flat[number] for flat in flats if number < len(flat)]]), 0
+    for group, sizes in enumerate(shapes):
+        parts = [flat_groups[group] for flat_groups in flat_by_rank if group < len(flat_groups)]
+        flat = torch.cat([torch.empty(0), *parts])
+        start = 0
         for place, (name, size) in enumerate(sizes.items()):
-            yield name, _shaped(joined[start : min(len(joined), start + math.prod(size))], name, size, where)
-            start += math.prod(size) + _padding(paddings, number, place, where)
+            end = start + math.prod(size)
+            yield name, _shaped(flat[start : min(len(flat), end)], name, size, where)
+            start = end + _padding(paddings, group, place, where)
 
 
-def _padding(paddings: Any, number: int, place: int, where: Path) -> int:
+def _padding(paddings: Any, group: int, place: int, where: Path) -> int:
     """How many padding numbers follow a weight."""
     if paddings is None or (isinstance(paddings, list) and not paddings):
         return 0
     try:
-        return int(paddings[number][place])
+        return int(paddings[group][place])
     except (LookupError, TypeError, ValueError, OverflowError):
         raise _damaged(where, "param_alignment_paddings", paddings, "a list of lists of numbers") from None
 
 
-def _join_zero_3(shapes: list[Shapes], flats: list[list[Tensor]], _: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
+def _join_zero_3(
+    shapes: list[Shapes], flat_by_rank: list[list[Tensor]], _: Any, where: Path
+) -> Iterator[tuple[str, Tensor]]:
     """ZeRO-3: each weight cut into one part per rank, the last part padded; a rank stores its parts in a row."""
-    rows, start = [torch.cat([torch.empty(0), *flat]) for flat in flats], 0
-    for name, size in (item for sizes in shapes for item in sizes.items()):
-        size_per_rank = min(-(-math.prod(size) // len(rows)), len(rows[0]) - start)
-        yield (
-            name,
-            _shaped(
-                torch.cat([row[start : start + size_per_rank] for row in rows])[: math.prod(size)], name, size, where
-            ),
-        )
-        start += size_per_rank
+    rows = [torch.cat([torch.empty(0), *flat_groups]) for flat_groups in flat_by_rank]
+    start = 0
+    for sizes in shapes:
+        for name, size in sizes.items():
+            size_per_rank = min(-(-math.prod(size) // len(rows)), len(rows[0]) - start)
+            parts = [row[start : start + size_per_rank] for row in rows]
+            yield name, _shaped(torch.cat(parts)[: math.prod(size)], name, size, where)
+            start += size_per_rank
 
 
 def _shaped(flat: Tensor, name: str, size: tuple[int, ...], where: Path) -> Tensor:
