@@ -45,58 +45,57 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         )
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
-    before, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
-    _check_own_options(before, config.export.kind, checkpoint)
-    tokens = config.export.vocab_used_in
-    reduction = reduce_vocabulary(tokenizer, tokens) if tokens else None
-    shape, tokenizer = (reduce_shape(before, reduction), reduction.tokenizer) if reduction else (before, tokenizer)
+    source_shape, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    _check_own_options(source_shape, config.export.kind, checkpoint)
+    shape, reduction = source_shape, None
+    if config.export.vocab_used_in:
+        reduction = reduce_vocabulary(tokenizer, config.export.vocab_used_in)
+        shape, tokenizer = reduce_shape(source_shape, reduction), reduction.tokenizer
     card = write_card(config, checkpoint, shape, tokenizer)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
         return folder
-    weights, pooling = collect_weights(before, checkpoint.weights(), str(checkpoint.folder)), None
-    if config.export.kind == "hf":
-        pooling = find_pooling(checkpoint.folder)
-    model = Model(before, weights, tokenizer, card=card, pooling=pooling)
+    weights = collect_weights(source_shape, checkpoint.weights(), str(checkpoint.folder))
+    pooling = find_pooling(checkpoint.folder) if config.export.kind == "hf" else None
+    model = Model(source_shape, weights, tokenizer, card=card, pooling=pooling)
     model = reduce_model(model, reduction) if reduction else model
-    with stage.unfinished_folder() as part:
+    with stage.unfinished_folder() as unfinished:
         try:
-            files = writer.write(model, part, config.export)
+            files = writer.write(model, unfinished, config.export)
             # What a format does not say about a model is given to its reader.
             hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
-            figures = check_written(model, writer.read(part, hints), precision, str(folder))
+            figures = check_written(model, writer.read(unfinished, hints), precision, str(folder))
         except TextmillError:
             stage.discard()
             raise
-        stage.write_manifest(part, files, {"precision": precision, "parameters": shape.parameters, "check": figures})
+        facts = {"precision": precision, "parameters": shape.parameters, "check": figures}
+        stage.write_manifest(unfinished, files, facts)
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
-    only = "; only textmill opens it" if own_options(shape) else ""
-    size = sum(entry["bytes"] for entry in files.values()) / 1e6
+    only_textmill = "; only textmill opens it" if own_options(shape) else ""
+    megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
     print(
-        f"export: {format_path(folder)}: {shape.parameters:,} parameters of "
-        f"{format_path(checkpoint.folder)}{merged}, as {config.export.kind} in {precision}, {size:,.1f} MB{only}\n"
-        f"export: checked: {figures}"
+        f"export: {format_path(folder)}: {shape.parameters:,} parameters of {format_path(checkpoint.folder)}{merged}, "
+        f"as {config.export.kind} in {precision}, {megabytes:,.1f} MB{only_textmill}\nexport: checked: {figures}"
     )
     return folder
 
 
 def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:
     """What decides the content; settings at their defaults are left out, so that older exports are still known."""
-    fixed = {"folder", "precision", "kind", "vocab_used_in"}  # the tokens that are kept are in the texts
-    changed = {
-        f"export.{key}": value.model_dump() if hasattr(value, "model_dump") else value
-        for key in ExportConfig.model_fields
-        if key not in fixed and (value := getattr(config, key)) != getattr(ExportConfig(), key)
-    }
-    kind = {} if config.kind == ExportConfig().kind else {"export.kind": config.kind}
-    return {
-        "export.precision": config.precision,
-        **kind,
-        **changed,
-        "weights": fingerprint_weights(checkpoint.folder),
-        "texts": hash_json(texts),
-    }
+    defaults = ExportConfig()
+    made_from: dict[str, Any] = {"export.precision": config.precision}
+    if config.kind != defaults.kind:
+        made_from["export.kind"] = config.kind
+    for key in ExportConfig.model_fields:
+        if key in ("folder", "precision", "kind", "vocab_used_in"):  # the tokens that are kept are in the texts
+            continue
+        value = getattr(config, key)
+        if value != getattr(defaults, key):
+            made_from[f"export.{key}"] = value.model_dump() if hasattr(value, "model_dump") else value
+    made_from["weights"] = fingerprint_weights(checkpoint.folder)
+    made_from["texts"] = hash_json(texts)
+    return made_from
 
 
 def _check_own_options(shape: Shape, kind: str, checkpoint: Checkpoint) -> None:

@@ -66,7 +66,7 @@ def measure(source: Array, written: Array) -> Difference:
     largest = float(np.abs(source - written).max()) if source.shape == written.shape else np.inf
     if not np.isfinite(largest):
         return Difference(np.inf, 1.0, np.inf)
-    p, q = (torch.log_softmax(torch.from_numpy(one.astype(np.float64)), -1) for one in (source, written))
+    p, q = (torch.log_softmax(torch.from_numpy(logits.astype(np.float64)), -1) for logits in (source, written))
     divergence = float((p.exp() * (p - q)).sum(-1).mean())
     return Difference(largest, max(1.0, float(np.abs(source).max())), max(0.0, divergence))
 
@@ -74,24 +74,24 @@ def measure(source: Array, written: Array) -> Difference:
 def check_written(source: Model, written: Model, precision: str, where: str) -> str:
     """Raise unless what was written computes what the source computes; return the figures in words."""
     for name in SHAPE_FIELDS:
-        before, after = getattr(source.shape, name, None), getattr(written.shape, name, None)
-        if before != after:
-            raise _failed(where, f"its {name} is read back as {after}, the model has {before}")
+        expected, actual = getattr(source.shape, name, None), getattr(written.shape, name, None)
+        if expected != actual:
+            raise _failed(where, f"its {name} is read back as {actual}, the model has {expected}")
     ids = sample_ids(source)
-    found = measure(logits_of(source, ids), logits_of(written, ids))
-    words = f"logits differ by at most {found.largest:.2g}"
+    difference = measure(logits_of(source, ids), logits_of(written, ids))
+    figures = f"logits differ by at most {difference.largest:.2g}"
     if precision in LOGIT_BOUNDS:
-        bound = LOGIT_BOUNDS[precision] * found.scale
-        words += f" (bound {bound:.2g})"
-        if not found.largest <= bound:
-            raise _failed(where, f"its {words}", "; use export.precision=fp32" if precision != "fp32" else "")
+        bound = LOGIT_BOUNDS[precision] * difference.scale
+        figures += f" (bound {bound:.2g})"
+        if not difference.largest <= bound:  # also true for NaN
+            raise _failed(where, f"its {figures}", "; use export.precision=fp32" if precision != "fp32" else "")
     else:
-        words += f", mean KL divergence {found.divergence:.2g}"
+        figures += f", mean KL divergence {difference.divergence:.2g}"
         kl_bound = DIVERGENCE_BOUNDS.get(precision)
-        words += f" (bound {kl_bound:g})" if kl_bound else ""
-        if not found.divergence <= (kl_bound or np.inf):
-            raise _failed(where, f"its {words}", "; use export.precision=fp16")
-    return f"{words}; {check_tokenizer(source.tokenizer, written.tokenizer, where)}"
+        figures += f" (bound {kl_bound:g})" if kl_bound else ""
+        if not difference.divergence <= (kl_bound or np.inf):
+            raise _failed(where, f"its {figures}", "; use export.precision=fp16")
+    return f"{figures}; {check_tokenizer(source.tokenizer, written.tokenizer, where)}"
 
 
 def check_tokenizer(
@@ -103,12 +103,12 @@ def check_tokenizer(
     """
     if source is None or written is None:
         return "no tokenizer to compare"
-    texts = [*TEXTS, *(one.text for one in hard_texts())]
+    texts = [*TEXTS, *(hard_text.text for hard_text in hard_texts())]
     for text in texts:
-        before, after = source.encode(text), written.encode(text)
+        expected, actual = source.encode(text), written.encode(text)
         if joins_unknown:
-            before, after = (_join_unknown(ids, source.unknown) for ids in (before, after))
-        if before != after:
+            expected, actual = _join_unknown(expected, source.unknown), _join_unknown(actual, source.unknown)
+        if expected != actual:
             raise _failed(where, f"its tokenizer gives other ids for {text[:40]!r}")
     if source.end != written.end:
         raise _failed(where, f"its end-of-text token is {written.end}, the model has {source.end}")
@@ -116,7 +116,9 @@ def check_tokenizer(
 
 
 def _join_unknown(ids: list[int], unknown: int | None) -> list[int]:
-    return [id_ for before, id_ in zip([None, *ids], ids, strict=False) if id_ != unknown or before != unknown]
+    """[5, 0, 0, 7] -> [5, 0, 7], if 0 is the unknown token."""
+    pairs = zip([None, *ids], ids, strict=False)
+    return [id_ for previous, id_ in pairs if id_ != unknown or previous != unknown]
 
 
 def _failed(where: str, what: str, advice: str = "") -> TextmillError:

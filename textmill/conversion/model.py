@@ -56,10 +56,10 @@ class Hints:
 def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded: bool = False) -> dict[str, Array]:
     """All weights of a shape from a file's own, checked for names and sizes; `padded`: rows of the vocabulary beyond
     the shape's are dropped."""
-    found: dict[str, Array] = {}
-    wanted = {weight.name: weight for weight in weights_of(shape)}
+    weights: dict[str, Array] = {}
+    expected = {weight.name: weight for weight in weights_of(shape)}
     for name, values in known_weights(shape, named):
-        weight = wanted.get(name)
+        weight = expected.get(name)
         if weight is None:
             raise TextmillError(f"{where}: has '{name}', which a {shape.family} of this shape does not have")
         if padded and weight.by_token and values.ndim == 2 and len(values) > weight.shape[0]:
@@ -69,10 +69,10 @@ def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded:
                 f"{where}: '{name}' is {list(values.shape)} where the config says {list(weight.shape)}; "
                 "the config and the weights disagree"
             )
-        found[name] = values
-    if missing := [name for name in wanted if name not in found]:
+        weights[name] = values
+    if missing := [name for name in expected if name not in weights]:
         raise TextmillError(f"{where}: lacks {len(missing)} weights, such as '{missing[0]}'")
-    return {name: found[name] for name in wanted}
+    return {name: weights[name] for name in expected}
 
 
 def require_family(shape: Shape, family: str, kind: str) -> None:
