@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ def read_weights(checkpoint: Path, tensor: int = 0) -> dict[str, Tensor]:
         return weights
     optimizers = [_read_optimizer(path) for path in optimizer_files]
     _check_partition_count(optimizers, optimizer_files[0], folder)
+    join: Callable[..., Iterator[tuple[str, Tensor]]]
     if "fp32_flat_groups" in optimizers[0]:
         key, join = "fp32_flat_groups", _join_zero_3
     elif "single_partition_of_fp32_groups" in optimizers[0]:

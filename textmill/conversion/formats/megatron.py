@@ -89,21 +89,22 @@ def rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) ->
     embedding_copy: dict[str, Any] = {}  # a tied head is the token embedding, which the last stage needs too
     for name, values in model.weights.items():
         layer, module, ending = to_megatron_name(name)
-        values = to_tensor(_slice_of_rank(values, module, ending, model, config, tensor), config.precision)
+        rank_values = _slice_of_rank(values, module, ending, model, config, tensor)
+        weight = to_tensor(rank_values, config.precision)
         if layer is not None:
             layer -= pipeline * stage_layers
             if 0 <= layer < stage_layers:
                 module = module.replace("attention.", "self_attention.", 1) if is_new_version else module
-                blocks[f"layers.{layer}.{module}.{ending}"] = values
+                blocks[f"layers.{layer}.{module}.{ending}"] = weight
         elif module.startswith("embedding."):
             if is_first_stage:
-                embedding[module.removeprefix("embedding.")] = {ending: values}
+                embedding[module.removeprefix("embedding.")] = {ending: weight}
             elif is_last_stage and module in VOCABULARY and not shape.untied:
-                embedding_copy = {ending: values}
+                embedding_copy = {ending: weight}
         elif module == "output_layer":
-            output_layer = {ending: values}
+            output_layer = {ending: weight}
         elif is_last_stage:
-            blocks[f"{module}.{ending}"] = values
+            blocks[f"{module}.{ending}"] = weight
     language_model: dict[str, Any] = {"embedding": embedding} if is_first_stage else {}
     language_model["encoder" if is_new_version else "transformer"] = blocks
     if is_last_stage and output_layer:
