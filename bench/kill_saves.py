@@ -22,13 +22,12 @@ from textmill.checkpoints.folders import (
     BEST_LINK,
     STEP_NAME,
     Checkpoint,
-    Snapshot,
     find_checkpoint,
     find_checkpoint_damage,
     list_checkpoints,
-    write_checkpoint,
 )
 from textmill.checkpoints.pruning import prune, remove_leftovers
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.storage import faults
 
 RULES: dict[str, dict[str, int | None]] = {

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from textmill.checkpoints.folders import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
 from textmill.models import Shape, initial_weights, open_family
 from textmill.models.gpt2 import facts as gpt2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoints.folders import Snapshot
+from textmill.checkpoints.writing import Snapshot
 from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights, open_family

@@ -16,16 +16,15 @@ import pytest
 
 from textmill.checkpoints.file_plan import FilePlan, plan_files
 from textmill.checkpoints.folders import (
-    Snapshot,
     find_checkpoint,
     find_checkpoint_damage,
     find_model,
     list_checkpoints,
     open_checkpoint,
     rank_checkpoints,
-    write_checkpoint,
 )
 from textmill.checkpoints.pruning import prune
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.errors import AlreadyReported, Interrupted, TextmillError
 from textmill.processes.ranks import Ranks
 from textmill.storage import faults

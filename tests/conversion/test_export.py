@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.weights import noisy_weights
-from textmill.checkpoints.folders import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.cli import main
 from textmill.config import ModelConfig, ShapeConfig, TokenizerConfig
 from textmill.models import open_family

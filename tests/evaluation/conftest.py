@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.checkpoints.folders import Checkpoint, open_checkpoint
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
 from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2

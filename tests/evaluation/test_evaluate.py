@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from textmill.checkpoints.folders import Checkpoint, Snapshot, write_checkpoint
+from textmill.checkpoints.folders import Checkpoint
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError

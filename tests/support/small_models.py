@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.checkpoints.folders import Checkpoint, open_checkpoint
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.models import Shape, initial_weights, open_family
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 

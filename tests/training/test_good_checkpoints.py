@@ -15,7 +15,8 @@ import pytest
 
 from bench.kill_train import read_metrics
 from tests.support.small_runs import config_for
-from textmill.checkpoints.folders import Snapshot, list_checkpoints, open_checkpoint
+from textmill.checkpoints.folders import list_checkpoints, open_checkpoint
+from textmill.checkpoints.writing import Snapshot
 from textmill.errors import TextmillError
 from textmill.tokens.splits import open_splits
 from textmill.track import Trackers

@@ -73,10 +73,10 @@ def config_path(folder: Path) -> Path:
 
 def tokenizer_folder(folder: Path) -> Path:
     """The folder of a model's tokenizer: its own, or that of the base of an adapter without one."""
-    lacks = is_adapter(folder) and not any(
-        path for pattern in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(pattern)
-    )
-    return find_base(folder) if lacks else folder
+    if not is_adapter(folder):
+        return folder
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
+    return folder if has_tokenizer else find_base(folder)
 
 
 def read_weights(folder: Path) -> Iterator[Named]:
@@ -99,9 +99,8 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
         if (stem := find_name(name.removesuffix(".weight"), remaining)) is None:
             yield name, values
             continue
-        pair = remaining.pop(stem)
-        product = pair[1] @ pair[0]
-        change = product.T if adapter.inputs_first else product
+        a, b = remaining.pop(stem)
+        change = (b @ a).T if adapter.inputs_first else b @ a
         if change.shape != values.shape:
             raise TextmillError(
                 f"{adapter.base}: '{name}' is {list(values.shape)}; the adapter was made for {list(change.shape)}"
@@ -124,11 +123,14 @@ def read_base(base: Path, full_weights: dict[str, Array]) -> Iterator[Named]:
     yield from added.items()
 
 
-def find_name(name: str, known: Collection[str]) -> str | None:
-    """A weight's name among others, one of which may have a prefix that the other lacks, as files of a bare net do."""
-    if name in known:
+def find_name(name: str, names: Collection[str]) -> str | None:
+    """A weight's name among others, where one may have a prefix that the other lacks, as files of a bare net do.
+
+    h.0.attn.c_attn among [transformer.h.0.attn.c_attn] -> transformer.h.0.attn.c_attn
+    """
+    if name in names:
         return name
-    return next((one for one in known if one.endswith(f".{name}") or name.endswith(f".{one}")), None)
+    return next((other for other in names if other.endswith(f".{name}") or name.endswith(f".{other}")), None)
 
 
 def find_base(folder: Path) -> Path:
@@ -197,9 +199,9 @@ def open_adapter(folder: Path) -> Adapter:
 
 def _check_heads(folder: Path, base: Path, full_weights: dict[str, Array]) -> None:
     """Refuse a head for labels that the base does not have if nothing describes it."""
-    known = read_model_names(base) if full_weights else []
+    base_names = read_model_names(base) if full_weights else []
     for name in full_weights:
-        if find_name(name, known) is None:
+        if find_name(name, base_names) is None:
             raise TextmillError(
                 f"{folder}: has '{name}', which its base {base} lacks, and no {MERGED_CONFIG} with the names of the "
                 "labels; merge it with PEFT (merge_and_unload), and use that folder"

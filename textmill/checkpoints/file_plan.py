@@ -1,4 +1,8 @@
-"""The file plan of a checkpoint: which tensors go into which file, and which rank writes it."""
+"""The file plan of a checkpoint: which tensors go into which file, and which rank writes it.
+
+Three tensors of 3 GB on two ranks, with files of at most 5 GB: model-00001-of-00003.safetensors is written by rank 0,
+-00002- by rank 1, -00003- by rank 0.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +75,10 @@ def write_planned_files(
 ) -> dict[str, dict[str, Any]]:
     """Write this rank's files; return their manifest entries. `report` wraps the blocks as they are written."""
     file_by_tensor = plan.file_by_tensor()
-    files = itertools.groupby(named, lambda one: file_by_tensor[one[0]])
-    entries = {name: write_bytes(folder / name, report(encode_safetensors(list(one)))) for name, one in files}
-    if not file_by_tensor and plan.rank == plan.first_writer % plan.world:
-        entries[f"{plan.stem}.safetensors"] = write_bytes(folder / f"{plan.stem}.safetensors", encode_safetensors([]))
+    entries = {}
+    for file_name, tensors in itertools.groupby(named, lambda tensor: file_by_tensor[tensor[0]]):
+        entries[file_name] = write_bytes(folder / file_name, report(encode_safetensors(list(tensors))))
+    if not file_by_tensor and plan.rank == plan.first_writer % plan.world:  # no tensors at all: an empty file
+        file_name = f"{plan.stem}.safetensors"
+        entries[file_name] = write_bytes(folder / file_name, encode_safetensors([]))
     return entries

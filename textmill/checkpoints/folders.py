@@ -1,32 +1,37 @@
-"""Checkpoint folders: write them atomically, find and verify them, prune old ones."""
+"""Checkpoint folders: find and verify them, choose the newest or the best.
+
+    RUN/step-0001000/
+        manifest.json              length and SHA-256 of every file but those of the optimizer; written last
+        model.safetensors          or model-00001-of-00002.safetensors ... with an index, as transformers shards
+        config.json, tokenizer.json, run.yaml, progress.json
+        optimizer.safetensors      its moments, by the names of the weights
+        optimizer.manifest.json    the same of these files; pruning removes it first, then them
+    RUN/best -> step-0000900
+
+`find_checkpoint` chooses an intact checkpoint of a run, `open_model` opens whatever a user names as a model. writing.py
+writes such a folder, pruning.py removes old ones.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from textmill.checkpoints.adapters import is_adapter, read_weights, tokenizer_folder
 from textmill.checkpoints.best import VALID_LOSS, BestRule, metric_of, read_metric, read_rule
-from textmill.checkpoints.file_plan import FilePlan, plan_files, write_planned_files
 from textmill.errors import TextmillError, warn
-from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results, report_each
 from textmill.storage.files import (
     find_damage,
     format_path,
     read_json,
-    replace_folder,
-    try_remove,
-    write_bytes,
-    write_json,
 )
 from textmill.storage.hub import find_model_folder
 from textmill.storage.stages import MANIFEST
-from textmill.storage.tensor_files import SHARD_INDEX, Named, read_tensors
+from textmill.storage.tensor_files import Named, read_tensors
 
 StepChoice = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"
@@ -66,26 +71,14 @@ class Checkpoint:
         return metric_of(self.progress, VALID_LOSS)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The content of one checkpoint in host memory: the weights and moments that this rank writes."""
-
-    step: int
-    weights: Iterable[Named]
-    moments: Iterable[Named]
-    progress: dict[str, Any]
-    files: dict[str, bytes]
-    """Other files by name: config.json, run.yaml, the tokenizer."""
-    file_plans: tuple[FilePlan, FilePlan] | None = None
-    """Plans for weights and moments of all ranks; None if this process has all of them."""
-
-
 def list_checkpoints(run: Path) -> dict[int, Path]:
     """The checkpoint folders of a run by step, oldest first; not verified."""
-    found = {
-        int(match[1]): path for path in run.glob("step-*") if (match := STEP_NAME.match(path.name)) and path.is_dir()
-    }
-    return dict(sorted(found.items()))
+    folders = {}
+    for path in run.glob("step-*"):
+        match = STEP_NAME.match(path.name)
+        if match and path.is_dir():
+            folders[int(match[1])] = path
+    return dict(sorted(folders.items()))
 
 
 def find_checkpoint_damage(folder: Path, *, deep: bool = True) -> list[str]:
@@ -104,8 +97,7 @@ def find_checkpoint_damage(folder: Path, *, deep: bool = True) -> list[str]:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint of a run, after checking all its checksums, or a Hugging Face model folder."""
-    match = STEP_NAME.match(folder.name)
-    if match or (folder / "progress.json").exists():
+    if STEP_NAME.match(folder.name) or (folder / "progress.json").exists():
         if damage := find_checkpoint_damage(folder):
             raise TextmillError(f"{folder}: damaged: {'; '.join(damage)}; use another step")
         return _read_checkpoint(folder)
@@ -158,9 +150,9 @@ def has_optimizer_state(folder: Path) -> bool:
 
 
 def _describe_missing_state(folder: Path) -> str:
-    folders = list_checkpoints(folder.parent)
-    others = [str(step) for step, other in folders.items() if has_optimizer_state(other)]
-    resume = f"resume from a step that has one (--step {' or '.join(others)}), or start" if others else "start"
+    checkpoints = list_checkpoints(folder.parent)
+    steps = [str(step) for step, other in checkpoints.items() if has_optimizer_state(other)]
+    resume = f"resume from a step that has one (--step {' or '.join(steps)}), or start" if steps else "start"
     return (
         f"{folder}: has no optimizer state: it was pruned, or {OPTIMIZER_MANIFEST} is lost; "
         f"{resume} a new run from its weights: model.init_from={folder}"
@@ -180,22 +172,23 @@ def find_model(run: Path, init_from: str | None, which: StepChoice | None = None
     """
     checkpoint = find_checkpoint(run, which)
     if checkpoint is not None:
-        warn(f"using {_describe_choice(checkpoint, run, chosen=which is not None)}")
+        warn(f"using {_describe_choice(checkpoint, run, chosen_by_user=which is not None)}")
         return checkpoint
     if init_from is None:
         raise TextmillError(f"{run}: no checkpoint yet; run textmill train first")
     return open_model(init_from)
 
 
-def _describe_choice(checkpoint: Checkpoint, run: Path, *, chosen: bool) -> str:
-    text = f"{format_path(checkpoint.folder)}{_describe_value(checkpoint, run)}"
+def _describe_choice(checkpoint: Checkpoint, run: Path, *, chosen_by_user: bool) -> str:
+    text = f"{format_path(checkpoint.folder)}{_describe_metric(checkpoint, run)}"
     latest = max(list_checkpoints(run))
-    if chosen or latest == checkpoint.step:
+    if chosen_by_user or latest == checkpoint.step:
         return text
     return f"{text}, the best checkpoint; --step latest uses step {latest}"
 
 
-def _describe_value(checkpoint: Checkpoint, run: Path) -> str:
+def _describe_metric(checkpoint: Checkpoint, run: Path) -> str:
+    """The metric that chooses the best checkpoint: ", valid loss 2.2500"; empty if it was not measured."""
     rule = read_rule(list_checkpoints(run).values())
     value = metric_of(checkpoint.progress, rule.metric)
     return "" if value is None else f", {rule.describe(value)}"
@@ -204,7 +197,7 @@ def _describe_value(checkpoint: Checkpoint, run: Path) -> str:
 def describe_init_model(checkpoint: Checkpoint, name: str) -> str:
     """Which checkpoint `open_model` chose for a name: its folder, its metric and, if it is not the newest, that one."""
     folder, run = checkpoint.folder, checkpoint.folder.parent
-    text = f"{format_path(folder)}{_describe_value(checkpoint, run)}"
+    text = f"{format_path(folder)}{_describe_metric(checkpoint, run)}"
     latest = max(list_checkpoints(run), default=checkpoint.step)
     if latest == checkpoint.step or Path(name).resolve() == folder.resolve():
         return text
@@ -244,48 +237,3 @@ def link_best(run: Path) -> int | None:
         if best is not None:
             link.symlink_to(list_checkpoints(run)[best].name)
     return best
-
-
-def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = SINGLE_PROCESS) -> Path:
-    """Write one checkpoint, all ranks together: a temporary folder, the manifest last, then an atomic rename."""
-    final = run / f"step-{snapshot.step:07d}"
-    folder = run / f"{final.name}.tmp-new"
-    if snapshot.file_plans is None:
-        weight_plan, weights = plan_files("model", snapshot.weights)
-        moment_plan, moments = plan_files("optimizer", snapshot.moments)
-        snapshot = replace(snapshot, weights=weights, moments=moments, file_plans=(weight_plan, moment_plan))
-    try:
-        entries = gather_results(ranks, lambda: _write_own_files(folder, snapshot, ranks))
-        gather_results(ranks, lambda: _commit(folder, final, snapshot, entries, ranks) if ranks.first else None)
-    except BaseException:
-        if ranks.first:
-            try_remove(folder)
-        raise
-    return final
-
-
-def _write_own_files(folder: Path, snapshot: Snapshot, ranks: Ranks) -> list[dict[str, Any]]:
-    """Write this rank's files; return the manifest entries of its weight files and of its moment files."""
-    assert snapshot.file_plans
-    folder.mkdir(parents=True, exist_ok=True)
-    planned = zip(snapshot.file_plans, (snapshot.weights, snapshot.moments), strict=True)
-    return [write_planned_files(folder, plan, named, partial(report_each, ranks)) for plan, named in planned]
-
-
-def _commit(folder: Path, final: Path, snapshot: Snapshot, entries: list[Any], ranks: Ranks) -> None:
-    """On rank 0, once all tensor files exist: write the other files and the manifests, then rename the folder."""
-    assert snapshot.file_plans
-    files = {name: write_bytes(folder / name, [data]) for name, data in report_each(ranks, snapshot.files.items())}
-    files |= {name: entry for weights, _ in entries for name, entry in weights.items()}
-    if len(snapshot.file_plans[0].files) > 1:
-        files[SHARD_INDEX] = write_json(folder / SHARD_INDEX, snapshot.file_plans[0].index())
-    files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
-    moments = {name: entry for _, moments in entries for name, entry in moments.items()}
-    if damage := find_damage(folder, {**files, **moments}, deep=False):
-        raise TextmillError(
-            f"{folder.parent}: {damage[0]}, although a rank wrote it; "
-            "set train.folder to a folder that all machines share"
-        )
-    write_json(folder / OPTIMIZER_MANIFEST, {"files": moments})
-    write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
-    replace_folder(folder, final)

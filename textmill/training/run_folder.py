@@ -17,8 +17,9 @@ from textmill import __version__
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX
 from textmill.checkpoints.best import VALID_LOSS
 from textmill.checkpoints.file_plan import FilePlan
-from textmill.checkpoints.folders import Snapshot, link_best, list_checkpoints
+from textmill.checkpoints.folders import link_best, list_checkpoints
 from textmill.checkpoints.pruning import remove_leftovers
+from textmill.checkpoints.writing import Snapshot
 from textmill.config import RunConfig
 from textmill.errors import warn
 from textmill.models import open_family

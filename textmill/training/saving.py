@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoints.folders import Snapshot, find_checkpoint_damage, write_checkpoint
+from textmill.checkpoints.folders import find_checkpoint_damage
 from textmill.checkpoints.pruning import prune
+from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.config import TrainConfig
 from textmill.errors import AlreadyReported, Interrupted, TextmillError
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, run_on_all
