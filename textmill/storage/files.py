@@ -119,17 +119,19 @@ def read_json(path: Path) -> Any:
 
 def manifest_entry(path: Path) -> dict[str, Any]:
     """A file's length and SHA-256 as a manifest stores them; a long file also gets a short checksum per part."""
-    digest, parts = hashlib.sha256(), [hashlib.sha256()]
+    file_digest, part_digests = hashlib.sha256(), [hashlib.sha256()]
     with open(path, "rb") as stream:
         for number in itertools.count(1):
             if not (block := stream.read(BLOCK_BYTES)):
                 break
-            digest.update(block)
-            parts[-1].update(block)
+            file_digest.update(block)
+            part_digests[-1].update(block)
             if number * BLOCK_BYTES % PART_BYTES == 0:
-                parts.append(hashlib.sha256())
-    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-    return {**entry, "parts": [part.hexdigest()[:16] for part in parts]} if len(parts) > 1 else entry
+                part_digests.append(hashlib.sha256())
+    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": file_digest.hexdigest()}
+    if len(part_digests) > 1:
+        entry["parts"] = [digest.hexdigest()[:16] for digest in part_digests]
+    return entry
 
 
 def find_damage(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = True) -> list[str]:
@@ -141,16 +143,18 @@ def find_damage(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = 
             problems.append(f"{name} is missing")
         elif (length := path.stat().st_size) != entry["bytes"]:
             problems.append(f"{name} has {length:,} bytes instead of {entry['bytes']:,}")
-        elif deep and (now := manifest_entry(path))["sha256"] != entry["sha256"]:
-            damaged = _format_damaged_range(now.get("parts", []), entry.get("parts", []))
-            problems.append(f"{name} does not match its checksum{damaged}")
+        elif deep and (actual := manifest_entry(path))["sha256"] != entry["sha256"]:
+            damaged_range = _format_damaged_range(actual.get("parts", []), entry.get("parts", []))
+            problems.append(f"{name} does not match its checksum{damaged_range}")
     return problems
 
 
-def _format_damaged_range(now: list[str], before: list[str]) -> str:
+def _format_damaged_range(actual: list[str], recorded: list[str]) -> str:
     """The first byte range whose checksum changed, in brackets; empty for a short file."""
-    changed = [number for number, (one, other) in enumerate(zip(now, before, strict=False)) if one != other]
-    return f" (between bytes {changed[0] * PART_BYTES:,} and {(changed[0] + 1) * PART_BYTES:,})" if changed else ""
+    for number, (actual_part, recorded_part) in enumerate(zip(actual, recorded, strict=False)):
+        if actual_part != recorded_part:
+            return f" (between bytes {number * PART_BYTES:,} and {(number + 1) * PART_BYTES:,})"
+    return ""
 
 
 @contextmanager
@@ -198,27 +202,27 @@ def claim_folder(folder: Path, setting: str, first: bool) -> Iterator[Callable[[
     if not first:
         yield partial(create_folder, folder, setting)
         return
-    parent = next(above for above in (folder, *folder.parents) if above.exists())
-    before = set(os.listdir(folder)) if parent == folder and folder.is_dir() else set()
-    kept: list[bool] = []
+    existing_parent = next(path for path in (folder, *folder.parents) if path.exists())
+    existing_files = set(os.listdir(folder)) if existing_parent == folder and folder.is_dir() else set()
+    keep_calls: list[bool] = []
     create_folder(folder, setting)
     with file_lock(
         folder / ".lock", f"{folder}: another process is training in this folder; wait for it or set another {setting}"
     ):
         try:
-            yield partial(kept.append, True)
+            yield partial(keep_calls.append, True)
         finally:
-            if not kept:
-                _remove_new(folder, before, parent)
+            if not keep_calls:
+                _remove_new(folder, existing_files, existing_parent)
 
 
-def _remove_new(folder: Path, before: set[str], parent: Path) -> None:
-    """Remove the files of a folder that are not in `before`, then the empty folders below `parent`."""
+def _remove_new(folder: Path, existing_files: set[str], existing_parent: Path) -> None:
+    """Remove the new files of a folder, then the folders that are empty now, up to the one that existed before."""
     for path in folder.iterdir():
-        if path.name not in before:
+        if path.name not in existing_files:
             try_remove(path)
     with suppress(OSError):  # another process wrote into it
-        while folder != parent:
+        while folder != existing_parent:
             folder.rmdir()
             folder = folder.parent
 
@@ -226,10 +230,10 @@ def _remove_new(folder: Path, before: set[str], parent: Path) -> None:
 def format_path(path: Path) -> str:
     """A path for messages: relative where it is inside the working directory."""
     try:
-        here = Path.cwd()
+        working_directory = Path.cwd()
     except FileNotFoundError:  # the working directory was removed while a run continues
         return str(path)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(working_directory) if path.is_relative_to(working_directory) else path)
 
 
 def remove_folder(folder: Path) -> None:

@@ -1,4 +1,9 @@
-"""Folders behind URLs (s3://, gs://, memory:// ...) with fsspec: read through a local cache, written file by file."""
+"""Folders behind URLs (s3://, gs://, memory:// ...) with fsspec: read through a local cache, written file by file.
+
+`fetch` copies a folder to ~/.cache/textmill/copies/HASH/NAME and returns that path. The hash is made of the URL and of
+size and version of each file: while nothing changes at the URL, the copy is used again; a changed file makes a new one.
+`RemoteFolder` writes files to a URL.
+"""
 
 from __future__ import annotations
 
@@ -81,22 +86,27 @@ def fetch(url: str, patterns: list[str] | None = None) -> Path:
         raise
     except Exception as error:  # each protocol raises its own exceptions
         raise TextmillError(f"{shown}: cannot be reached ({type(error).__name__}); {ADVICE}") from None
-    listing = {one: info for one, info in listing.items() if _is_wanted(one, patterns)}
-    if not listing:
+    selected = {
+        name: _with_version(files, f"{root}/{name}", info)
+        for name, info in listing.items()
+        if _is_selected(name, patterns)
+    }
+    if not selected:
         raise TextmillError(f"{shown}: nothing is there; {ADVICE}")
-    name = path.rstrip("/").rpartition("/")[2]
-    listing = {one: info if version_of(info) else _ask(files, f"{root}/{one}", info) for one, info in listing.items()}
-    states = {one: (info.get("size"), version_of(info)) for one, info in listing.items()}
-    known = all(version for _, version in states.values())
-    copy = cache_folder() / "copies" / hash_json([url, states])[:16] / name
+    states = {name: (info.get("size"), version_of(info)) for name, info in selected.items()}
+    all_have_versions = all(version for _, version in states.values())
+    copy = cache_folder() / "copies" / hash_json([url, states])[:16] / path.rstrip("/").rpartition("/")[2]
+    # Of a single file or a prefix of files, the folder around it is copied.
     target = copy if root == path.rstrip("/") else copy.parent
-    if not known or not target.exists():
-        _copy(files, root, listing, target, shown, again=not known)
+    if not all_have_versions or not target.exists():
+        _copy(files, root, selected, target, shown, again=not all_have_versions)
     return copy
 
 
-def _ask(files: Any, path: str, info: dict[str, Any]) -> dict[str, Any]:
-    """What the server says of one file, where its listing has no version."""
+def _with_version(files: Any, path: str, info: dict[str, Any]) -> dict[str, Any]:
+    """The facts about a file; if the listing has no version, a request for this file may give one."""
+    if version_of(info):
+        return info
     try:
         return {**info, **files.info(path)}
     except Exception:  # each protocol raises its own exceptions; without a version the file is copied again
@@ -104,24 +114,27 @@ def _ask(files: Any, path: str, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_files(files: Any, path: str) -> tuple[str, dict[str, Any]]:
-    """The folder that is listed, and its files by their names below it."""
+    """The folder that is listed, and the facts about its files by their names below it.
+
+    bucket/run lists the folder; bucket/tokens/train lists train.bin and train.idx in bucket/tokens.
+    """
     if files.isdir(path):
         root = path.rstrip("/")
-        found = files.find(path, detail=True)
+        infos = files.find(path, detail=True)
     else:
         root = path.rpartition("/")[0]
-        found = {
-            one: info
-            for one, info in files.find(root, maxdepth=1, detail=True).items()
-            if one == path or one.startswith(path + ".")
-        }
-    names = {one: one.removeprefix(root).lstrip("/") for one in found}
-    return root, {names[one]: info for one, info in found.items()}
+        infos = {}
+        for file_path, info in files.find(root, maxdepth=1, detail=True).items():
+            if file_path == path or file_path.startswith(path + "."):
+                infos[file_path] = info
+    return root, {file_path.removeprefix(root).lstrip("/"): info for file_path, info in infos.items()}
 
 
-def _is_wanted(name: str, patterns: list[str] | None) -> bool:
-    last = name.rpartition("/")[2]
-    return not fnmatch(last, OPTIMIZER) and (patterns is None or any(fnmatch(last, one) for one in patterns))
+def _is_selected(name: str, patterns: list[str] | None) -> bool:
+    file_name = name.rpartition("/")[2]
+    if fnmatch(file_name, OPTIMIZER):
+        return False
+    return patterns is None or any(fnmatch(file_name, pattern) for pattern in patterns)
 
 
 def _copy(files: Any, root: str, listing: dict[str, Any], target: Path, url: str, *, again: bool) -> None:
@@ -129,30 +142,30 @@ def _copy(files: Any, root: str, listing: dict[str, Any], target: Path, url: str
 
     `again` replaces an earlier copy, of which nothing says whether it is still the same.
     """
-    part = target.with_name(target.name + ".part")
-    create_folder(part, "XDG_CACHE_HOME")
-    with file_lock(part.parent / f"{part.name}.lock", None):
+    unfinished = target.with_name(target.name + ".part")
+    create_folder(unfinished, "XDG_CACHE_HOME")
+    with file_lock(unfinished.parent / f"{unfinished.name}.lock", None):
         if target.exists() and not again:
             return  # another process has copied it meanwhile
         size = sum(int(info.get("size") or 0) for info in listing.values())
         warn(f"{url}: copying {len(listing)} files, {size / 1e6:,.1f} MB, to {target.parent}")
-        part.mkdir(exist_ok=True)
+        unfinished.mkdir(exist_ok=True)
         for name, info in listing.items():
-            local = part / name
-            if not local.resolve().is_relative_to(part.resolve()):
+            local = unfinished / name
+            if not local.resolve().is_relative_to(unfinished.resolve()):
                 raise TextmillError(f"{url}: has the file name {name!r}, which leads out of its folder")
             if local.is_file() and not again:
                 continue
             local.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = local.with_name(local.name + ".tmp")
+            temporary = local.with_name(local.name + ".tmp")
             try:
-                files.get_file(f"{root}/{name}", str(unfinished))
+                files.get_file(f"{root}/{name}", str(temporary))
             except Exception as error:
                 raise TextmillError(f"{url}: {name} cannot be copied ({first_line(error)}); {ADVICE}") from None
-            if info.get("size") is not None and unfinished.stat().st_size != info["size"]:
+            if info.get("size") is not None and temporary.stat().st_size != info["size"]:
                 raise TextmillError(f"{url}: {name} changed while it was copied; run the same command again")
-            os.replace(unfinished, local)
-        replace_folder(part, target)
+            os.replace(temporary, local)
+        replace_folder(unfinished, target)
 
 
 class RemoteFolder:
@@ -166,12 +179,12 @@ class RemoteFolder:
     def names(self) -> list[str]:
         """The files in the folder; none if it does not exist."""
         try:
-            found = self.files.find(self.path)
+            paths = self.files.find(self.path)
         except FileNotFoundError:
             return []
         except Exception as error:
             raise TextmillError(f"{self.url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
-        return [one.removeprefix(self.path).lstrip("/") for one in found]
+        return [path.removeprefix(self.path).lstrip("/") for path in paths]
 
     def read_json(self, name: str) -> Any:
         """The content of a JSON file; None if it is not there or not readable."""

@@ -1,4 +1,17 @@
-"""Stage folders: decide whether a stage is done, changed or unfinished, and put its finished folder in place."""
+"""Stage folders: decide whether a stage is done, changed or unfinished, and put its finished folder in place.
+
+A command such as prepare fills FOLDER.part and renames it to FOLDER when everything is written:
+
+    stage = Stage("prepare", folder, made_from, config.to_yaml())
+    if stage.is_done(force):                    # FOLDER exists and was made from the same settings and inputs
+        return
+    with stage.unfinished_folder() as folder:   # FOLDER.part; after a kill, finished files in it are used again
+        files = ...                             # write them; their manifest entries
+        stage.write_manifest(folder, files, facts)
+
+manifest.json records the settings and the fingerprints of the inputs (`made_from`), and length and checksum of every
+file.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +65,11 @@ class Stage:
         self._check_ownership()
         if force == "yes":
             return False
-        if (self._part / MANIFEST).is_file() and rename_settings(
-            open_manifest(self._part)["made_from"]
-        ) == self.made_from:
-            self._commit()  # an earlier run was killed in its very last moment
-        if not self.folder.exists():
-            return False
+        if (self._unfinished / MANIFEST).is_file():
+            # An earlier run was killed after its last file, before the folder got its name.
+            made_from = rename_settings(open_manifest(self._unfinished)["made_from"])
+            if made_from == self.made_from:
+                self._commit()
         if not (self.folder / MANIFEST).is_file():
             return False
         manifest = open_manifest(self.folder)
@@ -79,8 +91,7 @@ class Stage:
         """Refuse to replace a folder that this command did not write, even with --force."""
         if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
             return
-        ours = (self.folder / MANIFEST).is_file() and open_manifest(self.folder).get("verb") == self.command
-        if not ours:
+        if not (self.folder / MANIFEST).is_file() or open_manifest(self.folder).get("verb") != self.command:
             raise TextmillError(
                 f"{self.folder}: exists and was not made by 'textmill {self.command}'; "
                 "move it away or set another folder"
@@ -89,41 +100,47 @@ class Stage:
     @contextmanager
     def unfinished_folder(self) -> Iterator[Path]:
         """A folder to fill. It is kept when interrupted, and renamed to its final name when the block ends."""
-        part, inputs_hash = self._part, hash_json(self.made_from)
-        create_folder(part.parent, "folder")
-        with file_lock(
-            part.with_name(part.name + ".lock"), f"{self.folder}: another textmill process is writing it; wait for it"
-        ):
-            if part.exists() and not ((part / MADE_FROM).is_file() and read_json(part / MADE_FROM) == inputs_hash):
-                shutil.rmtree(part)
-            part.mkdir(exist_ok=True)
-            write_json(part / MADE_FROM, inputs_hash)
-            yield part
+        unfinished, inputs_hash = self._unfinished, hash_json(self.made_from)
+        create_folder(unfinished.parent, "folder")
+        with file_lock(self._lock, f"{self.folder}: another textmill process is writing it; wait for it"):
+            if unfinished.exists():
+                record = unfinished / MADE_FROM
+                has_same_inputs = record.is_file() and read_json(record) == inputs_hash
+                if not has_same_inputs:
+                    shutil.rmtree(unfinished)
+            unfinished.mkdir(exist_ok=True)
+            write_json(unfinished / MADE_FROM, inputs_hash)
+            yield unfinished
             self._commit()
-            part.with_name(part.name + ".lock").unlink()
+            self._lock.unlink()
 
     def discard(self) -> None:
         """Remove the unfinished folder, because its content must not be used; the caller holds its lock."""
-        try_remove(self._part)
-        try_remove(self._part.with_name(self._part.name + ".lock"))
+        try_remove(self._unfinished)
+        try_remove(self._lock)
 
     def _commit(self) -> None:
-        (self._part / MADE_FROM).unlink(missing_ok=True)
+        """Rename the unfinished folder to its final name."""
+        (self._unfinished / MADE_FROM).unlink(missing_ok=True)
         for pattern in ("*.tmp-*", "*.old-*"):  # left by a killed run
-            for path in self._part.glob(pattern):
+            for path in self._unfinished.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        replace_folder(self._part, self.folder)
+        replace_folder(self._unfinished, self.folder)
 
     @property
-    def _part(self) -> Path:
+    def _unfinished(self) -> Path:
         return self.folder.with_name(self.folder.name + ".part")
 
-    def write_manifest(self, part: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
+    @property
+    def _lock(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".part.lock")
+
+    def write_manifest(self, folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
         """Write the manifest, last of all files: facts, length and checksum of every file, settings and inputs."""
         fingerprint = hash_json({name: entry["sha256"] for name, entry in files.items()})
         # run.yaml holds paths too; the manifest does not, so it is the same on every machine.
         if self.run_yaml is not None:
-            write_text(part / RUN_YAML, add_yaml_checksum(self.run_yaml))
+            write_text(folder / RUN_YAML, add_yaml_checksum(self.run_yaml))
             facts = {**facts, "run_yaml_has_checksum": True}
         manifest = {
             "verb": self.command,
@@ -132,7 +149,7 @@ class Stage:
             "files": files,
             "made_from": self.made_from,
         }
-        write_json(part / MANIFEST, {**manifest, "seal": hash_json(manifest)})
+        write_json(folder / MANIFEST, {**manifest, "seal": hash_json(manifest)})
 
 
 def open_manifest(folder: Path, command: str = "prepare, fit-tokenizer or tokenize") -> dict[str, Any]:
@@ -177,8 +194,10 @@ def find_yaml_damage(folder: Path) -> list[str]:
 def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What changed between two flat settings, a line each; a setting that did not exist before had its default."""
     before = rename_settings(before)
-    lines, defaults = [], RunConfig().results(*RESULT_SECTIONS) if after.keys() - before.keys() else {}
-    before = {key: defaults[key] for key in after if key in defaults} | before
+    if after.keys() - before.keys():
+        defaults = RunConfig().results(*RESULT_SECTIONS)
+        before = {key: defaults[key] for key in after if key in defaults} | before
+    lines = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
