@@ -75,15 +75,18 @@ class RunFiles:
     @cached_property
     def planned_steps(self) -> int | None:
         """How many steps the run has in all; None if they are counted in epochs or minutes."""
-        stored = self.progress.get("run_length", {}).get("steps")
+        recorded = self.progress.get("run_length", {}).get("steps")
+        if isinstance(recorded, int):
+            return recorded
+        if self.settings.get("train.epochs") is not None or self.settings.get("train.minutes") is not None:
+            return None
         steps = self.settings.get("train.steps")
-        unit = self.settings.get("train.epochs") is None and self.settings.get("train.minutes") is None
-        return stored if isinstance(stored, int) else steps if unit and isinstance(steps, int) else None
+        return steps if isinstance(steps, int) else None
 
     def points(self, metric: str) -> list[Point]:
         """(step, value) of every logged step that has this metric as a number."""
-        found = ((line["step"], line.get(metric)) for line in self.metrics)
-        return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+        values = ((line["step"], line.get(metric)) for line in self.metrics)
+        return [(step, float(value)) for step, value in values if isinstance(value, int | float)]
 
     def tokens_after(self, step: int) -> int:
         """Tokens of the first `step` steps; 0 if the length of a sample is not known."""
@@ -108,37 +111,38 @@ class RunFiles:
     @cached_property
     def seconds(self) -> list[Point]:
         """(step, seconds of training until then), computed from the logged throughput; without pauses."""
-        total, before, found = 0.0, 0, []
-        for step, speed in self.points("tokens_per_second"):
-            total += (self.tokens_after(step) - before) / speed if speed > 0 else 0.0
-            before = self.tokens_after(step)
-            found.append((step, total))
-        return found
+        total, tokens_before, points = 0.0, 0, []
+        for step, tokens_per_second in self.points("tokens_per_second"):
+            tokens = self.tokens_after(step)
+            total += (tokens - tokens_before) / tokens_per_second if tokens_per_second > 0 else 0.0
+            tokens_before = tokens
+            points.append((step, total))
+        return points
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds of training until the end, at the speed of the last logged step; None if that is not known."""
         speeds, epochs = self.points("tokens_per_second"), self.points("epoch")
-        done, wanted = self.tokens_after(self.last_step), self.settings.get("train.epochs")
+        tokens, planned_epochs = self.tokens_after(self.last_step), self.settings.get("train.epochs")
         if self.planned_steps:
-            left = self.tokens_after(self.planned_steps) - done
-        elif wanted and epochs and epochs[-1][1]:
-            left = int(done * max(0.0, wanted / epochs[-1][1] - 1))
+            tokens_left = self.tokens_after(self.planned_steps) - tokens
+        elif planned_epochs and epochs and epochs[-1][1]:
+            tokens_left = int(tokens * max(0.0, planned_epochs / epochs[-1][1] - 1))
         else:
             return None
-        return left / speeds[-1][1] if speeds and speeds[-1][1] > 0 else None
+        return tokens_left / speeds[-1][1] if speeds and speeds[-1][1] > 0 else None
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The results that `evaluate` saved, by step."""
         files = sorted((self.folder / EVALUATIONS).glob("*.json"))
-        return sorted((read_json(path) for path in files), key=lambda one: one.get("step") or 0)
+        return sorted((read_json(path) for path in files), key=lambda result: result.get("step") or 0)
 
     @property
     def bits_per_byte(self) -> float | None:
         """Bits per byte of the last evaluation that measured them."""
-        found = [one.get("model", {}).get("bits_per_byte") for one in self.evaluations]
-        return next((bits for bits in reversed(found) if bits), None)
+        by_evaluation = [result.get("model", {}).get("bits_per_byte") for result in self.evaluations]
+        return next((bits for bits in reversed(by_evaluation) if bits), None)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
@@ -200,14 +204,14 @@ def read_run(folder: Path) -> RunFiles:
     progress = read_json(newest[0] / "progress.json") if newest else {}
     recorded = build_config(read_recorded_config(folder / RUN_YAML), file=folder / RUN_YAML)
     settings = {**flatten(recorded.model_dump(mode="json")), **recorded.results("train")}
-    known = bool(newest) and not str(settings.get("model.family", "")).endswith(".py")
+    is_known_family = not str(settings.get("model.family", "")).endswith(".py")  # a user's file is not run for a report
     return RunFiles(
         folder,
         settings,
         lines,
         read_metric(list_checkpoints(folder), VALID_LOSS),
         progress if isinstance(progress, dict) else {},
-        read_shape(newest[0]).parameters if known else None,
+        read_shape(newest[0]).parameters if newest and is_known_family else None,
         *read_best_values(folder),
     )
 

@@ -31,16 +31,16 @@ def describe_run(run: RunFiles) -> Iterator[str]:
             yield from draw_curve(points, width=width, height=HEIGHT)
     for name in run.task_metrics:
         if points := run.points(name):
-            (first, before), (last, now) = points[0], points[-1]
-            yield f"{name}: {now:.4f} at step {last:,}, {before:.4f} at step {first:,}"
+            (first_step, first_value), (last_step, last_value) = points[0], points[-1]
+            yield f"{name}: {last_value:.4f} at step {last_step:,}, {first_value:.4f} at step {first_step:,}"
     for step, text in run.changes:
         yield f"changed after step {step:,}: {text}"
     if run.checkpoints:
         best = run.best_step
         steps = ", ".join(f"{step:,}{' (best)' if step == best else ''}" for step in run.checkpoints)
         yield f"\ncheckpoints: {steps}"
-    for one in run.evaluations:
-        yield f"evaluated: {describe_evaluation(one)}"
+    for result in run.evaluations:
+        yield f"evaluated: {describe_evaluation(result)}"
     for sample in run.samples[-3:]:
         yield f"sample of step {sample['step']:,}: {sample.get('prompt', '')}|{str(sample.get('text', ''))[:200]!r}"
 
@@ -70,40 +70,43 @@ def describe_progress(run: RunFiles) -> str:
 
 def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
     """A table of runs: steps, size, best valid loss, bits per byte of the last evaluation."""
-    rows = [("run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte")]
-    for run in runs:
-        best = BestRule().best_of(run.valid_losses)
-        rows.append(
-            (
-                str(run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder),
-                f"{run.last_step:,}" + (f"/{run.planned_steps:,}" if run.planned_steps else ""),
-                f"{run.parameters:,}" if run.parameters else "-",
-                f"{run.tokens_after(run.last_step):,}",
-                "-" if best is None else f"{run.valid_losses[best]:.4f}",
-                "-" if best is None else f"{best:,}",
-                f"{run.bits_per_byte:.4f}" if run.bits_per_byte else "-",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))]
-        yield "  ".join(cells)
+    rows = [["run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte"]]
+    rows += [_run_row(run, below) for run in runs]
+    name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *numbers in rows:
+        yield "  ".join([name.ljust(name_width), *map(str.rjust, numbers, widths)])
 
 
-def describe_evaluation(one: dict[str, Any]) -> str:
-    """One result of `evaluate` in a line."""
-    tasks = {name: value for name, value in one.items() if isinstance(value, dict) and "card" in value}
+def _run_row(run: RunFiles, below: Path) -> list[str]:
+    folder = run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder
+    planned = f"/{run.planned_steps:,}" if run.planned_steps else ""
+    best = BestRule().best_of(run.valid_losses)
+    return [
+        str(folder),
+        f"{run.last_step:,}{planned}",
+        f"{run.parameters:,}" if run.parameters else "-",
+        f"{run.tokens_after(run.last_step):,}",
+        "-" if best is None else f"{run.valid_losses[best]:.4f}",
+        "-" if best is None else f"{best:,}",
+        f"{run.bits_per_byte:.4f}" if run.bits_per_byte else "-",
+    ]
+
+
+def describe_evaluation(result: dict[str, Any]) -> str:
+    """One result of `evaluate` in a line: step 500, lambada: accuracy 0.3256."""
+    step = f"step {result.get('step', 0):,}"
+    tasks = {name: value for name, value in result.items() if isinstance(value, dict) and "card" in value}
     if tasks:  # a task on a file: its metrics are next to its protocol card
-        shown = [
-            f"{name}: {', '.join(f'{key} {value:.4f}' for key, value in task.items() if isinstance(value, float))}"
-            for name, task in tasks.items()
-        ]
-        return f"step {one.get('step', 0):,}, {'; '.join(shown)}"
-    figures = one.get("model", {})
-    named = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
-    found = [f"{text} {figures[key]:.4f}" for key, text in named.items() if isinstance(figures.get(key), float)]
-    return f"step {one.get('step', 0):,}, {_origin(one)}: {', '.join(found) or 'no figures'}"
+        return f"{step}, {'; '.join(f'{name}: {_format_metrics(task)}' for name, task in tasks.items())}"
+    metrics = result.get("model", {})
+    titles = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
+    figures = _format_metrics({title: metrics.get(key) for key, title in titles.items()})
+    return f"{step}, {_origin(result)}: {figures or 'no figures'}"
 
 
-def _origin(one: dict[str, Any]) -> str:
-    return ", ".join(one["text"]) if "text" in one else f"{one.get('split', '?')} split"
+def _format_metrics(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
+
+
+def _origin(result: dict[str, Any]) -> str:
+    return ", ".join(result["text"]) if "text" in result else f"{result.get('split', '?')} split"
