@@ -1,4 +1,8 @@
-"""Chooses the next token from the logits; each sampling rule is a pure function on the rows that use it.
+"""Chooses the next token from the logits, for the texts of a batch, which may have different settings.
+
+`choose_next_ids` is one step. It applies, in this order: logit bias, repetition, presence and frequency penalty, the
+ban on ending before min_tokens, and the warpers of warpers.py. Then it samples. `collect_rules` groups the rows by the
+rules that they use, and is called again only when a text joins or leaves the batch.
 
 Shapes in names: N texts (rows), V vocabulary, S steps.
 """
@@ -6,7 +10,7 @@ Shapes in names: N texts (rows), V vocabulary, S steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +20,8 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
-from textmill.generation.gpu_sampling import MASKED, MIN_TEMPERATURE, TopKSampling, new_top_k_sampling
+from textmill.generation.gpu_sampling import MASKED, TopKSampling, new_top_k_sampling
+from textmill.generation.warpers import WARPERS, Warper, apply_repetition_penalty
 from textmill.kernels.availability import can_run_kernels
 from textmill.kernels.transfer_torch import copy_to_device
 
@@ -69,58 +74,6 @@ def new_state(
     if sample.presence_penalty or sample.frequency_penalty:
         counts_V = torch.zeros(vocab, device=device)
     return SamplingState(sample, ends, tuple(dict(bias).items()), 0, seen_V, counts_V)
-
-
-def apply_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty_N1: Tensor) -> Tensor:
-    """Make seen tokens less likely: divide positive logits by the penalty, multiply negative ones."""
-    return torch.where(seen_NV, torch.where(logits_NV < 0, logits_NV * penalty_N1, logits_NV / penalty_N1), logits_NV)
-
-
-def apply_temperature(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
-    """Divide by the temperature; the largest logit is shifted to 0 first, so that nothing overflows."""
-    return (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1.clamp(min=MIN_TEMPERATURE)
-
-
-def keep_top_k(logits_NV: Tensor, k_N1: Tensor, largest_k: int) -> Tensor:
-    """Keep the k most likely tokens, and those as likely as the last of them."""
-    k_N1 = k_N1.long().clamp(max=logits_NV.shape[1])
-    least_N1 = logits_NV.topk(min(largest_k, logits_NV.shape[1]), dim=1).values.gather(1, k_N1 - 1)
-    return logits_NV.masked_fill(logits_NV < least_N1, MASKED)
-
-
-def keep_top_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
-    """Nucleus sampling: keep the fewest most likely tokens whose probabilities add up to p, at least one."""
-    ordered_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
-    probabilities_NV = ordered_NV.softmax(1)
-    reached_NV = probabilities_NV.cumsum(1) - probabilities_NV >= p_N1
-    reached_NV[:, 0] = False
-    return logits_NV.masked_fill(reached_NV.scatter(1, order_NV, reached_NV), MASKED)
-
-
-def keep_min_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
-    """Keep tokens at least p times as likely as the most likely one."""
-    probabilities_NV = logits_NV.softmax(1)
-    return logits_NV.masked_fill(probabilities_NV < p_N1 * probabilities_NV.amax(1, keepdim=True), MASKED)
-
-
-def keep_typical(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
-    """Typical sampling: keep the tokens nearest to the expected surprise whose probabilities add up to p."""
-    logprobs_NV = logits_NV.log_softmax(1)
-    probabilities_NV = logprobs_NV.exp()
-    expected_N1 = -(logprobs_NV * probabilities_NV).nansum(1, keepdim=True)
-    ordered_NV, order_NV = (-logprobs_NV - expected_N1).abs().sort(dim=1, stable=True)
-    below_NV = probabilities_NV.gather(1, order_NV).cumsum(1) < p_N1
-    last_N1 = below_NV.sum(1, keepdim=True).clamp(max=logits_NV.shape[1] - 1)
-    far_NV = ordered_NV > ordered_NV.gather(1, last_N1)
-    return logits_NV.masked_fill(far_NV.scatter(1, order_NV, far_NV), MASKED)
-
-
-Warper = Callable[[Tensor, Tensor], Tensor]
-WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
-    ("temperature", 1.0, apply_temperature), ("top_k", 0, keep_top_k), ("top_p", 1.0, keep_top_p),
-    ("min_p", 0.0, keep_min_p), ("typical_p", 1.0, keep_typical),
-]  # fmt: skip
-"""Setting, its neutral value, and the function; in the order of transformers."""
 
 
 EndPositions = dict[tuple[int, ...], tuple[Tensor, Tensor]]
