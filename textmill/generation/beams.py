@@ -1,4 +1,9 @@
-"""Beam search: finds a likely text by extending the most likely partial texts, as transformers does."""
+"""Beam search: finds a likely text by extending the most likely partial texts, as transformers does.
+
+With two beams, after "The": the extensions " mill" and " river" are the likeliest, so both run on; in the next step all
+extensions of both are compared, and the two likeliest run on. A text that ends is set aside in `finished`. The search
+stops when no running text is better than the finished ones.
+"""
 
 from __future__ import annotations
 
@@ -46,33 +51,36 @@ def beam_search(generator: SlotProvider, request: Request, max_new: int) -> list
     slots = generator.new_slots(sample.beams, len(prompt) + max_new)
     if len(prompt) > 1:
         slots.prefill(0, [prompt[:-1]])
-    running, finished, used = [Beam((), 0.0)], [], len(prompt) - 1
+    running, finished, cached_tokens = [Beam((), 0.0)], [], len(prompt) - 1
     for number in range(1, max_new + 1):
-        last_N = torch.tensor([(beam.ids or prompt)[-1] for beam in running], device=slots.device)
-        logits_NV = slots.decode(last_N, [used] * len(running))[:, : tokenizer.vocab]
-        used += 1
+        last_ids_N = torch.tensor([(beam.ids or prompt)[-1] for beam in running], device=slots.device)
+        logits_NV = slots.decode(last_ids_N, [cached_tokens] * len(running))[:, : tokenizer.vocab]
+        cached_tokens += 1
         if not bool(torch.isfinite(logits_NV).all()):
             raise TextmillError(NOT_FINITE)
         logprobs_NV = logits_NV.float().log_softmax(1)
         states = _sampling_states(request, running, ends, logprobs_NV)
         apply_bias_and_penalties(logprobs_NV, states, range(len(states)))
         ban_end_tokens(logprobs_NV, states, tuple(range(len(states))) if number <= sample.min_tokens else (), {})
+        # Enough candidates that `beams` of them go on even if each beam's likeliest extensions are its ends.
         candidates = _extend_beams(logprobs_NV, running, max(2, 1 + len(ends)) * sample.beams)
-        ended = [beam.ids[-1] in ends or number == max_new for beam in candidates]
-        finished += [beam for beam, last in zip(candidates[: sample.beams], ended, strict=False) if last]
+        for beam in candidates[: sample.beams]:
+            if beam.ids[-1] in ends or number == max_new:
+                finished.append(beam)
         finished = sorted(finished, key=lambda beam: -beam.score(sample.length_penalty))[: sample.beams]
-        running = [beam for beam, last in zip(candidates, ended, strict=True) if not last][: sample.beams]
-        full = len(finished) == sample.beams
-        if not running or (
-            full and running[0].score(sample.length_penalty) <= finished[-1].score(sample.length_penalty)
-        ):
+        running = [beam for beam in candidates if beam.ids[-1] not in ends and number < max_new][: sample.beams]
+        if not running:
             break
-        slots.reorder([beam.slot for beam in running], used)
-    texts = [_decode_beam(tokenizer, request, beam, ends) for beam in finished or [Beam((), 0.0)]]
-    different: dict[str, Done] = {}
-    for done in texts:
-        different.setdefault(done.text, done)
-    return list(different.values())
+        if len(finished) == sample.beams:
+            best_running, worst_finished = running[0], finished[-1]
+            if best_running.score(sample.length_penalty) <= worst_finished.score(sample.length_penalty):
+                break
+        slots.reorder([beam.slot for beam in running], cached_tokens)
+    by_text: dict[str, Done] = {}
+    for beam in finished or [Beam((), 0.0)]:
+        done = _decode_beam(tokenizer, request, beam, ends)
+        by_text.setdefault(done.text, done)
+    return list(by_text.values())
 
 
 def _sampling_states(

@@ -16,7 +16,7 @@ import numpy as np
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.encoders.embedding_files import count_texts, is_listed, read_texts
+from textmill.generation.encoders.embedding_files import are_texts, count_texts, read_texts
 from textmill.generation.encoders.embedding_texts import Encoded, format_vector
 from textmill.models import find_run_model
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
@@ -43,21 +43,24 @@ class Truncated:
     """Counts texts that lost tokens."""
 
     texts: int = 0
+    """All texts."""
     count: int = 0
-    most: int = 0
+    """Those that were truncated."""
+    longest_text: int = 0
+    """In tokens, before it was truncated."""
 
     def add(self, encoded: Sequence[Encoded]) -> None:
         """Count a block of texts."""
         self.texts += len(encoded)
-        self.count += sum(one.truncated for one in encoded)
-        self.most = max([self.most, *(one.tokens for one in encoded)])
+        self.count += sum(text.truncated for text in encoded)
+        self.longest_text = max([self.longest_text, *(text.tokens for text in encoded)])
 
     def report(self, longest: int) -> None:
         """Warn if there were any."""
         if self.count:
             warn(
                 f"{self.count:,} of {self.texts:,} texts are longer than {longest:,} tokens and were truncated; the "
-                f"longest has {self.most:,}"
+                f"longest has {self.longest_text:,}"
             )
 
 
@@ -74,39 +77,44 @@ def embed(
     if out is not None and Path(out).suffix not in SUFFIXES:
         raise TextmillError(f"--out: '{out}' is no {' or '.join(SUFFIXES)} file; choose one of these endings")
     checkpoint = find_run_model(config, step)
-    given, total = read_texts(list(texts)), count_texts(list(texts))
+    arguments = list(texts)
+    all_texts, total = read_texts(arguments), count_texts(arguments)
     if out is not None:
         make_folder_for(Path(out), "--out")
     embedder = open_embedder(checkpoint, config.engine, config.embed)
+    returned: list[Vectors] | None = [] if are_texts(arguments) and out is None else None
     with ExitStack() as stack:
-        kept: list[Vectors] | None = [] if is_listed(list(texts)) and out is None else None
-        writer: Writer = _Lines(partial(print, end="", flush=True), kept)
-        if out is not None:
+        writer: Writer
+        if out is None:
+            writer = _JsonLines(partial(print, end="", flush=True), returned)
+        else:
             stream = stack.enter_context(atomic_writer(Path(out)))
             if out.endswith(".jsonl"):
-                writer = _Lines(lambda line: stream.write(line.encode()), None)
+                writer = _JsonLines(lambda line: stream.write(line.encode()), None)
             else:
-                writer = _Matrix(stream, embedder.texts.dimension)
-        truncated = _embed_all(embedder, given, total, writer, show=out is not None)
-        if isinstance(writer, _Matrix):
+                writer = _NumpyFile(stream, embedder.texts.dimension)
+        truncated = _embed_all(embedder, all_texts, total, writer, show_progress=out is not None)
+        if isinstance(writer, _NumpyFile):
             writer.end()
     truncated.report(embedder.texts.longest)
     if out is not None:
         print(f"{format_path(Path(out))}: {truncated.texts:,} embeddings of {embedder.texts.dimension} numbers")
-    return np.concatenate(kept) if kept else None
+    return np.concatenate(returned) if returned else None
 
 
-def _embed_all(embedder: Embedder, texts: Iterable[str], total: int | None, writer: Writer, *, show: bool) -> Truncated:
+def _embed_all(
+    embedder: Embedder, texts: Iterable[str], total: int | None, writer: Writer, *, show_progress: bool
+) -> Truncated:
     truncated = Truncated()
     with ExitStack() as stack:
-        bar = stack.enter_context(progress("embed", total, "texts", "tokens")) if show else None
+        bar = stack.enter_context(progress("embed", total, "texts", "tokens")) if show_progress else None
         for block in _blocks(texts):
             encoded = embedder.texts.encode(block)
             truncated.add(encoded)
-            ids = [one.ids for one in encoded]
+            ids = [text.ids for text in encoded]
             vectors: Vectors = np.zeros((len(block), embedder.texts.dimension), np.float32)
-            for numbers, found in embedder.batches(ids):
-                vectors[numbers] = found
+            for numbers, batch_vectors in embedder.batches(ids):
+                vectors[numbers] = batch_vectors
                 if bar:
                     bar.advance(len(numbers), sum(len(ids[number]) for number in numbers))
             writer.write(block, encoded, vectors)
@@ -114,28 +122,31 @@ def _embed_all(embedder: Embedder, texts: Iterable[str], total: int | None, writ
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    rest = iter(texts)
-    while block := list(itertools.islice(rest, BLOCK_TEXTS)):
+    stream = iter(texts)
+    while block := list(itertools.islice(stream, BLOCK_TEXTS)):
         yield block
 
 
-class _Lines:
-    """JSON lines; `kept` also gets the vectors."""
+class _JsonLines:
+    """Lines such as {"text": "A mill.", "tokens": 4, "embedding": [0.1, ...]}; `returned` also gets the vectors."""
 
-    def __init__(self, put: Callable[[str], object], kept: list[Vectors] | None) -> None:
-        self.put, self.kept = put, kept
+    def __init__(self, write_line: Callable[[str], object], returned: list[Vectors] | None) -> None:
+        self.write_line, self.returned = write_line, returned
 
     def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
         """A line for each text."""
-        for text, one, vector in zip(texts, encoded, vectors, strict=True):
-            head: dict[str, Any] = {"text": text, "tokens": len(one.ids)}
-            head |= {"truncated": True} if one.truncated else {}
-            self.put(json.dumps(head, ensure_ascii=False)[:-1] + f', "embedding": {format_vector(vector)}}}\n')
-        if self.kept is not None:
-            self.kept.append(vectors)
+        for text, encoded_text, vector in zip(texts, encoded, vectors, strict=True):
+            fields: dict[str, Any] = {"text": text, "tokens": len(encoded_text.ids)}
+            if encoded_text.truncated:
+                fields["truncated"] = True
+            # The vector is formatted with nine digits; json.dumps would write up to 17.
+            start = json.dumps(fields, ensure_ascii=False).removesuffix("}")
+            self.write_line(f'{start}, "embedding": {format_vector(vector)}}}\n')
+        if self.returned is not None:
+            self.returned.append(vectors)
 
 
-class _Matrix:
+class _NumpyFile:
     """A NumPy file [texts, dimension]. Its header is written again at the end, when the number of texts is known."""
 
     def __init__(self, stream: BinaryIO, dimension: int) -> None:

@@ -6,7 +6,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from textmill.errors import TextmillError, warn
@@ -15,36 +16,40 @@ FILE_ENDINGS = (".txt", ".jsonl")
 NO_TEXT = "no text; write: textmill embed MODEL 'a text', name a file of texts, or pipe lines in"
 
 
-def read_texts(given: list[str]) -> Iterator[str]:
+def read_texts(arguments: list[str]) -> Iterator[str]:
     """The texts; a single argument that names a file stands for its lines. Raises if there is none."""
-    file = _file_of(given)
-    _check_names(given, file)
-    listed = (_check(text, f"text {number}") for number, text in enumerate(given, 1))
-    texts = _read_lines(file) if file else listed if given else _read_piped()
+    file = _file_of(arguments)
+    _check_names(arguments, file)
+    if file:
+        texts = _read_lines(file)
+    elif arguments:
+        texts = (_check_text(text, f"text {number}") for number, text in enumerate(arguments, 1))
+    else:
+        texts = _read_piped()
     first = next(texts, None)
     if first is None:
         raise TextmillError(f"embed: {f'{file} is empty' if file else NO_TEXT}")
-    return _checked(first, texts)
+    return chain([first], texts)
 
 
-def count_texts(given: list[str]) -> int | None:
+def count_texts(arguments: list[str]) -> int | None:
     """How many texts there are, if that is known before they are read."""
-    file = _file_of(given)
+    file = _file_of(arguments)
     if file is None:
-        return len(given) or None
+        return len(arguments) or None
     if file.is_fifo():
         return None
     with file.open("rb") as stream:
         return sum(1 for _ in stream)
 
 
-def is_listed(given: list[str]) -> bool:
-    """Whether the texts are arguments, and so few that all fit into memory."""
-    return bool(given) and _file_of(given) is None
+def are_texts(arguments: list[str]) -> bool:
+    """Whether the arguments are the texts, and so few that all fit into memory."""
+    return bool(arguments) and _file_of(arguments) is None
 
 
-def _file_of(given: list[str]) -> Path | None:
-    return Path(given[0]) if len(given) == 1 and _is_file(given[0]) else None
+def _file_of(arguments: list[str]) -> Path | None:
+    return Path(arguments[0]) if len(arguments) == 1 and _is_file(arguments[0]) else None
 
 
 def _is_file(text: str) -> bool:
@@ -54,18 +59,16 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def _check_names(given: list[str], file: Path | None) -> None:
+def _check_names(arguments: list[str], file: Path | None) -> None:
     """Refuse the name of a file that does not exist; warn about several names, which are embedded as texts."""
-    if len(given) == 1 and file is None and given[0].endswith(FILE_ENDINGS) and len(given[0].split()) == 1:
-        raise TextmillError(f"embed: {given[0]}: no such file; name one, or write a text of several words")
-    for text in given if len(given) > 1 else ():
+    if len(arguments) == 1:
+        text = arguments[0]
+        if file is None and text.endswith(FILE_ENDINGS) and len(text.split()) == 1:
+            raise TextmillError(f"embed: {text}: no such file; name one, or write a text of several words")
+        return
+    for text in arguments:
         if _is_file(text):
             warn(f"{text}: is embedded as a text, though a file has this name; to embed its lines, name only this file")
-
-
-def _checked(first: str, rest: Iterable[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _read_lines(path: Path) -> Iterator[str]:
@@ -104,10 +107,10 @@ def _parse(line: str, where: str) -> str:
     text = record.get("text") if isinstance(record, dict) else record
     if not isinstance(text, str):
         raise TextmillError(f'{where}: is not a text; write each line as {{"text": "TEXT"}}')
-    return _check(text, where)
+    return _check_text(text, where)
 
 
-def _check(text: str, where: str) -> str:
+def _check_text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
