@@ -1,4 +1,8 @@
-"""Find candidate pairs: documents that share an LSH band, found by sorting one band at a time."""
+"""Find candidate pairs: documents that share an LSH band, found by sorting one band at a time.
+
+If the documents 0 to 4 have the hashes 7 3 7 9 7 in a band, sorting by hash gives the bucket [0, 2, 4] and its pairs
+(0, 2), (0, 4), (2, 4). Each task writes the sorted pairs of some bands; `merge_pairs` merges them into one sorted file.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +68,8 @@ def plan_band_tasks(folder: Path, counts: Sequence[int], bands: int, memory: int
 def find_candidate_pairs(task: BandTask) -> int:
     """Write the pairs of documents that agree in one of these bands; return their number."""
     if not task.path.is_file():
-        found = [_pairs_in_buckets(*_read_band(task, band)) for band in range(task.first, task.stop)]
-        write_bytes(task.path, [np.unique(np.concatenate(found)).tobytes()])
+        pairs = [_pairs_in_buckets(*_read_band(task, band)) for band in range(task.first, task.stop)]
+        write_bytes(task.path, [np.unique(np.concatenate(pairs)).tobytes()])
     return task.path.stat().st_size // 8
 
 
@@ -92,17 +96,19 @@ def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np
     """
     order = np.argsort(hashes, kind="stable")
     hashes, numbers = hashes[order], numbers[order]
+    # Equal hashes are neighbours now: a bucket is a start and a size, and must have two members.
     starts = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)])
     sizes = np.diff(np.append(starts, len(hashes)))
     sizes, starts = sizes[sizes > 1], starts[sizes > 1]
+    # Of every member of a bucket: its index, and that of the first member.
     members = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
     firsts = np.repeat(starts, sizes)
-    found = [np.zeros(0, np.uint64)]
+    pairs = [np.zeros(0, np.uint64)]
     for step in range(BUCKET_LINKS):
-        for others in (firsts + step, members - 1 - step):
-            is_valid = (others >= firsts) & (others < members)
-            found.append(numbers[others[is_valid]] << np.uint64(32) | numbers[members[is_valid]])
-    return np.unique(np.concatenate(found))
+        for partners in (firsts + step, members - 1 - step):
+            is_valid = (partners >= firsts) & (partners < members)
+            pairs.append(numbers[partners[is_valid]] << np.uint64(32) | numbers[members[is_valid]])
+    return np.unique(np.concatenate(pairs))
 
 
 def merge_pairs(tasks: list[BandTask], path: Path, marks_path: Path) -> int:
@@ -138,9 +144,9 @@ def _merge_sorted(tasks: list[BandTask]) -> Iterator[NDArray[np.uint64]]:
         if not blocks:
             return
         limit = min(block[-1] for block in blocks.values())
-        ready = []
+        complete = []
         for path, block in blocks.items():
-            cut = int(np.searchsorted(block, limit, side="right"))
-            ready.append(block[:cut])
-            blocks[path] = block[cut:]
-        yield np.unique(np.concatenate(ready))
+            end = int(np.searchsorted(block, limit, side="right"))
+            complete.append(block[:end])
+            blocks[path] = block[end:]
+        yield np.unique(np.concatenate(complete))

@@ -69,37 +69,36 @@ def decide_documents(
     if config.dedup == "none":
         return Decisions(splits, [{} for _ in tasks], [], [np.zeros(0, REPEAT_DTYPE) for _ in tasks])
     memory = config.dedup_memory << 20
-    keep = exact_keep_masks(_LazyDigests(tasks), splits if any(declared.values()) else None, memory)
-    dropped = [{"duplicate": int((~mask).sum())} for mask in keep]
-    for split, mask in zip(splits, keep, strict=True):
+    # For each chunk: which documents are left after exact deduplication.
+    masks = exact_keep_masks(_LazyDigests(tasks), splits if any(declared.values()) else None, memory)
+    dropped = [{"duplicate": int((~mask).sum())} for mask in masks]
+    for split, mask in zip(splits, masks, strict=True):
         split[~mask] = -1
-    repeats = find_exact_repeats(_LazyDigests(tasks), keep) if config.keep_dropped else []
+    repeats = find_exact_repeats(_LazyDigests(tasks), masks) if config.keep_dropped else []
     if config.dedup == "exact":
         return Decisions(splits, dropped, [], repeats)
-    for task, mask in zip(tasks, keep, strict=True):
+    for task, mask in zip(tasks, masks, strict=True):
         write_bytes(task.path("exact"), [mask.tobytes()])
-    confirmed = _find_near_duplicates(tasks, config, run)
-    numbering = _DocumentNumbers(tasks, [int(mask.sum()) for mask in keep])
-    kept = _choose_kept(confirmed, numbering, keep, splits)
+    pair_files = _find_near_duplicates(tasks, config, run)
+    numbering = _DocumentNumbers(tasks, [int(mask.sum()) for mask in masks])
+    is_kept = _choose_kept(pair_files, numbering, masks, splits)
     for chunk, (start, stop) in enumerate(pairwise(numbering.starts.tolist())):
-        rows = np.flatnonzero(keep[chunk])[~kept[start:stop]]
-        splits[chunk][rows] = -1
-        if len(rows):
-            dropped[chunk]["near_duplicate"] = len(rows)
+        near_duplicates = np.flatnonzero(masks[chunk])[~is_kept[start:stop]]
+        splits[chunk][near_duplicates] = -1
+        if len(near_duplicates):
+            dropped[chunk]["near_duplicate"] = len(near_duplicates)
     if config.keep_dropped:
-        near_repeats = find_near_repeats(confirmed, kept, numbering.starts[:-1], keep)
-        repeats = [np.concatenate(both) for both in zip(repeats, near_repeats, strict=True)]
-    pairs = list(_preview_pairs(_first_pairs(confirmed), numbering, keep, kept))
+        near_repeats = find_near_repeats(pair_files, is_kept, numbering.starts[:-1], masks)
+        repeats = [np.concatenate([exact, near]) for exact, near in zip(repeats, near_repeats, strict=True)]
+    pairs = list(_preview_pairs(_first_pairs(pair_files), numbering, masks, is_kept))
     return Decisions(splits, dropped, pairs, repeats)
 
 
 def _assign_splits(task: ChunkTask, declared: Split | None) -> NDArray[np.int8]:
     digests = task.read_digests()
-    return (
-        assign_splits(digests, task.config.split)
-        if declared is None
-        else np.full(len(digests), SPLITS.index(declared), np.int8)
-    )
+    if declared is None:
+        return assign_splits(digests, task.config.split)
+    return np.full(len(digests), SPLITS.index(declared), np.int8)
 
 
 class _LazyDigests(Sequence[NDArray[np.uint8]]):
@@ -120,7 +119,10 @@ class _LazyDigests(Sequence[NDArray[np.uint8]]):
 
 
 class _DocumentNumbers:
-    """Numbers the documents that are left after exact deduplication, over all chunks."""
+    """Numbers the documents that are left after exact deduplication, over all chunks.
+
+    Chunks with 3, 0 and 2 documents: starts [0, 3, 3, 5]; document 4 is position 1 of chunk 2.
+    """
 
     def __init__(self, tasks: Sequence[ChunkTask], counts: Sequence[int]) -> None:
         self.tasks = tasks
@@ -128,9 +130,10 @@ class _DocumentNumbers:
 
     def by_chunk(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield (chunk, positions in that chunk) for sorted document numbers; chunks without any are skipped."""
-        for chunk, part in enumerate(np.split(numbers, np.searchsorted(numbers, self.starts[1:-1]))):
-            if len(part):
-                yield chunk, part - self.starts[chunk]
+        numbers_by_chunk = np.split(numbers, np.searchsorted(numbers, self.starts[1:-1]))
+        for chunk, chunk_numbers in enumerate(numbers_by_chunk):
+            if len(chunk_numbers):
+                yield chunk, chunk_numbers - self.starts[chunk]
 
 
 def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run: RunTasks) -> list[Path]:
@@ -160,50 +163,50 @@ def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run:
 
 
 def _choose_kept(
-    confirmed: Sequence[Path],
+    pair_files: Sequence[Path],
     numbering: _DocumentNumbers,
-    keep: Sequence[NDArray[np.bool_]],
+    masks: Sequence[NDArray[np.bool_]],
     splits: Sequence[NDArray[np.int8]],
 ) -> NDArray[np.bool_]:
     """For each document left after exact deduplication, whether it is kept."""
-    pairs = (np.fromfile(path, PAIR_DTYPE) for path in confirmed)
-    blocks = (np.stack((block["first"], block["second"]), axis=1).astype(np.int64) for block in pairs)
+    pairs = (np.fromfile(path, PAIR_DTYPE) for path in pair_files)
+    number_pairs = (np.stack((block["first"], block["second"]), axis=1).astype(np.int64) for block in pairs)
+    clusters = smallest_members(int(numbering.starts[-1]), number_pairs)
     lengths = (np.fromfile(task.path("lengths"), np.int64) for task in numbering.tasks)
-    kept_splits = (split[mask] for split, mask in zip(splits, keep, strict=True))
-    return keep_one_per_cluster(
-        smallest_members(int(numbering.starts[-1]), blocks), zip(lengths, kept_splits, strict=True)
-    )
+    unique_splits = (split[mask] for split, mask in zip(splits, masks, strict=True))
+    return keep_one_per_cluster(clusters, zip(lengths, unique_splits, strict=True))
 
 
-def _first_pairs(confirmed: Sequence[Path]) -> NDArray[Any]:
-    found = np.zeros(0, PAIR_DTYPE)
-    for path in confirmed:
-        if len(found) < SHOWN_PAIRS:
-            found = np.concatenate((found, np.fromfile(path, PAIR_DTYPE, SHOWN_PAIRS - len(found))))
-    return found
+def _first_pairs(pair_files: Sequence[Path]) -> NDArray[Any]:
+    pairs = np.zeros(0, PAIR_DTYPE)
+    for path in pair_files:
+        if len(pairs) < SHOWN_PAIRS:
+            pairs = np.concatenate((pairs, np.fromfile(path, PAIR_DTYPE, SHOWN_PAIRS - len(pairs))))
+    return pairs
 
 
 def _preview_pairs(
-    pairs: NDArray[Any], numbering: _DocumentNumbers, keep: Sequence[NDArray[np.bool_]], kept: NDArray[np.bool_]
+    pairs: NDArray[Any], numbering: _DocumentNumbers, masks: Sequence[NDArray[np.bool_]], is_kept: NDArray[np.bool_]
 ) -> Iterator[dict[str, Any]]:
+    """The rows of near_duplicates.jsonl."""
     numbers = np.unique(np.concatenate((pairs["first"], pairs["second"]))).astype(np.int64)
     previews: dict[int, dict[str, Any]] = {}
     for chunk, positions in numbering.by_chunk(numbers):
         task = numbering.tasks[chunk]
-        rows = _read_previews(task.path("parquet"), np.flatnonzero(keep[chunk])[positions])
+        rows = _read_previews(task.path("parquet"), np.flatnonzero(masks[chunk])[positions])
         for position, (text, location) in zip(positions.tolist(), rows, strict=True):
             number = position + int(numbering.starts[chunk])
             previews[number] = {
                 "file": task.chunk.source.name,
                 "place": location,
-                "kept": bool(kept[number]),
+                "kept": bool(is_kept[number]),
                 "text": text,
             }
     for first, second, similarity in pairs.tolist():
         yield {"jaccard": round(similarity, 4), "first": previews[first], "second": previews[second]}
 
 
-def _read_previews(path: Path, wanted_documents: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
+def _read_previews(path: Path, documents: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
     """Yield the start and the place of some documents of a chunk.
 
     The main process does this, so it reads only a few documents at a time.
@@ -211,12 +214,9 @@ def _read_previews(path: Path, wanted_documents: NDArray[np.int64]) -> Iterator[
     rows_read = 0
     with open_shard(path) as cleaned:
         for batch in cleaned.iter_batches(PREVIEW_BATCH, columns=["text", "id"], use_threads=False):
-            wanted_rows = (
-                wanted_documents[(wanted_documents >= rows_read) & (wanted_documents < rows_read + batch.num_rows)]
-                - rows_read
-            )
+            is_in_batch = (documents >= rows_read) & (documents < rows_read + batch.num_rows)
+            for row in (documents[is_in_batch] - rows_read).tolist():
+                yield batch.column(0)[row].as_py()[:PREVIEW_CHARACTERS], batch.column(1)[row].as_py()
             rows_read += batch.num_rows
-            for position in wanted_rows.tolist():
-                yield batch.column(0)[position].as_py()[:PREVIEW_CHARACTERS], batch.column(1)[position].as_py()
-            if rows_read > wanted_documents[-1]:
+            if rows_read > documents[-1]:
                 break

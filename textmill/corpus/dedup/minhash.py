@@ -1,4 +1,11 @@
-"""MinHash sketches and LSH bands, which find similar documents without comparing all pairs."""
+"""MinHash sketches and LSH bands, which find similar documents without comparing all pairs.
+
+A sketch is a row of numbers per document; in each place two documents agree with a probability equal to their Jaccard
+similarity s. The row is divided into bands of r numbers. Documents that agree in a complete band are candidates: a band
+agrees with probability s^r, at least one of b bands with 1 - (1 - s^r)^b. With the 29 bands of 8 rows that
+`choose_bands` finds for a threshold of 0.8, documents with a similarity of 0.8 become candidates with a probability of
+99.5%, those of 0.5 with 11%, those of 0.3 with 0.2%.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +46,10 @@ def sketch_chunk(task: ChunkTask) -> int:
     ):
         for texts in _text_blocks(_read_texts(task, keep)):
             hashes, counts = _shingles(texts, task.config.dedup_shingles, task.config.dedup_shingle_size)
-            found = band_hashes(hashes, counts, bands, rows)
+            hashes_by_band = band_hashes(hashes, counts, bands, rows)
             for band in range(bands):
                 stream.seek((band * count + documents_done) * 8)
-                stream.write(np.ascontiguousarray(found[:, band]).tobytes())
+                stream.write(np.ascontiguousarray(hashes_by_band[:, band]).tobytes())
             lengths.write(np.array([len(text) for text in texts], np.int64).tobytes())
             documents_done += len(texts)
     return count
@@ -59,13 +57,13 @@ def sketch_chunk(task: ChunkTask) -> int:
 
 def _shingle_sets(texts: list[str], config: CorpusConfig) -> list[Hashes]:
     hashes, counts = _shingles(texts, config.dedup_shingles, config.dedup_shingle_size)
-    return [distinct(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
+    return [distinct(document_hashes) for document_hashes in np.split(hashes, np.cumsum(counts)[:-1])]
 
 
 def _shingles(texts: list[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.int64]]:
     if len(texts) == 1 and len(texts[0]) > SEGMENT_CHARACTERS:
-        found = shingle_set(texts[0], unit, n)
-        return found, np.array([len(found)])
+        hashes = shingle_set(texts[0], unit, n)
+        return hashes, np.array([len(hashes)])
     return shingle(texts, unit, n)
 
 
@@ -122,13 +120,12 @@ def write_shingle_sets(shingle_task: ShingleTask) -> int:
         is_wanted = keep.copy()
         is_wanted[keep] = is_in_pair
         sizes = np.zeros(len(is_in_pair), np.int64)
+        blocks = _text_blocks(_read_texts(task, is_wanted))
+        sets = (shingles for texts in blocks for shingles in _shingle_sets(texts, task.config))
         with atomic_writer(task.path("sets")) as stream:
-            found = chain.from_iterable(
-                map(partial(_shingle_sets, config=task.config), _text_blocks(_read_texts(task, is_wanted)))
-            )
-            for position, document_shingles in zip(np.flatnonzero(is_in_pair), found, strict=True):
-                stream.write(document_shingles.tobytes())
-                sizes[position] = len(document_shingles)
+            for position, shingles in zip(np.flatnonzero(is_in_pair), sets, strict=True):
+                stream.write(shingles.tobytes())
+                sizes[position] = len(shingles)
         write_bytes(task.path("ends"), [np.cumsum(sizes).tobytes()])
     return int(is_in_pair.sum())
 
@@ -149,19 +146,22 @@ class ShingleSetCache:
         if number in self.cached:
             self.cached.move_to_end(number)
             return self.cached[number]
-        found = self._read(number)
-        self.cached[number] = found
-        self.cached_bytes += found.nbytes
+        shingles = self._read(number)
+        self.cached[number] = shingles
+        self.cached_bytes += shingles.nbytes
         while self.cached_bytes > self.memory and len(self.cached) > 2:
-            self.cached_bytes -= self.cached.popitem(last=False)[1].nbytes
-        return found
+            _, oldest = self.cached.popitem(last=False)
+            self.cached_bytes -= oldest.nbytes
+        return shingles
 
     def count_shingles(self, number: int) -> int:
         """The number of shingles of a document, without reading them."""
-        first, last = self._set_range(number)[1:]
-        return last - first
+        _, start, end = self._set_range(number)
+        return end - start
 
     def _set_range(self, number: int) -> tuple[int, int, int]:
+        """The chunk of a document, and where its set starts and ends in the file of that chunk."""
+        # Empty chunks share their start with the next one; searchsorted finds the last of them, which has the document.
         chunk = int(np.searchsorted(self.starts, number, side="right")) - 1
         position = number - int(self.starts[chunk])
         if chunk not in self.ends:
@@ -172,8 +172,8 @@ class ShingleSetCache:
         return chunk, int(ends[position - 1]) if position else 0, int(ends[position])
 
     def _read(self, number: int) -> Hashes:
-        chunk, first, last = self._set_range(number)
-        return np.fromfile(self.folder / f"{chunk:05d}.sets", np.uint64, last - first, offset=8 * first)
+        chunk, start, end = self._set_range(number)
+        return np.fromfile(self.folder / f"{chunk:05d}.sets", np.uint64, end - start, offset=8 * start)
 
 
 @dataclass(frozen=True)
@@ -201,27 +201,27 @@ class ConfirmTask:
         return self.folder / f"confirmed-{self.number:05d}"
 
 
-def confirm_pairs(confirm_task: ConfirmTask) -> int:
+def confirm_pairs(task: ConfirmTask) -> int:
     """Write the pairs whose Jaccard similarity reaches the threshold.
 
     A pair is skipped if other pairs have already joined both documents into one cluster.
     """
-    if not confirm_task.path.is_file():
-        starts = np.cumsum([0, *confirm_task.counts[:-1]])
-        # Empty chunks share their start with the next one; searchsorted finds the last of them, which has the document.
-        sets, clusters, rows = ShingleSetCache(confirm_task.folder, starts, confirm_task.memory), Clusters(), []
-        for pair in np.fromfile(
-            confirm_task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=confirm_task.number * PAIRS_PER_TASK * 8
-        ).tolist():
+    if not task.path.is_file():
+        starts = np.cumsum([0, *task.counts[:-1]])
+        sets, clusters = ShingleSetCache(task.folder, starts, task.memory), Clusters()
+        offset = task.number * PAIRS_PER_TASK * 8
+        pairs = np.fromfile(task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=offset).tolist()
+        confirmed = []
+        for pair in pairs:
             first, second = pair >> 32, pair & (2**32 - 1)
             if clusters.find(first) == clusters.find(second):
                 continue
             small, large = sorted((sets.count_shingles(first), sets.count_shingles(second)))
-            if small / large < confirm_task.threshold:
+            if small / large < task.threshold:
                 continue  # Jaccard similarity cannot exceed the ratio of the sizes
             similarity = jaccard(sets[first], sets[second])
-            if similarity >= confirm_task.threshold:
+            if similarity >= task.threshold:
                 clusters.join(first, second)
-                rows.append((first, second, similarity))
-        write_bytes(confirm_task.path, [np.array(rows, PAIR_DTYPE).tobytes()])
-    return confirm_task.path.stat().st_size // PAIR_DTYPE.itemsize
+                confirmed.append((first, second, similarity))
+        write_bytes(task.path, [np.array(confirmed, PAIR_DTYPE).tobytes()])
+    return task.path.stat().st_size // PAIR_DTYPE.itemsize

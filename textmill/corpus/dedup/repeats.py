@@ -14,54 +14,65 @@ from textmill.corpus.dropped import REPEAT_DTYPE
 
 
 def find_exact_repeats(digests: Sequence[NDArray[np.uint8]], keep: Sequence[NDArray[np.bool_]]) -> list[NDArray[Any]]:
-    """For each chunk, its exact duplicates with the document of the same digest that is kept."""
+    """For each chunk, its exact duplicates with the document of the same digest that is kept.
+
+    `keep`: for each chunk, which documents exact deduplication keeps.
+    """
     dropped = [rows[~mask] for rows, mask in zip(digests, keep, strict=True)]
-    heads = np.unique(np.concatenate([_heads(rows) for rows in dropped]) if dropped else np.zeros(0, np.uint64))
-    kept_at: dict[bytes, tuple[int, int]] = {}
+    prefixes = np.unique(np.concatenate([np.zeros(0, np.uint64), *map(_prefixes, dropped)]))
+    kept_by_digest: dict[bytes, tuple[int, int]] = {}  # the chunk and the row; only where a duplicate is likely
     for chunk, mask in enumerate(keep):
         rows = digests[chunk]
-        for row in np.flatnonzero(mask & np.isin(_heads(rows), heads)).tolist():
-            kept_at[rows[row].tobytes()] = chunk, row
+        for row in np.flatnonzero(mask & np.isin(_prefixes(rows), prefixes)).tolist():
+            kept_by_digest[rows[row].tobytes()] = chunk, row
     repeats = []
     for rows, mask in zip(digests, keep, strict=True):
-        places = np.flatnonzero(~mask).tolist()
-        found = [(row, *kept_at[rows[row].tobytes()], 1.0, False) for row in places]
-        repeats.append(np.array(found, REPEAT_DTYPE))
+        dropped_rows = np.flatnonzero(~mask).tolist()
+        entries = [(row, *kept_by_digest[rows[row].tobytes()], 1.0, False) for row in dropped_rows]
+        repeats.append(np.array(entries, REPEAT_DTYPE))
     return repeats
 
 
 def find_near_repeats(
-    confirmed: Sequence[Path], kept: NDArray[np.bool_], starts: NDArray[np.int64], keep: Sequence[NDArray[np.bool_]]
+    pair_files: Sequence[Path],
+    is_kept: NDArray[np.bool_],
+    starts: NDArray[np.int64],
+    masks: Sequence[NDArray[np.bool_]],
 ) -> list[NDArray[Any]]:
     """For each chunk, its near-duplicates with the most similar document, one that is kept if there is any.
 
-    `kept`: by number over all chunks, of the documents left after exact deduplication; `starts`: each chunk's first.
+    `is_kept`: by number over all chunks, of the documents left after exact deduplication; `starts`: the number of each
+    chunk's first; `masks`: which documents of a chunk are left after exact deduplication.
     """
-    pairs = np.concatenate([np.zeros(0, PAIR_DTYPE), *(np.fromfile(path, PAIR_DTYPE) for path in confirmed)])
+    pairs = np.concatenate([np.zeros(0, PAIR_DTYPE), *(np.fromfile(path, PAIR_DTYPE) for path in pair_files)])
     first, second = pairs["first"].astype(np.int64), pairs["second"].astype(np.int64)
-    one, other = np.concatenate((first, second)), np.concatenate((second, first))
+    # Each pair in both directions, then only those from a dropped document to another.
+    document, other = np.concatenate((first, second)), np.concatenate((second, first))
     similarity = np.concatenate((pairs["jaccard"], pairs["jaccard"])).astype(np.float32)
-    is_dropped = ~kept[one]
-    one, other, similarity = one[is_dropped], other[is_dropped], similarity[is_dropped]
-    order = np.lexsort((other, -similarity, ~kept[other], one))
-    one, other, similarity = one[order], other[order], similarity[order]
-    chosen = np.flatnonzero(np.diff(one, prepend=-1))
-    rows_of = [np.flatnonzero(mask) for mask in keep]
-    repeats = [np.zeros(0, REPEAT_DTYPE) for _ in keep]
-    chunk_of_one = np.searchsorted(starts, one[chosen], side="right") - 1
-    for chunk in np.unique(chunk_of_one).tolist():
-        places = chosen[chunk_of_one == chunk]
-        found = np.zeros(len(places), REPEAT_DTYPE)
-        found["row"] = rows_of[chunk][one[places] - starts[chunk]]
-        found["chunk"] = np.searchsorted(starts, other[places], side="right") - 1
-        found["other"] = [
-            rows_of[where][number - starts[where]]
-            for where, number in zip(found["chunk"].tolist(), other[places].tolist(), strict=True)
+    is_dropped = ~is_kept[document]
+    document, other, similarity = document[is_dropped], other[is_dropped], similarity[is_dropped]
+    # By document; its best match comes first: kept, then most similar, then first in the corpus.
+    order = np.lexsort((other, -similarity, ~is_kept[other], document))
+    best = order[np.flatnonzero(np.diff(document[order], prepend=-1))]
+    document, other, similarity = document[best], other[best], similarity[best]
+    rows_by_chunk = [np.flatnonzero(mask) for mask in masks]
+    chunks = np.searchsorted(starts, document, side="right") - 1
+    other_chunks = np.searchsorted(starts, other, side="right") - 1
+    repeats = [np.zeros(0, REPEAT_DTYPE) for _ in masks]
+    for chunk in np.unique(chunks).tolist():
+        is_here = chunks == chunk
+        entries = np.zeros(int(is_here.sum()), REPEAT_DTYPE)
+        entries["row"] = rows_by_chunk[chunk][document[is_here] - starts[chunk]]
+        entries["chunk"] = other_chunks[is_here]
+        entries["other"] = [
+            rows_by_chunk[other_chunk][number - starts[other_chunk]]
+            for other_chunk, number in zip(other_chunks[is_here].tolist(), other[is_here].tolist(), strict=True)
         ]
-        found["similarity"], found["near"] = similarity[places], True
-        repeats[chunk] = found
+        entries["similarity"], entries["near"] = similarity[is_here], True
+        repeats[chunk] = entries
     return repeats
 
 
-def _heads(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def _prefixes(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The first eight bytes of each digest, as a number."""
     return np.ascontiguousarray(digests[:, :8]).view(np.uint64).reshape(-1)

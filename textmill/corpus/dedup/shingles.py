@@ -1,4 +1,8 @@
-"""Turn a text into a set of shingles: hashes of every run of n characters or n words."""
+"""Turn a text into a set of shingles: hashes of every run of n characters or n words.
+
+With n = 2 words, "The mill turns. The mill" has the shingles "the mill", "mill turns.", "turns. the" and "the mill"
+again. The Jaccard similarity of two texts is the number of shingles that both have, divided by that of all.
+"""
 
 from __future__ import annotations
 
