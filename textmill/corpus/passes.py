@@ -1,4 +1,18 @@
-"""The two passes over all chunks: clean and hash the documents, then write those that are kept to their split."""
+"""The two passes over all chunks: clean and hash the documents, then write those that are kept to their split.
+
+Between the passes, prepare decides about all documents together. The files of chunk 12 in the folder `work`:
+
+    00012.parquet         pass 1: the cleaned documents
+    00012.digests         pass 1: 16 bytes per document, for exact duplicates and the split
+    00012.bad             pass 1: records that could not be read
+    00012.filtered        pass 1, with corpus.keep_dropped: documents that a filter dropped
+    00012.hits            pass 1, with corpus.decontaminate: documents and the n-grams of evaluation data in them
+    00012.read.json       the counts of pass 1, written last
+    00012.sides           a byte per document: the index of its split, -1 if it is dropped
+    00012.repeats         with corpus.keep_dropped: which document each duplicate repeats
+    00012.contaminated    with corpus.decontaminate: the rows of contaminated documents
+    00012.written.json    the counts of pass 2, written last
+"""
 
 from __future__ import annotations
 
@@ -193,8 +207,8 @@ def _contaminated_documents(task: ChunkTask) -> Iterator[Callable[[list[str]], N
 
         def find(texts: list[str]) -> None:
             nonlocal rows
-            found, keys = index.find(texts)
-            stream.write(np.stack([found + rows, keys], axis=1).tobytes())
+            text_numbers, keys = index.find(texts)
+            stream.write(np.stack([text_numbers + rows, keys], axis=1).tobytes())
             rows += len(texts)
 
         yield find
@@ -222,17 +236,18 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
                 table = _mark(table, task.read_contaminated() - rows_read)
             rows_read += table.num_rows
             for split_index, split in present_splits:
-                part = table.filter(pa.array(group_indexes == split_index))
-                _count(splits[split], part.column("text"))
-                source = pa.array([task.chunk.source.name] * part.num_rows, pa.string())
-                writers[split].add(part.append_column("source", source).select(schema.names))
+                documents = table.filter(pa.array(group_indexes == split_index))
+                _count(splits[split], documents.column("text"))
+                source = pa.array([task.chunk.source.name] * documents.num_rows, pa.string())
+                writers[split].add(documents.append_column("source", source).select(schema.names))
     for _, split in present_splits:
         name = shard_name(split, task.chunk.number)
         splits[split]["file"] = {"name": name, **manifest_entry(task.folder / name)}
     if task.config.keep_dropped:
+        path = task.folder / dropped_name(task.chunk.number)
         repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
-        path, drops = task.folder / dropped_name(task.chunk.number), task.config.decontaminate_action == "drop"
-        contaminated = task.read_contaminated() if task.config.decontaminate and drops else np.zeros(0, np.int64)
+        drops_contaminated = task.config.decontaminate and task.config.decontaminate_action == "drop"
+        contaminated = task.read_contaminated() if drops_contaminated else np.zeros(0, np.int64)
         write_dropped(path, task.folder / "work", task.chunk.number, repeats, contaminated)
     write_json(task.path("written.json"), splits)
     return splits

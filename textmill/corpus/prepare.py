@@ -1,8 +1,16 @@
-"""The command `prepare`: build the corpus folder from the sources."""
+"""The command `prepare`: build the corpus folder from the sources.
+
+    1. find the sources, split them into chunks (sources.py); stop here if the folder is up to date
+    2. pass 1, each chunk in parallel: read, clean and filter the records, hash the documents (passes.clean_chunk)
+    3. decide for all documents together: split, exact and near-duplicates (dedup/), contamination (decontamination/)
+    4. pass 2, each chunk in parallel: write the kept documents, a Parquet shard per split (passes.write_chunk)
+    5. write account.json, quarantine.jsonl and the manifest; remove intermediate files; rename the folder
+
+The folder then has train-00000.parquet, train-00001.parquet ..., valid-00000.parquet ..., one per chunk and split.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +39,13 @@ from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
 from textmill.corpus.inspection import describe_layouts
 from textmill.corpus.labelled.build import build_labelled
 from textmill.corpus.passes import ChunkTask, clean_chunk, write_chunk
-from textmill.corpus.records import BadRecord
+from textmill.corpus.records import (
+    QUARANTINE,
+    BadRecord,
+    check_quarantine,
+    json_line,
+    write_quarantine,
+)
 from textmill.corpus.source import Source
 from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
 from textmill.corpus.split import declared_splits
@@ -53,8 +67,8 @@ WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "urls")
 """Formats that `corpus.chat` cannot read."""
 SHOWN_SKIPPED = 5
 """Skipped files that are named on the console."""
-SHOWN_BAD_RECORDS = 5
-"""Bad records shown in the error when there are too many."""
+SHOWN_SOURCES = 5
+"""Sources named in the error when they have no text."""
 
 
 def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_text_data) -> Path:
@@ -76,12 +90,12 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
     _export_to_mongo(config, folder, inputs, check=True)
     for line in [*_describe_skipped(skipped), *describe_layouts(sources, config.corpus)]:
         print(f"prepare: {line}")
-    with stage.unfinished_folder() as part, runner:
-        counts, files = _build(config, runner, [item.source for item in inputs], part, skipped, evaluation_data)
+    with stage.unfinished_folder() as unfinished, runner:
+        counts, files = _build(config, runner, [item.source for item in inputs], unfinished, skipped, evaluation_data)
         _check_unchanged(inputs)
-        _remove_intermediate_files(part, files)
+        _remove_intermediate_files(unfinished, files)
         manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
-        stage.write_manifest(part, files, manifest_fields)
+        stage.write_manifest(unfinished, files, manifest_fields)
     ratios = [0.0] * len(config.corpus.split) if config.corpus.labels else config.corpus.split
     print("\n".join(format_account(counts, folder, ratios)))
     return _export_to_mongo(config, folder, inputs)
@@ -124,8 +138,8 @@ def _check_conversation_formats(config: RunConfig, inputs: Sequence[_Input]) -> 
 def _export_to_mongo(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> Path:
     """Write the finished corpus to MongoDB, if configured; `check`: only check that this is possible."""
     if config.corpus.mongo_write_back or config.corpus.mongo_load:
-        export, sources = import_module("textmill.corpus.mongo.export"), [item.source for item in inputs]
-        export.check_export(config.corpus, sources) if check else export.export_to_mongo(config.corpus, folder, sources)
+        mongo, sources = import_module("textmill.corpus.mongo.export"), [item.source for item in inputs]
+        mongo.check_export(config.corpus, sources) if check else mongo.export_to_mongo(config.corpus, folder, sources)
     return folder
 
 
@@ -190,45 +204,53 @@ def _build(
     config: RunConfig,
     runner: Runner,
     sources: list[Source],
-    part: Path,
+    folder: Path,
     skipped: list[str],
     evaluation_data: list[EvaluationData],
 ) -> tuple[Counts, dict[str, Any]]:
-    """Run both passes and the deduplication between them; return the account and the checksum of every file."""
+    """Run both passes and the decisions between them; return the account and the manifest entry of every file."""
     if config.corpus.labels:
-        return build_labelled(config.corpus, config.corpus.labels, sources, part, skipped)
-    (part / "work").mkdir(exist_ok=True)
+        return build_labelled(config.corpus, config.corpus.labels, sources, folder, skipped)
+    (folder / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
     declared = declared_splits([source.name for source in sources], config.corpus.source_splits)
-    tasks = [ChunkTask(chunk, config.corpus, part) for chunk in split_into_chunks(sources, config.corpus.documents)]
-    index = write_index(evaluation_data, config.corpus, part / "work") if evaluation_data else None
-    read = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
-    quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(tasks))
-    _check_quarantine(tasks, read, config.corpus.max_unreadable, part)
+    tasks = [ChunkTask(chunk, config.corpus, folder) for chunk in split_into_chunks(sources, config.corpus.documents)]
+    source_names = [task.chunk.source.name for task in tasks]
+    index = write_index(evaluation_data, config.corpus, folder / "work") if evaluation_data else None
+
+    read_counts = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
+    quarantine = write_quarantine(folder / QUARANTINE, _read_bad_records(tasks))
+    check_quarantine(folder / QUARANTINE, _read_bad_records(tasks), read_counts, config.corpus.max_unreadable)
+
     decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config.corpus, run)
-    contamination = drop_contaminated(tasks, decisions, evaluation_data, index, config.corpus) if index else {}
+    counts: Counts = {"skipped_files": skipped}
+    if index:
+        counts["contamination"] = drop_contaminated(tasks, decisions, evaluation_data, index, config.corpus)
     for task, split_indexes in zip(tasks, decisions.splits, strict=True):
         write_bytes(task.path("sides"), [split_indexes.tobytes()])
     for task, repeats in zip(tasks, decisions.repeats, strict=False):  # empty without corpus.keep_dropped
         write_bytes(task.path("repeats"), [np.sort(repeats, order="row").tobytes()])
-    write_json(part / "work" / NAMES_FILE, [task.chunk.source.name for task in tasks])
-    written = run(write_chunk, tasks, "prepare: split and write", "bytes")
-    counts = {"skipped_files": skipped, **({"contamination": contamination} if index else {})} | build_account(
-        [task.chunk.source.name for task in tasks], read, decisions.dropped, written
-    )
+    write_json(folder / "work" / NAMES_FILE, source_names)
+
+    split_counts = run(write_chunk, tasks, "prepare: split and write", "bytes")
+    counts |= build_account(source_names, read_counts, decisions.dropped, split_counts)
     if not counts["kept"]:
         raise TextmillError(_describe_nothing_kept(tasks, counts, config.corpus.min_chars))
-    shards = [dict(split["file"]) for splits in written for split in splits.values()]
-    files = {"account.json": write_json(part / "account.json", counts), "quarantine.jsonl": quarantine}
+    files = {"account.json": write_json(folder / "account.json", counts), QUARANTINE: quarantine}
     if config.corpus.dedup == "near":
-        files["near_duplicates.jsonl"] = write_bytes(part / "near_duplicates.jsonl", map(_json_line, decisions.pairs))
-    files |= {path.name: manifest_entry(path) for path in list_dropped_files(part)}
-    return counts, files | {shard.pop("name"): shard for shard in shards}
+        lines = map(json_line, decisions.pairs)
+        files["near_duplicates.jsonl"] = write_bytes(folder / "near_duplicates.jsonl", lines)
+    files |= {path.name: manifest_entry(path) for path in list_dropped_files(folder)}
+    for splits in split_counts:
+        for split in splits.values():
+            entry = dict(split["file"])
+            files[entry.pop("name")] = entry
+    return counts, files
 
 
 def _describe_nothing_kept(tasks: list[ChunkTask], counts: Counts, min_chars: int) -> str:
     if not counts["records"]:
-        files = ", ".join(islice(counts["by_source"], SHOWN_BAD_RECORDS))
+        files = ", ".join(islice(counts["by_source"], SHOWN_SOURCES))
         return f"corpus.sources: no text found in {files}; check the files"
     dropped = ", ".join(f"{number:,} by {rule}" for rule, number in counts["dropped"].items()) or "none"
     first = next(_read_bad_records(tasks), None)
@@ -252,36 +274,8 @@ def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], 
     return results
 
 
-def _quarantine_lines(tasks: list[ChunkTask]) -> Iterator[bytes]:
-    for bad in _read_bad_records(tasks):
-        row = {
-            "file": bad.source,
-            "place": bad.place,
-            "reason": bad.reason,
-            "raw": bad.raw.decode(errors="backslashreplace"),
-        }
-        yield _json_line(row)
-
-
-def _json_line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-
-
 def _read_bad_records(tasks: list[ChunkTask]) -> Iterator[BadRecord]:
     return chain.from_iterable(task.read_bad_records() for task in tasks)
-
-
-def _check_quarantine(tasks: list[ChunkTask], read: list[Counts], stop_at: float, part: Path) -> None:
-    records, bad = sum(item["records"] for item in read), sum(item["quarantined"] for item in read)
-    size, lost = (sum(item.get(key, 0) for item in read) for key in ("bytes", "quarantined_bytes"))
-    if bad > stop_at * records or lost > stop_at * size:
-        found = f"{bad:,} of {records:,} records" if bad > stop_at * records else f"{lost:,} of {size:,} bytes"
-        first = "\n".join(f"  {row}" for row in islice(_read_bad_records(tasks), SHOWN_BAD_RECORDS))
-        raise TextmillError(
-            f"corpus.sources: {found} are unreadable, more than corpus.max_unreadable={stop_at:g}:"
-            f"\n{first}\nall of them are in {part / 'quarantine.jsonl'}; fix the files or the setting, "
-            f"or raise corpus.max_unreadable to continue without them"
-        )
 
 
 def _check_unchanged(inputs: Sequence[_Input]) -> None:
@@ -293,8 +287,8 @@ def _check_unchanged(inputs: Sequence[_Input]) -> None:
             )
 
 
-def _remove_intermediate_files(part: Path, files: dict[str, Any]) -> None:
+def _remove_intermediate_files(folder: Path, files: dict[str, Any]) -> None:
     """Delete the intermediate files and unfinished files of a killed run."""
-    for path in sorted(part.iterdir()):
+    for path in sorted(folder.iterdir()):
         if path.name not in files and path.name != MADE_FROM:  # also removes what an interrupted removal left
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,10 +1,19 @@
-"""Read the records of a source chunk as documents or bad records, in constant memory."""
+"""Read the records of a source chunk as documents or bad records, in constant memory.
+
+A record that cannot be read does not end the command: it goes to quarantine.jsonl, with its place and the reason. Only
+too many of them do (`check_quarantine`).
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
@@ -12,9 +21,15 @@ from textmill.corpus.encodings import suggest_encoding
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream
+from textmill.errors import TextmillError
+from textmill.storage.files import write_bytes
 
 MAX_RECORD_BYTES = 256 << 20
 """A longer record is treated as damaged."""
+QUARANTINE = "quarantine.jsonl"
+"""The file of the bad records in a corpus folder."""
+SHOWN_BAD_RECORDS = 5
+"""Bad records shown in the error when there are too many."""
 RAW_BYTES = 1000
 """Bytes of a bad record that are kept in the quarantine."""
 READ_BYTES = 1 << 16
@@ -98,3 +113,39 @@ def describe_encoding_error(raw: bytes, byte: int, place: int) -> str:
     if found := suggest_encoding(raw):
         return problem + f"it looks like {found}: set corpus.encoding={found}"
     return problem + "if the file has another encoding, name it with corpus.encoding"
+
+
+def write_quarantine(path: Path, bad_records: Iterable[BadRecord]) -> dict[str, Any]:
+    """Write the bad records of all chunks, a line each; return the manifest entry of the file."""
+    return write_bytes(path, (_quarantine_line(bad) for bad in bad_records))
+
+
+def _quarantine_line(bad: BadRecord) -> bytes:
+    raw = bad.raw.decode(errors="backslashreplace")
+    return json_line({"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": raw})
+
+
+def json_line(row: dict[str, Any]) -> bytes:
+    """A line of a JSON lines file."""
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def check_quarantine(
+    path: Path, bad_records: Iterable[BadRecord], counts_by_chunk: Iterable[Mapping[str, Any]], max_unreadable: float
+) -> None:
+    """Refuse to go on if too large a part of the records, or of the bytes, is unreadable; `path`: where they are."""
+    total: Counter[str] = Counter()
+    for counts in counts_by_chunk:
+        total.update({key: counts.get(key, 0) for key in ("records", "quarantined", "bytes", "quarantined_bytes")})
+    if total["quarantined"] > max_unreadable * total["records"]:
+        amount = f"{total['quarantined']:,} of {total['records']:,} records"
+    elif total["quarantined_bytes"] > max_unreadable * total["bytes"]:
+        amount = f"{total['quarantined_bytes']:,} of {total['bytes']:,} bytes"
+    else:
+        return
+    first_records = "\n".join(f"  {bad}" for bad in islice(bad_records, SHOWN_BAD_RECORDS))
+    raise TextmillError(
+        f"corpus.sources: {amount} are unreadable, more than corpus.max_unreadable={max_unreadable:g}:"
+        f"\n{first_records}\nall of them are in {path}; fix the files or the setting, "
+        f"or raise corpus.max_unreadable to continue without them"
+    )
