@@ -1,4 +1,12 @@
-"""Read conversations from four common layouts into turns of a role and a text."""
+"""Read conversations from four common layouts into turns of a role and a text.
+
+All of these records become (("user", "Hi"), ("assistant", "Hello")):
+
+    messages    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    sharegpt    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    alpaca      {"instruction": "Hi", "input": "", "output": "Hello"}
+    pairs       {"question": "Hi", "answer": "Hello"}
+"""
 
 from __future__ import annotations
 
@@ -45,15 +53,15 @@ def read_conversation(value: object, shape: str, key: str = DEFAULT_KEY) -> tupl
     if shape == "alpaca":
         turns = _read_alpaca(value)
     elif shape == "pairs":
-        turns = list(
-            zip(("user", "assistant"), (_read_text(value, name) for name in _pair_names(value, key)), strict=True)
-        )
+        question, answer = _pair_names(value, key)
+        turns = [("user", _read_text(value, question)), ("assistant", _read_text(value, answer))]
     else:
         turns = _read_turn_list(value, shape, key)
     if not turns:
         raise UnreadableRecord("a conversation without turns")
-    if late := [place for place, (role, _) in enumerate(turns) if role == "system" and place]:
-        raise UnreadableRecord(f"turn {late[0] + 1} is a system turn; only the first turn can be")
+    for number, (role, _) in enumerate(turns, 1):
+        if role == "system" and number > 1:
+            raise UnreadableRecord(f"turn {number} is a system turn; only the first turn can be")
     return tuple(turns)
 
 
@@ -62,10 +70,10 @@ def find_layout(value: Record) -> tuple[str, str] | None:
 
     Unlike `corpus.chat=auto`, a list of turns is found under any name.
     """
-    for name, listed in value.items():
-        first = listed[0] if isinstance(listed, list) and listed else None
+    for name, field in value.items():
+        first_turn = field[0] if isinstance(field, list) and field else None
         for shape, role_name, text_name in TURN_FIELDS:
-            if isinstance(first, dict) and {role_name, text_name} <= first.keys():
+            if isinstance(first_turn, dict) and {role_name, text_name} <= first_turn.keys():
                 return shape, DEFAULT_KEY if name == TURN_LISTS[shape] else str(name)
     try:
         shape = _detect_shape(value)
@@ -89,16 +97,17 @@ def turns_from_json(text: str) -> list[Turn]:
 
 def _detect_shape(value: Record) -> str:
     """The layout of a record; an error if none or several fit."""
-    matching_shapes = {
+    is_possible = {
         "messages": isinstance(value.get("messages"), list), "sharegpt": isinstance(value.get("conversations"), list),
         "alpaca": {"instruction", "output"} <= value.keys(), "pairs": bool(_find_pairs(value)),
     }  # fmt: skip
-    found = [shape for shape, matches in matching_shapes.items() if matches]
-    if len(found) == 1:
-        return found[0]
-    problem = (
-        f"could be {' or '.join(found)}" if found else f"no conversation in the fields {sorted(map(str, value))[:12]}"
-    )
+    shapes = [shape for shape, possible in is_possible.items() if possible]
+    if len(shapes) == 1:
+        return shapes[0]
+    if shapes:
+        problem = f"could be {' or '.join(shapes)}"
+    else:
+        problem = f"no conversation in the fields {sorted(map(str, value))[:12]}"
     raise UnreadableRecord(f"{problem}; set corpus.chat to one of {', '.join(SHAPES)}")
 
 
@@ -121,12 +130,14 @@ def _pair_names(value: Record, key: str) -> tuple[str, str]:
                 f"write QUESTION+ANSWER"
             )
         return names[0], names[1]
-    found = _find_pairs(value)
-    if len(found) != 1:
-        several = " and ".join("+".join(pair) for pair in found)
-        problem = f"found both {several}" if found else f"no question and answer in {sorted(map(str, value))[:12]}"
-        raise UnreadableRecord(f"{problem}; name the two fields with corpus.text_key=QUESTION+ANSWER")
-    return found[0]
+    pairs = _find_pairs(value)
+    if len(pairs) == 1:
+        return pairs[0]
+    if pairs:
+        problem = f"found both {' and '.join('+'.join(pair) for pair in pairs)}"
+    else:
+        problem = f"no question and answer in {sorted(map(str, value))[:12]}"
+    raise UnreadableRecord(f"{problem}; name the two fields with corpus.text_key=QUESTION+ANSWER")
 
 
 def _read_alpaca(value: Record) -> list[Turn]:
@@ -143,11 +154,11 @@ def _read_turn_list(value: Record, shape: str, key: str) -> list[Turn]:
     """Turns from a list of objects with role and content, or from and value."""
     role_name, text_name = next((role, text) for layout, role, text in TURN_FIELDS if layout == shape)
     name = TURN_LISTS[shape] if key == DEFAULT_KEY else key
-    listed = value.get(name)
-    if not isinstance(listed, list):
+    turn_list = value.get(name)
+    if not isinstance(turn_list, list):
         raise UnreadableRecord(f"no list '{name}'; found {sorted(map(str, value))[:12]}; name it with corpus.text_key")
     turns = [("system", _read_text(value, "system"))] if value.get("system") else []
-    for number, turn in enumerate(listed, 1):
+    for number, turn in enumerate(turn_list, 1):
         role = turn.get(role_name) if isinstance(turn, dict) else None
         if not isinstance(role, str) or role.lower() not in ROLES:
             raise UnreadableRecord(f"turn {number}: {role_name} is {role!r}; expected one of {', '.join(ROLES)}")
@@ -156,9 +167,8 @@ def _read_turn_list(value: Record, shape: str, key: str) -> list[Turn]:
 
 
 def _read_text(value: Record, name: str, where: str = "") -> str:
-    found = value.get(name)
-    if not isinstance(found, str):
-        raise UnreadableRecord(
-            f"{where}'{name}' is {'missing' if name not in value else type(found).__name__}, not text"
-        )
-    return found
+    text = value.get(name)
+    if not isinstance(text, str):
+        kind = type(text).__name__ if name in value else "missing"
+        raise UnreadableRecord(f"{where}'{name}' is {kind}, not text")
+    return text

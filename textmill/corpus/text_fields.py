@@ -1,4 +1,14 @@
-"""Find a record's text with `corpus.text_key`: one field, a path through nested lists, or several joined fields."""
+"""Find a record's text with `corpus.text_key`: one field, a path through nested lists, or several joined fields.
+
+For the record {"title": "Mills", "pages": [{"lines": ["a", "b"]}, {"lines": ["c"]}]}:
+
+    text_key                     documents
+    title                        "Mills"
+    title+summary                the fields that exist, joined by corpus.join_with
+    pages[].lines[]              "a", "b", "c", from the places pages[0].lines[0], pages[0].lines[1], pages[1].lines[0]
+    the same with join_with=" "  "a b", "c": one for each element of the first list
+    *                            the record as JSON
+"""
 
 from __future__ import annotations
 
@@ -97,9 +107,9 @@ class TextFields:
         if self.text_paths == ((RECORD,),):
             return json.dumps(value, ensure_ascii=False, default=str)
         if isinstance(value, dict):
-            found = value.get(self.key)
-            if isinstance(found, str):
-                return found
+            text = value.get(self.key)
+            if isinstance(text, str):
+                return text
         if self.text_paths == ((),):
             if isinstance(value, str):
                 return value
@@ -111,10 +121,10 @@ class TextFields:
             )
         texts = []
         for text_path in self.text_paths:
-            found = lookup(value, text_path)
-            if isinstance(found, str):
-                texts.append(found)
-            elif len(self.text_paths) == 1 or found is not None:
+            field = lookup(value, text_path)
+            if isinstance(field, str):
+                texts.append(field)
+            elif len(self.text_paths) == 1 or field is not None:
                 raise UnreadableRecord(_describe_missing(value, text_path))
         if not texts:
             raise UnreadableRecord(_describe_missing(value, self.text_paths[0]))
@@ -124,43 +134,50 @@ class TextFields:
         """The kept fields of a record, as a JSON object."""
         if not self.kept_fields or not isinstance(value, dict):
             return None
-        kept = {
-            name: found for name in self.kept_fields if (found := lookup(value, tuple(name.split(".")))) is not None
-        }
-        if not kept:
+        fields = {name: lookup(value, tuple(name.split("."))) for name in self.kept_fields}
+        metadata = {name: field for name, field in fields.items() if field is not None}
+        if not metadata:
             return None
-        text = json.dumps(kept, ensure_ascii=False, default=str)
+        text = json.dumps(metadata, ensure_ascii=False, default=str)
         try:
             text.encode()
-        except UnicodeEncodeError:
-            text = json.dumps(kept, default=str)
+        except UnicodeEncodeError:  # a lone surrogate
+            text = json.dumps(metadata, default=str)
         return text
 
     def read_url(self, value: object) -> str | None:
         """The URL of a web page, if a filter needs it."""
-        found = value.get("url") if self.url and isinstance(value, dict) else None
-        return found if isinstance(found, str) else None
+        url = value.get("url") if self.url and isinstance(value, dict) else None
+        return url if isinstance(url, str) else None
 
     def columns(self, names: list[str]) -> list[str]:
         """The columns that are needed; all of them for conversations, since each row may use different ones."""
         if self.chat or self.text_paths == ((RECORD,),):
             return names
-        paths = [self.list_paths[0]] if self.list_paths else list(self.text_paths)
-        wanted = {self.key, *self.kept_fields} | {
-            name for path in paths for name in (".".join(path), path[0] if path else "")
-        }
-        wanted |= {name.partition(".")[0] for name in self.kept_fields} | ({"url"} if self.url else set())
-        return [name for name in names if name in wanted]
+        needed = {self.key, *self.kept_fields}
+        if self.url:
+            needed.add("url")
+        # The column of a.b is called a.b, or it is a column a with the field b.
+        for path in self.list_paths[:1] or self.text_paths:
+            needed |= {".".join(path), *path[:1]}
+        needed |= {name.partition(".")[0] for name in self.kept_fields}
+        return [name for name in names if name in needed]
 
 
 def parse_text_key(source: Source, config: CorpusConfig, kept_fields: tuple[str, ...] = ()) -> TextFields:
     """Parse `corpus.text_key` for a source; `kept_fields`: metadata to keep if `corpus.keep_fields` is empty."""
     key = source.text_key or config.text_key
-    *list_paths, text_path = [key] if config.chat else key.split("[]")
-    parsed_lists = tuple(_path(part) for part in list_paths)
-    text_paths, kept = tuple(_path(part) for part in text_path.split("+")), tuple(config.keep_fields) or kept_fields
-    url = bool(config.block_domains or config.block_extensions)
-    return TextFields(source.name, key, parsed_lists, text_paths, config.join_with, kept, url, config.chat)
+    *lists, texts = [key] if config.chat else key.split("[]")  # pages[].lines[] -> pages, .lines and an empty text
+    return TextFields(
+        source=source.name,
+        key=key,
+        list_paths=tuple(_path(name) for name in lists),
+        text_paths=tuple(_path(name) for name in texts.split("+")),
+        join=config.join_with,
+        kept_fields=tuple(config.keep_fields) or kept_fields,
+        url=bool(config.block_domains or config.block_extensions),
+        chat=config.chat,
+    )
 
 
 def _path(text: str) -> FieldPath:
@@ -179,16 +196,16 @@ def lookup(value: object, path: FieldPath) -> object:
 
 
 def _elements(value: object, path: FieldPath) -> Iterator[object]:
-    found = lookup(value, path)
-    if not isinstance(found, list):
+    elements = lookup(value, path)
+    if not isinstance(elements, list):
         if not isinstance(value, dict):
             raise UnreadableRecord(f"found a JSON {json_kind(value)}; expected the list '{'.'.join(path)}[]'")
         raise UnreadableRecord(f"no list '{'.'.join(path)}[]'; found {sorted(map(str, value))[:12]}")
-    yield from found
+    yield from elements
 
 
 def _walk(value: object, list_paths: tuple[FieldPath, ...]) -> Iterator[tuple[str, object]]:
-    """Yield every innermost element with the path to it."""
+    """Yield every innermost element with the path to it, such as (".pages[0].lines[1]", "b")."""
     if not list_paths:
         yield "", value
         return
@@ -199,11 +216,12 @@ def _walk(value: object, list_paths: tuple[FieldPath, ...]) -> Iterator[tuple[st
 
 def _describe_missing(value: dict[str, Any], path: FieldPath) -> str:
     key = ".".join(path)
-    found = lookup(value, path)
-    if found is not None or key in value:
-        return f"field '{key}' is {json_kind(found)}, not text"
-    texts = [name for name, content in value.items() if isinstance(content, str) and name.isprintable()]
-    advice = f"; set corpus.text_key={max(texts, key=lambda name: len(str(value[name])))}" if texts else ""
+    field = lookup(value, path)
+    if field is not None or key in value:
+        return f"field '{key}' is {json_kind(field)}, not text"
+    text_lengths = {name: len(text) for name, text in value.items() if isinstance(text, str) and name.isprintable()}
+    longest = max(text_lengths, key=text_lengths.__getitem__, default=None)
+    advice = f"; set corpus.text_key={longest}" if longest is not None else ""
     return f"no field '{key}'; found {sorted(value)[:12]}{advice}"
 
 
