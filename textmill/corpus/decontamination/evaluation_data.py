@@ -63,17 +63,19 @@ def describe_data(data: Sequence[EvaluationData]) -> list[dict[str, str]]:
     """Name, checksum and kind of each file, for the manifest: other data is another corpus."""
     names = names_of(data)
     return [
-        {"file": name, "sha256": hash_file(one.path), "kind": one.kind} for name, one in zip(names, data, strict=True)
+        {"file": name, "sha256": hash_file(entry.path), "kind": entry.kind}
+        for name, entry in zip(names, data, strict=True)
     ]
 
 
 def names_of(data: Sequence[EvaluationData]) -> list[str]:
-    """The file names; equal ones are numbered."""
-    names = [one.name for one in data]
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
-        for number, name in enumerate(names)
-    ]
+    """The file names; equal ones are numbered: test.jsonl (1), test.jsonl (2)."""
+    names = [entry.name for entry in data]
+    numbered = []
+    for place, name in enumerate(names):
+        number = names[: place + 1].count(name)
+        numbered.append(name if names.count(name) == 1 else f"{name} ({number})")
+    return numbered
 
 
 @dataclass(frozen=True)
@@ -92,35 +94,42 @@ class IndexFacts:
 
 def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Path) -> IndexFacts:
     """Read all evaluation data and write its n-grams, for the workers to open."""
-    keys, lengths, owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
-    n, least = config.decontaminate_words, config.decontaminate_min_words
-    counts = [0]
-    for one in data:
-        examples = size = 0
-        stream = iter(one.read())
+    # One entry for each n-gram of each text: its key, its length in words, and the number of its example.
+    keys, lengths, examples = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+    n, min_words = config.decontaminate_words, config.decontaminate_min_words
+    example_counts: list[int] = []
+    for entry in data:
+        first_example = next_example = sum(example_counts)
+        has_keys = False
+        stream = iter(entry.read())
         while block := list(islice(stream, BLOCK)):
-            texts = [(number, text) for number, texts in enumerate(block, examples) for text in dict.fromkeys(texts)]
-            numbers = np.array([number for number, _ in texts], np.int64) + sum(counts)
-            for length, found, places in text_keys([text for _, text in texts], n, least):
-                keys.append(found)
-                lengths.append(np.full(len(found), length, np.uint8))
-                owners.append(numbers[places])
-                size += len(found)
-            examples += len(block)
-        if not size:
+            texts: list[str] = []
+            example_of_text: list[int] = []
+            for example_texts in block:
+                for text in dict.fromkeys(example_texts):
+                    texts.append(text)
+                    example_of_text.append(next_example)
+                next_example += 1
+            example_numbers = np.array(example_of_text, np.int64)
+            for length, text_hashes, text_numbers in text_keys(texts, n, min_words):
+                keys.append(text_hashes)
+                lengths.append(np.full(len(text_hashes), length, np.uint8))
+                examples.append(example_numbers[text_numbers])
+                has_keys = has_keys or len(text_hashes) > 0
+        if not has_keys:
             raise TextmillError(
-                f"corpus.decontaminate: {one.path}: no text has {least} words or more, so none can be recognised; "
-                "remove it, or lower corpus.decontaminate_min_words"
+                f"corpus.decontaminate: {entry.path}: no text has {min_words} words or more, so none can be "
+                "recognised; remove it, or lower corpus.decontaminate_min_words"
             )
-        counts.append(examples)
-    distinct, places, numbers = np.unique(np.concatenate(keys), return_index=True, return_inverse=True)
+        example_counts.append(next_example - first_example)
+    distinct, places, key_numbers = np.unique(np.concatenate(keys), return_index=True, return_inverse=True)
     write_bytes(folder / KEYS, [distinct.tobytes()])
     write_bytes(folder / LENGTHS, [np.concatenate(lengths)[places].tobytes()])
-    every = np.concatenate(owners)
-    recognised = np.histogram(np.unique(every), np.cumsum(counts))[0]
-    too_short = [count - int(long) for count, long in zip(counts[1:], recognised, strict=True)]
-    pairs = np.unique(np.stack([numbers, every], axis=1), axis=0)
-    return IndexFacts(counts[1:], too_short, len(distinct), pairs)
+    example_of_key = np.concatenate(examples)
+    recognised = np.histogram(np.unique(example_of_key), np.cumsum([0, *example_counts]))[0]
+    too_short = [total - int(count) for total, count in zip(example_counts, recognised, strict=True)]
+    pairs = np.unique(np.stack([key_numbers, example_of_key], axis=1), axis=0)
+    return IndexFacts(example_counts, too_short, len(distinct), pairs)
 
 
 def open_index(folder: Path) -> NgramIndex:

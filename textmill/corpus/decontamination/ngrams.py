@@ -1,7 +1,8 @@
 """N-grams of words as 64-bit hashes, and an index that finds those of evaluation data in documents.
 
 A word is a run of letters, digits and underscores in lower case, as in Megatron-LM; in scripts without spaces (kana,
-Han) it is one character.
+Han) it is one character. A key is the hash of an n-gram. With n = 3, "The mill stands still." has the keys of "the mill
+stands" and "mill stands still"; a text of fewer than n words is one key, if it has enough words to be recognised.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ def text_keys(texts: Sequence[str], n: int, least: int) -> Iterator[tuple[int, H
     """The keys of evaluation texts by their length in words, with the number of the text of each: all n-grams; a text
     of fewer words, but at least `least`, is one key."""
     hashes, counts = word_hashes(texts)
-    owners = np.repeat(np.arange(len(counts)), counts)
+    text_of_word = np.repeat(np.arange(len(counts)), counts)
     for length, windows in windows_of(hashes, range(min(least, n), n + 1)):
-        own = owners[: len(windows)]
-        chosen = own == owners[length - 1 :]
+        text_of_window = text_of_word[: len(windows)]
+        is_key = text_of_window == text_of_word[length - 1 :]  # the window ends in the text in which it begins
         if length < n:
-            chosen &= counts[own] == length
-        yield length, windows[chosen], own[chosen]
+            is_key &= counts[text_of_window] == length
+        yield length, windows[is_key], text_of_window[is_key]
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,19 @@ class NgramIndex:
 
     def find(self, texts: Sequence[str]) -> tuple[Numbers, Numbers]:
         """The pairs of a text and a key that it contains, without repeats: numbers of texts, numbers of keys."""
-        found = [np.zeros((0, 2), np.int64)]
-        for first, group in _groups(texts):
+        blocks = [np.zeros((0, 2), np.int64)]
+        for first_text, group in _groups(texts):
             hashes, counts = word_hashes(group)
-            ends = np.cumsum(counts)
+            text_ends = np.cumsum(counts)
             for length, windows in windows_of(hashes, list(self._tables)):
                 shift, table = self._tables[length]
-                likely = np.flatnonzero(table[(windows >> np.uint64(shift)).view(np.int64)])
-                places = np.minimum(np.searchsorted(self.keys, windows[likely]), len(self.keys) - 1)
-                owners = np.searchsorted(ends, likely, "right")
-                hit = (self.keys[places] == windows[likely]) & (likely + length <= ends[owners])
-                found.append(np.stack([owners[hit] + first, places[hit]], axis=1))
-        pairs = np.unique(np.concatenate(found), axis=0)
+                starts = np.flatnonzero(table[(windows >> np.uint64(shift)).view(np.int64)])  # of possible hits
+                keys = np.minimum(np.searchsorted(self.keys, windows[starts]), len(self.keys) - 1)
+                text_numbers = np.searchsorted(text_ends, starts, "right")
+                is_inside_text = starts + length <= text_ends[text_numbers]
+                is_hit = (self.keys[keys] == windows[starts]) & is_inside_text
+                blocks.append(np.stack([text_numbers[is_hit] + first_text, keys[is_hit]], axis=1))
+        pairs = np.unique(np.concatenate(blocks), axis=0)
         return pairs[:, 0], pairs[:, 1]
 
 
