@@ -90,19 +90,21 @@ def add_keys(writer: Any, shape: Any) -> None:
 
 
 def tensors_of(model: Model) -> dict[str, Array]:
-    """Every tensor under llama.cpp's name and in its layout; a tied head is left out."""
-    shape, found = model.shape, {}
+    """Every tensor under llama.cpp's name and in its layout; a tied head is left out.
+
+    model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight
+    """
+    shape, tensors = model.shape, {}
     for name, values in model.weights.items():
         stem, _, ending = name.rpartition(".")
         block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+        gguf_stem = f"blk.{block[1]}.{NAMES[block[2]]}" if block else NAMES[stem]
         heads = _permuted_heads(shape, stem)
-        found[f"blk.{block[1]}.{NAMES[block[2]]}.{ending}" if block else f"{NAMES[stem]}.{ending}"] = (
-            _swap_rows(values, heads, 2) if heads else values
-        )
+        tensors[f"{gguf_stem}.{ending}"] = _swap_rows(values, heads, 2) if heads else values
     scaling = json.loads(shape.rotary_scaling or "{}")
     if scaling.get("rope_type") == "llama3":
-        found[FACTORS] = _factors(shape.head_width, shape.rotary_base, scaling)
-    return found
+        tensors[FACTORS] = _factors(shape.head_width, shape.rotary_base, scaling)
+    return tensors
 
 
 def _permuted_heads(shape: Any, stem: str) -> int:
@@ -114,9 +116,12 @@ def _permuted_heads(shape: Any, stem: str) -> int:
 
 
 def _swap_rows(values: Array, heads: int, halves: int) -> Array:
-    """Rows of every head in another order: channel (half, i) becomes (i, half); with D / 2 halves it is undone."""
-    parts = values.reshape(heads, halves, -1, *values.shape[1:])
-    return np.ascontiguousarray(parts.swapaxes(1, 2)).reshape(values.shape)
+    """Rows of every head in another order: channel (half, i) becomes (i, half); with D / 2 halves it is undone.
+
+    A head of width 6 with 2 halves: rows 0 1 2 3 4 5 become 0 3 1 4 2 5; these with 3 halves become 0 1 2 3 4 5 again.
+    """
+    by_half = values.reshape(heads, halves, -1, *values.shape[1:])
+    return np.ascontiguousarray(by_half.swapaxes(1, 2)).reshape(values.shape)
 
 
 def _factors(head_width: int, base: float, scaling: dict[str, Any]) -> Array:
@@ -127,7 +132,7 @@ def _factors(head_width: int, base: float, scaling: dict[str, Any]) -> Array:
 def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
     """The shape of a file."""
     kind = keys["general.architecture"]
-    hf = {ours: keys.get(f"{kind}.{theirs}") for theirs, ours in NUMBERS.items()}
+    hf = {hf_key: keys.get(f"{kind}.{gguf_key}") for gguf_key, hf_key in NUMBERS.items()}
     if isinstance(hf["rms_norm_eps"], float):
         hf["rms_norm_eps"] = float(f"{hf['rms_norm_eps']:.6g}")  # the file has 32 bits of it
     biases = {name for name in tensors if name.startswith("blk.0.") and name.endswith(".bias")}
@@ -150,12 +155,12 @@ def _scaling_of(
     keys: dict[str, Any], kind: str, tensors: dict[str, Any], hf: dict[str, Any], path: Path
 ) -> dict[str, Any] | None:
     """The scaling of rotary positions, from textmill's key or from llama.cpp's."""
-    if isinstance(given := keys.get(SCALING), str):
+    if isinstance(text := keys.get(SCALING), str):
         try:
-            found = json.loads(given)
+            textmill_scaling = json.loads(text)
         except ValueError:
             raise TextmillError(f"{path}: {SCALING} is no JSON; the file is damaged") from None
-        return found if isinstance(found, dict) else None
+        return textmill_scaling if isinstance(textmill_scaling, dict) else None
     if FACTORS in tensors:
         factors = np.asarray(tensors[FACTORS].data, np.float32).reshape(-1)
         for scaling in LLAMA3:
@@ -171,17 +176,18 @@ def _scaling_of(
     for key in YARN_FIXED:
         if (value := keys.get(f"{kind}.rope.scaling.{key}")) not in (None, 1.0):
             raise TextmillError(f"{path}: rope.scaling.{key} is {value}; convert the model's folder instead")
-    options = {ours: keys.get(f"{kind}.rope.scaling.{theirs}") for theirs, ours in SCALING_NUMBERS.items()}
+    options = {hf_key: keys.get(f"{kind}.rope.scaling.{gguf_key}") for gguf_key, hf_key in SCALING_NUMBERS.items()}
     return {"rope_type": name, "factor": factor, **{key: value for key, value in options.items() if value}}
 
 
 def weight_of(name: str, values: Array, shape: Any) -> tuple[str, Array] | None:
     """A tensor under the family's name and in its layout; None if the family has no such tensor."""
-    if (found := read_name(name, NAMES)) is None:
+    parts = read_name(name, NAMES)
+    if parts is None:
         return None
-    block, module, ending = found
-    full = module if block is None else f"model.layers.{block}.{module}"
-    heads = _permuted_heads(shape, full)
+    block, module, ending = parts
+    stem = module if block is None else f"model.layers.{block}.{module}"
+    heads = _permuted_heads(shape, stem)
     if heads and len(values) == heads * shape.head_width:
         values = _swap_rows(values, heads, shape.head_width // 2)
-    return f"{full}.{ending}", values
+    return f"{stem}.{ending}", values

@@ -7,11 +7,17 @@ from collections.abc import Mapping
 
 
 def read_name(name: str, names: Mapping[str, str]) -> tuple[str | None, str, str] | None:
-    """The block, the module by its family's name (`names` has the file's), and weight or bias.
+    """The block, the module by its family's name, and weight or bias; `names`: from the family's names to the file's.
 
-    The block is None outside the blocks; nothing is returned for a module that `names` does not have.
+    blk.3.attn_q.weight -> ("3", "self_attn.q_proj", "weight"). The block is None outside the blocks; None is returned
+    for a module that `names` does not have.
     """
-    ours = {theirs: mine for mine, theirs in names.items()}
-    block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
-    return (block[1] if block else None, ours[stem], ending) if stem in ours else None
+    family_names = {gguf_name: family_name for family_name, gguf_name in names.items()}
+    block: str | None = None
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        block, stem, ending = match.groups()
+    elif "." in name:
+        stem, ending = name.rsplit(".", 1)
+    else:
+        stem, ending = name, ""
+    return (block, family_names[stem], ending) if stem in family_names else None

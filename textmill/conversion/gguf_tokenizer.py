@@ -1,4 +1,16 @@
-"""A byte-level BPE tokenizer as the keys of a GGUF file, and back."""
+"""A byte-level BPE tokenizer as the keys of a GGUF file, and back.
+
+    tokenizer.ggml.model            "gpt2": byte-level BPE
+    tokenizer.ggml.pre              how words are split before BPE, by llama.cpp's name: gpt-2, smollm, qwen2, llama-bpe
+    tokenizer.ggml.tokens           the token of each id
+    tokenizer.ggml.token_type       its type: 1 normal, 3 control, 4 user-defined, 5 unused
+    tokenizer.ggml.merges           "t h", "th e" ...
+    tokenizer.ggml.eos_token_id     and bos, unknown, padding, mask
+    tokenizer.chat_template         in Jinja
+
+A file does not contain the pattern that splits words, only its name. So a tokenizer whose way of splitting has no name
+is refused: llama.cpp would give other ids.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +42,24 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     """The keys below `tokenizer.`; ids without a token up to `rows`, the rows of the embedding, are marked unused."""
     tree = json.loads(tokenizer.inner.to_str())
     model = tree["model"]
-    composes = tree["normalizer"] == {"type": "NFC"}
-    normalizes = bool(tree["normalizer"]) and not composes
-    if model["type"] != "BPE" or normalizes or "ByteLevel" not in json.dumps(tree["pre_tokenizer"]):
-        found = f"{model['type']}{' with a normalizer' if normalizes else ''}"
+    has_nfc = tree["normalizer"] == {"type": "NFC"}
+    has_other_normalizer = bool(tree["normalizer"]) and not has_nfc
+    if model["type"] != "BPE" or has_other_normalizer or "ByteLevel" not in json.dumps(tree["pre_tokenizer"]):
+        kind = f"{model['type']}{' with a normalizer' if has_other_normalizer else ''}"
         raise TextmillError(
-            f"export.kind: a model in gguf needs a byte-level BPE tokenizer without a normalizer; this one is {found}"
+            f"export.kind: a model in gguf needs a byte-level BPE tokenizer without a normalizer; this one is {kind}"
         )
     split = _split_name(tree["pre_tokenizer"], bool(model.get("ignore_merges")))
-    if composes != (split in COMPOSING):
+    if has_nfc != (split in COMPOSING):
         raise TextmillError(
-            f"export.kind: a tokenizer that llama.cpp names {split} has {'no' if composes else 'an'} NFC "
+            f"export.kind: a tokenizer that llama.cpp names {split} has {'no' if has_nfc else 'an'} NFC "
             "normalizer, so it would give other ids; use hf"
         )
-    added = tokenizer.inner.get_added_tokens_decoder()
     by_id = {id_: (token, NORMAL) for token, id_ in model["vocab"].items()}
-    by_id |= {id_: (one.content, CONTROL if one.special else USER_DEFINED) for id_, one in added.items()}
+    for id_, added in tokenizer.inner.get_added_tokens_decoder().items():
+        by_id[id_] = added.content, CONTROL if added.special else USER_DEFINED
     entries = [by_id.get(id_, (f"[unused{id_}]", UNUSED)) for id_ in range(rows)]
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     keys: dict[str, Any] = {
         "ggml.model": "gpt2", "ggml.pre": split,
         "ggml.tokens": [token for token, _ in entries], "ggml.token_type": [kind for _, kind in entries],
@@ -55,8 +67,9 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     }  # fmt: skip
     roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end)}
     for role, name in ROLES.items():
-        if (id_ := tokenizer.inner.token_to_id(roles.get(role) or "")) is not None:
-            keys[f"ggml.{name}_token_id"] = id_
+        role_id = tokenizer.inner.token_to_id(roles.get(role) or "")
+        if role_id is not None:
+            keys[f"ggml.{name}_token_id"] = role_id
     keys.setdefault("ggml.bos_token_id", tokenizer.end)
     template = tokenizer.chat.jinja() if tokenizer.chat else tokenizer.jinja
     return {**keys, "chat_template": template} if template else keys
@@ -64,19 +77,18 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
 
 def _split_name(step: dict[str, Any], ignore_merges: bool) -> str:
     """llama.cpp's name for a way of splitting words; without the right one it would give other ids silently."""
-    *before, last = step.get("pretokenizers", [step])
-    kinds = tuple(
-        "digits" if one["type"] == "Digits" and one["individual_digits"] else _pattern_of(one) for one in before
+    *first_steps, last_step = step.get("pretokenizers", [step])
+    splits = tuple(_describe_split(first_step) for first_step in first_steps)
+    name = next((name for name, known_splits in SPLITS.items() if known_splits == splits), None)
+    has_own_pattern = bool(splits) and splits != ("digits",)
+    is_known = (
+        name is not None
+        and last_step["type"] == "ByteLevel"
+        and not last_step["add_prefix_space"]
+        and last_step.get("use_regex", True) != has_own_pattern
+        and ignore_merges == (name == "llama-bpe")
     )
-    plain = last["type"] == "ByteLevel" and not last["add_prefix_space"]
-    name = next((name for name, split in SPLITS.items() if split == kinds), None)
-    own_pattern = bool(kinds) and kinds != ("digits",)
-    if (
-        name is None
-        or not plain
-        or last.get("use_regex", True) == own_pattern
-        or ignore_merges != (name == "llama-bpe")
-    ):
+    if name is None or not is_known:
         raise TextmillError(
             "export.kind: llama.cpp has no name for how this tokenizer splits words, so it would give other ids; "
             "it knows GPT-2's way (tokenizer.kind=bpe), also with tokenizer.split_digits, and those of Llama 3 and Qwen"
@@ -84,49 +96,69 @@ def _split_name(step: dict[str, Any], ignore_merges: bool) -> str:
     return name
 
 
-def _pattern_of(step: dict[str, Any]) -> str:
-    isolated = step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
-    return str(step["pattern"].get("Regex")) if isolated else step["type"]
+def _describe_split(step: dict[str, Any]) -> str:
+    """A step before the byte level as SPLITS has it: "digits", a pattern, or another type, which is in no split."""
+    if step["type"] == "Digits" and step["individual_digits"]:
+        return "digits"
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        return str(step["pattern"].get("Regex"))
+    return str(step["type"])
 
 
 def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
     """The tokenizer in the keys of a GGUF file; None if it has none of a kind that textmill reads."""
-    given: list[Any] = [keys.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges")]
-    tokens, kinds, merges = given
-    name = keys.get("tokenizer.ggml.pre", "gpt-2")
-    if keys.get("tokenizer.ggml.model") != "gpt2" or name not in SPLITS or not _are_texts(tokens, merges):
+    tokens: Any = keys.get("tokenizer.ggml.tokens")
+    kinds: Any = keys.get("tokenizer.ggml.token_type")
+    merges: Any = keys.get("tokenizer.ggml.merges")
+    split = keys.get("tokenizer.ggml.pre", "gpt-2")
+    if keys.get("tokenizer.ggml.model") != "gpt2" or split not in SPLITS:
         return None
-    kinds = kinds if isinstance(kinds, list) and len(kinds) == len(tokens) else [NORMAL] * len(tokens)
-    used = {token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
-    plain = {token: id_ for token, id_ in used.items() if kinds[id_] == NORMAL}
-    pairs = [pair for one in merges if len(pair := tuple(one.split(" "))) == 2]
-    try:
-        inner = Tokenizer(models.BPE(vocab=used, merges=pairs, ignore_merges=name == "llama-bpe"))
-    except Exception as error:  # the library raises plain Exception
-        raise TextmillError(f"{where}: its vocabulary and its merges disagree ({error})") from None
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name in ("gpt-2", "smollm"))
-    steps = [
-        pre_tokenizers.Digits(individual_digits=True)
-        if one == "digits"
-        else pre_tokenizers.Split(Regex(one), "isolated")
-        for one in SPLITS[name]
-    ]
-    inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
-    if name in COMPOSING:
-        inner.normalizer = normalizers.NFC()
-    inner.decoder, inner.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
-    for token, id_ in used.items():
-        if token not in plain:
-            inner.add_tokens([AddedToken(token, special=kinds[id_] == CONTROL, normalized=False)])
-    inner.encode_special_tokens = True
+    if not _is_text_list(tokens) or not _is_text_list(merges):
+        return None
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        kinds = [NORMAL] * len(tokens)
+    inner = _build_tokenizer(tokens, kinds, merges, split, where)
     end = keys.get("tokenizer.ggml.eos_token_id")
     if type(end) is not int or not 0 <= end < len(tokens):
         raise TextmillError(f"{where}: tokenizer.ggml.eos_token_id is {end!r}; the file names no end-of-text token")
-    ids: dict[str, Any] = {role: keys.get(f"tokenizer.ggml.{short}_token_id") for role, short in ROLES.items()}
-    roles = {role: tokens[id_] for role, id_ in ids.items() if type(id_) is int and 0 <= id_ < len(tokens)}
+    roles = {}
+    for role, name in ROLES.items():
+        id_: Any = keys.get(f"tokenizer.ggml.{name}_token_id")
+        if type(id_) is int and 0 <= id_ < len(tokens):
+            roles[role] = tokens[id_]
     template = keys.get("tokenizer.chat_template")
     return TextTokenizer(inner, end, roles, jinja=template if isinstance(template, str) else None)
 
 
-def _are_texts(*lists: Any) -> bool:
-    return all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in lists)
+def _build_tokenizer(tokens: list[str], kinds: list[int], merges: list[str], split: str, where: str) -> Tokenizer:
+    """The tokenizer of these tokens, in the library that the rest of textmill uses."""
+    vocab = {token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        if merge.count(" ") == 1:
+            left, right = merge.split(" ")
+            pairs.append((left, right))
+    try:
+        inner = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split == "llama-bpe"))
+    except Exception as error:  # the library raises plain Exception
+        raise TextmillError(f"{where}: its vocabulary and its merges disagree ({error})") from None
+    steps: list[Any] = []
+    for pattern in SPLITS[split]:
+        if pattern == "digits":
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        else:
+            steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt-2", "smollm"))
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
+    if split in COMPOSING:
+        inner.normalizer = normalizers.NFC()
+    inner.decoder, inner.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
+    for token, id_ in vocab.items():
+        if kinds[id_] != NORMAL:
+            inner.add_tokens([AddedToken(token, special=kinds[id_] == CONTROL, normalized=False)])
+    inner.encode_special_tokens = True
+    return inner
+
+
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
