@@ -1,4 +1,9 @@
-"""Turns request bodies into generation requests, and checks every limit."""
+"""Turns request bodies into generation requests, and checks every limit.
+
+`read_prompts` makes token ids of the prompts of a body, `completion_requests` and `chat_requests` make the requests for
+the model. Two prompts with n=2 become four requests; the second of a prompt has the next seed. Every wrong value ends
+in an HttpError with status 400, which names the field as OpenAI's API does.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ SAMPLING_FIELDS = (
 class Prompt:
     """A prompt as it was sent, and its token ids."""
 
-    given: str | None
+    sent_text: str | None
     """None if it was sent as token ids."""
     ids: tuple[int, ...]
     tokenizer: TextTokenizer
@@ -41,7 +46,7 @@ class Prompt:
     @property
     def text(self) -> str:
         """The prompt as text; few replies need it."""
-        return self.tokenizer.decode(list(self.ids)) if self.given is None else self.given
+        return self.tokenizer.decode(list(self.ids)) if self.sent_text is None else self.sent_text
 
 
 def check_model(service: Service, name: str | None) -> None:
@@ -89,37 +94,37 @@ async def decode(service: Service, ids: list[int]) -> str:
 
 async def read_prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     """Read all prompts of a completion request."""
-    given: list[str | list[int]]
+    prompts: list[str | list[int]]
     if isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int)):
-        given = [body.prompt]
+        prompts = [body.prompt]
     else:
-        given = list(body.prompt)  # type: ignore[arg-type]
-    if not given:
+        prompts = list(body.prompt)  # type: ignore[arg-type]
+    if not prompts:
         raise HttpError(400, "prompt: is empty; send at least one text or one token", field="prompt")
-    _check_count(service, len(given) * (body.n or 1))
-    return [await read_prompt(service, one) for one in given]
+    _check_count(service, len(prompts) * (body.n or 1))
+    return [await read_prompt(service, prompt) for prompt in prompts]
 
 
-async def read_prompt(service: Service, given: str | list[int], field: str = "prompt") -> Prompt:
+async def read_prompt(service: Service, text_or_ids: str | list[int], field: str = "prompt") -> Prompt:
     """Read one prompt and check its length."""
     tokenizer = service.scheduler.tokenizer
-    if isinstance(given, str):
-        check_characters(service, len(given), field)
-        ids = await encode(service, given, field)
-        prompt = Prompt(given, tuple(ids or [tokenizer.end]), tokenizer, not ids)
+    if isinstance(text_or_ids, str):
+        check_characters(service, len(text_or_ids), field)
+        ids = await encode(service, text_or_ids, field)
+        prompt = Prompt(text_or_ids, tuple(ids or [tokenizer.end]), tokenizer, not ids)
     else:
-        if not given:
+        if not text_or_ids:
             raise HttpError(400, f"{field}: is an empty list; send at least one token", field=field)
-        _check_tokens(service, len(given), field)
-        check_ids(service, given, field)
-        prompt = Prompt(None, tuple(given), tokenizer)
+        _check_tokens(service, len(text_or_ids), field)
+        check_ids(service, text_or_ids, field)
+        prompt = Prompt(None, tuple(text_or_ids), tokenizer)
     _check_tokens(service, len(prompt.ids), field)
     return prompt
 
 
-def _check_tokens(service: Service, found: int, field: str) -> None:
-    if found > service.longest_prompt:
-        message = f"{field}: {found:,} tokens; the limit is {service.longest_prompt:,}; send a shorter one"
+def _check_tokens(service: Service, tokens: int, field: str) -> None:
+    if tokens > service.longest_prompt:
+        message = f"{field}: {tokens:,} tokens; the limit is {service.longest_prompt:,}; send a shorter one"
         raise HttpError(400, message, field=field, code="context_length_exceeded")
 
 
@@ -166,8 +171,7 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt, stop_ids: Se
     _check_count(service, body.n or 1)
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs: needs logprobs to be true", field="top_logprobs")
-    both = body.max_completion_tokens is not None and body.max_tokens is not None
-    if both and body.max_completion_tokens != body.max_tokens:
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise HttpError(400, "max_tokens: differs from max_completion_tokens; send one of them", field="max_tokens")
     sample = sampling_settings(service, body, body.max_completion_tokens or body.max_tokens)
     top = max(body.top_logprobs or 0, 1) if body.logprobs else 0
@@ -186,54 +190,53 @@ def _build_requests(
     stop, bias = _read_stops(service, body), _read_biases(service, body)
     check_ids(service, body.stop_token_ids or [], "stop_token_ids")
     stop_ids = tuple(dict.fromkeys([*stop_ids, *(body.stop_token_ids or [])]))
-    others = [sample.model_copy(update={"seed": (sample.seed + index) % 2**63}) for index in range(1, body.n or 1)]
-    return [
-        Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo)
-        for prompt in prompts
-        for seeded in (sample, *others)
-    ]
+    samples = [sample]
+    for number in range(1, body.n or 1):
+        samples.append(sample.model_copy(update={"seed": (sample.seed + number) % 2**63}))
+    return [Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo) for prompt in prompts for seeded in samples]
 
 
 def sampling_settings(service: Service, body: SamplingBody, max_tokens: int | None) -> SampleConfig:
     """Return the sampling settings of a request; what it leaves out comes from the server's settings."""
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    settings = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
     for name in ("top_p", "typical_p"):
-        if name in given:
-            given[name] = max(given[name], MIN_PROBABILITY)
+        if name in settings:
+            settings[name] = max(settings[name], MIN_PROBABILITY)
     limit = service.config.max_tokens
     if max_tokens is not None and max_tokens > limit:
         message = f"max_tokens: {quote_value(max_tokens)} is above the server's limit of {limit}"
         raise HttpError(400, message, field="max_tokens")
-    given["max_tokens"] = max_tokens or min(service.sample.max_tokens, limit)
-    least = given.get("min_tokens", 0)
-    if least > given["max_tokens"]:
-        message = f"min_tokens: {quote_value(least)} is above max_tokens, {given['max_tokens']}"
+    settings["max_tokens"] = max_tokens or min(service.sample.max_tokens, limit)
+    min_tokens = settings.get("min_tokens", 0)
+    if min_tokens > settings["max_tokens"]:
+        message = f"min_tokens: {quote_value(min_tokens)} is above max_tokens, {settings['max_tokens']}"
         raise HttpError(400, message, field="min_tokens")
-    given["min_tokens"] = least or min(service.sample.min_tokens, given["max_tokens"])
-    given["seed"] = random.getrandbits(62) if body.seed is None else body.seed % 2**63
-    return service.sample.model_copy(update={**given, "prompt": None, "count": 1})
+    settings["min_tokens"] = min_tokens or min(service.sample.min_tokens, settings["max_tokens"])
+    settings["seed"] = random.getrandbits(62) if body.seed is None else body.seed % 2**63
+    return service.sample.model_copy(update={**settings, "prompt": None, "count": 1})
 
 
 def _read_stops(service: Service, body: SamplingBody) -> tuple[str, ...]:
-    given = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(given) > service.config.max_stops:
-        raise HttpError(400, f"stop: {len(given)} stop strings; the limit is {service.config.max_stops}", field="stop")
-    for text in given:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > service.config.max_stops:
+        raise HttpError(400, f"stop: {len(stops)} stop strings; the limit is {service.config.max_stops}", field="stop")
+    for text in stops:
         if not text:
             raise HttpError(400, "stop: has an empty string, which would end every text at once", field="stop")
         if len(text) > MAX_STOP_LENGTH:
             message = f"stop: a string of {len(text)} characters; the limit is {MAX_STOP_LENGTH}"
             raise HttpError(400, message, field="stop")
         check_surrogates(text, "stop")
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(stops))
 
 
 def _read_biases(service: Service, body: SamplingBody) -> tuple[tuple[int, float], ...]:
-    given = body.logit_bias or {}
-    if len(given) > MAX_BIASES:
-        raise HttpError(400, f"logit_bias: {len(given)} tokens; the limit is {MAX_BIASES}", field="logit_bias")
+    """JSON has token ids as texts: {"50256": -100} -> ((50256, -100.0),)."""
+    bias_by_key = body.logit_bias or {}
+    if len(bias_by_key) > MAX_BIASES:
+        raise HttpError(400, f"logit_bias: {len(bias_by_key)} tokens; the limit is {MAX_BIASES}", field="logit_bias")
     biases: dict[int, float] = {}
-    for key, value in given.items():
+    for key, value in bias_by_key.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             vocab = service.scheduler.vocab
             message = f"logit_bias: {quote_value(key)} is not a token id; ids are from 0 to {vocab - 1}"
