@@ -83,7 +83,7 @@ def test_prepare_ignores_documents_added_later(
     )
     folder = prepare(config)
     assert [document.text for path in list_shards(folder, "train") for document in read_documents(path)] == EXPECTED
-    with pytest.raises(TextmillError, match=r"was made from other settings or inputs: inputs\.mongo"):
+    with pytest.raises(TextmillError, match=r"was made from other settings or inputs: the source mongo:.* has changed"):
         prepare(config)
 
 

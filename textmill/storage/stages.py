@@ -41,6 +41,8 @@ from textmill.storage.files import (
 
 Force = Literal["no", "changed", "yes"]
 MANIFEST = "manifest.json"
+INPUTS = "inputs."
+"""Sources are recorded under this prefix and their names."""
 MADE_FROM = "made_from.json"
 RUN_YAML = "run.yaml"
 YAML_CHECKSUM = "# SHA-256 of the lines above: "
@@ -200,11 +202,24 @@ def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     lines = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
+        if old == new:
+            continue
+        if key.startswith(INPUTS) and (change := _describe_source(old, new)):
+            lines.append(f"the source {key.removeprefix(INPUTS)} {change}")
+        elif isinstance(old, dict) and isinstance(new, dict):
             lines += [f"{key}.{line}" for line in list_changes(old, new)]
-        elif old != new:
+        else:
             lines.append(f"{key} was {_shorten(old)}, is {_shorten(new)}")
     return lines
+
+
+def _describe_source(old: Any, new: Any) -> str | None:
+    """What happened to a source; None if it is the same source, read in another way."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return "has changed" if old.get("sha256") != new.get("sha256") else None
+    if isinstance(old, dict) or isinstance(new, dict):
+        return "is new" if old is None else "is no longer there" if new is None else None
+    return None
 
 
 def _shorten(value: Any) -> str:
