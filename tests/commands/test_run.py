@@ -83,9 +83,13 @@ def test_printed_commands_work_wherever_the_folders_are(
     file = Path("a mill/textmill.yaml" if where == "project" else "a mill.yaml")
     file.parent.mkdir(exist_ok=True)
     sources = os.path.relpath("texts", file.parent)
-    file.write_text(f"corpus: {{sources: ['{sources}'], documents: block, split: [80, 10, 10]}}\n")
+    file.write_text(
+        f"corpus: {{sources: ['{sources}'], documents: block, split: [80, 10, 10]}}\ntokenizer: {{sample: 1}}\n"
+    )
     assert main(["run", str(file), *QUICK, "train.folder=it's elsewhere/a run"]) == 0, capsys.readouterr().err
-    generate, *others = printed_commands(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.count("the old name still works") == 1
+    generate, *others = printed_commands(out)
     assert generate[0] == "generate"
     assert main([*generate, "sample.max_tokens=3", "engine.device=cpu"]) == 0, capsys.readouterr().err
     (longer,) = (words for words in others if words[0] == "train")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def _where_of(config: RunConfig) -> list[str]:
     run = config.folder_of("train")
     for folder in (Path(config.folder), run):
         words = [format_path(folder)]
-        with suppress(TextmillError):
+        with suppress(TextmillError), redirect_stderr(StringIO()):  # what it warns of was printed at the start
             if _are_same(open_where(words[0], []).config, config):
                 return words
     # A family's file is code, which runs only if the user names it.
