@@ -18,28 +18,33 @@ def import_model(
     what: str, out: str, *, kind: str | None = None, config: str | None = None, tokenizer: str | None = None,
     vocab: int | None = None, heads: int | None = None, activation: str | None = None, force: Force = "no",
 ) -> Path:  # fmt: skip
-    """Read a model file or folder of another tool, write it as a Hugging Face folder in fp32; return the folder."""
+    """Read a model file or folder of another tool, write it as a Hugging Face folder in fp32; return the folder.
+
+    `kind` is the format; without it, the format is found from the file. The other arguments are facts that some formats
+    do not have: see Hints.
+    """
     path, folder = fetch(what) if is_url(what) else Path(what), Path(out)
     if folder.resolve().is_relative_to(path.resolve()) and path.is_dir():
         raise TextmillError(f"{out}: is inside {what}, which is to be read; name a folder elsewhere")
-    name = find_kind(path, kind)
+    kind = find_kind(path, kind)
     hints = Hints(Path(config) if config else None, Path(tokenizer) if tokenizer else None, vocab, heads, activation)
-    given = {name: str(value) for name, value in vars(hints).items() if value is not None}
-    stage = Stage("import", folder, {"source": _fingerprint(path), "kind": name, **given}, None)
+    made_from = {"source": _fingerprint(path), "kind": kind}
+    made_from |= {name: str(value) for name, value in vars(hints).items() if value is not None}
+    stage = Stage("import", folder, made_from, None)
     if stage.is_done(force):
         print(f"import: done already: {format_path(folder)}")
         return folder
-    model = open_format(name).read(path, hints)
+    model = open_format(kind).read(path, hints)
     settings = ExportConfig(folder=str(folder))
-    with stage.unfinished_folder() as part:
+    with stage.unfinished_folder() as unfinished:
         try:
-            files = hf.write(model, part, settings)
-            figures = check_written(model, hf.read(part, Hints()), "fp32", str(folder))
+            files = hf.write(model, unfinished, settings)
+            figures = check_written(model, hf.read(unfinished, Hints()), "fp32", str(folder))
         except TextmillError:
             stage.discard()
             raise
-        stage.write_manifest(part, files, {"parameters": model.shape.parameters, "check": figures})
-    print(f"import: {format_path(folder)}: {model.shape.parameters:,} parameters of {what}, read as {name}")
+        stage.write_manifest(unfinished, files, {"parameters": model.shape.parameters, "check": figures})
+    print(f"import: {format_path(folder)}: {model.shape.parameters:,} parameters of {what}, read as {kind}")
     print(f"import: checked: {figures}")
     if model.tokenizer is None:
         warn(f"{what} has no tokenizer that textmill reads; import it again with --tokenizer FOLDER")
@@ -47,8 +52,11 @@ def import_model(
 
 
 def _fingerprint(path: Path) -> str:
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    return hash_json({one.name if one == path else str(one.relative_to(path)): hash_file(one) for one in files})
+    """A hash of the checksums of a file, or of all files below a folder by their names."""
+    if not path.is_dir():
+        return hash_json({path.name: hash_file(path)})
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return hash_json({str(file.relative_to(path)): hash_file(file) for file in files})
 
 
 def is_importable(path: Path) -> bool:

@@ -68,8 +68,8 @@ def _model_rows(shape: Any, tokenizer: TextTokenizer) -> list[tuple[str, Any]]:
 def _data_rows(config: RunConfig) -> list[tuple[str, Any]]:
     """Names of sources without their folders, which are the trainer's own; counts from the manifests that exist."""
     sources = [
-        Path(one).name if isinstance(one, str) else str(getattr(one, "name", type(one).__name__))
-        for one in config.corpus.sources
+        Path(source).name if isinstance(source, str) else str(getattr(source, "name", type(source).__name__))
+        for source in config.corpus.sources
     ]
     rows: list[tuple[str, Any]] = [("sources", ", ".join(sources))]
     for split, entry in _manifest_of(config.folder_of("tokens")).get("splits", {}).items():
@@ -103,16 +103,20 @@ def _curve(checkpoint: Checkpoint) -> str:
     path = checkpoint.folder.parent / METRICS_FILE
     if not checkpoint.step or not path.is_file():
         return ""
-    found: dict[int, dict[str, Any]] = {}
+    metrics_by_step: dict[int, dict[str, Any]] = {}
     for row in read_metrics(path):
         if row["step"] <= checkpoint.step:
-            found.setdefault(row["step"], {}).update(row)
-    steps = sorted(found)
-    kept = sorted({steps[round(at * (len(steps) - 1) / (CURVE_ROWS - 1))] for at in range(CURVE_ROWS)}) if steps else []
-    lines = [
-        f"| {step:,} | {_number(found[step].get('loss'))} | {_number(found[step].get('valid_loss'))} |" for step in kept
-    ]
-    return "\n".join(["## Curve", "", "| step | train loss | valid loss |", "|---|---|---|", *lines]) if lines else ""
+            metrics_by_step.setdefault(row["step"], {}).update(row)
+    if not metrics_by_step:
+        return ""
+    steps = sorted(metrics_by_step)
+    # Evenly spaced, with the first and the last step.
+    places = {round(row * (len(steps) - 1) / (CURVE_ROWS - 1)) for row in range(CURVE_ROWS)}
+    lines = ["## Curve", "", "| step | train loss | valid loss |", "|---|---|---|"]
+    for place in sorted(places):
+        metrics = metrics_by_step[steps[place]]
+        lines.append(f"| {steps[place]:,} | {_number(metrics.get('loss'))} | {_number(metrics.get('valid_loss'))} |")
+    return "\n".join(lines)
 
 
 def _number(value: Any) -> str:
@@ -127,31 +131,38 @@ def _scores(checkpoint: Checkpoint) -> str:
             tree = read_json(path)
         except TextmillError:
             continue
-        items = list(tree.items()) if isinstance(tree, dict) else []
-        cards = [figures["card"] for _, figures in items if isinstance(figures, dict) and "card" in figures]
-        facts = list(cards[0].items()) if cards else [(key, value) for key, value in items if key in PROTOCOL]
-        plain = [f"{key} {_cell(value)}" for key, value in facts if key not in PRIVATE_FACTS and value is not None]
-        rows = [
-            f"| {section} | {name} | {_cell(value)} |"
-            for section, figures in items
-            if isinstance(figures, dict) and section != "card"
-            for name, value in figures.items()
-            if isinstance(value, int | float)
-        ]
-        if rows:
-            parts += [f"Protocol: {', '.join(plain)}.", "\n".join(["| of | figure | value |", "|---|---|---|", *rows])]
+        if isinstance(tree, dict) and (rows := _score_rows(tree)):
+            table = "\n".join(["| of | figure | value |", "|---|---|---|", *rows])
+            parts += [f"Protocol: {', '.join(_protocol_facts(tree))}.", table]
     return "\n\n".join(["## Scores", *parts]) if parts else ""
 
 
+def _score_rows(result: dict[str, Any]) -> list[str]:
+    """The numbers of a result by task or model: {"lambada": {"accuracy": 0.3}} -> | lambada | accuracy | 0.3 |."""
+    rows = []
+    for section, values in result.items():
+        if isinstance(values, dict) and section != "card":
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    rows.append(f"| {section} | {name} | {_cell(value)} |")
+    return rows
+
+
+def _protocol_facts(result: dict[str, Any]) -> list[str]:
+    """How a result was measured: the protocol card of its task, or of perplexity some keys of the result itself."""
+    cards = [values["card"] for values in result.values() if isinstance(values, dict) and "card" in values]
+    facts = cards[0] if cards else {key: value for key, value in result.items() if key in PROTOCOL}
+    return [f"{key} {_cell(value)}" for key, value in facts.items() if key not in PRIVATE_FACTS and value is not None]
+
+
 def _usage(shape: Any, tokenizer: TextTokenizer) -> str:
-    if own := own_options(shape):
-        command = "chat FOLDER" if tokenizer.chat or tokenizer.jinja else "generate FOLDER sample.prompt=Once"
-        return f"## Usage\n\nOnly textmill computes {', '.join(own)}:\n\n```sh\ntextmill {command}\n```"
-    call = (
-        'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
-        if tokenizer.chat or tokenizer.jinja
-        else 'model("Once", max_new_tokens=50)'
-    )
+    is_chat = tokenizer.chat or tokenizer.jinja
+    if options := own_options(shape):
+        command = "chat FOLDER" if is_chat else "generate FOLDER sample.prompt=Once"
+        return f"## Usage\n\nOnly textmill computes {', '.join(options)}:\n\n```sh\ntextmill {command}\n```"
+    call = 'model("Once", max_new_tokens=50)'
+    if is_chat:
+        call = 'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
     return f"""## Usage
 
 ```python

@@ -82,22 +82,23 @@ def _activate(graph: Graph, x: str, activation: str) -> str:
 
 def _mask(graph: Graph) -> str:
     """True where a token may look: not into the future, not at padding; [batch, 1, tokens, past + tokens]."""
-    zero, one, axes = (graph.constant(value, np.int64) for value in (0, 1, [0]))
+    zero, one, axis_0 = (graph.constant(value, np.int64) for value in (0, 1, [0]))
     past = graph.add("Gather", graph.add("Shape", "past_key_values.0.key"), graph.constant(2, np.int64))
     total = graph.add("Add", past, graph.add("Gather", graph.add("Shape", "input_ids"), one))
-    keys = graph.add("Unsqueeze", graph.add("Range", zero, total, one), axes)
-    queries = graph.add("Unsqueeze", graph.add("Range", past, total, one), graph.constant([1], np.int64))
-    causal = graph.add("LessOrEqual", keys, queries)
-    real = graph.add("Cast", "attention_mask", to=9)  # 9 is bool
-    return graph.add("And", causal, graph.add("Unsqueeze", real, graph.constant([1, 2], np.int64)))
+    # The positions of keys as a row, those of queries as a column: comparing them gives the causal mask.
+    key_positions = graph.add("Unsqueeze", graph.add("Range", zero, total, one), axis_0)
+    query_positions = graph.add("Unsqueeze", graph.add("Range", past, total, one), graph.constant([1], np.int64))
+    is_past = graph.add("LessOrEqual", key_positions, query_positions)
+    is_token = graph.add("Cast", "attention_mask", to=9)  # 9 is bool
+    return graph.add("And", is_past, graph.add("Unsqueeze", is_token, graph.constant([1, 2], np.int64)))
 
 
 def _attention(graph: Graph, x: str, layer: int, shape: Any, mask: str) -> str:
     h, width = f"transformer.h.{layer}.attn", shape.width // shape.heads
     to_heads = graph.constant([0, 0, shape.heads, width], np.int64)
     q, k, v = (
-        graph.add("Transpose", graph.add("Reshape", part, to_heads), perm=[0, 2, 1, 3])
-        for part in graph.split(_linear(graph, x, f"{h}.c_attn"), 3)
+        graph.add("Transpose", graph.add("Reshape", projection, to_heads), perm=[0, 2, 1, 3])
+        for projection in graph.split(_linear(graph, x, f"{h}.c_attn"), 3)
     )
     k = graph.add("Concat", f"past_key_values.{layer}.key", k, axis=2, name=f"present.{layer}.key")
     v = graph.add("Concat", f"past_key_values.{layer}.value", v, axis=2, name=f"present.{layer}.value")
@@ -105,9 +106,9 @@ def _attention(graph: Graph, x: str, layer: int, shape: Any, mask: str) -> str:
     scores = graph.add("Div", scores, graph.constant(width**0.5, np.float32))
     scores = graph.add("Where", mask, scores, graph.constant(np.finfo(np.float32).min, np.float32))
     mixed = graph.add("MatMul", graph.add("Softmax", scores, axis=-1), v)
-    joined = graph.add("Transpose", mixed, perm=[0, 2, 1, 3])
-    flat = graph.add("Reshape", joined, graph.constant([0, 0, shape.width], np.int64))
-    return _linear(graph, flat, f"{h}.c_proj")
+    by_token = graph.add("Transpose", mixed, perm=[0, 2, 1, 3])
+    heads_joined = graph.add("Reshape", by_token, graph.constant([0, 0, shape.width], np.int64))
+    return _linear(graph, heads_joined, f"{h}.c_proj")
 
 
 def run_in_two_parts(run: Any, shape: Any, ids: Any) -> Array:
@@ -115,15 +116,15 @@ def run_in_two_parts(run: Any, shape: Any, ids: Any) -> Array:
     samples, length = ids.shape
     empty = np.zeros((samples, shape.heads, 0, shape.width // shape.heads), np.float32)
     past = [empty] * (2 * shape.layers)
-    names = [f"past_key_values.{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
-    found, start = [], 0
+    past_names = [f"past_key_values.{layer}.{kind}" for layer in range(shape.layers) for kind in ("key", "value")]
+    logits_by_half, start = [], 0
     for stop in dict.fromkeys([max(1, length // 2), length]):
         inputs = {
             "input_ids": ids[:, start:stop], "attention_mask": np.ones((samples, stop), np.int64),
-            "position_ids": np.tile(np.arange(start, stop), (samples, 1)), **dict(zip(names, past, strict=True)),
+            "position_ids": np.tile(np.arange(start, stop), (samples, 1)), **dict(zip(past_names, past, strict=True)),
         }  # fmt: skip
         logits, *past = run(inputs)
-        found.append(logits)
+        logits_by_half.append(logits)
         start = stop
-    joined: Array = np.concatenate(found, axis=1)
-    return joined
+    all_logits: Array = np.concatenate(logits_by_half, axis=1)
+    return all_logits

@@ -35,24 +35,28 @@ def export_to_url(config: RunConfig, force: Force, export: Callable[[RunConfig, 
             remove_folder(local)
             raise
         remove_folder(local)
-    what = f"copied {len(sizes) + 1} files, {sum(sizes) / 1e6:,.1f} MB, to" if copied else "done already:"
-    print(f"export: {what} {url}")
+    result = f"copied {len(sizes) + 1} files, {sum(sizes) / 1e6:,.1f} MB, to" if copied else "done already:"
+    print(f"export: {result} {url}")
     return url
 
 
 def _copy(local: Path, remote: RemoteFolder, force: Force) -> bool:
-    """Copy a folder; the manifest is removed first and written last, so that a folder with a manifest is complete."""
+    """Copy a folder, unless the same export is there already (then return False).
+
+    The manifest is removed first and written last, so that a folder with a manifest is complete.
+    """
     manifest, names = open_manifest(local), remote.names()
-    before = remote.read_json(MANIFEST) if MANIFEST in names else None
-    ours = isinstance(before, dict) and before.get("verb") == "export"
-    if names and not ours and UNFINISHED not in names:
+    earlier = remote.read_json(MANIFEST) if MANIFEST in names else None
+    if not isinstance(earlier, dict) or earlier.get("verb") != "export":
+        earlier = None
+    if names and earlier is None and UNFINISHED not in names:
         raise TextmillError(
             f"{remote.url}: exists and was not made by 'textmill export'; move it away or set another folder"
         )
-    if ours and before is not None and force == "no":
-        if before.get("fingerprint") == manifest["fingerprint"]:
+    if earlier is not None and force == "no":
+        if earlier.get("fingerprint") == manifest["fingerprint"]:
             return False
-        changes = list_changes(before.get("made_from") or {}, manifest["made_from"])
+        changes = list_changes(earlier.get("made_from") or {}, manifest["made_from"])
         raise TextmillError(
             f"{remote.url} was made from other settings or inputs: {'; '.join(changes[:4])}; choose another folder, or "
             "replace it with --force"
@@ -63,9 +67,9 @@ def _copy(local: Path, remote: RemoteFolder, force: Force) -> bool:
         remote.remove(MANIFEST)
     for name in manifest["files"]:
         remote.put(local / name, name)
-    # Of what is there, only files of the export before are removed: folders below may be exports of their own.
-    old = before.get("files") if ours and isinstance(before, dict) else None
-    for name in set(names) & set(old or {}) - manifest["files"].keys():
+    # Only files of the earlier export are removed: folders below this one may be exports of their own.
+    earlier_files = set(earlier.get("files") or {}) if earlier is not None else set()
+    for name in set(names) & earlier_files - manifest["files"].keys():
         remote.remove(name)
     remote.put(local / MANIFEST, MANIFEST)
     remote.remove(UNFINISHED)
