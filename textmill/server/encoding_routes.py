@@ -45,13 +45,13 @@ def add_encoding(routes: APIRouter, service: Service) -> None:
             message = f"dimensions: {body.dimensions}; this model has {encoder.dimension}; leave it out"
             raise HttpError(400, message, field="dimensions")
         encoded = await _read_inputs(service, encoder, body)
-        request = EmbedRequest(tuple(tuple(one.ids.tolist()) for one in encoded))
+        request = EmbedRequest(tuple(tuple(text.ids.tolist()) for text in encoded))
         tokens = sum(len(ids) for ids in request.ids)
         _log(service, http, [body.input] if isinstance(body.input, str) else body.input)
-        found = await _run(service, http, request, tokens)
-        reply = partial(_embeddings_json, found, encoder.dimension, body.encoding_format or "float")
+        vectors = await _run(service, http, request, tokens)
+        build_reply = partial(_embeddings_json, vectors, encoder.dimension, body.encoding_format or "float")
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        content = await asyncio.to_thread(reply, {"model": service.name, "usage": usage})
+        content = await asyncio.to_thread(build_reply, {"model": service.name, "usage": usage})
         return Response(content, media_type=JSON)
 
     @post(routes, "/fill")
@@ -67,14 +67,14 @@ def add_encoding(routes: APIRouter, service: Service) -> None:
         _check_choices(sum(prompt.count(service.masked.mask) for prompt in prompts), body.top_k or DEFAULT_CHOICES)
         _log(service, http, prompts)
         request = FillRequest(tuple(prompts), body.top_k or DEFAULT_CHOICES)
-        found = await _run(service, http, request, tokens)
+        filled = await _run(service, http, request, tokens)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        content = await asyncio.to_thread(_fill_json, found, {"model": service.name, "usage": usage})
+        content = await asyncio.to_thread(_fill_json, filled, {"model": service.name, "usage": usage})
         return Response(content, media_type=JSON)
 
 
 async def _run(service: Service, http: Request, request: EncoderRequest, tokens: int) -> str:
-    """Run a request of this many tokens and return its result."""
+    """Run a request of this many tokens; return its result: JSON for masks, base64 of the numbers for embeddings."""
     in_flight = start_request(service, [request], streamed=False)
     [text] = await wait_for_texts(service, http, in_flight)
     service.metrics.add_texts(tokens, 0, in_flight.seconds())
@@ -92,15 +92,18 @@ async def _read_inputs(service: Service, encoder: TextEncoder, body: EmbeddingBo
 
 def _encode(service: Service, encoder: TextEncoder, inputs: list[Any], truncate: bool) -> list[Encoded]:
     """The tokens of texts, or of token ids; either all are texts or none is."""
-    for number, one in enumerate(inputs):
+    for number, text_or_ids in enumerate(inputs):
         place = f"input.{number}"
-        if not one:
+        if not text_or_ids:
             raise HttpError(400, f"{place}: is empty; send a text or a token", field="input")
-        check_surrogates(one, place) if isinstance(one, str) else check_ids(service, one, place)
+        if isinstance(text_or_ids, str):
+            check_surrogates(text_or_ids, place)
+        else:
+            check_ids(service, text_or_ids, place)
     if isinstance(inputs[0], str):
         encoded = encoder.encode(inputs)
     else:
-        encoded = [encoder.surround(np.array(one, np.int64)) for one in inputs]
+        encoded = [encoder.surround(np.array(ids, np.int64)) for ids in inputs]
     for number, result in enumerate(encoded):
         if result.truncated and not truncate:
             message = f"input.{number}: {result.tokens:,} tokens; the limit is {encoder.longest:,}; send a shorter one"
@@ -136,20 +139,22 @@ def _check_choices(masks: int, top_k: int) -> None:
         raise HttpError(400, message + "lower top_k, or send fewer texts", field="top_k")
 
 
-def _fill_json(found: str, more: dict[str, object]) -> bytes:
-    data = [{"index": index, **one} for index, one in enumerate(json.loads(found))]
-    return json.dumps({"object": "list", "data": data, **more}, ensure_ascii=False).encode()
+def _fill_json(filled: str, other_fields: dict[str, object]) -> bytes:
+    """The reply as JSON, from the filled texts as JSON."""
+    data = [{"index": index, **text} for index, text in enumerate(json.loads(filled))]
+    return json.dumps({"object": "list", "data": data, **other_fields}, ensure_ascii=False).encode()
 
 
-def _embeddings_json(found: str, dimension: int, encoding: str, more: dict[str, object]) -> bytes:
+def _embeddings_json(numbers: str, dimension: int, encoding: str, other_fields: dict[str, object]) -> bytes:
     """The reply as JSON; numbers are formatted directly, which is faster than a list of Python floats."""
-    vectors = np.frombuffer(base64.b64decode(found), "<f4").reshape(-1, dimension)
-    form: Callable[[NDArray[np.float32]], str] = format_vector if encoding == "float" else _to_base64
+    vectors = np.frombuffer(base64.b64decode(numbers), "<f4").reshape(-1, dimension)
+    format_embedding: Callable[[NDArray[np.float32]], str] = format_vector if encoding == "float" else _to_base64
     data = ", ".join(
-        f'{{"object": "embedding", "index": {index}, "embedding": {form(vector)}}}'
+        f'{{"object": "embedding", "index": {index}, "embedding": {format_embedding(vector)}}}'
         for index, vector in enumerate(vectors)
     )
-    return f'{{"object": "list", "data": [{data}], {json.dumps(more, ensure_ascii=False)[1:]}'.encode()
+    end = json.dumps(other_fields, ensure_ascii=False).removeprefix("{")
+    return f'{{"object": "list", "data": [{data}], {end}'.encode()
 
 
 def _to_base64(vector: NDArray[np.float32]) -> str:

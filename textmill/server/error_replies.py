@@ -98,9 +98,10 @@ def describe_validation_error(errors: Sequence[Mapping[str, Any]], path: str) ->
     top = str(location[0])
     same_field = [other for other in errors if list(other["loc"][:1]) == location[:1]]
     if error["type"] == "extra_forbidden" and len(location) == 1:
-        near = difflib.get_close_matches(top, known_fields(path), n=1, cutoff=0.6)
+        similar = difflib.get_close_matches(top, known_fields(path), n=1, cutoff=0.6)
         name = quote_value(top, quoted=False)
-        return f"{name}: unknown field; " + (f"did you mean '{near[0]}'?" if near else "remove it"), name
+        advice = f"did you mean '{similar[0]}'?" if similar else "remove it"
+        return f"{name}: unknown field; {advice}", name
     name = ".".join(quote_value(str(part), quoted=False) for part in location if not _is_type_tag(str(part)))
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown field; remove it", top
@@ -108,12 +109,12 @@ def describe_validation_error(errors: Sequence[Mapping[str, Any]], path: str) ->
         return f"{name}: is not supported; remove it", top
     if error["type"] == "missing":
         return f"{'.'.join(map(str, location))}: is missing", top
-    if len(same_field) > 1 and (wanted := expected_value(path, top)):
-        return f"{top}: must be {wanted}", top
-    expected = str(error["msg"])
-    for phrase, ours in PYDANTIC_PHRASES.items():
-        expected = expected.replace(phrase, ours)
-    return f"{name}: {expected}; found {quote_value(error.get('input'))}", top
+    if len(same_field) > 1 and (value := expected_value(path, top)):  # one error for each type of a union
+        return f"{top}: must be {value}", top
+    message = str(error["msg"])
+    for phrase, plain_phrase in PYDANTIC_PHRASES.items():
+        message = message.replace(phrase, plain_phrase)
+    return f"{name}: {message}; found {quote_value(error.get('input'))}", top
 
 
 def _is_type_tag(part: str) -> bool:

@@ -70,8 +70,8 @@ class RequestLog:
             method = scope["method"] if scope["method"] in METHODS else "other"
             self.service.metrics.requests[method, path, status] += 1
             when, seconds = time.strftime("%Y-%m-%d %H:%M:%S"), f"{time.monotonic() - started:.3f}s"
-            more = [f"{key}={to_json(value)}" for key, value in fields.items()]
-            line = " ".join([when, method, path, str(status), seconds, *more])
+            route_fields = [f"{key}={to_json(value)}" for key, value in fields.items()]
+            line = " ".join([when, method, path, str(status), seconds, *route_fields])
             print(replace_surrogates(line), file=sys.stderr, flush=True)
 
 
@@ -84,26 +84,25 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject the request, or pass it on."""
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            error = _check_host_header(scope, headers) or self._check_host(headers)
-            if scope["path"] not in PUBLIC_PATHS:
-                error = (
-                    error or self._check_origin(headers) or self._check_key(headers) or self._check_queue(scope["path"])
-                )
+            error = self._find_error(scope, Headers(scope=scope))
             if error:
                 return await error_response(error)(scope, receive, send)
         await self.app(scope, receive, send)
 
+    def _find_error(self, scope: Scope, headers: Headers) -> HttpError | None:
+        """The first check that fails; public paths are checked for the host only."""
+        error = _check_host_header(scope, headers) or self._check_host(headers)
+        if error or scope["path"] in PUBLIC_PATHS:
+            return error
+        return self._check_origin(headers) or self._check_key(headers) or self._check_queue(scope["path"])
+
     def _check_host(self, headers: Headers) -> HttpError | None:
         """A server on localhost accepts local host names only. This prevents DNS rebinding."""
+        if not _is_local(self.service.config.host):
+            return None
         host = headers.get("host", "")
-        name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]
-        if (
-            not _is_local(self.service.config.host)
-            or _is_local(name)
-            or _is_address(name)
-            or name in self.service.config.allowed_hosts
-        ):
+        name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]  # without the port
+        if _is_local(name) or _is_address(name) or name in self.service.config.allowed_hosts:
             return None
         return HttpError(
             403, f"{quote_value(name)} is not a name of this server; add it to serve.allowed_hosts", code="host"
@@ -114,13 +113,11 @@ class AccessControl:
 
         A browser sets Sec-Fetch-Site, but not over http to another machine; then the Origin must be the server's own.
         """
-        allowed, origin, site = (
-            self.service.config.allowed_origins,
-            headers.get("origin"),
-            headers.get("sec-fetch-site"),
-        )
-        own = origin is None or _has_host(origin, headers.get("host", ""))
-        if "*" in allowed or origin in allowed or site in ("same-origin", "none") or (site is None and own):
+        allowed = self.service.config.allowed_origins
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if "*" in allowed or origin in allowed or site in ("same-origin", "none"):
+            return None
+        if site is None and (origin is None or _has_host(origin, headers.get("host", ""))):
             return None
         return HttpError(
             403,
@@ -131,10 +128,10 @@ class AccessControl:
     def _check_key(self, headers: Headers) -> HttpError | None:
         if self.service.key is None:
             return None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.key.encode()):
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.service.key.encode()):
             return None
-        problem = "the key is wrong" if given else "a key is needed"
+        problem = "the key is wrong" if key else "a key is needed"
         return HttpError(401, f"{problem}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_queue(self, path: str) -> HttpError | None:
@@ -150,10 +147,10 @@ class AccessControl:
 
 def _check_host_header(scope: Scope, headers: Headers) -> HttpError | None:
     """HTTP/1.1 requires exactly one Host header (RFC 9112, 3.2)."""
-    found = len(headers.getlist("host"))
-    if found == 1 or (found == 0 and scope["http_version"] == "1.0"):
+    count = len(headers.getlist("host"))
+    if count == 1 or (count == 0 and scope["http_version"] == "1.0"):
         return None
-    return HttpError(400, f"the request has {found} Host headers; send one", code="host")
+    return HttpError(400, f"the request has {count} Host headers; send one", code="host")
 
 
 def _has_host(origin: str, host: str) -> bool:
