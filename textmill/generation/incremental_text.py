@@ -47,8 +47,8 @@ class WindowTextDecoder:
         return self._new_text()
 
     def _new_text(self) -> str:
-        before = self.tokenizer.decode(self.ids[self.start : self.emitted])
-        return self.tokenizer.decode(self.ids[self.start :])[len(before) :]
+        emitted_text = self.tokenizer.decode(self.ids[self.start : self.emitted])
+        return self.tokenizer.decode(self.ids[self.start :])[len(emitted_text) :]
 
 
 class ByteTextDecoder:
@@ -78,7 +78,7 @@ def text_decoder_factory(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], 
     token_bytes = read_token_bytes(tokenizer)
     if token_bytes is None:
         return lambda context: WindowTextDecoder(tokenizer, list(context))
-    texts = [_decode_or_none(one) for one in token_bytes]
+    texts = [_decode_or_none(raw) for raw in token_bytes]
     return lambda context: ByteTextDecoder(token_bytes, texts, context)
 
 
@@ -103,7 +103,10 @@ def read_token_bytes(tokenizer: TextTokenizer) -> list[bytes] | None:
 
 
 class StopStringFilter:
-    """Passes text through up to the first stop string, and holds back what may be the start of one."""
+    """Passes text through up to the first stop string, and holds back what may be the start of one.
+
+    With the stop string "END": add("a E") returns "a " and holds "E" back, add("Nx") returns "ENx".
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops, self.held, self.hit = [stop for stop in stops if stop], "", False
@@ -113,13 +116,13 @@ class StopStringFilter:
         if not self.stops:
             return text
         text = self.held + text
-        found = [index for stop in self.stops if (index := text.find(stop)) >= 0]
-        if found:
+        stop_places = [text.find(stop) for stop in self.stops if stop in text]
+        if stop_places:
             self.held, self.hit = "", True
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: min(stop_places)]
+        held_length = max(_overlap(text, stop) for stop in self.stops)
+        self.held = text[len(text) - held_length :]
+        return text[: len(text) - held_length]
 
     def end(self) -> str:
         """Return the held-back text: no stop string followed."""
@@ -129,4 +132,7 @@ class StopStringFilter:
 
 def _overlap(text: str, stop: str) -> int:
     """Count the characters at the end of a text that may be the start of a stop string."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-size:]):
+            return size
+    return 0

@@ -39,8 +39,8 @@ class Worker:
     def __init__(self, parent: MessageSocket) -> None:
         self.parent, self._closing, self._grace = parent, threading.Event(), 0.0
         self._chunks, self._chunks_lock = list[list[Any]](), threading.Lock()
-        self._numbers, self._numbers_lock = dict[int, tuple[Any, int]](), threading.Lock()
-        """By the parent's number of each running request: what runs it, and its number there."""
+        self._running, self._running_lock = dict[int, tuple[Any, int]](), threading.Lock()
+        """By the parent's number of each running request: the scheduler or encoder that runs it, its number there."""
 
     def run(self, settings: dict[str, Any]) -> int:
         """Open the model, work until the parent sends close, and return the exit code."""
@@ -51,10 +51,10 @@ class Worker:
             self.parent.send({"refused": str(error)})
             return EXIT_USER
         tune_interpreter()
-        self.parent.send({"positions": self.parts[0].positions})
+        self.parent.send({"positions": self.model_threads[0].positions})
         while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
-        closing = [threading.Thread(target=part.close, args=(self._grace,)) for part in self.parts]
+        closing = [threading.Thread(target=thread.close, args=(self._grace,)) for thread in self.model_threads]
         for thread in closing:
             thread.start()
         for thread in closing:
@@ -74,7 +74,8 @@ class Worker:
         scheduler, encoder = open_served_model(checkpoint, engine, serve, embed, self._after_step)
         self.scheduler = None if scheduler is None else ChunkingScheduler(scheduler)
         self.encoder = encoder
-        self.parts = [part for part in (scheduler, encoder) if part is not None]
+        self.model_threads = [thread for thread in (scheduler, encoder) if thread is not None]
+        """Each runs the model in a thread of its own."""
 
     def _read_commands(self) -> None:
         """Run the parent's commands; exit the process when the parent is gone."""
@@ -97,15 +98,17 @@ class Worker:
             target: Any = self.scheduler if isinstance(request, Request) else self.encoder
             if target is None:
                 raise TextmillError("the model cannot do this")
-            with self._numbers_lock:  # the text may end before its number is stored
-                self._numbers[number] = target, target.submit(request, deliver, deadline, streamed)
+            with self._running_lock:  # the text may end before its number is stored
+                self._running[number] = target, target.submit(request, deliver, deadline, streamed)
         except Exception as error:
             done = Done("error", 0, "", f"the model process refused the request: {error}")
             self._send([pack_chunk(number, TextChunk("", done=done))])
 
     def _cancel(self, number: int) -> None:
-        if (known := self._numbers.get(number)) is not None:
-            known[0].cancel(known[1])
+        running = self._running.get(number)
+        if running is not None:
+            target, target_number = running
+            target.cancel(target_number)
 
     def _close(self, grace: float) -> None:
         self._grace = grace
@@ -115,8 +118,8 @@ class Worker:
         with self._chunks_lock:
             self._chunks.append(pack_chunk(number, chunk))
         if chunk.done is not None:
-            with self._numbers_lock:
-                del self._numbers[number]
+            with self._running_lock:
+                del self._running[number]
 
     def _after_step(self) -> None:
         if self._chunks:
@@ -127,13 +130,14 @@ class Worker:
 
     def _send(self, chunks: list[list[Any]]) -> None:
         """Send the state (also the heartbeat) and new chunks. `_read_commands` notices a parent that is gone."""
-        stats = [part.stats() for part in self.parts]
-        problem = next(filter(None, (part.problem(float("inf")) for part in self.parts)), "")
-        tokens, cancelled = (sum(one[key] for one in stats) for key in ("tokens", "cancelled"))
-        seconds = max(part.step_seconds() for part in self.parts)
-        state = [tokens, cancelled, seconds, replace_surrogates(problem)]
+        stats = [thread.stats() for thread in self.model_threads]
+        tokens = sum(counts["tokens"] for counts in stats)
+        cancelled = sum(counts["cancelled"] for counts in stats)
+        step_seconds = max(thread.step_seconds() for thread in self.model_threads)
+        problems = [thread.problem(float("inf")) for thread in self.model_threads]
+        problem = next((text for text in problems if text), "")
         with suppress(OSError):
-            self.parent.send([*state, chunks])
+            self.parent.send([tokens, cancelled, step_seconds, replace_surrogates(problem), chunks])
 
 
 def main() -> None:
