@@ -62,26 +62,27 @@ def write_dropped(path: Path, work: Path, number: int, repeats: NDArray[Any], co
         if len(repeats):
             _write_repeats(writer, work, number, repeats, names)
         if len(contaminated):
-            texts = _take(work / f"{number:05d}.parquet", ["text", "id"], contaminated)
-            source, rule = (pa.array([one] * len(contaminated), pa.string()) for one in (names[number], CONTAMINATED))
-            empty = pa.nulls(len(contaminated), pa.string())
+            texts, count = _take(work / f"{number:05d}.parquet", ["text", "id"], contaminated), len(contaminated)
+            source = pa.array([names[number]] * count, pa.string())
+            rule = pa.array([CONTAMINATED] * count, pa.string())
+            empty = pa.nulls(count, pa.string())
             columns = [texts["text"], source, texts["id"], rule, empty, empty]
-            writer.add(pa.table([*columns, pa.nulls(len(contaminated), pa.float32())], schema=SCHEMA))
+            writer.add(pa.table([*columns, pa.nulls(count, pa.float32())], schema=SCHEMA))
 
 
 def _write_repeats(writer: ShardWriter, work: Path, number: int, repeats: NDArray[Any], names: Sequence[str]) -> None:
     texts = _take(work / f"{number:05d}.parquet", ["text", "id"], repeats["row"])
-    ids: list[str] = [""] * len(repeats)
+    repeated_ids: list[str] = [""] * len(repeats)
     for chunk in np.unique(repeats["chunk"]).tolist():
         places = np.flatnonzero(repeats["chunk"] == chunk)
-        found = _take(work / f"{chunk:05d}.parquet", ["id"], repeats["other"][places])
-        for place, other in zip(places.tolist(), found["id"].to_pylist(), strict=True):
-            ids[place] = other
+        repeated = _take(work / f"{chunk:05d}.parquet", ["id"], repeats["other"][places])
+        for place, id_ in zip(places.tolist(), repeated["id"].to_pylist(), strict=True):
+            repeated_ids[place] = id_
     rules = [NEAR if is_near else EXACT for is_near in repeats["near"].tolist()]
     columns = [
         texts["text"], pa.array([names[number]] * len(repeats), pa.string()), texts["id"], pa.array(rules, pa.string()),
-        pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string()), pa.array(ids, pa.string()),
-        pa.array(repeats["similarity"], pa.float32()),
+        pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string()),
+        pa.array(repeated_ids, pa.string()), pa.array(repeats["similarity"], pa.float32()),
     ]  # fmt: skip
     writer.add(pa.table(columns, schema=SCHEMA))
 
@@ -89,11 +90,12 @@ def _write_repeats(writer: ShardWriter, work: Path, number: int, repeats: NDArra
 def _take(path: Path, columns: list[str], rows: NDArray[np.int64]) -> pa.Table:
     """Some rows of a shard, in the order that they are named."""
     with open_shard(path) as shard:
-        parts, start = [], 0
+        tables, start = [], 0
         for group in range(shard.num_row_groups):
             count = shard.metadata.row_group(group).num_rows
-            wanted = np.unique(rows[(rows >= start) & (rows < start + count)])
-            if len(wanted):
-                parts.append(shard.read_row_group(group, columns, use_threads=False).take(pa.array(wanted - start)))
+            group_rows = np.unique(rows[(rows >= start) & (rows < start + count)])
+            if len(group_rows):
+                table = shard.read_row_group(group, columns, use_threads=False)
+                tables.append(table.take(pa.array(group_rows - start)))
             start += count
-    return pa.concat_tables(parts).take(pa.array(np.searchsorted(np.unique(rows), rows)))
+    return pa.concat_tables(tables).take(pa.array(np.searchsorted(np.unique(rows), rows)))

@@ -53,17 +53,18 @@ def drop_boilerplate(text: str) -> str:
     Navigation: three or more parts of at most 24 characters, separated by | » › · • or >, without a full stop at the
     end. A table row, which starts with |, is kept.
     """
-    lines, others = text.split("\n"), _other_first_letters()
+    lines, harmless_letters = text.split("\n"), _other_first_letters()
     may_navigate = _SEPARATOR.search(text) is not None
-    find_phrase, find_separator = _PHRASE_OR_SPACES.match, _SEPARATOR.search
-    kept = [
-        line
-        for line in lines
-        if not line
-        or len(line) > MAX_BOILERPLATE_CHARACTERS
-        or not ((line[0] not in others and find_phrase(line)) or (may_navigate and find_separator(line)))
-        or not is_boilerplate(line, may_navigate)
-    ]
+    match_phrase, find_separator = _PHRASE_OR_SPACES.match, _SEPARATOR.search
+    kept = []
+    for line in lines:
+        if line and len(line) <= MAX_BOILERPLATE_CHARACTERS:
+            # Two cheap tests rule out nearly all lines before the exact one.
+            may_have_phrase = line[0] not in harmless_letters and match_phrase(line)
+            may_be_boilerplate = may_have_phrase or (may_navigate and find_separator(line))
+            if may_be_boilerplate and is_boilerplate(line, may_navigate):
+                continue
+        kept.append(line)
     return text if len(kept) == len(lines) else "\n".join(kept)
 
 
@@ -78,11 +79,9 @@ def _other_first_letters() -> frozenset[str]:
 def is_boilerplate(line: str, may_navigate: bool = True) -> bool:
     """True if a line is boilerplate around an article; `may_navigate`: the text has a separator of navigation."""
     line = line.strip()
-    if (
-        (found := _PHRASE.match(line))
-        and len(line) - found.end() <= 60
-        and (len(line) <= 60 or not line.endswith(_ENDS))
-    ):
+    phrase = _PHRASE.match(line)
+    is_long_sentence = len(line) > 60 and line.endswith(_ENDS)
+    if phrase and len(line) - phrase.end() <= 60 and not is_long_sentence:
         return True
     return (
         may_navigate

@@ -1,4 +1,4 @@
-"""Repair text that was decoded with the wrong encoding, with ftfy."""
+"""Repair text that was decoded with the wrong encoding, with ftfy: "schÃ¶n" -> "schön"."""
 
 from __future__ import annotations
 
@@ -41,29 +41,32 @@ _SINGLE = re.compile("[\x80-\x9f\ud800-\udfff]")
 
 def repair(text: str) -> str:
     """Repair UTF-8 that was decoded as Latin-1, Windows, Mac or DOS text."""
-    if text.isascii() or not (found := _SUSPECT.search(text)):
+    if text.isascii():
+        return text
+    suspect = _SUSPECT.search(text)
+    if not suspect:
         return text
     is_bad, fix, fixer_config = _fixer()
-    parts, done = [], 0
-    while found:
-        start, stop = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.start())
-        line = text[start : stop if stop >= 0 else len(text)]
-        parts.append(text[done:start])
+    pieces, end = [], 0  # the text up to `end` is in the pieces
+    while suspect:
+        line_start, line_end = text.rfind("\n", 0, suspect.start()) + 1, text.find("\n", suspect.start())
+        line = text[line_start : line_end if line_end >= 0 else len(text)]
+        pieces.append(text[end:line_start])
         # ftfy leaves other lines as they are, after more work.
-        bad = (_has_suspect(line) and is_bad(line)) or _SINGLE.search(line)
-        parts.append(fix(line, fixer_config) if bad else line)
-        done = start + len(line)
-        found = _SUSPECT.search(text, done)
-    return "".join([*parts, text[done:]])
+        needs_repair = (_has_suspect(line) and is_bad(line)) or _SINGLE.search(line)
+        pieces.append(fix(line, fixer_config) if needs_repair else line)
+        end = line_start + len(line)
+        suspect = _SUSPECT.search(text, end)
+    return "".join([*pieces, text[end:]])
 
 
 def _has_suspect(line: str) -> bool:
     """Whether a line has a character that stands for a byte by itself or before a space, or a suspect pair."""
-    found = _SUSPECT.search(line)
-    while found:
-        if found[0] in _SUSPECT_PAIRS or found[0][1:] in ("", " "):
+    suspect = _SUSPECT.search(line)
+    while suspect:
+        if suspect[0] in _SUSPECT_PAIRS or suspect[0][1:] in ("", " "):
             return True
-        found = _SUSPECT.search(line, found.start() + 1)
+        suspect = _SUSPECT.search(line, suspect.start() + 1)
     return False
 
 

@@ -55,29 +55,37 @@ def _is_lines(head: bytes) -> bool:
 def sample_values(head: str, is_lines: bool) -> list[object]:
     """The values at the start of a file, from its first characters; the elements of a list count as values."""
     if is_lines or _is_lines(head.encode()):
-        values = [value for line in head.splitlines()[:-1] or [head] if (value := _parse_start(line)) is not None]
+        lines = head.splitlines()[:-1] or [head]  # the last line may be incomplete
+        values = [value for value in map(_parse_start, lines) if value is not None]
     else:
         values = [_parse_start(head)]
-    return [element for value in values for element in (value if isinstance(value, list) else [value])]
+    elements: list[object] = []
+    for value in values:
+        elements += value if isinstance(value, list) else [value]
+    return elements
 
 
 def _parse_start(text: str) -> object:
-    """The first value of a text; if the text ends within it, all that is complete. None if it is not JSON."""
+    """The first value of a text; if the text ends within it, all that is complete. None if it is not JSON.
+
+    '[{"a": 1, "b": 2}, {"a": 3, "b' -> [{"a": 1, "b": 2}, {"a": 3}]
+    """
     text = text.lstrip()
     try:
         return _DECODER.raw_decode(text)[0]
     except (ValueError, RecursionError):
         pass
-    closers, cut, closers_at_cut, at = "", 0, "", 0
+    # Cut the text after the last opening bracket or before the last comma, and close what is open there.
+    closers, cut, closers_at_cut = "", 0, ""
     for match in _STRUCTURE.finditer(text):
-        token, at = match[0], match.end()
+        token = match[0]
         if token in "{[":
             closers = ("}" if token == "{" else "]") + closers
-            cut, closers_at_cut = at, closers
+            cut, closers_at_cut = match.end(), closers
         elif token in "}]":
             closers = closers[1:]
         elif token == ",":
-            cut, closers_at_cut = at - 1, closers
+            cut, closers_at_cut = match.start(), closers
     try:
         return _DECODER.raw_decode(text[:cut] + closers_at_cut)[0]
     except (ValueError, RecursionError):
@@ -105,21 +113,21 @@ def _value_records(scanner: _Scanner, fields: TextFields) -> Iterator[Document |
 def _member_records(scanner: _Scanner, fields: TextFields, name: str) -> Iterator[Document | BadRecord]:
     """Yield the elements of one object's list `name`, one at a time; the object's other members are skipped."""
     object_place = f"value {scanner.count}"
-    scanner.place, raw, names, found = object_place, scanner.raw(), [], 0
+    scanner.place, raw, keys, count = object_place, scanner.raw(), [], 0
     for key in scanner.members():
-        names.append(key)
+        keys.append(key)
         if key != name or scanner.peek() != "[":
             scanner.value()
             continue
         for element in scanner.elements():
-            scanner.place = f"{object_place}, {name}[{found}]"
-            found += 1
+            scanner.place = f"{object_place}, {name}[{count}]"
+            count += 1
             yield from fields.element_documents(element, scanner.place, scanner.raw())
-        if not found:
+        if not count:  # an empty list: one empty document, so that the record is counted
             yield Document("", fields.source, object_place)
-            found = 1
-    if not found:
-        yield BadRecord(fields.source, object_place, f"no list '{name}[]'; found {sorted(names)[:12]}", raw)
+            count = 1
+    if not count:
+        yield BadRecord(fields.source, object_place, f"no list '{name}[]'; found {sorted(keys)[:12]}", raw)
 
 
 class _Scanner:

@@ -81,32 +81,38 @@ class LabelSet:
 
 
 def build_labelled(
-    config: CorpusConfig, task: str, sources: Sequence[Source], part: Path, skipped: list[str]
+    config: CorpusConfig, task: str, sources: Sequence[Source], folder: Path, skipped: list[str]
 ) -> tuple[Counts, dict[str, Any]]:
-    """Write one shard for each split; return the account, with the names of the labels, and the checksum of each
+    """Write one shard for each split; return the account, with the names of the labels, and the manifest entry of each
     file."""
     declared = declared_splits([source.name for source in sources], config.source_splits)
-    labels, read, written = LabelSet(), [], []
+    labels, read_counts, split_counts = LabelSet(), [], []
     with ExitStack() as stack:
-        shards = {split: stack.enter_context(new_shard(part / shard_name(split, 0))) for split in SPLITS}
-        for source, split in zip(sources, declared, strict=True):
-            amounts: dict[str, Counter[str]] = {name: Counter() for name in SPLITS}
+        shards = {split: stack.enter_context(new_shard(folder / shard_name(split, 0))) for split in SPLITS}
+        for source, declared_split in zip(sources, declared, strict=True):
+            amounts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
             examples = read_examples(source, task, config)
             while block := list(islice(examples, BATCH_ROWS)):
-                rows: dict[Split, list[Example]] = {name: [] for name in SPLITS}
+                by_split: dict[Split, list[Example]] = {split: [] for split in SPLITS}
                 for example in block:
-                    chosen = split or assign_split(_digest(example, task), config.split)
-                    labels.add(example, chosen)
-                    rows[chosen].append(example)
-                for name, chosen_rows in rows.items():
-                    shards[name].add(_to_table(chosen_rows, task, amounts[name]))
-            read.append({"records": sum(one["documents"] for one in amounts.values()), "changed": {}, "dropped": {}})
-            written.append({name: {key: one[key] for key in COUNTED} for name, one in amounts.items()})
+                    split = declared_split or assign_split(_digest(example, task), config.split)
+                    labels.add(example, split)
+                    by_split[split].append(example)
+                for split, split_examples in by_split.items():
+                    shards[split].add(_to_table(split_examples, task, amounts[split]))
+            records = sum(counter["documents"] for counter in amounts.values())
+            read_counts.append({"records": records, "changed": {}, "dropped": {}})
+            counts_by_split: Counts = {}
+            for split, counter in amounts.items():
+                counts_by_split[split] = {key: counter[key] for key in COUNTED}
+            split_counts.append(counts_by_split)
         names = labels.names(task)
-    counts = build_account([source.name for source in sources], read, [{} for _ in sources], written)
+    counts = build_account([source.name for source in sources], read_counts, [{} for _ in sources], split_counts)
     counts |= {"skipped_files": skipped, "labels": {"task": task, "names": names, "counts": dict(labels.counts)}}
-    files = {"account.json": write_json(part / "account.json", counts)}
-    return counts, files | {name: manifest_entry(part / name) for name in (shard_name(split, 0) for split in SPLITS)}
+    files = {"account.json": write_json(folder / "account.json", counts)}
+    for split in SPLITS:
+        files[shard_name(split, 0)] = manifest_entry(folder / shard_name(split, 0))
+    return counts, files
 
 
 def _digest(example: Example, task: str) -> bytes:
