@@ -38,22 +38,19 @@ class Comparison:
 def compare_trial(trial: Trial, single: TrialResult, parallel: TrialResult) -> list[Comparison]:
     """All comparisons of a trial."""
     tokens = max(abs(a["loss_tokens"] - b["loss_tokens"]) for a, b in zip(single.steps, parallel.steps, strict=True))
-    hashes = parallel.weight_hashes
-    drifted = [rank for rank, own in enumerate(hashes) if own != hashes[0]]
-    hint = f"the weights of process {drifted[0]} drifted: replicas are not updated equally" if drifted else ""
-    replicas = (
-        [Comparison(f"weights of all {len(hashes)} processes", float(len(drifted)), 0.0, hint)]
-        if len(hashes) > 1
-        else []
-    )
-    return [
+    comparisons = [
         Comparison("loss tokens of each step", tokens, 0.0, "loss tokens are not counted over all processes"),
         _compare_steps("losses", "loss", single, parallel, trial.loss_bound),
         _compare_steps("gradient norms", "norm", single, parallel, max(trial.loss_bound, trial.gradient_bound)),
         _compare_gradients(trial, single, parallel),
         Comparison("evaluation loss", _relative(single.valid[0], parallel.valid[0]), trial.loss_bound),
-        *replicas,
     ]
+    hashes = parallel.weight_hashes
+    if len(hashes) > 1:
+        drifted = [rank for rank, rank_hash in enumerate(hashes) if rank_hash != hashes[0]]
+        hint = f"the weights of process {drifted[0]} drifted: replicas are not updated equally" if drifted else ""
+        comparisons.append(Comparison(f"weights of all {len(hashes)} processes", float(len(drifted)), 0.0, hint))
+    return comparisons
 
 
 def _compare_steps(what: str, key: str, single: TrialResult, parallel: TrialResult, bound: float) -> Comparison:
@@ -75,45 +72,46 @@ def _compare_steps(what: str, key: str, single: TrialResult, parallel: TrialResu
 
 def _compare_gradients(trial: Trial, single: TrialResult, parallel: TrialResult) -> Comparison:
     """The first step's gradients as the optimizer received them, by weight, relative to the global norm."""
-    expected, found = dict(single.gradients), dict(parallel.gradients)
-    if expected.keys() != found.keys() or not expected:
-        odd = sorted(expected.keys() ^ found.keys()) or ["none"]
-        what = f"gradients: {', '.join(odd[:3])} in one of the two trials only"
+    expected, actual = dict(single.gradients), dict(parallel.gradients)
+    if expected.keys() != actual.keys() or not expected:
+        unmatched = sorted(expected.keys() ^ actual.keys()) or ["none"]
+        what = f"gradients: {', '.join(unmatched[:3])} in one of the two trials only"
         return Comparison(what, math.inf, trial.gradient_bound)
     norm = math.sqrt(sum(float(np.square(values, dtype=np.float64).sum()) for values in expected.values())) or 1.0
     differences = {
-        name: float(np.linalg.norm((found[name] - values).astype(np.float64))) / norm
+        name: float(np.linalg.norm((actual[name] - values).astype(np.float64))) / norm
         for name, values in expected.items()
     }
     worst = max(differences, key=lambda name: differences[name])
-    beyond = [
+    wrong = [
         name.partition("/")[2] for name, difference in differences.items() if not difference <= trial.gradient_bound
     ]
-    if not beyond:
+    if not wrong:
         return Comparison(f"gradients of {len(differences)} weights", differences[worst], trial.gradient_bound)
-    what = f"gradients of {len(beyond)} of {len(differences)} weights, {worst.partition('/')[2]} most"
-    return Comparison(what, differences[worst], trial.gradient_bound, _find_cause(trial, beyond, expected, found))
+    what = f"gradients of {len(wrong)} of {len(differences)} weights, {worst.partition('/')[2]} most"
+    return Comparison(what, differences[worst], trial.gradient_bound, _find_cause(trial, wrong, expected, actual))
 
 
-def _find_cause(trial: Trial, beyond: list[str], expected: Gradients, found: Gradients) -> str:
-    """The likely cause of a pattern of wrong gradients; `beyond` names the wrong ones."""
+def _find_cause(trial: Trial, wrong: list[str], expected: Gradients, actual: Gradients) -> str:
+    """The likely cause of a pattern of wrong gradients; `wrong` has their names."""
     count = len(expected)
-    if trial.replicated.issuperset(beyond) and len(beyond) < count:
+    if trial.replicated.issuperset(wrong) and len(wrong) < count:
         return "only weights that every rank has in full differ: their gradients are not summed over the right ranks"
+    # The factor by which each gradient is too large, by least squares.
     ratios = [
-        float(np.vdot(found[name], values) / max(1e-30, float(np.vdot(values, values))))
+        float(np.vdot(actual[name], values) / max(1e-30, float(np.vdot(values, values))))
         for name, values in expected.items()
     ]
-    if len(beyond) == count and max(ratios) - min(ratios) < 1e-3 * abs(ratios[0]):
+    if len(wrong) == count and max(ratios) - min(ratios) < 1e-3 * abs(ratios[0]):
         return (
             f"every gradient is {ratios[0]:.4g} times that of one process: "
             "a sum or a mean over processes or micro-batches is wrong"
         )
-    if len(beyond) <= count // 2:
-        return f"the others are right: check {', '.join(beyond[:4])}"
+    if len(wrong) <= count // 2:
+        return f"the others are right: check {', '.join(wrong[:4])}"
     return "most weights differ: samples, masks or sums are not those of one process"
 
 
-def _relative(expected: float, found: float) -> float:
-    difference = abs(found - expected) / max(abs(expected), 1e-12)
+def _relative(expected: float, actual: float) -> float:
+    difference = abs(actual - expected) / max(abs(expected), 1e-12)
     return difference if math.isfinite(difference) else math.inf
