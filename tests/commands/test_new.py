@@ -35,3 +35,22 @@ def test_files_in_an_older_encoding_are_read(capsys: pytest.CaptureFixture[str])
     assert "files that are not UTF-8 look like cp949; if that is wrong, change" in capsys.readouterr().err
     assert main(["prepare", "mine"]) == 0
     assert {document.text for document in open_corpus(Path("mine/corpus"))} == set(texts.values())
+
+
+def test_other_projects_in_the_folder_of_texts_are_not_text() -> None:
+    Path("texts").mkdir()
+    for n in range(30):
+        Path("texts", f"{n}.txt").write_text(f"The wheel of mill {n} turns by the river. " * 9, encoding="utf-8")
+    assert main(["new", "texts/first", "--text", "texts", "--minutes", "1"]) == 0
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, "texts/first"]) == 0, command
+    run = Path("texts/first/run")
+    run.mkdir()
+    for name in ("run.yaml", "metrics.jsonl", "summary.json"):
+        (run / name).write_text("{}\n", encoding="utf-8")
+    (run / "step-0000001").mkdir()
+    (run / "step-0000001" / "config.json").write_text("{}", encoding="utf-8")
+    assert main(["new", "texts/second", "--text", "texts", "--minutes", "1"]) == 0
+    assert main(["prepare", "texts/second"]) == 0
+    sources = {document.source for document in open_corpus(Path("texts/second/corpus"))}
+    assert {Path(name).name for name in sources} == {f"{n}.txt" for n in range(30)}

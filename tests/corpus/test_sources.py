@@ -72,7 +72,7 @@ def test_own_folders_are_not_sources(tree: Path) -> None:
         ([], r"corpus.sources is empty; .*\.jsonl.*tinyshakespeare"),
         (
             ["gone.txt"],
-            "corpus.sources: no file, folder or corpus 'gone.txt'; the bundled corpora: tinyshakespeare",
+            "corpus.sources: no file, folder or corpus 'gone.txt'; check the path; the bundled corpora: tiny",
         ),
         (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
         (["*.nothing"], r"nothing matches '\*.nothing'"),

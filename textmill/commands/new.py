@@ -38,6 +38,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     family = AUTO_FAMILY if family == "auto" else family
     if family not in SIZES:
         raise TextmillError(f"--family: no family '{family}'; choose one of {', '.join(('auto', *SIZES))}")
+    if not folder:
+        raise TextmillError("new: the name of the folder is empty; write: textmill new DIR --text 'texts/*.txt'")
     masked = open_family(family).OBJECTIVE == "masked"
     path, entries = Path(folder) / PROJECT, [text] if isinstance(text, str) else list(text)
     if path.exists():

@@ -6,6 +6,7 @@ import difflib
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module, resources
 from pathlib import Path
@@ -20,6 +21,8 @@ from textmill.errors import TextmillError
 CHUNK_BYTES = 64 << 20
 """Size of a chunk of a line-based file. It decides where output shards end, so it does not depend on the workers."""
 READ_BYTES = 1 << 20
+OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "trials.json", "trial-01.log")
+"""Files by which a folder that textmill wrote is recognised."""
 
 
 def find_sources(
@@ -176,10 +179,11 @@ def _find_files(
 
 def _walk_folder(folder: str, skipped_folders: list[str], skipped: list[str]) -> Iterator[Source]:
     for folder_path, folders, files in os.walk(folder, followlinks=False):
+        paths = {name: os.path.join(folder_path, name) for name in folders if not name.startswith(".")}
         folders[:] = [
             name
-            for name in folders
-            if not name.startswith(".") and not _is_inside(os.path.join(folder_path, name), skipped_folders)
+            for name, path in paths.items()
+            if not _is_inside(path, skipped_folders) and not _is_written_by_textmill(path)
         ]
         # The JSON files of a folder that the datasets library saved hold no text.
         is_saved_dataset = "state.json" in files and "dataset_info.json" in files
@@ -191,6 +195,16 @@ def _walk_folder(folder: str, skipped_folders: list[str], skipped: list[str]) ->
                 yield from _file_sources(path, skipped)
             else:
                 skipped.append(os.path.normpath(path))
+
+
+def _is_written_by_textmill(folder: str) -> bool:
+    """Whether a folder is a stage, a run, trials or an exported model of any project: it has no text of the user."""
+    has = {name for name in OWN_FILES if os.path.isfile(os.path.join(folder, name))}
+    if "manifest.json" in has:
+        with suppress(OSError), open(os.path.join(folder, "manifest.json"), "rb") as file:
+            return b'"verb"' in file.read(40)
+    is_unfinished = folder.endswith(".part") and "made_from.json" in has
+    return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
 
 
 def _is_inside(path: str, folders: list[str]) -> bool:
