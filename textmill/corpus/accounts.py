@@ -53,33 +53,24 @@ def _add(total: Counts, counts_to_add: Counts) -> None:
 
 def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> list[str]:
     """The account as lines to print, with advice for each empty split."""
-    rules = {
-        key: ", ".join(f"{rule} {number:,}" for rule, number in counts[key].items()) for key in ("changed", "dropped")
-    }
-    rows = [
-        ("records", counts["records"], f"from {_plural(len(counts['by_source']), 'file')}"),
-        ("kept", counts["kept"], ""),
-        ("dropped", sum(counts["dropped"].values()), rules["dropped"]),
-        (
-            "quarantined",
-            counts["quarantined"],
-            f"{format_bytes(counts['quarantined_bytes'])}; see {format_path(folder / 'quarantine.jsonl')}"
-            if counts["quarantined"]
-            else "",
-        ),
-    ]
-    for name, found in counts.get("contamination", {}).items():
-        short = f", of which {found['too_short']:,} are too short to recognise" if found["too_short"] else ""
-        note = f"documents share n-grams with {name}: {found['found']:,} of its {found['examples']:,} examples{short}"
-        rows.append(("contaminated", found["documents"], note))
-    for split, amounts in counts["by_split"].items():
-        rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
     lines = [f"prepare: {format_path(folder)}"]
-    lines += [f"  {name:<12}{number:>14,}  {note}".rstrip() for name, number, note in rows]
-    if counts["quarantined"] and (first := _first_quarantined(folder)):
-        lines.insert(1 + [name for name, *_ in rows].index("quarantined") + 1, f"{'':<30}the first: {first}")
-    if rules["changed"]:
-        lines.insert(3, f"  {'changed':<28}{rules['changed']}")
+    lines.append(_format_row("records", counts["records"], f"from {_plural(len(counts['by_source']), 'file')}"))
+    lines.append(_format_row("kept", counts["kept"]))
+    if counts["changed"]:
+        lines.append(f"  {'changed':<28}{_format_rules(counts['changed'])}")
+    lines.append(_format_row("dropped", sum(counts["dropped"].values()), _format_rules(counts["dropped"])))
+    if counts["quarantined"]:
+        note = f"{format_bytes(counts['quarantined_bytes'])}; see {format_path(folder / 'quarantine.jsonl')}"
+        lines.append(_format_row("quarantined", counts["quarantined"], note))
+        lines.append(f"{'':<30}the first: {_first_quarantined(folder)}")
+    else:
+        lines.append(_format_row("quarantined", 0))
+    for name, hits in counts.get("contamination", {}).items():
+        short = f", of which {hits['too_short']:,} are too short to recognise" if hits["too_short"] else ""
+        note = f"documents share n-grams with {name}: {hits['found']:,} of its {hits['examples']:,} examples{short}"
+        lines.append(_format_row("contaminated", hits["documents"], note))
+    for split, amounts in counts["by_split"].items():
+        lines.append(_format_row(split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
     for split, ratio in zip(SPLITS, ratios, strict=True):
         if ratio and not counts["by_split"][split]["documents"]:
             lines.append(
@@ -88,6 +79,14 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
                 "smaller documents with corpus.section_chars or corpus.documents=block"
             )
     return lines
+
+
+def _format_row(name: str, number: int, note: str = "") -> str:
+    return f"  {name:<12}{number:>14,}  {note}".rstrip()
+
+
+def _format_rules(counts: dict[str, int]) -> str:
+    return ", ".join(f"{rule} {number:,}" for rule, number in counts.items())
 
 
 def _first_quarantined(folder: Path) -> str:
