@@ -81,8 +81,9 @@ def archive_kind(name: str) -> str | None:
 def format_from_name(name: str) -> str | None:
     """The format of a file, judged by its name; None if textmill cannot read it."""
     file_name = os.path.basename(name).lower()
-    uncompressed_name = next(
-        (file_name.removesuffix(end) for end in COMPRESSIONS if file_name.endswith(end)), file_name
-    )
-    found = "wiki" if WIKI_FILE.fullmatch(uncompressed_name) else FORMATS.get(os.path.splitext(uncompressed_name)[1])
-    return None if found in SELF_COMPRESSED and uncompressed_name != file_name else found
+    compression = next((end for end in COMPRESSIONS if file_name.endswith(end)), "")
+    uncompressed_name = file_name.removesuffix(compression)
+    if WIKI_FILE.fullmatch(uncompressed_name):
+        return "wiki"
+    file_format = FORMATS.get(os.path.splitext(uncompressed_name)[1])
+    return None if compression and file_format in SELF_COMPRESSED else file_format

@@ -46,7 +46,7 @@ def find_sources(
             f"or a bundled corpus: {', '.join(bundled_corpora())}"
         )
     skipped_folders, corpora_by_name = [os.path.realpath(folder) for folder in skip], read_corpora_file(corpora)
-    found: dict[str, Source] = {}
+    by_path: dict[str, Source] = {}
     skipped = [] if skipped is None else skipped
     for entry in entries:
         expanded = _expand_entry(entry, skipped_folders, corpora_by_name, skipped)
@@ -56,14 +56,14 @@ def find_sources(
         for source in sources:
             source = replace(source, read_original=read_original and source.format == "mongo", encoding=encoding)
             real_path = source.address if is_remote(source.address) else os.path.realpath(source.address)
-            earlier = found.get(real_path, source)
+            earlier = by_path.get(real_path, source)
             if source.text_key != earlier.text_key:
                 raise TextmillError(
                     f"{source.name}: listed twice, with text_key '{source.text_key}' and '{earlier.text_key}'; "
                     f"remove one"
                 )
-            found[real_path] = min(source, earlier, key=lambda candidate: candidate.name)
-    return sorted(found.values(), key=lambda source: source.name)
+            by_path[real_path] = min(source, earlier, key=lambda candidate: candidate.name)
+    return sorted(by_path.values(), key=lambda source: source.name)
 
 
 def bundled_corpora() -> dict[str, Path]:
@@ -120,10 +120,14 @@ def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[Sou
     chunks: list[SourceChunk] = []
     for source in sources:
         find_ranges = getattr(format_module(source), "ranges", None)
-        found = find_ranges(source, document_unit) if find_ranges else None
-        ranges = list(found) if found is not None else [(0, source_state(source).bytes, 1)]
-        for start, stop, first in ranges:
-            chunks.append(SourceChunk(len(chunks), source, start, stop, first, is_entire_source=len(ranges) == 1))
+        format_ranges = find_ranges(source, document_unit) if find_ranges else None
+        if format_ranges is None:  # the format, or this file, cannot be split
+            ranges = [(0, source_state(source).bytes, 1)]
+        else:
+            ranges = list(format_ranges)
+        for start, stop, first_record in ranges:
+            is_entire_source = len(ranges) == 1
+            chunks.append(SourceChunk(len(chunks), source, start, stop, first_record, is_entire_source))
     return chunks
 
 
@@ -158,12 +162,8 @@ def _find_files(
             raise TextmillError(
                 f"corpus.sources: nothing matches '{entry}'; check the pattern ('**' matches subfolders)"
             )
-        return [
-            source
-            for match in matches
-            if os.path.isfile(match) and not _is_inside(match, skipped_folders)
-            for source in _file_sources(match, skipped)
-        ]
+        files = [match for match in matches if os.path.isfile(match) and not _is_inside(match, skipped_folders)]
+        return [source for file in files for source in _file_sources(file, skipped)]
     if entry in bundled_corpora():
         return [Source(entry, str(bundled_corpora()[entry]), "text")]
     names = [*corpus_names, *bundled_corpora()]
@@ -188,10 +188,10 @@ def _walk_folder(folder: str, skipped_folders: list[str], skipped: list[str]) ->
         # The JSON files of a folder that the datasets library saved hold no text.
         is_saved_dataset = "state.json" in files and "dataset_info.json" in files
         for name in sorted(files):
-            found, path = format_from_name(name), os.path.join(folder_path, name)
-            if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and found != "arrow"):
+            file_format, path = format_from_name(name), os.path.join(folder_path, name)
+            if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
                 continue
-            if found or archive_kind(name):
+            if file_format or archive_kind(name):
                 yield from _file_sources(path, skipped)
             else:
                 skipped.append(os.path.normpath(path))
@@ -219,14 +219,15 @@ def _file_sources(path: str, skipped: list[str]) -> Iterable[Source]:
 
 def _new_source(path: str) -> Source:
     name = os.path.normpath(path)
-    if (found := format_from_name(name)) is None:
+    file_format = format_from_name(name)
+    if file_format is None:
         extension = os.path.splitext(name)[1].lower()
         raise TextmillError(
             f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}"
         )
     if not os.access(name, os.R_OK):
         raise TextmillError(f"{name}: not readable; change its permissions or remove it from corpus.sources")
-    return Source(name, name, found)
+    return Source(name, name, file_format)
 
 
 def line_ranges(source: Source) -> Iterator[ChunkRange] | None:

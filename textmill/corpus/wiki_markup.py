@@ -63,20 +63,20 @@ def wikitext_to_plain(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> s
 
 def is_redirect(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> bool:
     """True if a page only points to another: `#REDIRECT [[Page]]`, or the same in another language."""
-    found = _REDIRECT.match(text)
-    return bool(found) and not wikitext_to_plain(text[found.end() :], hidden)  # type: ignore[union-attr]
+    match = _REDIRECT.match(text)
+    return bool(match) and not wikitext_to_plain(text[match.end() :], hidden)  # type: ignore[union-attr]
 
 
 def _remove_elements(text: str) -> str:
     """Remove notes, formulas and the like; an unclosed element removes nothing."""
     opened: dict[str, int] = {}
     spans: list[tuple[int, int]] = []
-    for found in _ELEMENT.finditer(text):
-        closing, name, empty = found[1], found[2].lower(), found[3]
+    for match in _ELEMENT.finditer(text):
+        closing, name, empty = match[1], match[2].lower(), match[3]
         if not closing and not empty:
-            opened[name] = found.start()
+            opened[name] = match.start()
         else:
-            _add_span(spans, opened.pop(name, found.start()) if closing else found.start(), found.end())
+            _add_span(spans, opened.pop(name, match.start()) if closing else match.start(), match.end())
     return _remove_spans(text, spans)
 
 
@@ -85,10 +85,10 @@ def _remove_braces(text: str) -> str:
     opened: list[tuple[int, str]] = []
     counts = {"{{": 0, "{|": 0}
     spans: list[tuple[int, int]] = []
-    for found in _BRACE.finditer(text):
-        brace = found[0].strip(" :")
+    for match in _BRACE.finditer(text):
+        brace = match[0].strip(" :")
         if brace in counts:
-            opened.append((found.start(), brace))
+            opened.append((match.start(), brace))
             counts[brace] += 1
             continue
         opening = "{{" if brace == "}}" else "{|"
@@ -96,7 +96,7 @@ def _remove_braces(text: str) -> str:
             start, last = opened.pop()
             counts[last] -= 1
             if last == opening:
-                _add_span(spans, start, found.end())
+                _add_span(spans, start, match.end())
                 break
     return _remove_spans(text, spans)
 
@@ -119,8 +119,8 @@ def _remove_spans(text: str, spans: list[tuple[int, int]]) -> str:
 def _replace_links(text: str, hidden: Collection[str]) -> str:
     """Replace links with their text, innermost first: an image caption may contain links."""
 
-    def visible_text(found: re.Match[str]) -> str:
-        target, bar, label = found[1].partition("|")
+    def visible_text(match: re.Match[str]) -> str:
+        target, bar, label = match[1].partition("|")
         prefix, colon, _ = target.strip().partition(":")
         if colon and prefix and (prefix.strip().lower() in hidden or (not bar and _LANGUAGE.fullmatch(prefix))):
             return ""
@@ -132,7 +132,7 @@ def _replace_links(text: str, hidden: Collection[str]) -> str:
             return text
 
 
-def _first_variant(found: re.Match[str]) -> str:
+def _first_variant(match: re.Match[str]) -> str:
     """The first of several script variants."""
-    spelling = found[1].rpartition("|")[2].partition(";")[0]
+    spelling = match[1].rpartition("|")[2].partition(";")[0]
     return spelling.rpartition(":")[2].strip()
