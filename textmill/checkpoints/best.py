@@ -57,8 +57,8 @@ def read_rule(folders: Iterable[Path]) -> BestRule:
 
 def read_metric(folders: Mapping[int, Path], metric: str) -> dict[int, float]:
     """The finite values of a metric in checkpoints, by step, where it was measured."""
-    found = {step: metric_of(_read_progress(folder), metric) for step, folder in folders.items()}
-    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+    values = {step: metric_of(_read_progress(folder), metric) for step, folder in folders.items()}
+    return {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def metric_of(progress: Mapping[str, Any], metric: str) -> float | None:

@@ -34,8 +34,9 @@ def generate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
 
     checkpoint = find_run_model(config, step)
     sample = config.sample
-    given = as_json or sample.prompt is not None or sample.prompts_file is not None
-    prompts = [] if not given and is_terminal(sys.stdin) and is_terminal(sys.stdout) else find_prompts(sample)
+    has_prompts = as_json or sample.prompt is not None or sample.prompts_file is not None
+    is_interactive = not has_prompts and is_terminal(sys.stdin) and is_terminal(sys.stdout)
+    prompts = [] if is_interactive else find_prompts(sample)
     generator = open_generator(checkpoint, config.engine)
     if as_json or sample.prompts_file is not None:
         return _print_json(generator, prompts, sample)
@@ -54,9 +55,9 @@ def sample_prompts(
 
     generator, template = open_generator(checkpoint, engine), open_template(checkpoint.tokenizer)
     if not isinstance(template, ChatTemplate):  # base models of others have a template of their tokenizer too
-        return [asdict(one) for one in generator.samples(prompts, sample)]
+        return [asdict(result) for result in generator.samples(prompts, sample)]
     questions = [render_question(template, prompt) for prompt in prompts]
-    return [asdict(one) for one in answer_all(generator, template, prompts, questions, sample)]
+    return [asdict(result) for result in answer_all(generator, template, prompts, questions, sample)]
 
 
 def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
@@ -67,9 +68,9 @@ def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
 def _print_json(generator: Generator, prompts: list[str], sample: SampleConfig) -> list[str]:
     """Print one JSON line per sample, in the order of the prompts."""
     texts = []
-    for one in _generate_in_order(generator, prompts, sample):
-        print(json.dumps(asdict(one), ensure_ascii=False), flush=True)
-        texts.append(one.text)
+    for result in _generate_in_order(generator, prompts, sample):
+        print(json.dumps(asdict(result), ensure_ascii=False), flush=True)
+        texts.append(result.text)
     return texts
 
 

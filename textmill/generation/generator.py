@@ -60,7 +60,7 @@ class Generator:
 
     def texts(self, prompts: list[str], sample: SampleConfig) -> list[str]:
         """Continue each prompt. The first has the seed of the settings, the next that plus one, and so on."""
-        return [one.text for one in self.samples(prompts, sample)]
+        return [result.text for result in self.samples(prompts, sample)]
 
     def samples(self, prompts: list[str], sample: SampleConfig, count: int = 1) -> list[Sample]:
         """Continue each prompt `count` times; up to `sample.batch` texts are decoded at a time. The seeds count up."""
@@ -71,20 +71,17 @@ class Generator:
         self, prompts: list[str], requests: list[Request], sample: SampleConfig, count: int = 1
     ) -> list[Sample]:
         """Complete each request `count` times; `prompts` become the prompts of the samples."""
-        names = [prompt for prompt in prompts for _ in range(count)]
-        repeated = [
-            one
-            for place, request in enumerate(requests)
-            for one in repeat_request(request, count, sample.seed + place * count)
-        ]
-        texts, ends = [""] * len(names), dict[int, Done]()
+        repeated: list[Request] = []
+        for place, request in enumerate(requests):
+            repeated += repeat_request(request, count, sample.seed + place * count)
+        texts, ends = [""] * len(repeated), dict[int, Done]()
         for index, event in self.run(repeated, sample.batch):
             texts[index] += event.text
             if isinstance(event, Done):
                 ends[index] = event
         return [
-            Sample(name, texts[index], repeated[index].sample.seed, ends[index].tokens, ends[index].reason)
-            for index, name in enumerate(names)
+            Sample(prompts[index // count], text, repeated[index].sample.seed, ends[index].tokens, ends[index].reason)
+            for index, text in enumerate(texts)
         ]
 
     def run(self, requests: list[Request], slots: int) -> Iterator[tuple[int, Event]]:
