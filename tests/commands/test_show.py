@@ -75,6 +75,8 @@ def test_show_tokens_and_what_a_step_saw(
     assert "step 2: 2 samples of 32 tokens" in out
     assert set(re.findall(r"sample (\d+):", out)) == {"2", "3"}
     assert re.search(r"sample 2: texts/(english|korean|turkish)\.txt, section \d+, [\d,]+ tokens: ", out)
+    assert main(["show", "mine/run", "--step", "9999"]) == 0
+    assert "step 9,999 has not been trained; the last checkpoint is step 3" in capsys.readouterr().err
     assert main(["show", "mine/run", "--step", "0"]) == main(["show", "mine/run", "--step", "best"]) == 2
 
 

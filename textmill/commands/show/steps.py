@@ -10,7 +10,7 @@ import numpy as np
 from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path
 from textmill.storage.stages import list_changes
 from textmill.tokens.batches.from_config import open_batches
@@ -56,6 +56,8 @@ def show_step(config: RunConfig, step: int) -> None:
         raise TextmillError(f"{run}: has no checkpoint yet, so the length of a sample is not known; set train.length")
     history = data_ranges(checkpoint.progress.get("ranges", [])) if checkpoint else []
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX_FOLDER, history=history)
+    if checkpoint and step > checkpoint.step:
+        warn(f"step {step:,} has not been trained; the last checkpoint is step {checkpoint.step:,}")
     print(f"{format_path(run)}: step {step:,}: {batches.sizes.size_at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.by_split["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]
