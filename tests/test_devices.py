@@ -30,3 +30,14 @@ def test_a_cpu_without_bf16_is_reported_in_one_line(
     assert len(seen) == int(supported), "the stack of C++ functions is left out"
     assert len(printed) == int(not supported)
     assert all(line.startswith("textmill: engine.precision: this CPU has no") for line in printed)
+
+
+def test_a_torch_without_onednn_takes_bf16_without_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a torch has none of oneDNN's operations."""
+    devices._report_slow_bf16.cache_clear()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert torch_dtype("bf16", CPU) == torch.bfloat16
+    assert capsys.readouterr().err == ""

@@ -60,7 +60,9 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
 @cache
 def _report_slow_bf16() -> None:
     """Say once that this CPU has no bf16; torch's own warning shows a stack of C++ functions."""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    # The question is one of oneDNN's own operations, which a torch without oneDNN lacks, as on a Mac.
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_onednn or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
     if os.environ.get("RANK", "0") == "0":

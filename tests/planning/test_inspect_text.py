@@ -23,6 +23,8 @@ from textmill.tokens.vocabulary.algorithms import WordCounter
 from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
 from textmill.where import open_where
 
+SHAKESPEARE = Path(__file__).parents[2] / "textmill" / "corpora" / "tinyshakespeare.txt"
+
 
 def write_documents(path: Path, documents: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents))
@@ -33,7 +35,7 @@ def test_a_vocabulary_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
     """The tokenizers library fits the smaller one directly; both need the same tokens for held-out documents."""
     from textmill.tokens.vocabulary.algorithms import new_tokenizer, train_vocabulary
 
-    words = Path("textmill/corpora/tinyshakespeare.txt").read_text()[:200_000].split("\n\n")
+    words = SHAKESPEARE.read_text(encoding="utf-8")[:200_000].split("\n\n")
     documents = list(dict.fromkeys(words))
     facts = inspect_text(
         find_sources([str(write_documents(tmp_path / "a.jsonl", documents))]), CorpusConfig(), (400, 900)
@@ -63,7 +65,7 @@ def test_size_duplicates_and_scripts(tmp_path: Path) -> None:
 def test_of_a_few_huge_documents_a_part_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the text is counted; the vocabulary sees about as much as of many documents, and some is held out."""
     monkeypatch.setattr(inspection, "SAMPLE_BYTES", 600_000)
-    text = Path("textmill/corpora/tinyshakespeare.txt").read_text()
+    text = SHAKESPEARE.read_text(encoding="utf-8")
     documents, counted = [text, text[::-1], text[:500_000] + text], list[int]()
     add = WordCounter.add
 
