@@ -183,6 +183,12 @@ def test_an_older_encoding_leaves_files_in_utf_8_as_they_are(tmp_path: Path) -> 
         assert texts(read(tmp_path / f"{number}.txt", line.encode(stored), encoding="cp1254")) == [line], stored
 
 
+@pytest.mark.parametrize(("text", "encoding"), [("Le café", "cp1252"), ("ğ", "cp1254")])
+def test_a_last_letter_that_could_begin_a_character_of_utf_8(text: str, encoding: str, tmp_path: Path) -> None:
+    """Nothing else in the file tells its encoding, so the setting does."""
+    assert texts(read(tmp_path / "a.txt", text.encode(encoding), encoding=encoding)) == [text]
+
+
 def test_a_line_of_100_mb(tmp_path: Path) -> None:
     data = b'{"text": "short"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "last"}\n'
     found = texts(read(tmp_path / "a.jsonl", data))

@@ -65,7 +65,7 @@ def resolve_encoding(setting: str, head: bytes) -> str:
         return "utf-8" if setting in ("utf-8", "utf-8-sig", "ascii") else setting
     if mark_length(head):
         return detect_encoding(head)
-    return "utf-8" if not head.isascii() and is_utf8(head) else setting
+    return "utf-8" if _has_utf8(head) else setting
 
 
 def mark_length(head: bytes) -> int:
@@ -115,6 +115,14 @@ def is_utf8(head: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _has_utf8(head: bytes) -> bool:
+    """True if the bytes are UTF-8 and have a character beyond ASCII that is complete: "café" in cp1252 has none."""
+    try:
+        return not codecs.getincrementaldecoder("utf-8")().decode(head).isascii()
+    except UnicodeDecodeError:
+        return False
 
 
 def _unmarked_utf16(head: bytes) -> str | None:
