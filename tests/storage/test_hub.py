@@ -23,8 +23,12 @@ def test_only_names_without_a_local_folder_go_to_the_hub(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert find_model_folder("runs/mine") == Path("runs/mine")
-    with pytest.raises(TextmillError, match="runs/mien: no such folder"):
+    with pytest.raises(
+        TextmillError, match=r"runs/mien: no such folder in runs; .* the hub's, work in a folder without runs$"
+    ):
         find_model_folder("runs/mien")
+    with pytest.raises(TextmillError, match=r"\./mien: no such folder; use a run"):
+        find_model_folder("./mien")
     assert not requested, "a mistyped folder was sent to the hub"
     assert find_model_folder("owner/model") == tmp_path / "downloaded"
     assert find_model_folder("gpt2") == tmp_path / "downloaded"

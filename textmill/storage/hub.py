@@ -41,10 +41,15 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
         raise TextmillError(
             f"{name}: is a file; turn it into a model folder first: textmill import {shlex.quote(name)} FOLDER"
         )
-    is_local = "/" in name and Path(name).parent.is_dir()  # a mistyped folder, so nothing is sent to the hub
-    if is_local or not HUB_NAME.match(name):
+    if name.startswith(".") or not HUB_NAME.match(name):
         raise TextmillError(
             f"{name}: no such folder; use a run, a checkpoint, a Hugging Face model folder or a hub name"
+        )
+    if "/" in name and Path(name).parent.is_dir():  # a mistyped folder, so nothing is sent to the hub
+        parent = Path(name).parent
+        raise TextmillError(
+            f"{name}: no such folder in {parent}; check the name, or, if you mean the hub's, work in a folder without "
+            f"{parent}"
         )
     try:
         from huggingface_hub import snapshot_download  # importing it takes a second
