@@ -41,7 +41,7 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
         raise TextmillError(
             f"{name}: is a file; turn it into a model folder first: textmill import {shlex.quote(name)} FOLDER"
         )
-    if name.startswith(".") or not HUB_NAME.match(name):
+    if not HUB_NAME.match(name):
         raise TextmillError(
             f"{name}: no such folder; use a run, a checkpoint, a Hugging Face model folder or a hub name"
         )
