@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from textmill.config import SIZES, CorpusConfig
+from textmill.corpus.accounts import format_count
 from textmill.corpus.inspection import inspect_records
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
@@ -82,7 +83,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     kind = {"masked" if masked else "family": family}
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
-    files = f"{len(sources):,} file{'' if len(sources) == 1 else 's'}"
+    files = format_count(len(sources), "file")
     print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
     _warn_of_text(facts, encoding, path)
     if other_minutes:

@@ -111,16 +111,14 @@ def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, A
 def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, list[str]]:
     """Evaluate the model and let it write; a model for masked tokens fills the masks of `sample.prompt`."""
     if label_head_of(shape):
-        _headline(5, "evaluate")
-        measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
+        measured = _evaluate_split(config)
         _headline(6, "generate: not needed: the model predicts labels")
         return measured, []
     if open_family(shape.family).OBJECTIVE == "masked":
         measured = _evaluate_masked(config)
         _headline(6, "fill" if config.sample.prompt else "fill: no sample.prompt")
         return measured, fill(config) if config.sample.prompt else []
-    _headline(5, "evaluate")
-    measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
+    measured = _evaluate_split(config)
     _headline(6, "generate")
     if config.train.layout == "chat":
         return measured, answer(config)
@@ -140,6 +138,11 @@ def _evaluate_masked(config: RunConfig) -> dict[str, Any] | None:
     if not _evaluates(config):
         _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens; more with evaluate.tasks")
         return None
+    return _evaluate_split(config)
+
+
+def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:
+    """Evaluate on the split of `evaluate.split`, unless it is empty."""
     _headline(5, "evaluate")
     return evaluate(config) if _has_tokens(config, config.evaluate.split) else None
 

@@ -54,7 +54,7 @@ def _add(total: Counts, counts_to_add: Counts) -> None:
 def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> list[str]:
     """The account as lines to print, with advice for each empty split."""
     lines = [f"prepare: {format_path(folder)}"]
-    lines.append(_format_row("records", counts["records"], f"from {_plural(len(counts['by_source']), 'file')}"))
+    lines.append(_format_row("records", counts["records"], f"from {format_count(len(counts['by_source']), 'file')}"))
     lines.append(_format_row("kept", counts["kept"]))
     if counts["changed"]:
         lines.append(f"  {'changed':<28}{_format_rules(counts['changed'])}")
@@ -102,5 +102,6 @@ def format_bytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB" if count >= 10_000 else f"{count:,} bytes"
 
 
-def _plural(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
+    """A number of things: "1 file", "1,200 files"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

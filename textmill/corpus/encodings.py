@@ -110,19 +110,21 @@ def _is_plausible(head: bytes, encoding: str) -> bool:
 
 def is_utf8(head: bytes) -> bool:
     """True if the bytes are UTF-8; a character cut off at the end is allowed."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
+    return _decode_utf8(head) is not None
 
 
 def _has_utf8(head: bytes) -> bool:
     """True if the bytes are UTF-8 and have a character beyond ASCII that is complete: "café" in cp1252 has none."""
+    text = _decode_utf8(head)
+    return text is not None and not text.isascii()
+
+
+def _decode_utf8(head: bytes) -> str | None:
+    """The text, without a character cut off at the end; None if the bytes are not UTF-8."""
     try:
-        return not codecs.getincrementaldecoder("utf-8")().decode(head).isascii()
+        return codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        return False
+        return None
 
 
 def _unmarked_utf16(head: bytes) -> str | None:

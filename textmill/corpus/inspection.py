@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from textmill.config import CorpusConfig
+from textmill.corpus.accounts import format_count
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.conversations import Record, find_layout, read_conversation
 from textmill.corpus.csv_dialect import column_names, find_dialect
@@ -134,7 +135,7 @@ def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[st
                 parts.append(f"encoding {encoding}")
             if parts:
                 found[", ".join(parts)] += 1
-    return [f"{count:,} file{'' if count == 1 else 's'} read with {how}" for how, count in found.items()]
+    return [f"{format_count(count, 'file')} read with {how}" for how, count in found.items()]
 
 
 def _read_head(source: Source) -> tuple[bytes, str]:
