@@ -69,9 +69,7 @@ def test_files_and_functions_are_short_and_files_have_a_docstring() -> None:
 
 
 def test_training_loop_is_short() -> None:
-    path = PACKAGE / "training" / "loop.py"
-    docstring = tree_of(path).body[0]
-    assert path.read_text(encoding="utf-8").count("\n") - (docstring.end_lineno or 0) < 165
+    assert (PACKAGE / "training" / "loop.py").read_text(encoding="utf-8").count("\n") < 160
 
 
 def test_folders_are_small() -> None:

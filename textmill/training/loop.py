@@ -1,13 +1,4 @@
-"""The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps.
-
-`train` locks the run folder, chooses what to start from and builds the engine. Then `Training.run_steps` repeats:
-
-    batch = batches.batch_at(step, ...)                       this rank's samples, read ahead by a thread
-    result = engine.train_step(batch, step, learning rate)    returns before the device has finished the step
-    _after_step(step + 1, result)                             what is due: log, evaluate, save, stop
-
-`step` counts from 0. `done` is the number of finished steps, and the step's number in logs and checkpoints.
-"""
+"""The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps."""
 
 from __future__ import annotations
 
@@ -80,7 +71,7 @@ class Training:
         self.ranks, self.first = engine.ranks, engine.first
         self.run, self.files = config.folder_of("train"), checkpoint_files(config, data, start)
         self.run_length = run_length
-        """`train.minutes`: replaced after the first steps, when the number of steps is known."""
+        """`train.minutes`: replaced by a new estimate of the number of steps, then by the final number."""
         self.skipped_updates = SkippedUpdates(self.run, engine.guard, self.first)
         self.saver = open_saver(self.run, run_length.train, start.step, self.ranks)
         self.token_check = TokenCheck(self.run, data.files if self.first else {})
@@ -128,7 +119,10 @@ class Training:
         if done == 1 or self.engine.guard or is_new_length:  # a spike guard reports the latest step
             log.flush()
         if is_new_length:
-            self._change_length(run_length)
+            self.run_length = run_length
+            if run_length.known:
+                self.trackers.set_steps(run_length.steps)
+                self.trackers.note(f"train: {run_length.describe()}")
         check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
         metrics: dict[str, float] = {}
         if self.validation.is_due(run_length, done):
@@ -144,17 +138,9 @@ class Training:
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
         values = {"loss": result.loss, **result.terms, **self.run_length.metrics_of(done), "grad_norm": result.norm}
-        values |= self.validation.train_bits(result.loss)
-        values |= {"tokens_per_second": tokens_per_second, **self.skipped_updates.metrics(result)}
-        self.trackers.log(done, values)
+        values |= self.validation.train_bits(result.loss) | {"tokens_per_second": tokens_per_second}
+        self.trackers.log(done, values | self.skipped_updates.metrics(result))
         self.skipped_updates.check(done, result, self.trackers)
-
-    def _change_length(self, run_length: RunLength) -> None:
-        """`train.minutes`: use a new estimate of the number of steps, or the final number."""
-        self.run_length = run_length
-        if run_length.known:
-            self.trackers.set_steps(run_length.steps)
-            self.trackers.note(f"train: {run_length.describe()}")
 
     def _save(self, done: int, result: Step, metrics: dict[str, float]) -> bool:
         """Save, unless the loss is not finite; the last save waits until the token files are checked."""
