@@ -269,7 +269,7 @@ def test_the_kernels_match_the_formulas(shape: tuple[int, int], tanh: bool) -> N
         torch.testing.assert_close(in8[1], right, rtol=1e-6, atol=0)
         step = (right8.float().abs() * 2.0**-3).clamp_min(2.0**-9)
         assert bool(((in8[0].float() - right8.float()).abs() <= step).all())
-        assert int((in8[0].float() != right8.float()).sum()) <= 1 + 1e-2 * found.numel(), "ties are few"
+        assert int((in8[0].float() != right8.float()).sum()) < max(2, 1e-2 * found.numel()), "ties are few"
     assert float((sums.cpu().double() - bias64.grad).norm()) < 1e-5 * float(dy.double().abs().sum(0).norm())
     again = *bias_gelu8(*given[1:], tanh), *bias_gelu8_backward(*given, tanh)
     assert all(torch.equal(one, other) for one, other in zip((y, *y8, dx, *dx8, sums), again, strict=True))
@@ -298,7 +298,7 @@ def test_the_gates_kernels_match_the_formulas(shape: tuple[int, int], activation
         torch.testing.assert_close(in8[1], right, rtol=1e-6, atol=0)
         step = (right8.float().abs() * 2.0**-3).clamp_min(2.0**-9)
         assert bool(((in8[0].float() - right8.float()).abs() <= step).all())
-        assert int((in8[0].float() != right8.float()).sum()) <= 1 + 1e-2 * found.numel(), "ties are few"
+        assert int((in8[0].float() != right8.float()).sum()) < max(2, 1e-2 * found.numel()), "ties are few"
 
 
 @pytest.mark.parametrize("device", DEVICES)
