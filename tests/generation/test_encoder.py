@@ -46,9 +46,9 @@ class Model:
             self.gate.release()
 
 
-def new_encoder(**limits: int) -> tuple[Any, Model, dict[str, TextChunk], Any]:
+def new_encoder(filler: Any = None, **limits: int) -> tuple[Any, Model, dict[str, TextChunk], Any]:
     model, found = Model(), dict[str, TextChunk]()
-    encoder = Encoder(model, None, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
+    encoder = Encoder(model, filler, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
 
     def submit(name: str, request: Any, deadline: float | None = None) -> int:
         return encoder.submit(request, lambda chunk: found.__setitem__(name, chunk), deadline)
@@ -96,8 +96,8 @@ def test_a_small_request_passes_a_large_one() -> None:
 
 
 def test_a_small_request_passes_many_masks() -> None:
-    encoder, model, found, submit = new_encoder()
-    encoder.filler = filler = Filler()
+    filler = Filler()
+    encoder, model, found, submit = new_encoder(filler)
     prompts = tuple(f"{number} " + "word " * 99 for number in range(40))
     submit("fill", FillRequest(prompts, 7))
     submit("small", SMALL)

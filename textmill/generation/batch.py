@@ -132,9 +132,11 @@ class Batch:
                 return text.finish(reason, message)
         return None
 
-    def clear(self) -> None:
-        """Remove every text."""
+    def fail(self, message: str) -> dict[int, Done]:
+        """Remove every text after a failed step; return their last events by number."""
+        ends = {text.number: text.finish("error", message) for text in (*self.running, *self.waiting)}
         self.running, self.waiting, self._rules, self._pending = [], [], None, None
+        return ends
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Event]]:

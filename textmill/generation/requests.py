@@ -132,10 +132,8 @@ MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the model counts as broken."""
 
 
-def describe_problem(is_alive: bool, step_seconds: float, max_step_seconds: float, failed_steps: int) -> str:
-    """Return what is wrong with a model's thread, from its current step and its last failed ones; empty if nothing."""
-    if not is_alive:
-        return "the model's thread has died; restart the server"
+def describe_problem(step_seconds: float, max_step_seconds: float, failed_steps: int) -> str:
+    """Return what is wrong with a model, from its current step and its last failed ones; empty if nothing is."""
     if step_seconds > max_step_seconds:
         return describe_hang(step_seconds)
     if failed_steps >= MAX_FAILED_STEPS:

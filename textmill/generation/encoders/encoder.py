@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,45 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.errors import TextmillError, warn
+from textmill.errors import TextmillError
 from textmill.generation.encoders.embedder_torch import Embedder
 from textmill.generation.encoders.filler_torch import Filler
-from textmill.generation.requests import (
-    Done,
-    EmbedRequest,
-    EncoderRequest,
-    FillRequest,
-    FinishReason,
-    QueueFull,
-    describe_problem,
-)
-from textmill.generation.text_chunks import DeliverChunk, TextChunk
+from textmill.generation.model_thread import Job, ModelThread
+from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, FinishReason, Token
+from textmill.generation.text_chunks import ChunkCollector, DeliverChunk
 from textmill.generation.turns import Turns
 
 STEP_TOKENS = {"cpu": 512, "cuda": 1 << 15}
 """Tokens of all requests that are computed in one step. Texts that are generated wait for it, and cancelled requests
 end after it."""
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for a step that does not end."""
 
 
-@dataclass
-class Job:
-    """A request that was accepted, and what is found so far."""
-
-    number: int
-    request: EncoderRequest
-    deliver: DeliverChunk
-    deadline: float
-    left: list[int] = field(default_factory=list)
-    """The texts that are not computed yet."""
-    vectors: NDArray[np.float32] | None = None
-    filled: list[dict[str, Any]] = field(default_factory=list)
-    tokens: int = 0
-    end_reason: FinishReason | None = None
-
-
-class Encoder:
+class Encoder(ModelThread[EncoderRequest]):
     """Runs up to `slots` requests at a time and queues `queue` more; texts of different requests share a step.
 
     Every accepted request gets exactly one chunk with Done. Its text is the result: JSON for masks, and for embeddings
@@ -63,178 +35,136 @@ class Encoder:
         self, embedder: Embedder, filler: Filler | None, *, slots: int, queue: int, turns: Turns | None = None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.embedder, self.filler, self.slots, self.queue = embedder, filler, slots, queue
         self.tokenizer, self.positions = embedder.texts.tokenizer, int(embedder.net.shape.positions)
         self.vocab = self.tokenizer.vocab
-        self._turns, self._after_step = turns or Turns(), after_step
-        self._changed = threading.Condition()
-        self._jobs: list[Job] = []
-        self._close_at: float | None = None
-        self._requests = self._cancelled = self._failed_steps = 0
-        self._step_started: float | None = None
-        self._thread = threading.Thread(target=self._run, name="textmill-encoder", daemon=True)
-        self._thread.start()
+        self.can_fill = filler is not None
+        work = Encoding(embedder, filler)
+        super().__init__("textmill-encoder", work, slots=slots, queue=queue, after_step=after_step, turns=turns)
 
     def submit(
         self, request: EncoderRequest, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
     ) -> int:
-        """Queue a request and return its number; raises QueueFull, or TextmillError if it cannot be done."""
-        if isinstance(request, FillRequest) and self.filler is None:
+        """Queue a request and return its number; raises QueueFull, or TextmillError if it cannot be done.
+
+        `streamed` has no effect: there is only one chunk.
+        """
+        if isinstance(request, FillRequest) and not self.can_fill:
             raise TextmillError("the model has no head for masked tokens, so it cannot fill them in")
-        with self._changed:
-            if self._close_at is not None:
-                raise TextmillError("the server is closing; send the request again when it is back")
-            if len(self._jobs) >= self.slots + self.queue:
-                raise QueueFull
-            self._requests += 1
-            job = Job(self._requests, request, deliver, math.inf if deadline is None else deadline)
-            job.left = _order(request)
-            if isinstance(request, EmbedRequest):
-                job.vectors = np.zeros((len(request.ids), self.embedder.texts.dimension), np.float32)
-            self._jobs.append(job)
-            self._changed.notify()
-            return job.number
+        return self._enqueue(request, ChunkCollector(deliver, with_logprobs=False, streamed=False), deadline)
 
-    def cancel(self, number: int) -> None:
-        """End a request before the next step; nothing happens if it has ended already."""
-        with self._changed:
-            for job in self._jobs:
-                if job.number == number:
-                    job.end_reason = "cancelled"
-            self._changed.notify()
 
-    def stats(self) -> dict[str, int | float]:
-        """Return the counts for /metrics."""
-        with self._changed:
-            active = min(len(self._jobs), self.slots)
-            return {
-                "active": active, "waiting": len(self._jobs) - active, "slots": self.slots, "queue": self.queue,
-                "tokens": 0, "requests": self._requests, "cancelled": self._cancelled,
-            }  # fmt: skip
+@dataclass(eq=False)
+class Embedding:
+    """A request for embeddings, and those found so far."""
 
-    def problem(self, max_step_seconds: float) -> str:
-        """Describe what is wrong with the model; empty if nothing is."""
-        if self._close_at is not None:
-            return ""
-        alive, seconds = self._thread.is_alive(), self.step_seconds()
-        return describe_problem(alive, seconds, max_step_seconds, self._failed_steps)
+    request: EmbedRequest
+    vectors: NDArray[np.float32]
+    left: list[int]
+    """Which texts are not computed yet, the next one last; long texts come first."""
+    tokens: int = 0
+    """Tokens of the computed texts."""
 
-    def step_seconds(self) -> float:
-        """Return how long the current step has taken; 0 between steps."""
-        started = self._step_started
-        return 0.0 if started is None else time.monotonic() - started
+    def count_tokens(self, text: int) -> int:
+        """Return the length of a text."""
+        return len(self.request.ids[text])
 
-    def close(self, grace: float) -> None:
-        """Accept nothing more; let accepted requests finish for `grace` seconds, then cancel them."""
-        with self._changed:
-            self._close_at = time.monotonic() + grace
-            self._changed.notify()
-        self._thread.join(grace + CLOSE_SECONDS)
+    def result(self) -> str:
+        """Return all embeddings: float32 numbers in base64."""
+        return base64.b64encode(self.vectors.astype("<f4", copy=False).tobytes()).decode()
 
-    def _run(self) -> None:
-        """Work until closed. If this thread fails, every request ends with an error."""
-        try:
-            self._work()
-        except BaseException as error:
-            warn(f"the model's thread has died ({type(error).__name__}: {error}); restart the server")
-            for job in list(self._jobs):
-                self._end(job, Done("error", 0, "", "the model's thread has died; restart the server"))
-            self._after_step()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and self._close_at is None:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                jobs = self._jobs[: self.slots]
-            ended = self._end_early()
-            if running := [job for job in jobs if job not in ended]:
-                self._step(running)
-            self._after_step()
+@dataclass(eq=False)
+class Filling:
+    """A request to fill masks, and the texts filled so far."""
 
-    def _end_early(self) -> list[Job]:
-        """End jobs that were cancelled or timed out, and all jobs once the grace is over."""
-        now, ended = time.monotonic(), []
-        for job in list(self._jobs):
-            over = self._close_at is not None and now >= self._close_at
-            reason = job.end_reason or ("timeout" if now >= job.deadline else "cancelled" if over else None)
-            if reason is not None:
-                self._cancelled += reason == "cancelled"
-                self._end(job, Done(reason, 0, ""))
-                ended.append(job)
-        return ended
+    request: FillRequest
+    filler: Filler
+    left: list[int]
+    """Which texts are not computed yet, the next one last; in the order of the request."""
+    tokens: int = 0
+    """Tokens of the computed texts."""
+    filled: list[dict[str, Any]] = field(default_factory=list)
 
-    def _step(self, jobs: list[Job]) -> None:
-        """Compute some texts of each job, equally many tokens; end the jobs that are complete."""
-        self._step_started = time.monotonic()
-        try:
-            with self._turns:
-                self._compute(jobs)
-        except Exception as error:
-            self._failed_steps += 1
-            message = str(error) if isinstance(error, TextmillError) else f"the model failed: {type(error).__name__}"
-            warn(f"{type(error).__name__}: {error}")
-            for job in jobs:
-                self._end(job, Done("error", 0, "", message))
+    def count_tokens(self, text: int) -> int:
+        """Return the length of a text, special tokens included."""
+        return len(self.filler.texts.encode(self.request.prompts[text]))
+
+    def fill(self, texts: list[int]) -> None:
+        """Fill these texts."""
+        prompts = [self.request.prompts[text] for text in texts]
+        self.filled += [asdict(one) for one in self.filler.fill(prompts, self.request.choices)]
+
+    def result(self) -> str:
+        """Return all filled texts as JSON."""
+        return json.dumps(self.filled, ensure_ascii=False)
+
+
+class Encoding:
+    """The encoder's work: in a step every request has an equal share of the tokens, so small requests end early.
+
+    With STEP_TOKENS of 512 and two requests, the one with 40 texts of 512 tokens computes one text a step; the other,
+    with 20 texts of 10 tokens, is complete after the first step.
+    """
+
+    def __init__(self, embedder: Embedder, filler: Filler | None) -> None:
+        self.embedder, self.filler = embedder, filler
+        self._step_tokens = STEP_TOKENS.get(embedder.net.head.device.type, STEP_TOKENS["cpu"])
+        self._active: dict[int, Embedding | Filling] = {}
+
+    def count_joining(self, waiting: Sequence[Job[EncoderRequest]], active: int, now: float) -> int:
+        """All join at once: a new request delays the others by no more than a step."""
+        return len(waiting)
+
+    def add(self, number: int, item: EncoderRequest) -> None:
+        """Let a request join at the next step."""
+        if isinstance(item, EmbedRequest):
+            vectors = np.zeros((len(item.ids), self.embedder.texts.dimension), np.float32)
+            shortest_first = sorted(range(len(item.ids)), key=lambda text: len(item.ids[text]))
+            self._active[number] = Embedding(item, vectors, shortest_first)
         else:
-            self._failed_steps = 0
-            for job in jobs:
-                if not job.left:
-                    self._end(job, Done("stop", job.tokens, ""), _result(job))
-        finally:
-            self._step_started = None
+            assert self.filler is not None
+            self._active[number] = Filling(item, self.filler, list(reversed(range(len(item.prompts)))))
 
-    def _compute(self, jobs: list[Job]) -> None:
-        share = max(1, STEP_TOKENS.get(self.embedder.net.head.device.type, STEP_TOKENS["cpu"]) // len(jobs))
-        texts: list[tuple[Job, int]] = []
-        for job in jobs:
-            if isinstance(job.request, FillRequest):
-                self._fill(job, job.request, share)
+    def step(self) -> list[tuple[int, Token | Done]]:
+        """Compute some texts of each request; return the ends of the requests that are complete."""
+        share = max(1, self._step_tokens // len(self._active))
+        to_embed: list[tuple[Embedding, int]] = []
+        for one in self._active.values():
+            texts = _take(one, share)
+            if isinstance(one, Embedding):
+                to_embed += [(one, text) for text in texts]
             else:
-                texts += [(job, number) for number in _take(job, job.request.ids.__getitem__, share)]
-        ids = [np.array(job.request.ids[number]) for job, number in texts if isinstance(job.request, EmbedRequest)]
-        for (job, number), vector in zip(texts, self.embedder.embed_ids(ids), strict=True):
-            assert job.vectors is not None
-            job.vectors[number] = vector
+                one.fill(texts)
+        self._embed(to_embed)
+        complete = {number: one for number, one in self._active.items() if not one.left}
+        for number in complete:
+            del self._active[number]
+        return [(number, Done("stop", one.tokens, one.result())) for number, one in complete.items()]
 
-    def _fill(self, job: Job, request: FillRequest, tokens: int) -> None:
-        """Fill the next texts of a job with about this many tokens."""
-        assert self.filler is not None
-        texts, prompts = self.filler.texts, request.prompts
-        taken = _take(job, lambda number: texts.encode(prompts[number]), tokens)
-        filled = self.filler.fill([prompts[number] for number in taken], request.choices)
-        job.filled += [asdict(one) for one in filled]
+    def _embed(self, texts: list[tuple[Embedding, int]]) -> None:
+        """Compute texts of several requests together."""
+        ids = [np.array(one.request.ids[text]) for one, text in texts]
+        for (one, text), vector in zip(texts, self.embedder.embed_ids(ids), strict=True):
+            one.vectors[text] = vector
 
-    def _end(self, job: Job, done: Done, text: str = "") -> None:
-        with self._changed:
-            self._jobs.remove(job)
-        try:
-            job.deliver(TextChunk(text, done=done))
-        except Exception as error:
-            warn(f"request {job.number}: delivering its result failed ({type(error).__name__})")
+    def drop(self, number: int, reason: FinishReason) -> Done | None:
+        """Forget a request that ends early: it has no result."""
+        self._active.pop(number, None)
+        return None
 
-
-def _order(request: EncoderRequest) -> list[int]:
-    """The numbers of a request's texts in the order of computation, last one first: long texts, or as given."""
-    if isinstance(request, FillRequest):
-        return list(reversed(range(len(request.prompts))))
-    return sorted(range(len(request.ids)), key=lambda number: len(request.ids[number]))
+    def fail(self, message: str) -> dict[int, Done]:
+        """Forget all requests."""
+        self._active.clear()
+        return {}
 
 
-def _take(job: Job, ids_of: Callable[[int], Sequence[int]], tokens: int) -> list[int]:
-    """The next texts of a job with about this many tokens, at least one text."""
+def _take(one: Embedding | Filling, tokens: int) -> list[int]:
+    """Take the next texts of a request with about this many tokens, at least one text."""
     taken: list[int] = []
-    while job.left and tokens > 0:
-        taken.append(job.left.pop())
-        length = len(ids_of(taken[-1]))
+    while one.left and tokens > 0:
+        text = one.left.pop()
+        length = one.count_tokens(text)
+        taken.append(text)
         tokens -= length
-        job.tokens += length
+        one.tokens += length
     return taken
-
-
-def _result(job: Job) -> str:
-    if job.vectors is None:
-        return json.dumps(job.filled, ensure_ascii=False)
-    return base64.b64encode(job.vectors.astype("<f4", copy=False).tobytes()).decode()
