@@ -6,11 +6,13 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import random
 from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from textmill.cli import main
 from textmill.config import CorpusConfig, TokenizerConfig
@@ -19,7 +21,6 @@ from textmill.errors import TextmillError
 from textmill.planning import inspect_text as inspection
 from textmill.planning.inspect_text import HELD_OUT, inspect_text
 from textmill.planning.probe_machine import probe_machine
-from textmill.tokens.vocabulary.algorithms import WordCounter
 from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
 from textmill.where import open_where
 
@@ -31,25 +32,29 @@ def write_documents(path: Path, documents: list[str]) -> Path:
     return path
 
 
-def test_a_vocabulary_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
-    """The tokenizers library fits the smaller one directly; both need the same tokens for held-out documents."""
-    from textmill.tokens.vocabulary.algorithms import new_tokenizer, train_vocabulary
-
-    words = SHAKESPEARE.read_text(encoding="utf-8")[:200_000].split("\n\n")
-    documents = list(dict.fromkeys(words))
-    facts = inspect_text(
-        find_sources([str(write_documents(tmp_path / "a.jsonl", documents))]), CorpusConfig(), (400, 900)
-    )
-    fitted = [text for number, text in enumerate(documents, 1) if number % HELD_OUT]
-    held_out = [text for number, text in enumerate(documents, 1) if not number % HELD_OUT]
-    config = TokenizerConfig(vocab=400)
-    counter = WordCounter(new_tokenizer(config))
-    for text in fitted:
-        counter.add(text)
-    direct = train_vocabulary(counter.counts(), config)
-    tokens = sum(len(direct.encode(text, add_special_tokens=False).ids) + 1 for text in held_out)
-    assert facts.bytes_per_token[400] == pytest.approx(sum(len(text.encode()) for text in held_out) / tokens, rel=0.005)
-    assert facts.bytes_per_token[900] > facts.bytes_per_token[400]
+@pytest.mark.parametrize("spaces", [True, False])
+def test_a_vocabulary_is_the_beginning_of_a_larger_one(spaces: bool, tmp_path: Path) -> None:
+    """The tokenizers library fits each one directly; both need the same tokens for held-out documents."""
+    threads = os.environ.get("TOKENIZERS_PARALLELISM")
+    text = SHAKESPEARE.read_text(encoding="utf-8")[:200_000]
+    if not spaces:  # as Chinese: letters of three bytes, no words
+        text = "".join(chr(0x4E00 + ord(letter)) if letter.isalpha() else letter for letter in text.replace(" ", ""))
+    documents = list(dict.fromkeys(text.split("\n\n")))
+    sources = find_sources([str(write_documents(tmp_path / "a.jsonl", documents))])
+    facts = inspect_text(sources, CorpusConfig(), (400, 900))
+    held_out = documents[HELD_OUT - 1 :: HELD_OUT]
+    for vocab in (400, 900):
+        direct = Tokenizer(models.BPE())
+        direct.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+        )
+        direct.train_from_iterator([one for one in documents if one not in held_out], trainer)
+        tokens = sum(len(direct.encode(one).ids) + 1 for one in held_out)
+        expected = sum(len(one.encode()) for one in held_out) / tokens
+        assert facts.bytes_per_token[vocab] == pytest.approx(expected, rel=0.002)
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == threads
 
 
 def test_size_duplicates_and_scripts(tmp_path: Path) -> None:
@@ -66,19 +71,19 @@ def test_of_a_few_huge_documents_a_part_is_encoded(tmp_path: Path, monkeypatch: 
     """All of the text is counted; the vocabulary sees about as much as of many documents, and some is held out."""
     monkeypatch.setattr(inspection, "SAMPLE_BYTES", 600_000)
     text = SHAKESPEARE.read_text(encoding="utf-8")
-    documents, counted = [text, text[::-1], text[:500_000] + text], list[int]()
-    add = WordCounter.add
+    documents, fitted = [text, text[::-1], text[:500_000] + text], list[str]()
+    fit = inspection.train_bpe_on_texts
 
-    def count(self: WordCounter, part: str) -> None:
-        counted.append(len(part))
-        add(self, part)
+    def fit_and_keep(texts: list[str], config: TokenizerConfig) -> Tokenizer:
+        fitted.extend(texts)
+        return fit(texts, config)
 
-    monkeypatch.setattr(WordCounter, "add", count)
+    monkeypatch.setattr(inspection, "train_bpe_on_texts", fit_and_keep)
     files = [str(write_documents(tmp_path / f"{number}.jsonl", [one])) for number, one in enumerate(documents)]
     facts = inspect_text(find_sources(files), CorpusConfig(), (512,))
     assert facts.documents == 3
     assert facts.bytes == pytest.approx(sum(len(one.encode()) for one in documents), rel=0.05)
-    assert sum(counted) <= 600_000 + len(documents) * 2 * PIECE_CHARACTERS
+    assert 0 < sum(map(len, fitted)) <= 600_000 + len(documents) * 2 * PIECE_CHARACTERS
     assert facts.bytes_per_token[512] > 1.5
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-from tokenizers import Tokenizer, models
 
 from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.records import BadRecord, read_records
@@ -23,7 +22,7 @@ from textmill.corpus.streams import decompress, open_raw
 from textmill.errors import TextmillError
 from textmill.planning.facts import TextFacts
 from textmill.planning.stored_sizes import content_size
-from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer, train_vocabulary
+from textmill.tokens.vocabulary.algorithms import train_bpe_on_texts
 from textmill.tokens.vocabulary.text_pieces import cut_text
 
 SAMPLE_BYTES = 4 << 20
@@ -140,32 +139,43 @@ def _bytes_per_token(sample: _Sample, vocabs: Sequence[int]) -> dict[int, float]
     """One vocabulary is fitted, the largest; a smaller one is its beginning, since merges are found in that order."""
     held_out = sample.held_out or sample.texts
     size = sum(len(_encoded(text)) for text in held_out)
-    config = TokenizerConfig(vocab=max(vocabs))
-    state = json.loads(train_vocabulary(_count_words(sample.texts, config), config).to_str())["model"]
-    words = _count_words(held_out, config)
+    with _one_thread():
+        fitted = train_bpe_on_texts(sample.texts, TokenizerConfig(vocab=max(vocabs)))
+        encoded = fitted.encode_batch_fast(held_out, add_special_tokens=False)
+    ids = Counter(number for one in encoded for number in one.ids)
+    model = json.loads(fitted.to_str())["model"]
     found = {}
     for vocab in sorted(vocabs):
-        smaller = _shortened(state, vocab)
-        encoded = smaller.encode_batch_fast(list(words), add_special_tokens=False)
-        ids = sum(len(one.ids) * count for one, count in zip(encoded, words.values(), strict=True))
-        found[vocab] = size / max(1, ids + len(held_out))  # and an end token for each document
-        if smaller.get_vocab_size() < vocab:
+        lengths = _token_lengths(model["vocab"], model["merges"], vocab)
+        tokens = sum(lengths[number] * count for number, count in ids.items())
+        found[vocab] = size / max(1, tokens + len(held_out))  # and an end token for each document
+        if fitted.get_vocab_size() < vocab:
             break  # the sample has no more merges
     return found
 
 
-def _count_words(texts: Sequence[str], config: TokenizerConfig) -> Counter[str]:
-    counter = WordCounter(new_tokenizer(config))
-    for text in texts:
-        counter.add(text)
-    return counter.counts()
+def _token_lengths(numbers: dict[str, int], merges: Sequence[tuple[str, str]], vocab: int) -> dict[int, int]:
+    """How many tokens of the first `vocab` each token of a vocabulary is made of."""
+    lengths = dict.fromkeys(numbers.values(), 1)
+    for left, right in merges:
+        number = numbers[left + right]
+        if number >= vocab and lengths[number] == 1:
+            lengths[number] = lengths[numbers[left]] + lengths[numbers[right]]
+    return lengths
 
 
-def _shortened(state: dict[str, Any], vocab: int) -> Tokenizer:
-    """The beginning of a vocabulary, for words that are split and written as byte-level BPE writes them."""
-    known = {token: number for token, number in state["vocab"].items() if number < vocab}
-    merges = [tuple(pair) for pair in state["merges"] if "".join(pair) in known]
-    return Tokenizer(models.BPE(known, merges))
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tokenizers library fits this little text faster on one thread: its threads mostly wait for each other."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _encoded(text: str) -> bytes:

@@ -154,12 +154,22 @@ def train_vocabulary(words: Mapping[str, int], config: TokenizerConfig) -> Token
     return inner
 
 
-def _train_bpe(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
-    trainer = trainers.BpeTrainer(
+def train_bpe_on_texts(texts: Iterable[str], config: TokenizerConfig) -> Tokenizer:
+    """The byte-level BPE vocabulary that the texts' word counts give, without a pass to count them; all in memory."""
+    inner = new_tokenizer(config)
+    inner.train_from_iterator(texts, _bpe_trainer(config, special_tokens_of(config)))
+    return inner
+
+
+def _bpe_trainer(config: TokenizerConfig, tokens: list[str]) -> trainers.Trainer:
+    return trainers.BpeTrainer(
         vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
-    return _train_on_counts(models.BPE(), words.items(), trainer)
+
+
+def _train_bpe(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
+    return _train_on_counts(models.BPE(), words.items(), _bpe_trainer(config, tokens))
 
 
 def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
