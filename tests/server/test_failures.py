@@ -76,7 +76,7 @@ def test_hung_model_is_reported_until_it_continues(service: Service, monkeypatch
 
     monkeypatch.setattr(slots, "decode", hang)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr("textmill.generation.scheduler.time", clock)
+    monkeypatch.setattr("textmill.generation.model_thread.time", clock)
     monkeypatch.setattr("textmill.server.in_flight.QUIET_SECONDS", 0.05)
     found = asyncio.run(requests_while_hung(service, hung))
     assert (found["before"], found["after"]) == (200, [200, 200])
