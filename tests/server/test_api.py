@@ -72,6 +72,19 @@ def test_stop_string_ends_the_text(live: Live) -> None:
     assert (reply["text"], reply["finish_reason"]) == ("The m", "stop")
 
 
+def test_stop_strings_of_the_server_end_texts_unless_a_request_has_its_own(new_live: Callable[..., Live]) -> None:
+    other = new_live({"chat": False, "sample": {"stop": ["il"], "max_tokens": 50}})
+    assert post(other, "/v1/completions", {"prompt": "The mill"}).json()["choices"][0]["text"] == "The m"
+    assert web.get(f"{other.url}/generate", params={"sentence": "The mill"}).json()["response"] == "The millThe m"
+    own, none = (
+        post(other, "/v1/completions", {"prompt": "The mill", "stop": stop, "max_tokens": 9}).json()["choices"][0]
+        for stop in ("T", [])
+    )
+    assert (own["text"], own["finish_reason"]) == ("", "stop")
+    assert none["text"].startswith("The mill")
+    assert none["finish_reason"] == "length"
+
+
 def test_logprobs_have_an_entry_for_every_token(live: Live) -> None:
     body = {"prompt": HANGUL, "max_tokens": 6, "logprobs": 2, "echo": True}
     choice = post(live, "/v1/completions", body).json()["choices"][0]

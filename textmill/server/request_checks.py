@@ -217,7 +217,9 @@ def sampling_settings(service: Service, body: SamplingBody, max_tokens: int | No
 
 
 def _read_stops(service: Service, body: SamplingBody) -> tuple[str, ...]:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if body.stop is None:
+        return tuple(service.sample.stop)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
     if len(stops) > service.config.max_stops:
         raise HttpError(400, f"stop: {len(stops)} stop strings; the limit is {service.config.max_stops}", field="stop")
     for text in stops:

@@ -72,7 +72,7 @@ class SamplingBody(Body):
     n: int | None = Field(None, ge=1)
     """Texts per prompt; their seeds count up from `seed`."""
     stop: str | Texts | None = None
-    """The text ends before the first of these."""
+    """The text ends before the first of these; an empty list: none."""
     stop_token_ids: Ids | None = None
     """Additional tokens that end the text."""
     stream: bool | None = None
