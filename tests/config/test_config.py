@@ -131,6 +131,7 @@ def test_given_weights_replace_the_shape_of_a_file(tmp_path: Path) -> None:
         ('sample.stop=[""]', "sample.stop: has an empty text"),
         ("sample.stop=", "sample.stop: has an empty text"),
         ('sample.stop=["a", ""]', "sample.stop: has an empty text"),
+        ("sample.stop=\udc80", "sample.stop: has a lone surrogate"),
     ],
 )
 def test_an_empty_stop_string_is_refused(argument: str, message: str) -> None:

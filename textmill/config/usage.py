@@ -59,6 +59,8 @@ class SampleConfig(Section):
     def _check_stop(cls, stop: list[str]) -> list[str]:
         if "" in stop:
             raise TextmillError("sample.stop: has an empty text, which would end every text at once; use [] for none")
+        if any("\ud800" <= letter <= "\udfff" for text in stop for letter in text):
+            raise TextmillError("sample.stop: has a lone surrogate (half of a character); give it as UTF-8 text")
         return stop
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from pydantic import TypeAdapter
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
-from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
+from textmill.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, TextmillError
 from textmill.generation.messages import (
     HEARTBEAT_SECONDS,
     MessageSocket,
@@ -78,7 +79,7 @@ class Worker:
         """Each runs the model in a thread of its own."""
 
     def _read_commands(self) -> None:
-        """Run the parent's commands; exit the process when the parent is gone."""
+        """Run the parent's commands; exit the process when the parent is gone, or when no command can be read."""
         commands: dict[str, Callable[..., None]] = {
             "submit": self._submit,
             "cancel": self._cancel,
@@ -90,6 +91,9 @@ class Worker:
                 commands[name](*arguments)
         except (EOFError, OSError):
             os._exit(EXIT_DONE)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(EXIT_BUG)
 
     def _submit(self, number: int, packed: list[Any], seconds: float | None, streamed: bool) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds

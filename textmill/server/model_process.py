@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
@@ -74,7 +73,12 @@ class RemoteScheduler:
             number = self._requests
             self._in_flight[number] = deliver
         seconds = None if deadline is None else deadline - time.monotonic()
-        self._commands.put(["submit", number, pack_request(request), seconds, streamed])
+        try:
+            self._commands.put(["submit", number, pack_request(request), seconds, streamed])
+        except Exception:  # it cannot be written as JSON
+            with self._lock:
+                self._in_flight.pop(number, None)
+            raise
         return number
 
     def cancel(self, number: int) -> None:
@@ -111,9 +115,15 @@ class RemoteScheduler:
             self._reader.join()
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError):
+        """Receive chunks until the model process exits; a process that sends anything else is killed."""
+        try:
             while True:
                 self._receive(*self._worker.receive())
+        except (EOFError, OSError):
+            pass
+        except Exception as error:
+            warn(f"a message of the model's process cannot be read ({type(error).__name__}: {error})")
+            self.process.kill()
         self._on_exit()
 
     def _receive(self, tokens: int, cancelled: int, step_seconds: float, problem: str, chunks: list[list[Any]]) -> None:

@@ -1,0 +1,75 @@
+"""The two ends of the socket between HTTP process and model process: what one cannot read leaves no request waiting."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import LONGEST
+from textmill.config import SampleConfig, ServeConfig
+from textmill.errors import EXIT_BUG, TextmillError
+from textmill.generation import worker as worker_module
+from textmill.generation.messages import MessageSocket, new_socket_pair
+from textmill.generation.requests import Request
+from textmill.generation.text_chunks import TextChunk
+from textmill.generation.worker import Worker
+from textmill.server.model_process import RemoteScheduler
+
+REQUEST = Request((1,), SampleConfig())
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[RemoteScheduler, MessageSocket]]:
+    """A remote scheduler, and the socket of its model process; that process itself only waits."""
+    ours, theirs = new_socket_pair()
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    tokenizer: Any = SimpleNamespace(vocab=9)
+    there = MessageSocket(theirs.detach())
+    scheduler = RemoteScheduler(ours, process, tokenizer, 512, ServeConfig(slots=1, queue=1))
+    yield scheduler, there
+    process.kill()
+    there.socket.shutdown(socket.SHUT_RDWR)
+    scheduler.close(0)
+    process.communicate()
+
+
+def test_an_unreadable_message_ends_all_requests(
+    ends: tuple[RemoteScheduler, MessageSocket], capfd: pytest.CaptureFixture[str]
+) -> None:
+    scheduler, model = ends
+    chunks: queue.Queue[TextChunk] = queue.Queue()
+    scheduler.submit(REQUEST, chunks.put)
+    model.send(["not a state with chunks"])
+    done = chunks.get(timeout=LONGEST).done
+    assert done is not None
+    assert (done.reason, done.message) == ("error", "the model's process has died (SIGKILL); restart the server")
+    with pytest.raises(TextmillError, match="has died"):
+        scheduler.submit(REQUEST, chunks.put)
+    assert "a message of the model's process cannot be read (TypeError" in capfd.readouterr().err
+
+
+def test_a_request_that_cannot_be_sent_keeps_no_place(ends: tuple[RemoteScheduler, MessageSocket]) -> None:
+    scheduler, model = ends
+    for _ in range(3):  # more than slots and queue
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            scheduler.submit(Request((1,), SampleConfig(), stop=("\ud800",)), lambda _: None)
+    assert scheduler.stats()["active"] == 0
+    number = scheduler.submit(REQUEST, lambda _: None)
+    assert model.receive()[:2] == ["submit", number]
+
+
+def test_an_unknown_command_ends_the_model_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, theirs = new_socket_pair()
+    there = MessageSocket(theirs.detach())
+    parent.send(["no such command"])
+    monkeypatch.setattr(worker_module.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as exited:
+        Worker(there)._read_commands()
+    assert exited.value.code == EXIT_BUG
