@@ -17,7 +17,7 @@ import pytest
 from tests.support import web
 from tests.support.live_server import COMMAND, ROOT
 from tests.support.small_models import TEXT, write_model
-from tests.support.waiting import LONGEST
+from tests.support.waiting import LONGEST, wait_for
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
@@ -59,6 +59,32 @@ def test_serve_answers_until_a_signal(where: Path, number: signal.Signals) -> No
     out, err = process.communicate(timeout=LONGEST)
     assert (process.returncode, out) == (0, "stopped\n")
     assert "Traceback" not in err
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_ends_running_texts_at_once(where: Path) -> None:
+    endless = 10**9
+    settings = ["serve.shutdown_grace=3600", "serve.request_timeout=3600", f"serve.max_tokens={endless}"]
+    settings += ["serve.port=0", "engine.device=cpu"]
+    process = subprocess.Popen([*COMMAND, str(where), *settings], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+:\d+", process.stdout.readline())
+        assert found
+        body = {"prompt": "The mill", "max_tokens": endless, "min_tokens": endless, "stream": True}
+        with web.stream("POST", f"{found[0]}/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            assert next(lines)
+            process.send_signal(signal.SIGINT)
+            wait_for(lambda: web.get(f"{found[0]}/ready").status_code == 503)
+            process.send_signal(signal.SIGINT)
+            events = [line for line in lines if line]
+        assert '"finish_reason":"length","ended":"server stopping"' in events[-3]
+        assert "the server is stopping; the text was ended early" in events[-2]
+        assert (events[-1], process.wait(LONGEST)) == ("data: [DONE]", 0)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.long

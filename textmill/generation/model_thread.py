@@ -138,16 +138,20 @@ class ModelThread(Generic[WorkItem]):
         started = self._step_started
         return 0.0 if started is None else time.monotonic() - started
 
-    def close(self, grace: float) -> None:
+    def start_closing(self, grace: float) -> None:
         """Accept nothing more; let accepted requests finish for `grace` seconds, then cancel them.
 
-        Returns when all have ended, or a few seconds after the grace if the model hangs in a step.
+        A second call may shorten the time, but not extend it.
         """
         with self._changed:
             self._closing = True
             self._close_at = min(self._close_at, time.monotonic() + grace)
             self._next_deadline = min(self._next_deadline, self._close_at)
             self._changed.notify()
+
+    def close(self, grace: float) -> None:
+        """`start_closing`, and wait until all requests have ended; a few seconds more if the model hangs in a step."""
+        self.start_closing(grace)
         if threading.current_thread() is not self._thread:
             self._thread.join(grace + CLOSE_SECONDS)
 

@@ -55,11 +55,8 @@ class Worker:
         self.parent.send({"positions": self.model_threads[0].positions})
         while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
-        closing = [threading.Thread(target=thread.close, args=(self._grace,)) for thread in self.model_threads]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        for thread in self.model_threads:
+            thread.close(self._grace)
         return EXIT_DONE
 
     def _open(self, settings: dict[str, Any]) -> None:
@@ -115,6 +112,9 @@ class Worker:
             target.cancel(target_number)
 
     def _close(self, grace: float) -> None:
+        """Start closing; a second command with a shorter grace ends the requests earlier."""
+        for thread in self.model_threads:
+            thread.start_closing(grace)
         self._grace = grace
         self._closing.set()
 

@@ -38,11 +38,12 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running texts finish, and end the others with an error. Until then, reply to new requests with 503."""
         self.problem, self.service.stopping = self.service.problem(), True
-        closing = asyncio.create_task(
-            asyncio.to_thread(self.service.scheduler.close, self.service.config.shutdown_grace)
-        )
+        close = self.service.scheduler.close
+        closing = asyncio.create_task(asyncio.to_thread(close, self.service.config.shutdown_grace))
         while not closing.done() and not self.force_exit:
             await asyncio.wait({closing}, timeout=FORCE_EXIT_SECONDS)
+        if not closing.done():  # a second ctrl-C
+            await asyncio.to_thread(close, 0)
         await self._stop_listening(sockets or [])
         await super().shutdown(sockets)
         await closing

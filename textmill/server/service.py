@@ -49,7 +49,7 @@ class Scheduler(Protocol):
         ...
 
     def close(self, grace: float) -> None:
-        """Accept nothing more, let running requests finish, then stop."""
+        """Accept no more; let running requests finish for `grace` seconds, then stop. A second call may shorten it."""
         ...
 
 
