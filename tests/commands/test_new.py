@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from textmill.cli import main
 from textmill.corpus.reader import open_corpus
 from textmill.where import open_where
+
+SHAKESPEARE = Path(__file__).parents[2] / "textmill" / "corpora" / "tinyshakespeare.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +57,24 @@ def test_other_projects_in_the_folder_of_texts_are_not_text() -> None:
     assert main(["prepare", "texts/second"]) == 0
     sources = {document.source for document in open_corpus(Path("texts/second/corpus"))}
     assert {Path(name).name for name in sources} == {f"{n}.txt" for n in range(30)}
+
+
+@pytest.mark.parametrize("short", [0, 300])
+def test_one_huge_record_is_cut(short: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Many short records beside it change nothing: the huge one would still be in one split."""
+    text = SHAKESPEARE.read_text(encoding="utf-8")[:300_000]
+    rows = [text, *(f"The wheel of mill {n} turns." for n in range(short))]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    assert main(["new", "mine", "--text", "a.jsonl", "--minutes", "1"]) == 0
+    assert "too few for valid and test splits" not in capsys.readouterr().err
+    assert main(["prepare", "mine"]) == 0
+    for split in ("valid", "test"):
+        size = sum(len(document.text) for document in open_corpus(Path("mine/corpus"), split))
+        assert 0.02 * len(text) < size < 0.2 * len(text), split
+
+
+def test_a_few_records_of_usual_size_are_whole() -> None:
+    rows = [f"The wheel of mill {n} turns by the river. " * 20 for n in range(15)]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    assert main(["new", "mine", "--text", "a.jsonl", "--minutes", "1"]) == 0
+    assert not open_where("mine", []).config.corpus.cut_records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import tracemalloc
@@ -13,9 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
-from textmill.corpus import records, sources
+from textmill.corpus import records, sections, sources
 from textmill.corpus.document import Document
-from textmill.corpus.formats import text as text_format
 from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sources import find_sources, split_into_chunks
 
@@ -32,9 +32,13 @@ def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]
     ]
 
 
-def texts(found: list[Document | BadRecord]) -> list[str]:
+def documents(found: list[Document | BadRecord]) -> list[Document]:
     assert not [record for record in found if isinstance(record, BadRecord)]
-    return [record.text for record in found if isinstance(record, Document)]
+    return [record for record in found if isinstance(record, Document)]
+
+
+def texts(found: list[Document | BadRecord]) -> list[str]:
+    return [document.text for document in documents(found)]
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -144,11 +148,11 @@ def test_empty_file(tmp_path: Path) -> None:
 
 
 def split_text(data: bytes, limits: tuple[int, int, int], block: int) -> list[str]:
-    before, records.READ_BYTES = records.READ_BYTES, block
+    before, sections.READ_BYTES = sections.READ_BYTES, block
     try:
-        return list(text_format.split_text(io.BufferedReader(io.BytesIO(data)), *limits))
+        return list(sections.split_text(io.BufferedReader(io.BytesIO(data)), *limits))
     finally:
-        records.READ_BYTES = before
+        sections.READ_BYTES = before
 
 
 LIMITS = st.sampled_from([(1, 8, 16), (5, 10, 20), (20, 40, 80), (1, 1, 1)])
@@ -165,6 +169,37 @@ def test_cutting_loses_no_character(text: str, limits: tuple[int, int, int]) -> 
 @given(st.one_of(TEXT.map(str.encode), st.binary(max_size=200)), LIMITS, st.integers(1, 70))
 def test_block_size_does_not_matter(data: bytes, limits: tuple[int, int, int], block: int) -> None:
     assert split_text(data, limits, block) == split_text(data, limits, 10_000)
+
+
+@given(TEXT)
+@example("one line " * 200)
+@example("a line\r\nand a blank one\r\n\r\n" * 40)
+def test_a_record_is_cut_like_a_file_of_its_text(text: str) -> None:
+    limits = sections.section_limits(20)
+    found = list(sections.cut_into_sections(text, 20))
+    assert found == split_text(text.encode(), limits, 10_000)
+    assert [again for one in found for again in sections.cut_into_sections(one, 20)] == found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_long_records_become_sections(name: str, tmp_path: Path) -> None:
+    text = "\n\n".join(f"Paragraph {number} of a long text about a mill." for number in range(100))
+    rows = [{"text": text}, {"text": "short"}]
+    if name.endswith("csv"):
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, ["text"])
+        writer.writeheader()
+        writer.writerows(rows)
+        data = stream.getvalue()
+    else:
+        data = json.dumps(rows) if name.endswith("json") else "".join(json.dumps(row) + "\n" for row in rows)
+    whole = documents(read(tmp_path / name, data.encode()))
+    found = documents(read(tmp_path / name, data.encode(), cut_records=True, section_chars=500))
+    assert [one.text for one in whole] == [text, "short"]
+    assert found[-1] == whole[-1]
+    assert all(500 <= len(one.text) <= 1000 for one in found[:-2])
+    assert "".join("".join(one.text for one in found[:-1]).split()) == "".join(text.split())
+    assert found[2].id == f"{whole[0].id}, section 3"
 
 
 @given(TEXT, TEXT, LIMITS)

@@ -29,6 +29,7 @@ AUTO_FAMILY = "gpt2"
 """What `--family auto` chooses: the family whose plans were measured."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
+CUT_RECORDS = "\n  cut_records: true           # a few long records hold the text\n  section_chars:"
 
 
 def new(folder: str, text: str | Sequence[str], minutes: float | None = None, family: str = "auto") -> Path:
@@ -55,9 +56,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
     sources = [replace(source, encoding=encoding) for source in sources]
     shortest = MIN_SECTION if masked else 200
-    section = (
-        max(shortest, min(4000, round(total / 30000) * 100)) if all(one.format == "text" for one in sources) else 0
-    )
+    section = _section_chars(total, shortest) if all(one.format == "text" for one in sources) else 0
     corpus = CorpusConfig.model_validate(
         {
             "text_key": records.text_key or "text",
@@ -69,6 +68,9 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     if masked and records.chat:
         raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
     facts = replace(inspect_text(sources, corpus, VOCABS), section=section)
+    if cut_records := not section and not records.chat and _has_few_records(facts, shortest):
+        section = _section_chars(facts.bytes, shortest)  # how many there will be is a rough guess
+        facts = replace(facts, section=section, documents=facts.bytes // (2 * section))
     facts = limit_vocabs(facts) if masked else facts
     machine = probe_machine()
     minutes = minutes or default_minutes(facts, machine, masked)
@@ -81,7 +83,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
     kind = {"masked" if masked else "family": family}
-    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
+    settings = project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind)
+    write_text(path, settings.replace("\n  section_chars:", CUT_RECORDS, 1) if cut_records else settings)
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     files = format_count(len(sources), "file")
     print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
@@ -90,6 +93,17 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
+
+
+def _section_chars(size: int, shortest: int) -> int:
+    """Characters of a section, such that a text of `size` bytes has some hundreds of them."""
+    return max(shortest, min(4000, round(size / 30000) * 100))
+
+
+def _has_few_records(facts: TextFacts, shortest: int) -> bool:
+    """Whether nearly all of the text is in a few records, each long enough for several sections."""
+    size = facts.typical_document_bytes
+    return size * FEW_DOCUMENTS > facts.bytes and size > 8 * _section_chars(facts.bytes, shortest)
 
 
 def _warn_of_text(facts: TextFacts, encoding: str, path: Path) -> None:

@@ -31,9 +31,12 @@ from textmill.errors import TextmillError
 ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
 LabelTask = Literal["sequence-classification", "token-classification", "question-answering"]
 
-
-LABELS_EXCLUDE = ("chat", "sentences", "keep_fields", "decontaminate", "mongo_write_back", "mongo_load", "preset")
+CHAT_EXCLUDES = ("sentences", "mongo_write_back", "mongo_load", "cut_records")
+"""Settings of plain text that `corpus.chat` refuses."""
+LABELS_EXCLUDE = ("chat", "keep_fields", "decontaminate", "preset", *CHAT_EXCLUDES)
 """Settings of plain text that `corpus.labels` refuses."""
+MONGO_FIELDS = ("_id", "idx", "split", "source", "place", "meta")
+"""Fields that `corpus.mongo_load` writes itself."""
 DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " "}
 
 
@@ -84,6 +87,8 @@ class CorpusConfig(Section):
     a line, or a block between blank lines."""
     section_chars: int = Field(4000, ge=100)
     """Approximate characters in a section; it is cut at a blank line, else at the end of a line."""
+    cut_records: bool = False
+    """Cut the texts of JSON, CSV and other records into sections too; without it a record is one document."""
     preset: PresetName = changeable("none")  # the settings that it fills decide the result, not its name
     """A named set of cleaning rules and limits for web, books, chat or encyclopaedia. Explicit settings override the
     preset."""
@@ -166,12 +171,10 @@ class CorpusConfig(Section):
 
     @model_validator(mode="after")
     def _check_chat(self) -> CorpusConfig:
-        if self.chat and (self.sentences != "none" or self.mongo_write_back or self.mongo_load):
-            used = {"mongo_write_back": self.mongo_write_back, "sentences": self.sentences != "none"}
-            key = next((name for name in ("sentences", "mongo_write_back") if used[name]), "mongo_load")
-            raise TextmillError(
-                f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; remove one of them"
-            )
+        for name in CHAT_EXCLUDES if self.chat else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                other = f"corpus.chat={self.chat} reads conversations"
+                raise TextmillError(f"corpus.{name}: is for plain text, and {other}; remove one of them")
         return self
 
     @model_validator(mode="after")
@@ -188,14 +191,13 @@ class CorpusConfig(Section):
             raise TextmillError(
                 f"corpus.{given}: needs corpus.{other} too; name the collection and the db_config.json, or neither"
             )
-        if (
-            self.mongo_field in ("_id", "idx", "split", "source", "place", "meta", "")
-            or not self.mongo_field.isidentifier()
-        ):
+        if self.mongo_field in MONGO_FIELDS or not self.mongo_field.isidentifier():
             raise TextmillError(
                 f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not "
                 "reserved, such as form"
             )
+        if self.mongo_write_back and self.cut_records:
+            raise TextmillError("corpus.cut_records: a text that corpus.mongo_write_back writes is whole; remove one")
         if self.mongo_write_back and self.text_key == "filt_text":
             raise TextmillError(
                 "corpus.mongo_write_back: would overwrite corpus.text_key=filt_text; read another field, such as form"

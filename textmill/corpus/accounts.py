@@ -76,7 +76,8 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
             lines.append(
                 f"{split} is empty: too few documents ({counts['kept']:,}) for a ratio of "
                 f"{ratio / sum(ratios):.1%}; add documents, raise the ratio in corpus.split, or cut plain text into "
-                "smaller documents with corpus.section_chars or corpus.documents=block"
+                "smaller documents with corpus.section_chars or corpus.documents=block, and records with "
+                "corpus.cut_records=true"
             )
     return lines
 

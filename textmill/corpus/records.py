@@ -10,7 +10,7 @@ import codecs
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.encodings import suggest_encoding
+from textmill.corpus.sections import cut_into_sections
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream
@@ -61,15 +62,29 @@ class UnreadableRecord(Exception):
 def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """The records of a chunk, in order.
 
-    A blank record is a document without text. If the stream is damaged, the last item is a bad record.
+    A blank record is a document without text. If the stream is damaged, the last item is a bad record. With
+    `corpus.cut_records` the text of each record is cut into sections, as plain text is when it is read.
     """
     place = ""
     try:
         for record in format_module(chunk.source).read(chunk, config):
             place = record.place if isinstance(record, BadRecord) else record.id
-            yield record
+            if config.cut_records and isinstance(record, Document):
+                yield from _cut_record(record, config.section_chars)
+            else:
+                yield record
     except BrokenStream as error:
         yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
+
+
+def _cut_record(record: Document, size: int) -> Iterator[Document]:
+    """The sections of a record; a short record is its only section."""
+    sections = list(cut_into_sections(record.text, size))
+    if len(sections) < 2:
+        yield record
+    else:
+        for number, text in enumerate(sections, 1):
+            yield replace(record, text=text, id=f"{record.id}, section {number}")
 
 
 def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:

@@ -85,7 +85,8 @@ def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
     unit = config.corpus.documents
     if unit == "section" and longest <= MAX_FILE_BYTES:
         unit = "file"  # a run's folder records the default too, so whether it was set does not count
-    texts = _Texts(sources, config.corpus.model_copy(update={"documents": unit, "chat": None}))
+    whole = {"documents": unit, "chat": None, "cut_records": False}
+    texts = _Texts(sources, config.corpus.model_copy(update=whole))
     append_end = config.evaluate.count_end is not False
     with temporary_store(texts, scorer.tokenizer, append_end=append_end) as store:
         if not store.tokens:

@@ -23,6 +23,9 @@ class TextFacts:
     """The fraction of letters in each script, the most frequent first."""
     section: int = 0
     """`corpus.section_chars` for plain text; 0: documents are given."""
+    typical_document_bytes: float = 0.0
+    """Mean bytes of the documents, weighted by their bytes: where most of the text is, even if most documents are
+    short."""
     train_fraction: float = 0.9
     """The part of the text in the train split."""
 

@@ -45,6 +45,8 @@ class _Sample:
     held_out: list[str] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)
     bytes: int = 0
+    squared_bytes: int = 0
+    """The sum of the squares of the documents' bytes."""
     duplicate_bytes: int = 0
     documents: int = 0
     bad_records: int = 0
@@ -55,6 +57,7 @@ class _Sample:
         encoded = _encoded(text)
         size, digest = len(encoded), hashlib.blake2b(encoded, digest_size=16).digest()
         self.documents, self.bytes = self.documents + 1, self.bytes + size
+        self.squared_bytes += size * size
         if digest in self.seen:
             self.duplicate_bytes += size
             return size
@@ -83,6 +86,7 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
         duplicates=sample.duplicate_bytes / max(1, sample.bytes),
         bytes_per_token=_bytes_per_token(sample, vocabs),
         scripts=_scripts(sample.texts),
+        typical_document_bytes=sample.squared_bytes / max(1, sample.bytes),
     )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import io
-import re
 from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
@@ -19,18 +16,13 @@ from textmill.corpus.records import (
     describe_encoding_error,
     read_lines,
 )
+from textmill.corpus.sections import section_limits, split_text
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.sources import line_ranges
 from textmill.corpus.streams import open_stream
 
 MAX_BLOCK_CHARACTERS = 8 << 20
 """A block between blank lines is cut after this many characters."""
-
-# CR LF is one newline: the atomic group never splits it.
-_NEWLINE = r"(?>\r\n|[\r\n])"
-_LINE_END = re.compile(_NEWLINE)
-_BLANK_LINE = re.compile(rf"{_NEWLINE}[ \t]*+{_NEWLINE}")
-_LEADING = re.compile(rf"(?:[ \t]*+{_NEWLINE})*+")
 
 
 def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
@@ -78,12 +70,8 @@ def _file_record(chunk: SourceChunk) -> Document | BadRecord:
 
 
 def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    size = config.section_chars
-    limits = (
-        (size, 2 * size, 4 * size)
-        if config.documents == "section"
-        else (1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS)
-    )
+    blocks = (1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS)
+    limits = section_limits(config.section_chars) if config.documents == "section" else blocks
     with open_stream(chunk.source) as stream:
         for number, text in enumerate(split_text(stream, *limits), 1):
             yield _segment_record(text, chunk.source.name, f"{config.documents} {number}")
@@ -104,47 +92,3 @@ def _segment_record(text: str, name: str, place: str) -> Document | BadRecord:
     if text.startswith("\0") and not text.strip("\0\r\n"):
         return BadRecord(name, place, "nothing but NUL bytes", text[:RAW_BYTES].encode(), len(text))
     return Document(text, name, place)
-
-
-def split_text(stream: io.BufferedReader, size: int, soft_limit: int, hard_limit: int) -> Iterator[str]:
-    """Yield a stream's text in documents of about `size` characters; `_find_cut` decides where they end.
-
-    Bytes that are not UTF-8 become lone surrogates, so that they spoil only their own document.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    text, start, at_end, carriage_return = "", 0, False, b""
-    if stream.peek(3)[:3] == codecs.BOM_UTF8:
-        stream.read(3)
-    while True:
-        start = _LEADING.match(text, start).end()  # type: ignore[union-attr]
-        end = _find_cut(text, start, size, soft_limit, hard_limit, at_end)
-        if end is not None:
-            if end > start and not text[start:end].isspace():
-                yield text[start:end]
-            start = end
-        elif not at_end:
-            text, start = text[start:], 0
-            new_bytes = stream.read1(max(records.READ_BYTES, len(text)))
-            at_end = not new_bytes
-            new_bytes = carriage_return + new_bytes
-            # Hold back a final CR: a cut must not depend on where a block of the file ends.
-            carriage_return = b"\r" if new_bytes.endswith(b"\r") and not at_end else b""
-            text += decoder.decode(new_bytes[: len(new_bytes) - len(carriage_return)], final=at_end)
-        else:
-            return
-
-
-def _find_cut(text: str, start: int, size: int, soft_limit: int, hard_limit: int, at_end: bool) -> int | None:
-    """Where the document at `start` ends; None if more text is needed to decide.
-
-    It ends at the first blank line after `size` characters, else at the first line end after `soft_limit`, else at
-    `hard_limit`. Only the text up to that point matters.
-    """
-    if found := _BLANK_LINE.search(text, start + size - 1, start + soft_limit):
-        return found.end()
-    if len(text) - start >= soft_limit:
-        if found := _LINE_END.search(text, start + soft_limit - 1, start + hard_limit):
-            return found.end()
-        if len(text) - start >= hard_limit:
-            return start + hard_limit
-    return len(text) if at_end and len(text) > start else None
