@@ -14,7 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
-from textmill.corpus import records, sections, sources
+from textmill.corpus import document as sections
+from textmill.corpus import records, sources
 from textmill.corpus.document import Document
 from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sources import find_sources, split_into_chunks

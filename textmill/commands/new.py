@@ -11,7 +11,8 @@ from pathlib import Path
 
 from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
-from textmill.corpus.inspection import inspect_records
+from textmill.corpus.inspection import RecordFacts, inspect_records
+from textmill.corpus.source import Source
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
@@ -55,23 +56,9 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     records = inspect_records(sources, CorpusConfig())
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
     sources = [replace(source, encoding=encoding) for source in sources]
-    shortest = MIN_SECTION if masked else 200
-    section = _section_chars(total, shortest) if all(one.format == "text" for one in sources) else 0
-    corpus = CorpusConfig.model_validate(
-        {
-            "text_key": records.text_key or "text",
-            "chat": records.chat,
-            "encoding": encoding,
-            **({"section_chars": section} if section else {}),
-        }
-    )
     if masked and records.chat:
         raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
-    facts = replace(inspect_text(sources, corpus, VOCABS), section=section)
-    if cut_records := not section and not records.chat and _has_few_records(facts, shortest):
-        section = _section_chars(facts.bytes, shortest)  # how many there will be is a rough guess
-        facts = replace(facts, section=section, documents=facts.bytes // (2 * section))
-    facts = limit_vocabs(facts) if masked else facts
+    facts, cut_records = _inspect(sources, records, encoding, masked)
     machine = probe_machine()
     minutes = minutes or default_minutes(facts, machine, masked)
     plan = plan_for(facts, machine, minutes, masked)
@@ -93,6 +80,22 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
+
+
+def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> tuple[TextFacts, bool]:
+    """The facts of the text, and whether its records are to be cut into sections."""
+    shortest = MIN_SECTION if masked else 200
+    corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
+    section = 0
+    if all(source.format == "text" for source in sources):
+        section = _section_chars(sum(source_state(source).bytes for source in sources), shortest)
+        corpus["section_chars"] = section
+    facts = replace(inspect_text(sources, CorpusConfig.model_validate(corpus), VOCABS), section=section)
+    cut_records = not section and not records.chat and _has_few_records(facts, shortest)
+    if cut_records:
+        section = _section_chars(facts.bytes, shortest)  # how many there will be is a rough guess
+        facts = replace(facts, section=section, documents=facts.bytes // (2 * section))
+    return limit_vocabs(facts) if masked else facts, cut_records
 
 
 def _section_chars(size: int, shortest: int) -> int:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
+from textmill.corpus.document import Document, cut_into_sections
 from textmill.corpus.encodings import suggest_encoding
-from textmill.corpus.sections import cut_into_sections
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import Document
+from textmill.corpus.document import Document, section_limits, split_text
 from textmill.corpus.records import (
     RAW_BYTES,
     BadRecord,
@@ -16,7 +16,6 @@ from textmill.corpus.records import (
     describe_encoding_error,
     read_lines,
 )
-from textmill.corpus.sections import section_limits, split_text
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.sources import line_ranges
 from textmill.corpus.streams import open_stream
