@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,11 @@ def test_minutes_must_be_above_zero(project: Path, capsys: pytest.CaptureFixture
     assert main(["tune", ".", "--minutes", "0"]) == 2
     assert "--minutes" in capsys.readouterr().err
     assert not Path("tune").exists()
+
+
+def test_too_few_minutes_are_refused_with_a_number(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", ".", "--minutes", "0.001", "train.steps=1000000"]) == 2
+    printed = capsys.readouterr().err
+    assert re.search(r"--minutes: 0.001 minutes give trials of \d+ steps?, .*; give --minutes \d+ or more", printed)
+    assert not Path("tune/trials.json").exists()  # more minutes choose longer trials
+    assert not Path("tuned.yaml").exists()

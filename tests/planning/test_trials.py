@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, search, trial_minutes
+from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, needed_minutes, search, trial_minutes
 
 CURRENT = Current(
     learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1
@@ -61,6 +61,36 @@ def test_a_run_that_is_shorter_than_a_trial_keeps_its_own_length() -> None:
     trials = run_all(Lengths(1.0, full_steps=60), Outcome(), steps=100)
     assert [trial.length for trial in trials[:3]] == [{"train.minutes": 1.0}, {}, {}]
     assert all(not trial.length for trial in trials[1:])
+
+
+def test_trials_of_a_few_steps_are_not_compared() -> None:
+    outcome = Outcome()
+    assert len(run_all(Lengths(0.5, full_minutes=10.0), outcome, steps=3)) == 1
+    assert outcome.too_short
+    outcome = Outcome()
+    assert len(run_all(Lengths(0.5, full_steps=5), outcome, steps=3)) > 5  # they are most of the run
+    assert not outcome.too_short
+
+
+def test_the_minutes_that_trials_need() -> None:
+    """47 more steps of 6 s make 4.7 minutes, in each of 12 trials; 8 trials as long as the run are enough as well."""
+    first = Result(3.0, 3, 30.0, step_seconds=6.0)
+    assert needed_minutes(Lengths(0.5, full_minutes=60.0), first) == pytest.approx(12 * (0.5 + 4.7))
+    assert needed_minutes(Lengths(0.5, full_minutes=2.0), first) == pytest.approx(16)
+
+
+def test_large_batches_are_left_out_by_name_if_their_trials_would_be_too_short() -> None:
+    def no_better(trial: Trial) -> float:
+        return 1.0
+
+    outcome = Outcome()
+    tried = run_all(Lengths(0.5, full_minutes=10.0), outcome, no_better, steps=60)
+    assert [trial.changes["train.batch"] for trial in tried if trial.setting == "train.batch"] == [16]
+    assert outcome.skipped == {"train.batch=64": 30}
+    outcome = Outcome()
+    tried = run_all(Lengths(6.0, full_minutes=10.0), outcome, no_better, steps=60)
+    assert [trial.changes["train.batch"] for trial in tried if trial.setting == "train.batch"] == [16, 64]
+    assert not outcome.skipped
 
 
 def test_settings_that_change_the_speed_of_a_step_get_the_same_time() -> None:

@@ -9,6 +9,7 @@ best of these is kept; if 0.02 is not better, it tries 0.005 and perhaps 0.0025.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ FULL_TRIALS = 8
 """Trials have the length of the entire run if this many of them fit in the minutes."""
 FULL_FRACTION = 0.5
 """Settings whose best value depends on the length are tried if a trial has at least this fraction of the run's."""
+MIN_STEPS = 50
+"""A trial of fewer steps shows nothing about a run that is more than twice as long."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Result:
     steps: int
     seconds: float
     error: str = ""
+    step_seconds: float = 0.0
+    """Seconds of one step; 0: unknown."""
 
 
 @dataclass
@@ -89,6 +94,10 @@ class Outcome:
     noise: float = NOISE
     worth: dict[str, float] = field(default_factory=dict)
     """How much lower the loss is with the best value of each setting that was tried; 0: the plan's value is kept."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Values such as `train.batch=64` whose trials would be too short, and how many steps they would have."""
+    too_short: bool = False
+    """Whether even the trial of the plan was too short, so that nothing is tried."""
 
 
 def trial_minutes(minutes: float, full_minutes: float | None) -> float:
@@ -96,6 +105,13 @@ def trial_minutes(minutes: float, full_minutes: float | None) -> float:
     if full_minutes is not None and minutes / full_minutes >= FULL_TRIALS:
         return full_minutes
     return minutes / TRIALS if full_minutes is None else min(full_minutes, minutes / TRIALS)
+
+
+def needed_minutes(lengths: Lengths, first: Result) -> float:
+    """Minutes of the command with which the trial of the plan would have enough steps."""
+    step_minutes = (first.step_seconds or first.seconds / max(1, first.steps)) / 60
+    needed = TRIALS * (lengths.trial_minutes + (MIN_STEPS - first.steps) * step_minutes)
+    return min(needed, FULL_TRIALS * (lengths.full_minutes or math.inf))
 
 
 Search = Generator[Trial, Result, None]
@@ -111,10 +127,12 @@ def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
         if fraction > 1:  # the entire run is shorter than the trial: run it as it is
             length = {}
             first = yield Trial("", {}, length)
-    if first.loss is None:
+    outcome.too_short = fraction < FULL_FRACTION and first.steps < MIN_STEPS
+    if first.loss is None or outcome.too_short:
         return
     outcome.loss = outcome.plan_loss = first.loss
     steps: Changes = {"train.steps": first.steps} if length else {}
+    samples = first.steps * current.batch  # of a trial
     second = yield Trial("train.seed", {"train.seed": current.seed + 1}, steps)
     if second.loss is not None:
         outcome.noise = max(NOISE, abs(second.loss - first.loss))
@@ -126,6 +144,10 @@ def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
             gained = False
             for values in ladder:
                 changes = {**outcome.changes, **values}
+                expected = samples // changes.get("train.batch", current.batch)
+                if fraction < FULL_FRACTION and expected < MIN_STEPS:
+                    outcome.skipped[f"{candidate.setting}={describe_value(changes, candidate.setting)}"] = expected
+                    break
                 trial_length = steps if candidate.same_speed or not length else length
                 result = yield Trial(candidate.setting, changes, trial_length)
                 if result.loss is None or result.loss > outcome.loss - outcome.noise:

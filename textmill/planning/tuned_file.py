@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from textmill.config import RunConfig
 from textmill.config.yaml_text import format_yaml
-from textmill.planning.trials import Outcome, Result, Trial, describe_value
+from textmill.planning.trials import MIN_STEPS, Outcome, Result, Trial, describe_value
 from textmill.planning.tuning import Tuning, change_settings
 from textmill.storage.files import format_path, write_text
 
@@ -36,18 +37,24 @@ def describe_outcome(tuning: Tuning) -> list[str]:
     outcome, count = tuning.outcome, len(tuning.trials)
     if outcome.loss is None or outcome.plan_loss is None:
         return ["tune: no trial was finished"]
+    skipped = [
+        f"not tried: {value}, because its trials would have {steps} steps; at least {MIN_STEPS} are needed: "
+        f"--minutes {math.ceil(tuning.minutes * MIN_STEPS / max(1, steps))} --force"
+        for value, steps in outcome.skipped.items()
+    ]
     limit = f"a gain below {outcome.noise:.4f} is noise: the difference between two seeds, at least 0.002"
     if not outcome.changes:
         return [
             f"tune: after {count} trials the planned settings are the best, {outcome.loss:.4f} {tuning.unit}",
             limit,
+            *skipped,
         ]
     gain = outcome.plan_loss - outcome.loss
     lines = [f"tune: {count} trials: {outcome.plan_loss:.4f} -> {outcome.loss:.4f} {tuning.unit} ({gain:.4f} better)"]
     for setting, worth in sorted(outcome.worth.items(), key=lambda one: -one[1]):
         value = describe_value(outcome.changes, setting)
         lines.append(f"  {setting}: " + (f"{value}, worth {worth:.4f}" if worth else "as planned"))
-    return [*lines, limit]
+    return [*lines, limit, *skipped]
 
 
 def write_tuned(tuning: Tuning) -> Path:

@@ -17,11 +17,24 @@ from textmill.config.load import build_config, drop_replaced, merge_trees
 from textmill.config.model import is_family_file
 from textmill.errors import Interrupted, TextmillError
 from textmill.evaluation.metrics import compute_metrics
-from textmill.planning.trials import Changes, Current, Lengths, Outcome, Result, Search, Trial, search, trial_minutes
+from textmill.planning.trials import (
+    MIN_STEPS,
+    Changes,
+    Current,
+    Lengths,
+    Outcome,
+    Result,
+    Search,
+    Trial,
+    needed_minutes,
+    search,
+    trial_minutes,
+)
 from textmill.processes.command_time import CommandTime
 from textmill.storage.files import read_json, remove_folder, write_json
 from textmill.storage.stages import list_changes, open_manifest
 from textmill.tokens.splits import Splits
+from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.training.bits_per_byte import EVERY_TOKEN
 from textmill.training.loop import train
 
@@ -78,11 +91,20 @@ class Tuning:
                 result = self._run_trial(number + 1, trial)
             self.trials.append((trial, result))
             following = _next_trial(trials, result)
+            if self.outcome.too_short:
+                self._refuse_short_trials(lengths, result)
             if not is_stored:
                 self._store(made_from, minutes)
             report(number + 1, trial, result, self.outcome)
             trial = following
         return True
+
+    def _refuse_short_trials(self, lengths: Lengths, first: Result) -> None:
+        """Nothing is stored, so that the next call chooses another length."""
+        raise TextmillError(
+            f"--minutes: {self.minutes:g} minutes give trials of {first.steps} steps, and fewer than {MIN_STEPS} do "
+            f"not show which setting is better; give --minutes {math.ceil(needed_minutes(lengths, first))} or more"
+        )
 
     def _longest(self) -> float:
         """Seconds of the longest trial so far."""
@@ -115,9 +137,15 @@ class Tuning:
             if number == 1:
                 raise
             return Result(None, 0, time.monotonic() - start, str(error))
-        loss = self._in_bits(found.valid_loss)
+        loss, step_seconds = self._in_bits(found.valid_loss), self._step_seconds(run)
         remove_folder(run)  # the result is what remains of a trial, and its log
-        return Result(loss, found.step, time.monotonic() - start)
+        return Result(loss, found.step, time.monotonic() - start, step_seconds=step_seconds)
+
+    def _step_seconds(self, run: Path) -> float:
+        """Seconds of the last steps of a run with the batch of the project; 0: it did not log them."""
+        settings = self.config.train
+        speeds = [row["tokens_per_second"] for row in read_metrics(run / METRICS_FILE) if row.get("tokens_per_second")]
+        return settings.batch * (settings.length or 1024) / speeds[-1] if speeds else 0.0
 
     @property
     def unit(self) -> str:
