@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -106,3 +107,32 @@ def test_the_root_folder_is_named_if_it_opens_the_run(
     generate, _, new, *_ = printed_commands(capsys.readouterr().out)
     assert generate[:2] == ["generate", "a mill"]
     assert new[:2] == ["new", "mine-2"], "the folder mine exists"
+
+
+@pytest.mark.parametrize("key", ["inputs", "asked"])
+def test_results_of_an_earlier_version_are_not_computed_again(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings that a summary was made with had another name before."""
+    checkpoint = tmp_path / "step-0000002"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text('{"files": {"model.safetensors": {"sha256": "12ab"}}}', encoding="utf-8")
+    config = RunConfig.model_validate({"folder": str(tmp_path)})
+    used: list[RunConfig] = []
+
+    def use_model(config: RunConfig, shape: Any) -> tuple[None, list[str]]:
+        used.append(config)
+        return None, ["the mill turns"]
+
+    monkeypatch.setattr(command, "_use_model", use_model)
+    monkeypatch.setattr(command, "read_shape", lambda folder: None)
+    first = command._summarize(config, tmp_path, checkpoint)
+    path = tmp_path / "summary.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert set(written) == {"inputs", "measured", "texts"}
+    path.write_text(json.dumps({key: written.pop("inputs"), **written}), encoding="utf-8")
+    assert command._summarize(config, tmp_path, checkpoint)["texts"] == first["texts"]
+    assert len(used) == 1
+    other = config.model_copy(update={"sample": config.sample.model_copy(update={"seed": 7})})
+    command._summarize(other, tmp_path, checkpoint)
+    assert len(used) == 2

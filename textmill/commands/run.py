@@ -54,6 +54,8 @@ from textmill.training.teacher_cache import cache_teacher
 from textmill.where import open_where
 
 SUMMARY = "summary.json"
+OLD_INPUTS = "asked"
+"""The name of `inputs` in a summary of an earlier version."""
 MAX_NAMED_SOURCES = 8
 """A proposed command that names the sources names all of them; for more, another one is proposed."""
 
@@ -103,7 +105,7 @@ def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, A
         _print_summary(config, summary)
         return summary
     measured, texts = _use_model(config, read_shape(checkpoint))
-    summary = {"asked": inputs, "measured": measured, "texts": texts}
+    summary = {"inputs": inputs, "measured": measured, "texts": texts}
     write_json(folder / SUMMARY, summary)
     return summary
 
@@ -182,7 +184,8 @@ def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None
     if not (folder / SUMMARY).is_file():
         return None
     summary: dict[str, Any] = read_json(folder / SUMMARY)
-    return summary if rename_settings(summary["asked"]) == inputs else None
+    earlier = summary.get("inputs", summary.get(OLD_INPUTS, {}))
+    return summary if rename_settings(earlier) == inputs else None
 
 
 def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
