@@ -12,10 +12,11 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
-from textmill.generation.batch import Batch, Event
+from textmill.generation.batch import Batch
 from textmill.generation.beams import beam_search
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
 from textmill.generation.requests import Done, FinishReason, Request, max_new_tokens, repeat_request
+from textmill.generation.running_text import Event
 from textmill.models import check_next_token
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots, bytes_per_slot, open_slots

@@ -43,7 +43,7 @@ class SamplingState:
     """Tokens that end the text."""
     bias: tuple[tuple[int, float], ...] = ()
     new_tokens: int = 0
-    """New tokens requested so far."""
+    """New tokens chosen so far, one more than the host has received if it runs ahead."""
     seen_V: Tensor | None = None
     """Whether each token is in the prompt or the new text; kept if there is a repetition penalty."""
     counts_V: Tensor | None = None
