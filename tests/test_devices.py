@@ -18,6 +18,7 @@ def test_a_cpu_without_bf16_is_reported_in_one_line(
     supported: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch would warn with the stack of its C++ functions."""
+    monkeypatch.setattr(devices, "rank_of_launcher", lambda: 0)
     devices._report_slow_bf16.cache_clear()
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
     with warnings.catch_warnings(record=True) as seen:
@@ -30,6 +31,22 @@ def test_a_cpu_without_bf16_is_reported_in_one_line(
     assert len(seen) == int(supported), "the stack of C++ functions is left out"
     assert len(printed) == int(not supported)
     assert all(line.startswith("textmill: engine.precision: this CPU has no") for line in printed)
+
+
+@pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_the_first_rank_reports_it(
+    variable: str, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun, mpirun and srun each tell a process its rank by another variable."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, rank)
+    devices._report_slow_bf16.cache_clear()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with warnings.catch_warnings():
+        torch_dtype("bf16", CPU)
+    assert ("no instructions for bf16" in capsys.readouterr().err) == (rank == "0")
 
 
 def test_a_torch_without_onednn_takes_bf16_without_a_report(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from textmill.errors import TextmillError, warn
+from textmill.errors import TextmillError, rank_of_launcher, warn
 
 # Dense bf16 FLOP/s from the data sheets, for MFU; other GPUs show no MFU.
 PEAK_FLOPS = {
@@ -65,7 +65,7 @@ def _report_slow_bf16() -> None:
     if not has_onednn or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
-    if os.environ.get("RANK", "0") == "0":
+    if rank_of_launcher() == 0:
         warn(
             "engine.precision: this CPU has no instructions for bf16, which is slower than fp32 here; set fp32 or auto"
         )

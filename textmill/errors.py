@@ -1,8 +1,9 @@
-"""The exception that carries a message for the user, and the exit codes of the program."""
+"""The exception that carries a message for the user, warnings, and the exit codes of the program."""
 
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from contextlib import suppress
 
@@ -17,6 +18,8 @@ EXIT_USER = 2
 EXIT_STOPPED = 75
 EXIT_PIPE = 141
 """As of a program that SIGPIPE ended: the reader of its output has exited."""
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+"""Set by torchrun, mpirun and srun; mpirun comes before srun, which may have started it."""
 
 
 class TextmillError(Exception):
@@ -59,3 +62,8 @@ def warn(message: str) -> None:
     """Print a warning on stderr; if that is closed, do nothing."""
     with suppress(OSError, ValueError):
         print(f"textmill: {message}", file=sys.stderr, flush=True)
+
+
+def rank_of_launcher() -> int:
+    """The rank of this process as torchrun, mpirun or srun has set it, before any of them talks to another; else 0."""
+    return int(next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), 0))

@@ -75,6 +75,15 @@ def test_the_command_line_takes_old_names(capsys: pytest.CaptureFixture[str]) ->
     assert parse_settings(["serve.adapter=apart"]) == {"serve": {"adapter": "separate"}}
 
 
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_one_of_several_processes_names_the_new_key(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    parse_settings(["train.apart=true"])
+    assert bool(capsys.readouterr().err) == (rank == "0")
+
+
 def test_a_mistake_under_an_old_name_has_its_line(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("train:\n  batch: 8\n  keep: 0\n")

@@ -17,7 +17,7 @@ from textmill.config.renamed import RENAMED, rename_tree, rename_value
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
 from textmill.config.yaml_text import YamlLoader
-from textmill.errors import TextmillError, warn
+from textmill.errors import TextmillError, rank_of_launcher, warn
 
 Tree = dict[str, Any]
 LIMITS_OF_MINUTES = ("max_epochs",)
@@ -83,7 +83,7 @@ def read_recorded_config(path: Path) -> Tree:
 
 
 def _report_old_names(found: dict[str, str], where: str = "") -> None:
-    if found:
+    if found and rank_of_launcher() == 0:
         names = "; ".join(f"{old} is now {new}" for old, new in found.items())
         warn(f"{where}{names} (the old name still works)")
 

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, rank_of_launcher
 
 VARIABLE = "TEXTMILL_FAULT"
 PATTERN = re.compile(
@@ -103,8 +103,7 @@ def is_due(action: str, step: int | Literal["start"]) -> bool:
     """Whether this fault is due on this rank in this step, or at the start."""
     if not _armed:
         return False
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-    rank = int(next((os.environ[name] for name in names if os.environ.get(name)), 0))
+    rank = rank_of_launcher()
     return (Fault(action, "start", 0, rank) if step == "start" else Fault(action, "step", step, rank)) in _armed
 
 
