@@ -19,15 +19,13 @@ that family. `shape` is layers x heads x width, and `set=kv_heads:4,qk_norm:true
 `model.shape`; the next run keeps both unless it sets them (`set=` for none). `valid` (tokens), `length` and `compile`
 make it small enough for a CPU.
 
-Trials of the Llama family that have not run yet, 25 s each, all with 121M to 124M parameters (an untied head leaves
-seven layers); then the best of them for 170 s:
+Trials of the Llama family that have not run yet (docs/benchmarks.md has those that have), 25 s each, then 170 s:
 
-    family=llama seconds=25 evaluations=0.4,0.7,0.85,0.95,1 shape=7x6x768 set=untied:true,inner:1856
-    embedding_rate_factor=8 then shape=12x6x768 set= embedding_rate_factor=1 then shape=7x6x768
-    set=untied:true,gated:false,activation:relu2,inner:2752 embedding_rate_factor=8
-    then set=untied:true,inner:1856,qk_norm:true then set=untied:true,inner:1856,qk_norm:true,embedding_residual:true
-    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true then shape=7x6x768
-    set=untied:true,inner:1856 ramp=16:0.25 then ramp= precision=fp8
+    family=llama seconds=25 evaluations=0.4,0.7,0.85,0.95,1 shape=7x6x768 embedding_rate_factor=8 precision=fp8
+    set=untied:true,inner:1856,qk_norm:true
+    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true precision=auto
+    then shape=7x6x768 set=untied:true,inner:1856 embedding_rate_factor=3 weight_decay=0.25 seconds=170 precision=fp8
+    then shape=10x6x768
 """
 
 from __future__ import annotations
