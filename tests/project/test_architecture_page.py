@@ -63,7 +63,8 @@ def test_named_functions_exist() -> None:
     assert len(rows) > 15
     for file, names in rows:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
         defined |= {
             node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
