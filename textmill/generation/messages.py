@@ -1,4 +1,16 @@
-"""Messages between the HTTP process and the model process: JSON over a socket, each preceded by its length in bytes."""
+"""Messages between the HTTP process and the model process: JSON over a socket, each preceded by its length in bytes.
+
+The HTTP process sends the settings of the model, and receives {"positions": 1024}, or {"refused": "why"}. After that,
+for a request with number 7 and 29.5 seconds of time, whose text is streamed:
+
+    to the model process        ["submit", 7, [[464, 4475], {"temperature": 0}, [], [], [], 0, false], 29.5, true]
+                                ["cancel", 7]
+                                ["close", 30]                           with the grace in seconds
+    from the model process      [512, 3, 0.0, "", [[7, " by the", [], null], [7, " river", [], ["stop", 3, "", []]]]]
+
+The last is the state of the model (tokens and cancelled requests so far, seconds of the current step, its problem) and
+new chunks; without chunks it is a heartbeat. `pack_request` and `pack_chunk` write the inner lists.
+"""
 
 from __future__ import annotations
 

@@ -35,13 +35,17 @@ from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
 
 
 class Worker:
-    """Runs a scheduler for the parent process at the other end of a socket."""
+    """Runs a model for the parent process at the other end of a socket.
+
+    Its threads: the main one sends heartbeats, `_read_commands` submits and cancels requests, and each of
+    `model_threads` computes texts and sends their chunks after each step.
+    """
 
     def __init__(self, parent: MessageSocket) -> None:
         self.parent, self._closing, self._grace = parent, threading.Event(), 0.0
         self._chunks, self._chunks_lock = list[list[Any]](), threading.Lock()
-        self._running, self._running_lock = dict[int, tuple[Any, int]](), threading.Lock()
-        """By the parent's number of each running request: the scheduler or encoder that runs it, its number there."""
+        self._cancel_by_number, self._running_lock = dict[int, Callable[[], None]](), threading.Lock()
+        """How to cancel each running request, by the parent's number of it."""
 
     def run(self, settings: dict[str, Any]) -> int:
         """Open the model, work until the parent sends close, and return the exit code."""
@@ -99,17 +103,18 @@ class Worker:
             target: Any = self.scheduler if isinstance(request, Request) else self.encoder
             if target is None:
                 raise TextmillError("the model cannot do this")
-            with self._running_lock:  # the text may end before its number is stored
-                self._running[number] = target, target.submit(request, deliver, deadline, streamed)
+            with self._running_lock:  # `deliver` may be called with the end before `submit` returns
+                self._cancel_by_number[number] = partial(
+                    target.cancel, target.submit(request, deliver, deadline, streamed)
+                )
         except Exception as error:
             done = Done("error", 0, "", f"the model process refused the request: {error}")
             self._send([pack_chunk(number, TextChunk("", done=done))])
 
     def _cancel(self, number: int) -> None:
-        running = self._running.get(number)
-        if running is not None:
-            target, target_number = running
-            target.cancel(target_number)
+        cancel = self._cancel_by_number.get(number)
+        if cancel is not None:  # else it has ended
+            cancel()
 
     def _close(self, grace: float) -> None:
         """Start closing; a second command with a shorter grace ends the requests earlier."""
@@ -123,7 +128,7 @@ class Worker:
             self._chunks.append(pack_chunk(number, chunk))
         if chunk.done is not None:
             with self._running_lock:
-                del self._running[number]
+                del self._cancel_by_number[number]
 
     def _after_step(self) -> None:
         if self._chunks:

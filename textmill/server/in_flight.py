@@ -50,8 +50,13 @@ class InFlightRequest:
         """The scheduler's number of each text."""
         self.started = self._last_chunk = time.monotonic()
         self._quiet = self.disconnected = False
-        self.ended = 0
+        self._ended = 0
         """Texts that have ended."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all texts have ended."""
+        return self._ended == len(self.numbers)
 
     def submit(self, requests: Sequence[Request | EncoderRequest], seconds: float, streamed: bool) -> None:
         """Queue all texts, or none of them."""
@@ -79,7 +84,7 @@ class InFlightRequest:
         """
         self._check_quiet()
         try:
-            while self.ended < len(self.numbers):
+            while not self.complete:
                 if not self._received and not self._quiet and not self.disconnected:
                     self._waiter = self._loop.create_future()
                     await self._waiter
@@ -87,7 +92,7 @@ class InFlightRequest:
                     return
                 received, self._received = self._received, []
                 quiet, self._quiet = self._quiet, False
-                self.ended += sum(chunk.done is not None for _, chunk in received)
+                self._ended += sum(chunk.done is not None for _, chunk in received)
                 if received:
                     self._last_chunk = time.monotonic()
                 elif quiet and (problem := self._service.problem()):
@@ -99,11 +104,12 @@ class InFlightRequest:
 
     def _check_quiet(self) -> None:
         """Wake the waiter after a quiet time. One timer that re-arms itself is cheaper than one per chunk."""
-        limit, silent = min(QUIET_SECONDS, self._service.config.step_timeout), time.monotonic() - self._last_chunk
-        if silent >= limit:
-            self._quiet, self._last_chunk, silent = True, time.monotonic(), 0.0
+        limit = min(QUIET_SECONDS, self._service.config.step_timeout)
+        left = self._last_chunk + limit - time.monotonic()
+        if left <= 0:
+            self._quiet, self._last_chunk, left = True, time.monotonic(), limit
             self._wake()
-        self._timer = self._loop.call_later(limit - silent, self._check_quiet)
+        self._timer = self._loop.call_later(left, self._check_quiet)
 
     def on_disconnect(self, _: object = None) -> None:
         """Stop `chunks`, because the client is gone."""
@@ -164,12 +170,12 @@ async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFligh
         async for received in in_flight.chunks():
             for index, chunk in received:
                 texts[index].add(chunk)
-        if in_flight.ended < len(in_flight.numbers):
+        if not in_flight.complete:
             service.metrics.disconnects += 1
             raise HttpError(499, "the client disconnected", code="client_left")
     finally:
         disconnect.cancel()
-        if in_flight.ended < len(in_flight.numbers):
+        if not in_flight.complete:
             in_flight.cancel()
     _raise_failed(service, texts)
     return texts

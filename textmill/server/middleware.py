@@ -100,8 +100,7 @@ class AccessControl:
         """A server on localhost accepts local host names only. This prevents DNS rebinding."""
         if not _is_local(self.service.config.host):
             return None
-        host = headers.get("host", "")
-        name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]  # without the port
+        name = _remove_port(headers.get("host", ""))
         if _is_local(name) or _is_address(name) or name in self.service.config.allowed_hosts:
             return None
         return HttpError(
@@ -151,6 +150,13 @@ def _check_host_header(scope: Scope, headers: Headers) -> HttpError | None:
     if count == 1 or (count == 0 and scope["http_version"] == "1.0"):
         return None
     return HttpError(400, f"the request has {count} Host headers; send one", code="host")
+
+
+def _remove_port(host: str) -> str:
+    """localhost:8000 -> localhost, [::1]:8000 -> ::1."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
 
 
 def _has_host(origin: str, host: str) -> bool:

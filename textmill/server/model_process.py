@@ -98,11 +98,13 @@ class RemoteScheduler:
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
         with self._lock:
-            silent = time.monotonic() - self._last_heartbeat
-            seconds = self._step_seconds + (silent if silent > SILENT_SECONDS else 0.0)
             if self._closing:
                 return ""
-            return self._problem or (describe_hang(seconds) if seconds > max_step_seconds else "")
+            if self._problem:
+                return self._problem
+            silent = time.monotonic() - self._last_heartbeat
+            step_seconds = self._step_seconds + (silent if silent > SILENT_SECONDS else 0.0)
+            return describe_hang(step_seconds) if step_seconds > max_step_seconds else ""
 
     def close(self, grace: float) -> None:
         """Accept nothing more; let requests finish for `grace` seconds, then end them. The process has exited after."""
@@ -127,14 +129,16 @@ class RemoteScheduler:
         self._on_exit()
 
     def _receive(self, tokens: int, cancelled: int, step_seconds: float, problem: str, chunks: list[list[Any]]) -> None:
+        """Note the state of the model process, and pass its chunks on."""
         received = [unpack_chunk(packed) for packed in chunks]
         with self._lock:
             self._tokens, self._cancelled, self._step_seconds, self._problem = tokens, cancelled, step_seconds, problem
             self._last_heartbeat = time.monotonic()
-            readers = [
-                (self._in_flight.pop if chunk.done else self._in_flight.get)(number, None) for number, chunk in received
-            ]
-        for deliver, (number, chunk) in zip(readers, received, strict=True):
+            deliveries = [(number, self._in_flight.get(number), chunk) for number, chunk in received]
+            for number, chunk in received:
+                if chunk.done:
+                    self._in_flight.pop(number, None)
+        for number, deliver, chunk in deliveries:
             self._deliver(number, deliver, chunk)
 
     def _deliver(self, number: int, deliver: DeliverChunk | None, chunk: TextChunk) -> None:

@@ -1,4 +1,13 @@
-"""Streams texts to a client as server-sent events."""
+"""Streams texts to a client as server-sent events.
+
+A client that requests the text " mill." reads, for instance:
+
+    data: {"id":"cmpl-1","object":"text_completion",...,"choices":[{"index":0,"text":" mill","finish_reason":null,...}]}
+
+    data: {"id":"cmpl-1","object":"text_completion",...,"choices":[{"index":0,"text":".","finish_reason":"stop",...}]}
+
+    data: [DONE]
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Response
 from pydantic_core import to_json
@@ -22,28 +31,32 @@ STALLED_SECONDS = 60.0
 JsonObject = dict[str, Any]
 
 
+class StreamedReply(Protocol):
+    """The events of one request, in the format of its route."""
+
+    chunk_head: JsonObject
+    """The fields with which every chunk starts."""
+
+    def first_chunks(self) -> Iterable[JsonObject]: ...
+    def next_chunks(self, received: list[IndexedChunk]) -> Iterable[JsonObject]: ...
+    def last_chunks(self) -> Iterable[JsonObject]: ...
+
+
 class EventStream(Response):
     """Streams an in-flight request: the first chunks, those of new text, the last chunks, then `[DONE]`.
 
-    Every chunk starts with the fields of `head`, which are encoded once.
+    `on_end` is called when all texts have ended, before the last chunks.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        service: Service,
-        in_flight: InFlightRequest,
-        head: JsonObject,
-        first_chunks: Iterable[JsonObject],
-        next_chunks: Callable[[list[IndexedChunk]], Iterable[JsonObject]],
-        last_chunks: Callable[[], Iterable[JsonObject]],
+        self, service: Service, in_flight: InFlightRequest, reply: StreamedReply, on_end: Callable[[], None]
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.service, self.in_flight = service, in_flight
-        self.first_chunks, self.next_chunks, self.last_chunks = first_chunks, next_chunks, last_chunks
-        self.head = to_json_bytes(head).removesuffix(b"}") + b","
+        self.service, self.in_flight, self.reply, self.on_end = service, in_flight, reply, on_end
+        self.head = to_json_bytes(reply.chunk_head).removesuffix(b"}") + b","  # encoded once for all chunks
         self.send_started = math.inf
         """When the current send started. It blocks while the client does not read (backpressure).
 
@@ -54,11 +67,12 @@ class EventStream(Response):
         """Send the events; cancel the texts if the client disconnects or stops reading."""
         sender = asyncio.create_task(self._send_all(send))
         disconnect = asyncio.create_task(wait_for_disconnect(receive))
-        tasks, every = {sender, disconnect}, STALLED_SECONDS / 4
+        ended: set[asyncio.Task[None]] = set()
         try:
-            while not (await asyncio.wait(tasks, timeout=every, return_when=asyncio.FIRST_COMPLETED))[0]:
-                if time.monotonic() - self.send_started > STALLED_SECONDS:
-                    break
+            while not ended and not self._is_stalled():
+                ended, _ = await asyncio.wait(
+                    {sender, disconnect}, timeout=STALLED_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED
+                )
             if not sender.done():
                 self.service.metrics.disconnects += 1
                 scope.setdefault("log_fields", {})["ended"] = "left"
@@ -69,8 +83,11 @@ class EventStream(Response):
         finally:
             sender.cancel()
             disconnect.cancel()
-            if self.in_flight.ended < len(self.in_flight.numbers):
+            if not self.in_flight.complete:
                 self.in_flight.cancel()
+
+    def _is_stalled(self) -> bool:
+        return time.monotonic() - self.send_started > STALLED_SECONDS
 
     async def _send_all(self, send: Send) -> None:
         async def send_data(data: bytes, more: bool = True) -> None:
@@ -79,7 +96,7 @@ class EventStream(Response):
             self.send_started = math.inf
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send_data(_format_events(self.first_chunks, self.head))
+        await send_data(_format_events(self.reply.first_chunks(), self.head))
         first = True
         try:
             async for received in self.in_flight.chunks():
@@ -89,11 +106,12 @@ class EventStream(Response):
                 if first:
                     first = False
                     self.service.metrics.first_token.add(self.in_flight.seconds())
-                events = _format_events(self.next_chunks(received), self.head)
+                events = _format_events(self.reply.next_chunks(received), self.head)
                 await send_data(events + _format_events(self._find_errors(received)))
         except HttpError as error:
             await send_data(_format_events([error_body(error.status, error.message, code=error.code)]))
-        await send_data(_format_events(self.last_chunks(), self.head) + b"data: [DONE]\n\n", more=False)
+        self.on_end()
+        await send_data(_format_events(self.reply.last_chunks(), self.head) + b"data: [DONE]\n\n", more=False)
 
     def _find_errors(self, received: list[IndexedChunk]) -> Iterable[JsonObject]:
         """Yield an error event if the model failed or the server is stopping."""
@@ -112,4 +130,5 @@ def to_json_bytes(value: JsonObject) -> bytes:
 
 
 def _format_events(objects: Iterable[JsonObject], head: bytes = b"{") -> bytes:
+    """Return objects as events; `head` replaces the opening brace of each."""
     return b"".join([b"data: %b%b\n\n" % (head, to_json_bytes(one)[1:]) for one in objects])
