@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.storage.remote_folders import fetch, first_line, is_url
 
 HUB_SCHEME = "hf://"
@@ -29,6 +29,10 @@ MODEL_FILES = [
 
 MARKS = ("config.json", "adapter_config.json", "tokenizer.json", "vocab.json", "vocab.txt", "run.yaml")
 """Files of which a folder behind a URL has at least one, if it has a model or a tokenizer."""
+OWN_MARKS = (*MARKS, "textmill.yaml", "manifest.json", "step-*", "*/run.yaml")
+"""What shows that a local folder is no owner of models on the hub, but has models and runs itself."""
+SHOWN_FOLDERS = 8
+"""Folders that an error names."""
 
 
 def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
@@ -45,18 +49,18 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
         raise TextmillError(
             f"{name}: no such folder; use a run, a checkpoint, a Hugging Face model folder or a hub name"
         )
-    if "/" in name and Path(name).parent.is_dir():  # a mistyped folder, so nothing is sent to the hub
-        parent = Path(name).parent
-        raise TextmillError(
-            f"{name}: no such folder in {parent}; check the name, or, if you mean the hub's, work in a folder without "
-            f"{parent}"
-        )
+    parent = Path(name).parent
+    if "/" in name and any(any(parent.glob(mark)) for mark in OWN_MARKS):  # a typing error: nothing is sent to the hub
+        found = ", ".join(sorted(path.name for path in parent.iterdir() if path.is_dir())[:SHOWN_FOLDERS])
+        raise TextmillError(f"{name}: no such folder; {parent} has {found or 'no folders'}; check the name")
     try:
         from huggingface_hub import snapshot_download  # importing it takes a second
     except ImportError:
         raise TextmillError(
             f"{name}: no such folder; a download from the hub needs huggingface_hub; run: pip install 'textmill[hf]'"
         ) from None
+    if "/" in name and parent.is_dir():
+        warn(f"{name}: no such folder in {parent}; using the hub's")
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the client raises many types: offline, not found, gated
