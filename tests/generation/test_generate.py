@@ -16,6 +16,7 @@ from textmill.config import RunConfig, SampleConfig, TorchEngine, TrainConfig
 from textmill.errors import TextmillError
 from textmill.generation import BOLD, SEPARATOR, generate, sample_prompts
 from textmill.generation.generator import Generator
+from textmill.generation.prompts import find_prompts
 
 SAMPLE = SampleConfig(prompt="The mill", max_tokens=12, count=3, seed=21)
 
@@ -69,6 +70,19 @@ def test_prompt_file_gives_one_line_per_sample(
     assert [line["seed"] for line in printed] == list(range(5, 5 + 96))
     alone = [generator.sample(line["prompt"], SampleConfig(max_tokens=6, seed=line["seed"])).text for line in printed]
     assert [line["text"] for line in printed] == texts == alone
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl", ""], ids=["text", "json", "pipe"])
+def test_only_a_newline_ends_a_prompt(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file as an editor on Windows writes it, whose prompts have other characters that split lines in Unicode."""
+    prompts = ["The mill\u2028stands", "a\x0cform\x85feed", "물레방아"]
+    is_json = name.endswith("jsonl")
+    lines = [json.dumps({"prompt": one}, ensure_ascii=False) if is_json else one for one in prompts]
+    file = tmp_path / (name or "piped")
+    file.write_bytes("".join(f"{line}\r\n" for line in lines).encode("utf-8-sig"))
+    with file.open(encoding="utf-8") as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert find_prompts(SampleConfig(prompts_file=str(file) if name else None)) == prompts
 
 
 @pytest.mark.parametrize(
@@ -144,7 +158,7 @@ def test_piped_bytes_that_are_no_text_are_refused(config: RunConfig, monkeypatch
     os.close(write)
     with open(read, encoding="utf-8") as piped:
         monkeypatch.setattr(sys, "stdin", piped)
-        with pytest.raises(TextmillError, match="standard input: cannot be read as UTF-8"):
+        with pytest.raises(TextmillError, match="standard input:1: is not UTF-8 text"):
             generate(config.model_copy(update={"sample": SampleConfig()}))
 
 

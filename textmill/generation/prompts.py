@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
-import sys
 from pathlib import Path
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
+from textmill.generation.text_lines import read_file_lines, read_piped_lines
 
 
 def find_prompts(sample: SampleConfig) -> list[str]:
@@ -18,24 +16,7 @@ def find_prompts(sample: SampleConfig) -> list[str]:
         return _read_file(Path(sample.prompts_file), sample)
     if sample.prompt is not None:
         return [sample.prompt]
-    return _read_piped_lines() or [""]
-
-
-def _read_piped_lines() -> list[str]:
-    """Return the lines of standard input if it is a pipe or a file; it is not read if it is a device or closed."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or replaced by another object
-        return []
-    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
-        return []
-    print("reading prompts from standard input, one per line", file=sys.stderr, flush=True)
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextmillError(
-            f"standard input: cannot be read as UTF-8 text ({error}); give one prompt per line"
-        ) from None
+    return [line for line, _ in read_piped_lines("prompts")] or [""]
 
 
 def _read_file(path: Path, sample: SampleConfig) -> list[str]:
@@ -45,16 +26,14 @@ def _read_file(path: Path, sample: SampleConfig) -> list[str]:
     if not path.exists():
         raise TextmillError(f"sample.prompts_file: {path}: no such file; name a file with a prompt per line")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextmillError(f"sample.prompts_file: {path}: cannot be read as UTF-8 text ({error})") from None
+        lines = list(read_file_lines(path))
+    except OSError as error:
+        raise TextmillError(f"sample.prompts_file: {path}: cannot be read ({error.strerror}); name a file") from None
     if not lines:
         raise TextmillError(f"sample.prompts_file: {path}: is empty; write one prompt per line")
-    return (
-        [_parse_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-        if path.suffix == ".jsonl"
-        else lines
-    )
+    if path.suffix == ".jsonl":
+        return [_parse_prompt(line, place) for line, place in lines]
+    return [line for line, _ in lines]
 
 
 def _parse_prompt(line: str, where: str) -> str:

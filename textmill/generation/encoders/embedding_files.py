@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
-import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 from textmill.errors import TextmillError, warn
+from textmill.generation.text_lines import read_file_lines, read_piped_lines
 
 FILE_ENDINGS = (".txt", ".jsonl")
 NO_TEXT = "no text; write: textmill embed MODEL 'a text', name a file of texts, or pipe lines in"
@@ -25,7 +23,7 @@ def read_texts(arguments: list[str]) -> Iterator[str]:
     elif arguments:
         texts = (_check_text(text, f"text {number}") for number, text in enumerate(arguments, 1))
     else:
-        texts = _read_piped()
+        texts = (line for line, _ in read_piped_lines("texts"))
     first = next(texts, None)
     if first is None:
         raise TextmillError(f"embed: {f'{file} is empty' if file else NO_TEXT}")
@@ -73,30 +71,8 @@ def _check_names(arguments: list[str], file: Path | None) -> None:
 
 def _read_lines(path: Path) -> Iterator[str]:
     """The lines of a text file, or the key "text" of JSON lines."""
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            text = _decode(line, f"{path}:{number}")
-            yield _parse(text, f"{path}:{number}") if path.suffix == ".jsonl" else text
-
-
-def _read_piped() -> Iterator[str]:
-    """The lines of standard input if it is a pipe or a file."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or replaced by another object
-        return
-    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
-        return
-    print("reading texts from standard input, one per line", file=sys.stderr, flush=True)
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        yield _decode(line, f"standard input:{number}")
-
-
-def _decode(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise TextmillError(f"{where}: is not UTF-8 text ({error.reason}); convert the file") from None
+    for line, place in read_file_lines(path):
+        yield _parse(line, place) if path.suffix == ".jsonl" else line
 
 
 def _parse(line: str, where: str) -> str:
