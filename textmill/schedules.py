@@ -51,6 +51,12 @@ def lr_at(
     return low + (high - low) * DECAYS[train.schedule](decayed, decay_length, train)
 
 
+def second_weight_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
+    """The weight of the loss of the token after the next in step `step`: linear from `decay_from` on."""
+    end = train.multi_token.until * train.steps
+    return train.multi_token.weight * (1 - _fraction(max(0, step - decay_from), end - decay_from))
+
+
 def _log_rise(step: int, warmup: int) -> float:
     """DeepSpeed's logarithmic warm-up, from 0 in the first step to 1."""
     return math.log(step + 1) / math.log(max(2, warmup))

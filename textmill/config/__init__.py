@@ -22,6 +22,7 @@ from textmill.config.train_groups import (
     ChatConfig,
     CheckpointsConfig,
     MaskedConfig,
+    MultiTokenConfig,
     MuonConfig,
     PackedConfig,
     PaddedConfig,
@@ -39,8 +40,8 @@ __all__ = [
     "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "DistilConfig",
     "EmbedConfig", "EngineConfig",
     "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "MaskedConfig",
-    "ModelConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "PlanConfig", "RangeTestConfig", "RunConfig",
-    "RunnerConfig",
+    "ModelConfig", "MultiTokenConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "PlanConfig", "RangeTestConfig",
+    "RunConfig", "RunnerConfig",
     "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig",
     "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig", "WikitextConfig",
 ]  # fmt: skip
@@ -80,6 +81,7 @@ class RunConfig(Section):
     def _check_across_sections(self) -> RunConfig:
         _check_shape(self.model, self.train)
         _check_labels(self)
+        _check_multi_token(self)
         _check_micro_batch(self.engine.micro_batch, self.train)
         train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
@@ -174,6 +176,23 @@ def _check_labels(config: RunConfig) -> None:
         raise TextmillError(
             f"train.length: is not set, and corpus.labels={labels} cuts examples to it; set it, such as 128"
         )
+
+
+def _check_multi_token(config: RunConfig) -> None:
+    """Multi-token prediction needs next tokens as labels, and the whole vocabulary on one device."""
+    train, key = config.train, "train.multi_token.weight"
+    if not train.multi_token.weight:
+        return
+    if "multi_token" in config.engine.refused:
+        raise TextmillError(f"{key}: {config.engine.refused['multi_token']}; remove it, or set engine.kind=torch")
+    tensor = config.engine.mesh.tensor if isinstance(config.engine, TorchEngine) else 1
+    others = {
+        f"train.layout={train.layout}": train.layout in ("masked", "labelled"),
+        "train.distil.teachers": train.distil.teachers,
+        f"engine.mesh.tensor={tensor}": tensor > 1,
+    }
+    if found := [name for name, is_used in others.items() if is_used]:
+        raise TextmillError(f"{key}: cannot be used with {found[0]}; remove one of them")
 
 
 def _check_micro_batch(micro: int | str, train: TrainConfig) -> None:

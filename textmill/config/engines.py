@@ -96,6 +96,7 @@ class JaxEngine(EngineSection):
     one_process: ClassVar[bool] = True
     refused: ClassVar[dict[str, str]] = {
         "average": "the JAX engine does not average weights",
+        "multi_token": "the JAX engine has no multi-token prediction",
         "labelled": "the JAX engine has no heads for labels",
     }
     kind: Literal["jax"] = "jax"
@@ -118,6 +119,7 @@ class DeepSpeedEngine(EngineSection):
     refused: ClassVar[dict[str, str]] = {
         "muon": "muon needs full matrices, which DeepSpeed shards",
         "average": "the DeepSpeed engine does not average weights",
+        "multi_token": "the DeepSpeed engine has no multi-token prediction",
     }
     kind: Literal["deepspeed"] = "deepspeed"
     """deepspeed: DeepSpeed's ZeRO over PyTorch."""

@@ -84,6 +84,16 @@ class MuonConfig(Section):
     `train.learning_rate`."""
 
 
+class MultiTokenConfig(Section):
+    """Multi-token prediction without another head: the same logits also predict the token after the next."""
+
+    weight: float = Field(0.0, ge=0)
+    """Weight of the loss of the token after the next at the start of the run, such as 0.5; it falls linearly to 0. The
+    logged loss is that of the next token alone. Default: no such loss."""
+    until: float = Field(0.5, gt=0, le=1)
+    """The fraction of the run after which the weight is 0."""
+
+
 class StableConfig(Section):
     """Settings of `train.schedule=stable` (warmup-stable-decay)."""
 

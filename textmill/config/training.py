@@ -24,6 +24,7 @@ from textmill.config.train_groups import (
     ChatConfig,
     CheckpointsConfig,
     MaskedConfig,
+    MultiTokenConfig,
     MuonConfig,
     PackedConfig,
     PaddedConfig,
@@ -136,8 +137,9 @@ class TrainConfig(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """The fraction of each label that is spread over the whole vocabulary; in the training loss only."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared logarithm of the softmax's denominator, which keeps logits from drifting; in the training
-    loss only."""
+    """Weight of the squared log of the softmax's denominator, which keeps logits from drifting; in training only."""
+    multi_token: MultiTokenConfig = MultiTokenConfig()
+    """Multi-token prediction: a loss of the token after the next, in the first part of the run."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and dropout."""
     log_every: int = changeable(10, ge=1)

@@ -7,7 +7,7 @@ gradient is computed in forward, while a chunk's logits exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,22 @@ CAPPED_TOKENS = 4096
 """Tokens of a chunk of capped logits on a GPU: there is no kernel for them, so several copies in fp32 exist."""
 
 
+class SecondLabels(NamedTuple):
+    """Another label of some rows: the token after the first label."""
+
+    labels: Tensor
+    weights: Tensor
+    """0 where there is none, and where there is no first label."""
+
+    def rows(self, rows: slice) -> SecondLabels:
+        """Those of a chunk."""
+        return SecondLabels(self.labels[rows], self.weights[rows])
+
+
 def summed_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0,
     z: float = 0.0, fp8: bool = False, *, starts_backward: bool = False, cap: float = 0.0, bias_V: Tensor | None = None,
+    second: SecondLabels | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labelled tokens' losses; weights are 0 or more; head rows from `vocab` on are padding.
 
@@ -37,9 +50,10 @@ def summed_loss(
     the softmax's denominator. With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding
     so wide a matrix would need another pass. Above 0, `cap` limits logits x to
     cap * tanh(x / cap). `starts_backward`: this loss is what `backward` is called on, so its gradient is 1.
+    `second` labels count in the gradient only: the value is the loss of the first labels, as in evaluation.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, starts_backward, bias_V
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, starts_backward, second, bias_V
     )
     return loss
 
@@ -114,14 +128,17 @@ class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, cap: float, fp8: bool, starts_backward: bool, bias_V: Tensor | None,
+        z: float, cap: float, fp8: bool, starts_backward: bool, second: SecondLabels | None, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         head8 = quantize_rows(head_VE) if fp8 else None
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
             logits_MV = add_bias(logits_MV, bias_V)
-            losses_M = label_loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z, cap)
+            arguments = logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z, cap
+            losses_M = (
+                two_label_gradient(second.rows(rows), *arguments) if second else label_loss_and_gradient(*arguments)
+            )
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
         chunk = CAPPED_TOKENS if cap and x_ME.is_cuda else None
@@ -162,6 +179,27 @@ def label_loss_and_gradient(
         real.copy_(values)
     logits_MV[:, vocab:] = 0
     return losses_M1[:, 0].where(labelled_M, 0)
+
+
+def two_label_gradient(
+    second: SecondLabels, logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
+    z: float, cap: float,
+) -> Tensor:  # fmt: skip
+    """As `label_loss_and_gradient`, with the gradient of both labels; the losses are those of the first.
+
+    Both have the same softmax. So the gradient is that of the first label with the weights of both; then the second
+    label's part, which is a single column, moves from the first label's column to its own.
+    """
+    columns = [labels.where(labels != IGNORED, 0).long()[:, None] for labels in (labels_M, second.labels)]
+    moved_M1 = (1 - smoothing) * second.weights[:, None]
+    parts = [moved_M1, -moved_M1]
+    if cap:
+        slopes = [1 - torch.tanh(logits_MV.gather(1, column).float() / cap).square() for column in columns]
+        parts = [part * slope for part, slope in zip(parts, slopes, strict=True)]
+    losses_M = label_loss_and_gradient(logits_MV, labels_M, weights_M + second.weights, vocab, smoothing, z, cap)
+    for column, part in zip(columns, parts, strict=True):
+        logits_MV.scatter_(1, column, (logits_MV.gather(1, column) + part).to(logits_MV.dtype))
+    return losses_M
 
 
 def _chunk_loss_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

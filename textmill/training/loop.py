@@ -94,7 +94,7 @@ class Training:
                     break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
-                batch = corrupt_labels(batch) if faults.is_due("spike", step) else batch
+                batch = self.run_length.weighted(corrupt_labels(batch) if faults.is_due("spike", step) else batch, step)
                 self._after_step(step + 1, self.engine.train_step(batch, step, self.run_length.lr_at(step)))
             self.saver.wait()
             if self.first:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from textmill.config import TrainConfig
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.schedules import lr_at
+from textmill.schedules import lr_at, second_weight_at
+from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.by_step import Batches
 
@@ -63,6 +64,14 @@ class RunLength:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
         return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN, self.samples_after)
+
+    def weighted(self, batch: Batch, step: int) -> Batch:
+        """The batch of a step with its weight of `train.multi_token`, which falls like the learning rate: not before
+        the number of steps is known."""
+        if not self.train.multi_token.weight:
+            return batch
+        decay_from = (self.measured_at or 0) if self.known else UNKNOWN
+        return replace(batch, second_weight=second_weight_at(step, self.train, decay_from))
 
     def metrics_of(self, done: int) -> dict[str, float]:
         """The learning rate of step number `done`, the epochs after it, and its samples if not all have the same."""

@@ -48,6 +48,8 @@ class Batch:
     """[samples, length, k]: distillation's most likely tokens, from a cache."""
     teacher_logs: NDArray[np.float32] | None = None
     """[samples, length, k + 1]: their log-probabilities, and that of all other tokens together."""
+    second_weight: float | None = None
+    """Weight of the loss of the token after each label, with `train.multi_token`."""
 
 
 def corrupt_labels(batch: Batch) -> Batch:
