@@ -6,7 +6,8 @@
 Documents whose line number modulo 100 is 7 are the validation split, the others the training split, each followed by an
 end-of-text token. The validation loss is that of the first 524,288 tokens, in windows of 1,024. The clock counts
 training steps only; the schedule is a cosine over the given seconds with 5% warm-up, unless `schedule` and `warmup`
-are set. `ramp=16:0.3` takes 16 samples a step in the first 30% of the seconds.
+are set. `ramp=16:0.3` takes 16 samples a step in the first 30% of the seconds; `multi_token=0.5:0.4` adds the loss of
+the token after the next, with a weight that falls from 0.5 to 0 in the first 40%.
 
 `then` separates the settings of several runs; each run starts with the settings of the one before.
 `optimizer=adamw` and `optimizer=muon` set the learning rate and batch of their preset; later arguments override these.
@@ -22,8 +23,8 @@ make it small enough for a CPU.
 Trials of the Llama family that have not run yet (docs/benchmarks.md has those that have), 25 s each, then 170 s:
 
     family=llama seconds=25 evaluations=0.4,0.7,0.85,0.95,1 shape=7x6x768 embedding_rate_factor=8 precision=fp8
-    set=untied:true,inner:1856,qk_norm:true
-    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true precision=auto
+    set=untied:true,inner:1856,qk_norm:true then precision=auto multi_token=0.5:0.5
+    then multi_token= shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true precision=auto
     then shape=7x6x768 set=untied:true,inner:1856 embedding_rate_factor=3 weight_decay=0.25 seconds=170 precision=fp8
     then shape=10x6x768
 """
@@ -35,7 +36,7 @@ import json
 import lzma
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ SETTINGS: dict[str, Any] = {
     "seconds": "60", "target": 4.416, "optimizer": "muon", **preset_settings("muon"), "weight_decay": 0.1,
     "beta2": 0.95, "embedding_rate_factor": 1.0, "family": "gpt2", "size": "small", "shape": "", "set": "",
     "vocab": END + 1, "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1,
-    "schedule": "cosine", "warmup": 0.05, "ramp": "", "evaluations": "0.1,0.25,0.4,0.55,0.7,0.75,0.8,0.85,0.9,0.95,1",
+    "schedule": "cosine", "warmup": 0.05, "ramp": "", "multi_token": "",
+    "evaluations": "0.1,0.25,0.4,0.55,0.7,0.75,0.8,0.85,0.9,0.95,1",
 }  # fmt: skip
 
 
@@ -158,6 +160,12 @@ def batch_size_at(done: float, settings: dict[str, Any]) -> int:
     return int(small) if small and done < float(until) else int(settings["batch"])
 
 
+def with_second_weight(batch: Batch, done: float, settings: dict[str, Any]) -> Batch:
+    """Return the batch with the weight of multi-token prediction after this fraction of the run."""
+    weight, _, until = settings["multi_token"].partition(":")
+    return replace(batch, second_weight=float(weight) * max(0.0, 1 - done / float(until))) if weight else batch
+
+
 def describe(settings: dict[str, Any], seconds: float, parameters: int) -> str:
     """Return the settings that differ from the defaults."""
     changed = [f"{key}={value}" for key, value in settings.items() if value != SETTINGS[key] and key != "seconds"]
@@ -167,17 +175,21 @@ def describe(settings: dict[str, Any], seconds: float, parameters: int) -> str:
 def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Curve:
     """Train for some seconds and measure the validation loss in between; print the curve and when it met the target."""
     order = shuffle_windows(settings, train)
+
+    def first_batch(size: int) -> Batch:
+        return with_second_weight(batch_at(train, order, 0, settings, size), 0.0, settings)
+
     started = time.perf_counter()
     engine, config = open_initial_engine(settings)
     sizes = dict.fromkeys([settings["batch"], batch_size_at(0.0, settings)])
     for step, size in enumerate([*sizes] * 4):  # these steps compile; then a new engine is opened and the clock starts
-        float(engine.train_step(batch_at(train, order, 0, settings, size), step, 0.0).loss)
+        float(engine.train_step(first_batch(size), step, 0.0).loss)
     del engine
     gc.collect()
     compiling = time.perf_counter() - started
     engine, config = open_initial_engine(settings)
     for size in sizes:
-        float(engine.train_step(batch_at(train, order, 0, settings, size), 0, 0.0).loss)
+        float(engine.train_step(first_batch(size), 0, 0.0).loss)
     curve = Curve(describe(settings, seconds, engine.facts()["parameters"]), compiling)
     spent, step, samples = 0.0, 0, 0
     for fraction in map(float, settings["evaluations"].split(",")):
@@ -185,7 +197,8 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
         while spent < fraction * seconds:
             rate = lr_at(int(spent / seconds * TICKS), config)
             size = batch_size_at(spent / seconds, settings)
-            last = engine.train_step(batch_at(train, order, samples, settings, size), step, rate)
+            batch = with_second_weight(batch_at(train, order, samples, settings, size), spent / seconds, settings)
+            last = engine.train_step(batch, step, rate)
             step, samples, spent = step + 1, samples + size, before + time.perf_counter() - started
         float(last.loss)
         spent = before + time.perf_counter() - started
