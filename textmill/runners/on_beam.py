@@ -23,9 +23,13 @@ from uuid import uuid4
 from textmill.errors import TextmillError
 from textmill.runners import Result, Shard
 
-# Beam warns of packages for Google's BigQuery, in every process that imports it.
-logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("apitools not found"))
 
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Beam warns of packages for Google's BigQuery, in every process that imports it."""
+    return not str(record.msg).startswith("apitools not found")
+
+
+logging.getLogger().addFilter(_is_needed)  # Beam logs it there, not in a logger of its own
 try:
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
@@ -33,6 +37,8 @@ try:
     from textmill.runners.beam_options import check_options
 except ImportError:
     raise TextmillError("runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'") from None
+finally:
+    logging.getLogger().removeFilter(_is_needed)
 
 if TYPE_CHECKING:
     from textmill.config import BeamRunner
