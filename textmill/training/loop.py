@@ -22,7 +22,7 @@ from textmill.tokens.splits import Splits
 from textmill.track import Trackers
 from textmill.training.divergence import SkippedUpdates
 from textmill.training.replica_check import check_replicas
-from textmill.training.run_folder import checkpoint_files, open_run_folder, take_snapshot
+from textmill.training.run_folder import RunState, checkpoint_files, open_run_folder, take_snapshot
 from textmill.training.run_length import RunLength
 from textmill.training.run_minutes import MinutesTimer
 from textmill.training.sample_prompts import write_samples
@@ -144,13 +144,13 @@ class Training:
 
     def _save(self, done: int, result: Step, metrics: dict[str, float]) -> bool:
         """Save, unless the loss is not finite; the last save waits until the token files are checked."""
-        loss, best, folder = result.loss, self.validation.best, self.run / f"step-{done:07d}"
         last = done == self.run_length.steps or self.validation.stops_early
-        if self.skipped_updates.refuses_save(done, loss, metrics, last=last, trackers=self.trackers):
+        if self.skipped_updates.refuses_save(done, result.loss, metrics, last=last, trackers=self.trackers):
             return False
         if last:
             run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
-        self.saver.save(take_snapshot(self.engine, done, self.start, self.run_length, loss, metrics, best, self.files))
+        state = RunState(done, self.start, self.run_length, result.loss, metrics, self.validation.best)
+        folder = self.saver.save(take_snapshot(self.engine, state, self.files))
         self.trackers.note(f"step {done}: saving {format_path(folder)}")
         if self.config.train.sample_prompts:
             self.saver.wait()

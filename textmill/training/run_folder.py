@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,27 +137,55 @@ def describe_engine(facts: dict[str, Any]) -> str:
     return f"{parameters:,} parameters{trained_part} on {device}, micro-batch {facts['micro_batch']}{compiling}"
 
 
-def take_snapshot(
-    engine: Any,
-    step: int,
-    start: Start,
-    run_length: RunLength,
-    loss: float,
-    metrics: dict[str, float],
-    best: BestStep,
-    files: dict[str, bytes],
-) -> Snapshot:
+@dataclass(frozen=True)
+class RunState:
+    """What a run knows after a step, besides what its engine holds."""
+
+    step: int
+    start: Start
+    run_length: RunLength
+    loss: float
+    metrics: dict[str, float]
+    """What was measured after this step."""
+    best: BestStep
+
+    def progress(self, engine: Any) -> dict[str, Any]:
+        """The content of progress.json. Losses and metrics are saved as hex, so that they are exact."""
+        start, run_length = self.start, self.run_length
+        exact_metrics = {name: value.hex() for name, value in self.metrics.items()}
+        return {
+            "step": self.step,
+            "updates": engine.updates(),
+            "samples": run_length.samples_after(self.step),
+            "tokens": run_length.tokens_after(self.step),
+            "loss": self.loss.hex(),
+            "valid_loss": exact_metrics.get(VALID_LOSS),
+            "metrics": exact_metrics,
+            "best": self.best.save_state(),
+            "made_from": start.made_from,
+            "changes": start.changes,
+            "ranges": start.ranges,
+            "sources": start.sources,
+            "textmill": __version__,
+            "scaling": engine.scaling(),
+            "spikes": engine.guard.save_state() if engine.guard else {},
+            "run_length": run_length.save_state(),
+        }
+
+
+def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snapshot:
     """Copy to host memory what this rank writes of a checkpoint.
 
     All ranks go through the names of all tensors in the same order. A `FilePlan` puts each tensor into a file and
     knows which rank writes that file; the engine copies a tensor only on that rank.
     """
+    start, max_bytes = state.start, int(state.run_length.train.checkpoints.max_file_gb * 1e9)
     family = open_family(start.shape.family)
     tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
     new_plan = partial(
         FilePlan,
         size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),  # moments are named KIND/WEIGHT
-        max_bytes=int(run_length.train.checkpoints.max_file_gb * 1e9),
+        max_bytes=max_bytes,
         rank=engine.ranks.rank,
         world=engine.ranks.world,
     )
@@ -172,41 +201,10 @@ def take_snapshot(
     weights += [(name, values) for name, values in start.changed_weights if add_weight(name)]
     moment_plan = new_plan("optimizer", first_writer=len(weight_plan.files))
     return Snapshot(
-        step=step,
+        step=state.step,
         weights=[(prefix + name, values) for name, values in weights],
         moments=list(engine.moments(moment_plan.add)),
-        progress=_progress(engine, step, start, run_length, loss, metrics, best),
+        progress=state.progress(engine),
         files=files,
         file_plans=(weight_plan, moment_plan),
     )
-
-
-def _progress(
-    engine: Any,
-    step: int,
-    start: Start,
-    run_length: RunLength,
-    loss: float,
-    metrics: dict[str, float],
-    best: BestStep,
-) -> dict[str, Any]:
-    """The content of progress.json. Losses and metrics are saved as hex, so that they are exact."""
-    exact_metrics = {name: value.hex() for name, value in metrics.items()}
-    return {
-        "step": step,
-        "updates": engine.updates(),
-        "samples": run_length.samples_after(step),
-        "tokens": run_length.tokens_after(step),
-        "loss": loss.hex(),
-        "valid_loss": exact_metrics.get(VALID_LOSS),
-        "metrics": exact_metrics,
-        "best": best.save_state(),
-        "made_from": start.made_from,
-        "changes": start.changes,
-        "ranges": start.ranges,
-        "sources": start.sources,
-        "textmill": __version__,
-        "scaling": engine.scaling(),
-        "spikes": engine.guard.save_state() if engine.guard else {},
-        "run_length": run_length.save_state(),
-    }

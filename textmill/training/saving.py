@@ -33,11 +33,12 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Start writing; first waits for the previous save and raises its error, if it failed."""
+    def save(self, snapshot: Snapshot) -> Path:
+        """Start writing and return the future folder; first waits for the previous save and raises its error."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
         self._thread.start()
+        return self.run / f"step-{snapshot.step:07d}"
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
