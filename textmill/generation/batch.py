@@ -76,6 +76,11 @@ class Batch:
         """Number of texts that may join."""
         return self.limit - len(self.running) - len(self.waiting)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no text runs or waits."""
+        return not self.running and not self.waiting
+
     def add(self, number: int, request: Request, max_new: int) -> None:
         """Let a text join at the next step; there must be a free slot."""
         ends = tuple(dict.fromkeys((self.tokenizer.end, *request.stop_ids)))

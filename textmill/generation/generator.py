@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,28 +88,30 @@ class Generator:
 
     def run(self, requests: list[Request], slots: int) -> Iterator[tuple[int, Event]]:
         """Run requests, up to `slots` at a time; yield each event with the request's index. An error ends all."""
-        max_new = [self.max_new_tokens(request) for request in requests]
-        waiting = iter(range(len(requests)))
-        lengths = [len(request.ids) + new for request, new in zip(requests, max_new, strict=True)]
-        longest = min(max(lengths, default=0), self.positions)
-        batch: Batch | None = None
+        indexed = [(index, request, self.max_new_tokens(request)) for index, request in enumerate(requests)]
+        sampled = [one for one in indexed if one[1].sample.beams == 1]
+        for index, request, max_new in indexed:
+            if request.sample.beams > 1:
+                yield index, self._beams.find(request, max_new)
+        if sampled:
+            yield from self._run_batch(sampled, slots)
+
+    def _run_batch(self, requests: list[tuple[int, Request, int]], slots: int) -> Iterator[tuple[int, Event]]:
+        """`run` without beam search; each request comes with its index and its number of new tokens."""
+        longest = max(len(request.ids) + max_new for _, request, max_new in requests)
+        batch = self.new_batch(min(slots, len(requests)), min(longest, self.positions))
+        waiting = deque(requests)
         try:
-            while True:
-                while (batch is None or batch.free) and (index := next(waiting, None)) is not None:
-                    if requests[index].sample.beams > 1:
-                        yield index, self._beams.find(requests[index], max_new[index])
-                        continue
-                    batch = batch or self.new_batch(min(slots, len(requests)), longest)
-                    batch.add(index, requests[index], max_new[index])
-                if batch is None or not (batch.running or batch.waiting):
-                    return
+            while waiting or not batch.is_empty:
+                while waiting and batch.free:
+                    batch.add(*waiting.popleft())
                 for index, event in batch.step():
                     if isinstance(event, Done) and event.reason == "error":
                         raise TextmillError(event.message)
                     yield index, event
         finally:
             # On a GPU the slots are reused: capturing their CUDA graphs takes longer than many a text.
-            self._spare_slots = batch.slots if batch and self.device.type == "cuda" else None
+            self._spare_slots = batch.slots if self.device.type == "cuda" else None
 
     def new_request(self, prompt: str, sample: SampleConfig) -> Request:
         """Return a request for a prompt."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,12 +102,23 @@ class UniformNumbers:
         return self.numbers_SN[step - self.first_step]
 
 
+class RowsWarper(NamedTuple):
+    """A sampling rule, and the rows that use it."""
+
+    key: str
+    """The setting's name."""
+    apply: Warper
+    rows_N: Tensor | None
+    """None: all rows."""
+    values_N1: Tensor
+    """The setting's value in each of the rows."""
+
+
 @dataclass(frozen=True)
 class SamplingRules:
     """Which rows use which rule, with which values; collected again when a text joins or leaves the batch."""
 
-    warpers: tuple[tuple[Warper, Tensor | None, Tensor], ...]
-    """A function, the rows that use it (None: all) and their values."""
+    warpers: tuple[RowsWarper, ...]
     any_sampled: bool
     """Whether any row has a temperature above 0."""
     sampled_N: Tensor | None
@@ -124,28 +136,40 @@ class SamplingRules:
 
 
 def collect_rules(states: Sequence[SamplingState], device: torch.device) -> SamplingRules:
-    """Collect the rules of all rows."""
-    sampled = [row for row, state in enumerate(states) if state.sample.temperature > 0]
-    warpers, used = [], set()
-    for key, neutral, function in WARPERS:
-        rows = [row for row in sampled if getattr(states[row].sample, key) != neutral]
-        if rows:
-            used.add(key)
-            values = [getattr(states[row].sample, key) for row in rows]
-            warper = partial(function, largest_k=max(values)) if key == "top_k" else function
-            rows_N = None if len(rows) == len(states) else copy_to_device(rows, device)
-            warpers.append((warper, rows_N, copy_to_device(values, device, torch.float32).unsqueeze(1)))
-    sampled_N = None
-    if sampled and len(sampled) < len(states):
-        sampled_N = copy_to_device([state.sample.temperature > 0 for state in states], device)
-    simple = sampled and sampled_N is None and used <= {"temperature", "top_k"}
-    top_k_only = new_top_k_sampling([state.sample for state in states], device) if simple else None
+    """Collect the rules of all rows.
+
+    Three texts, the first with temperature 0, the second with temperature 0.8, the third also with top_k 50: the warper
+    of the temperature has rows 1 and 2 and the values 0.8 and 0.8, that of top_k has row 2 and the value 50. Row 0 is
+    not sampled.
+    """
+    is_sampled = [state.sample.temperature > 0 for state in states]
+    warpers = _collect_warpers(states, is_sampled, device)
+    any_sampled, all_sampled = any(is_sampled), all(is_sampled)
+    sampled_N = copy_to_device(is_sampled, device) if any_sampled and not all_sampled else None
+    only_top_k = all_sampled and {warper.key for warper in warpers} <= {"temperature", "top_k"}
+    top_k_only = new_top_k_sampling([state.sample for state in states], device) if only_top_k else None
     adjusted = tuple(
         row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.counts_V is not None
     )
     below = tuple(row for row, state in enumerate(states) if state.new_tokens < state.sample.min_tokens)
     uniforms = UniformNumbers(states, device)
-    return SamplingRules(tuple(warpers), bool(sampled), sampled_N, top_k_only, uniforms, adjusted, below)
+    return SamplingRules(warpers, any_sampled, sampled_N, top_k_only, uniforms, adjusted, below)
+
+
+def _collect_warpers(
+    states: Sequence[SamplingState], is_sampled: Sequence[bool], device: torch.device
+) -> tuple[RowsWarper, ...]:
+    found = []
+    for key, neutral, function in WARPERS:
+        settings = [getattr(state.sample, key) for state in states]
+        rows = [row for row, value in enumerate(settings) if is_sampled[row] and value != neutral]
+        if rows:
+            values = [settings[row] for row in rows]
+            warper = partial(function, largest_k=max(values)) if key == "top_k" else function
+            rows_N = None if len(rows) == len(states) else copy_to_device(rows, device)
+            values_N1 = copy_to_device(values, device, torch.float32).unsqueeze(1)
+            found.append(RowsWarper(key, warper, rows_N, values_N1))
+    return tuple(found)
 
 
 def find_rows_below_min_tokens(states: Sequence[SamplingState], rules: SamplingRules) -> tuple[int, ...]:
@@ -157,16 +181,16 @@ def apply_rules(logits_NV: Tensor, states: Sequence[SamplingState], rules: Sampl
     """Apply bias, penalties, min_tokens and the warpers; a row is changed by its own rules only."""
     below = find_rows_below_min_tokens(states, rules)
     changed_NV = logits_NV.float()
-    in_place = rules.adjusted or below or any(rows_N is not None for _, rows_N, _ in rules.warpers)
+    in_place = rules.adjusted or below or any(warper.rows_N is not None for warper in rules.warpers)
     if changed_NV is logits_NV and in_place:
         changed_NV = logits_NV.clone()
     apply_bias_and_penalties(changed_NV, states, rules.adjusted)
     ban_end_tokens(changed_NV, states, below, rules.end_positions)
-    for warper, rows_N, values_N1 in rules.warpers:
+    for _, apply, rows_N, values_N1 in rules.warpers:
         if rows_N is None:
-            changed_NV = warper(changed_NV, values_N1)
+            changed_NV = apply(changed_NV, values_N1)
         else:
-            changed_NV[rows_N] = warper(changed_NV[rows_N], values_N1)
+            changed_NV[rows_N] = apply(changed_NV[rows_N], values_N1)
     return changed_NV
 
 

@@ -71,7 +71,7 @@ class Scheduler(ModelThread[NewText]):
             for sample, texts in product(WARM_UP_SAMPLES, sizes):
                 for number in range(texts):
                     self._batch.add(number, Request((self.tokenizer.end,), sample), 2)
-                while self._batch.running or self._batch.waiting:
+                while not self._batch.is_empty:
                     self._batch.step()
             warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")
 
