@@ -207,11 +207,11 @@ def sampling_settings(service: Service, body: SamplingBody, max_tokens: int | No
         message = f"max_tokens: {quote_value(max_tokens)} is above the server's limit of {limit}"
         raise HttpError(400, message, field="max_tokens")
     settings["max_tokens"] = max_tokens or min(service.sample.max_tokens, limit)
-    min_tokens = settings.get("min_tokens", 0)
-    if min_tokens > settings["max_tokens"]:
-        message = f"min_tokens: {quote_value(min_tokens)} is above max_tokens, {settings['max_tokens']}"
+    if body.min_tokens is None:
+        settings["min_tokens"] = min(service.sample.min_tokens, settings["max_tokens"])
+    elif body.min_tokens > settings["max_tokens"]:
+        message = f"min_tokens: {quote_value(body.min_tokens)} is above max_tokens, {settings['max_tokens']}"
         raise HttpError(400, message, field="min_tokens")
-    settings["min_tokens"] = min_tokens or min(service.sample.min_tokens, settings["max_tokens"])
     settings["seed"] = random.getrandbits(62) if body.seed is None else body.seed % 2**63
     return service.sample.model_copy(update={**settings, "prompt": None, "count": 1})
 
