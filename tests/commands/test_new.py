@@ -78,3 +78,24 @@ def test_a_few_records_of_usual_size_are_whole() -> None:
     Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
     assert main(["new", "mine", "--text", "a.jsonl", "--minutes", "1"]) == 0
     assert not open_where("mine", []).config.corpus.cut_records
+
+
+def test_a_folder_of_many_formats_and_fields() -> None:
+    """Windows line ends, byte order marks, an empty file, a file of one line, and a picture."""
+    Path("texts/deep").mkdir(parents=True)
+    turkish = [f"Değirmen {n} kez döner, ırmağın kıyısında şarkı söylenir." for n in range(60)]
+    korean = [f"물레방아가 강가에서 {n}번 돌아간다. 방앗간 주인은 곡식을 빻는다." for n in range(60)]
+    Path("texts/a.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(turkish[:30]).encode())
+    Path("texts/b.txt").write_bytes("\r\n\r\n".join(turkish[30:]).encode("cp1254"))
+    Path("texts/c.csv").write_text(
+        "no;metin\r\n" + "".join(f'{n};"{one}"\r\n' for n, one in enumerate(korean[:30])), encoding="utf-8"
+    )
+    rows = "".join(json.dumps({"content": one}, ensure_ascii=False) + "\r\n" for one in korean[30:])
+    Path("texts/deep/d.jsonl").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    Path("texts/e.txt").write_bytes(b"")
+    Path("texts/f.txt").write_text("Tek satır", encoding="utf-8")
+    Path("texts/g.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
+    assert main(["prepare", "mine", "corpus.documents=block"]) == 0
+    found = [document.text.strip() for document in open_corpus(Path("mine/corpus"))]
+    assert sorted(found) == sorted([*turkish, *korean, "Tek satır"])

@@ -94,5 +94,5 @@ def test_prepare_prints_what_it_detected(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "a.csv").write_bytes(rows.encode("utf-16-le"))
     corpus = {"sources": [str(tmp_path / "a.csv")], "folder": str(tmp_path / "corpus")}
     prepare(RunConfig.model_validate({"corpus": corpus}))
-    expected = "1 file read with delimiter semicolon, double quotes, a header, encoding utf-16-le"
-    assert expected in capsys.readouterr().out
+    expected = "1 file read with delimiter semicolon, double quotes, a header, encoding utf-16-le: "
+    assert f"{expected}{tmp_path / 'a.csv'}\n" in capsys.readouterr().out

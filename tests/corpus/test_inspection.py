@@ -40,6 +40,21 @@ def test_finds_a_nested_field(tmp_path: Path) -> None:
     assert facts(tmp_path / "e.jsonl", lines({"n": 1}, {"n": 2})).text_key is None
 
 
+def test_files_with_other_fields_are_read_too(tmp_path: Path) -> None:
+    def key_of(**files: list[dict[str, str]]) -> str | None:
+        folder = tmp_path / "-".join(files)
+        folder.mkdir()
+        for name, rows in files.items():
+            (folder / f"{name}.jsonl").write_text(lines(*rows))
+        return inspect_records(find_sources([str(folder)]), CorpusConfig()).text_key
+
+    texts, bodies, notes = ([{name: PROSE.format(n)} for n in range(5)] for name in ("text", "body", "note"))
+    assert key_of(a=texts, b=bodies, c=notes) == "text+body+note"
+    assert key_of(d=notes, e=notes) == "note"
+    both = [{"text": PROSE.format(n), "body": "a summary of it"} for n in range(5)]
+    assert key_of(f=both, g=bodies) == "text", "joined fields would change the texts of the first file"
+
+
 def test_finds_conversations(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     shares = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]

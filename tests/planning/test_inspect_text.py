@@ -123,6 +123,15 @@ def test_binary_files_get_one_message(
         inspect_text(find_sources(["a.jsonl"]), CorpusConfig(), (512,))
 
 
+def test_unreadable_records_are_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"text": f"mill {number}"} for number in range(40)] + [{"body": "river"}] * 20
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    inspect_text(find_sources([str(tmp_path / "a.jsonl")]), CorpusConfig(), (300,))
+    printed = capsys.readouterr().err
+    assert "20 of 60 records of a sample cannot be read, so that prepare will stop; the first: " in printed
+    assert "a.jsonl:41: no field 'text'; found ['body']" in printed
+
+
 def test_two_texts_are_both_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.machines import TWO_CORES
 

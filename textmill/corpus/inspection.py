@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 
 from textmill.config import CorpusConfig
 from textmill.corpus.accounts import format_count
@@ -20,6 +21,7 @@ from textmill.corpus.formats.json import sample_values
 from textmill.corpus.records import UnreadableRecord
 from textmill.corpus.source import SELF_COMPRESSED, Source
 from textmill.corpus.streams import BrokenStream, read_head
+from textmill.storage.files import format_path
 
 SHOWN_SOURCES = 200
 """Files whose layout is printed before they are read."""
@@ -59,7 +61,7 @@ class RecordFacts:
 class _Sample:
     """Records of a few sources, and what their bytes show."""
 
-    records: list[Record] = field(default_factory=list)
+    by_source: list[list[Record]] = field(default_factory=list)
     strings: list[str] = field(default_factory=list)
     """Texts without fields: of plain text files, or elements of a JSON list."""
     has_string_list: bool = False
@@ -68,8 +70,10 @@ class _Sample:
 
     def add(self, source: Source, config: CorpusConfig) -> None:
         """Read the start of a source."""
+        records: list[Record] = []
+        self.by_source.append(records)
         if source.format in SELF_COMPRESSED:
-            self.records += (arrow if source.format == "arrow" else parquet).sample_rows(source, SAMPLE_RECORDS)
+            records += (arrow if source.format == "arrow" else parquet).sample_rows(source, SAMPLE_RECORDS)
         if source.format in (*SELF_COMPRESSED, "mongo"):  # the layout of MongoDB documents is fixed
             return
         head, encoding = _read_head(source)
@@ -78,10 +82,10 @@ class _Sample:
         if source.format == "csv":
             dialect = find_dialect(source.address, text.encode(), config)
             self.dialects[dialect.delimiter, dialect.header] += 1
-            self.records += _csv_records(dialect.parse(text.splitlines(keepends=True)), dialect.header)
+            records += _csv_records(dialect.parse(text.splitlines(keepends=True)), dialect.header)
         elif source.format in ("json", "jsonl"):
             values = sample_values(text, is_lines=source.format == "jsonl")[:SAMPLE_RECORDS]
-            self.records += [value for value in values if isinstance(value, dict)]
+            records += [value for value in values if isinstance(value, dict)]
             strings = [value for value in values if isinstance(value, str)]
             self.strings += strings
             self.has_string_list |= bool(strings)
@@ -101,13 +105,14 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
     for source in sources[:: max(1, len(sources) // SAMPLE_SOURCES)][:SAMPLE_SOURCES]:
         with suppress(BrokenStream):  # prepare reports it
             sample.add(source, config)
-    records = sample.records
+    records = [record for part in sample.by_source for record in part]
     chat, text_key = _find_chat(records, config)
     if chat is not None:
         texts = [text for record in records for text in _turn_texts(record, chat, text_key)]
     elif records:
         text_key = _find_text_key(records, config.text_key)
         texts = [text for record in records for text in _texts_by_path(record).get(text_key or "", [])]
+        text_key = text_key and _add_other_keys(text_key, sample.by_source, config.text_key)
     else:
         text_key, texts = ("[]" if sample.has_string_list else config.text_key), sample.strings
     delimiter, header = sample.dialects.most_common(1)[0][0] if sample.dialects else (None, True)
@@ -124,18 +129,22 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
 
 def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
     """How files are read where that was detected: the dialect of CSV files, and encodings other than UTF-8."""
-    found: Counter[str] = Counter()
+    found: dict[str, list[str]] = {}
     for source in [source for source in sources if source.format not in (*SELF_COMPRESSED, "mongo")][:SHOWN_SOURCES]:
         with suppress(BrokenStream):  # it is reported when it is read
             parts = []
             if source.format == "csv":
                 parts.append(str(find_dialect(source.address, read_head(source), config)))
-            encoding = resolve_encoding(source.encoding, read_head(source, is_converted=False))
-            if encoding != "utf-8":
+            head = read_head(source, is_converted=False)
+            encoding = resolve_encoding(source.encoding, head)
+            if encoding != "utf-8" and (encoding.startswith("utf-") or not head.isascii()):
                 parts.append(f"encoding {encoding}")
             if parts:
-                found[", ".join(parts)] += 1
-    return [f"{format_count(count, 'file')} read with {how}" for how, count in found.items()]
+                found.setdefault(", ".join(parts), []).append(format_path(Path(source.name)))
+    return [
+        f"{format_count(len(names), 'file')} read with {how}: {names[0]}{' ...' if len(names) > 1 else ''}"
+        for how, names in found.items()
+    ]
 
 
 def _read_head(source: Source) -> tuple[bytes, str]:
@@ -191,6 +200,17 @@ def _find_text_key(records: list[Record], wanted: str) -> str | None:
         return (rank.get(path.replace("[]", "").rpartition(".")[2].lower(), 0) if is_long else -1), scores[path]
 
     return max(scores, key=preference)
+
+
+def _add_other_keys(text_key: str, by_source: Sequence[list[Record]], wanted: str) -> str:
+    """The key with those of the sources that lack it, as in "text+body"; such a key reads the fields that exist."""
+    keys = [text_key]
+    for records in by_source:
+        if records and not any(key in _texts_by_path(record) for record in records for key in keys):
+            keys += filter(None, [_find_text_key(records, wanted)])
+    every = [_texts_by_path(record) for records in by_source for record in records]
+    is_clear = all(sum(key in leaves for key in keys) <= 1 for leaves in every)  # else other fields would be joined
+    return "+".join(keys) if is_clear and not any("[]" in key or "+" in key for key in keys) else text_key
 
 
 def _prose_characters(text: str) -> int:

@@ -158,8 +158,12 @@ def check_quarantine(
     else:
         return
     first_records = "\n".join(f"  {bad}" for bad in islice(bad_records, SHOWN_BAD_RECORDS))
+    some = "corpus.text_key=" in first_records and total["quarantined"] < total["records"]
+    advice = (
+        " (corpus.text_key=text+body reads files with the field text and files with the field body)" if some else ""
+    )
     raise TextmillError(
         f"corpus.sources: {amount} are unreadable, more than corpus.max_unreadable={max_unreadable:g}:"
-        f"\n{first_records}\nall of them are in {path}; fix the files or the setting, "
+        f"\n{first_records}\nall of them are in {path}; fix the files or the setting{advice}, "
         f"or raise corpus.max_unreadable to continue without them"
     )

@@ -19,7 +19,7 @@ from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.source import Source, SourceChunk
 from textmill.corpus.sources import source_state, split_into_chunks
 from textmill.corpus.streams import decompress, open_raw
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.planning.facts import TextFacts
 from textmill.planning.stored_sizes import content_size
 from textmill.tokens.vocabulary.algorithms import train_bpe_on_texts
@@ -50,6 +50,7 @@ class _Sample:
     duplicate_bytes: int = 0
     documents: int = 0
     bad_records: int = 0
+    first_bad_record: str = ""
     pieces: int = 0
 
     def add(self, text: str, limit: int) -> int:
@@ -79,6 +80,9 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
     if not sample.texts:
         found = f"{sample.bad_records} unreadable records" if sample.bad_records else "no text"
         raise TextmillError(f"{sources[0].name}: found {found}; name files with text, or see textmill prepare --help")
+    if sample.bad_records > corpus.max_unreadable * sample.documents:
+        found = f"{sample.bad_records:,} of {sample.bad_records + sample.documents:,} records"
+        warn(f"{found} of a sample cannot be read, so that prepare will stop; the first: {sample.first_bad_record}")
     scale = total / read_bytes if read_bytes else 1.0
     return TextFacts(
         bytes=max(sample.bytes, round(sample.bytes * scale)),
@@ -115,6 +119,7 @@ def _texts(chunk: SourceChunk, corpus: CorpusConfig, sample: _Sample) -> Iterato
     for record in read_records(chunk, corpus):
         if isinstance(record, BadRecord):
             sample.bad_records += 1
+            sample.first_bad_record = sample.first_bad_record or str(record)
         elif record.turns is not None:
             yield "\n".join(text for _, text in record.turns)
         elif record.text:
