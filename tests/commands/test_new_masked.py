@@ -13,9 +13,10 @@ from textmill.cli import main
 from textmill.config import ModelConfig, RunConfig, ShapeConfig
 from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
+from textmill.models.llama.facts import Shape as LlamaShape
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import limit_vocabs
-from textmill.planning.plan import plan_for
+from textmill.planning.plan import auto_family, plan_for
 from textmill.planning.project_file import project_yaml
 from textmill.where import open_where
 
@@ -59,14 +60,23 @@ def test_the_head_costs_as_much_as_the_masked_tokens_need() -> None:
 
 
 @pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])
-def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts) -> None:
-    text = TextFacts(10**8, 10**4, 0.0, BYTES, {"Latin": 1.0})
+@pytest.mark.parametrize(("size", "untied"), [(10**8, True), (10**5, False)], ids=["few epochs", "many epochs"])
+def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts, size: int, untied: bool) -> None:
+    """An untied head, in few epochs, comes on top: it takes no more time."""
+    text = TextFacts(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
     plan = plan_for(text, machine, 5)
     written = project_yaml("x", ["a.txt"], RecordFacts(), text, machine, plan, family="llama")
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     assert config.model.family == "llama"
     shape = open_family("llama").shape_of(config.model, vocab=plan.vocab, end=0)
-    assert shape.parameters == pytest.approx(plan.parameters, rel=0.08)
+    assert isinstance(shape, LlamaShape)
+    assert shape.untied == untied
+    assert (config.train.embedding_rate_factor > 1) == untied
+    assert shape.parameters - untied * plan.vocab * plan.width == pytest.approx(plan.parameters, rel=0.08)
+
+
+def test_the_family_is_chosen_for_the_machine() -> None:
+    assert (auto_family(TWO_CORES), auto_family(H200)) == ("llama", "gpt2")
 
 
 @pytest.mark.long

@@ -20,17 +20,18 @@ from textmill.planning.facts import TextFacts
 from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
-from textmill.planning.plan import VOCABS, default_minutes, plan_for
+from textmill.planning.plan import VOCABS, auto_family, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
 from textmill.planning.project_file import project_yaml
 from textmill.storage.files import write_text
 from textmill.where import PROJECT
 
-AUTO_FAMILY = "gpt2"
-"""What `--family auto` chooses: the family whose plans were measured."""
+AUTO = "auto"
+"""The family that is chosen for the machine."""
+BUSY = 1.5
+"""A machine with more running processes than this for each core is too busy to be measured."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
-CUT_RECORDS = "\n  cut_records: true           # a few long records hold the text\n  section_chars:"
 
 
 def new(folder: str, text: str | Sequence[str], minutes: float | None = None, family: str = "auto") -> Path:
@@ -38,12 +39,11 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
 
     The settings are chosen so that `textmill run FOLDER` takes about `minutes`; default: until more does not help.
     """
-    family = AUTO_FAMILY if family == "auto" else family
-    if family not in SIZES:
-        raise TextmillError(f"--family: no family '{family}'; choose one of {', '.join(('auto', *SIZES))}")
+    if family not in (AUTO, *SIZES):
+        raise TextmillError(f"--family: no family '{family}'; choose one of {', '.join((AUTO, *SIZES))}")
     if not folder:
         raise TextmillError("new: the name of the folder is empty; write: textmill new DIR --text 'texts/*.txt'")
-    masked = open_family(family).OBJECTIVE == "masked"
+    masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     path, entries = Path(folder) / PROJECT, [text] if isinstance(text, str) else list(text)
     if path.exists():
         raise TextmillError(f"{path}: exists already; edit it, or name another folder")
@@ -58,8 +58,9 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     sources = [replace(source, encoding=encoding) for source in sources]
     if masked and records.chat:
         raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
-    facts, cut_records = _inspect(sources, records, encoding, masked)
+    facts = _inspect(sources, records, encoding, masked)
     machine = probe_machine()
+    _warn_of_busy_machine(machine.cores)
     minutes = minutes or default_minutes(facts, machine, masked)
     plan = plan_for(facts, machine, minutes, masked)
     large = plan.parameters >= LAW_PARAMETERS and not masked
@@ -69,9 +70,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    kind = {"masked" if masked else "family": family}
-    settings = project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind)
-    write_text(path, settings.replace("\n  section_chars:", CUT_RECORDS, 1) if cut_records else settings)
+    kind = {"masked": family} if masked else {"family": auto_family(machine) if family == AUTO else family}
+    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     files = format_count(len(sources), "file")
     print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
@@ -82,8 +82,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     return path
 
 
-def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> tuple[TextFacts, bool]:
-    """The facts of the text, and whether its records are to be cut into sections."""
+def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextFacts:
+    """The facts of the text."""
     shortest = MIN_SECTION if masked else 200
     corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
     section = 0
@@ -91,11 +91,11 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
         section = _section_chars(sum(source_state(source).bytes for source in sources), shortest)
         corpus["section_chars"] = section
     facts = replace(inspect_text(sources, CorpusConfig.model_validate(corpus), VOCABS), section=section)
-    cut_records = not section and not records.chat and _has_few_records(facts, shortest)
-    if cut_records:
-        section = _section_chars(facts.bytes, shortest)  # how many there will be is a rough guess
-        facts = replace(facts, section=section, documents=facts.bytes // (2 * section))
-    return limit_vocabs(facts) if masked else facts, cut_records
+    if not section and not records.chat and _has_few_records(facts, shortest):
+        section = _section_chars(facts.bytes, shortest)
+        few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
+        facts = replace(facts, cut_records=True, section=section, documents=few)
+    return limit_vocabs(facts) if masked else facts
 
 
 def _section_chars(size: int, shortest: int) -> int:
@@ -107,6 +107,16 @@ def _has_few_records(facts: TextFacts, shortest: int) -> bool:
     """Whether nearly all of the text is in a few records, each long enough for several sections."""
     size = facts.typical_document_bytes
     return size * FEW_DOCUMENTS > facts.bytes and size > 8 * _section_chars(facts.bytes, shortest)
+
+
+def _warn_of_busy_machine(cores: int) -> None:
+    """Warn if other programs use the machine: its speed was measured too low."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY * cores:
+        warn(
+            f"the machine is busy ({load:.0f} running processes, {cores} cores), so the plan is for a slow one; for a "
+            "better model repeat this command on an idle machine"
+        )
 
 
 def _warn_of_text(facts: TextFacts, encoding: str, path: Path) -> None:

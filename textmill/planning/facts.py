@@ -23,6 +23,8 @@ class TextFacts:
     """The fraction of letters in each script, the most frequent first."""
     section: int = 0
     """`corpus.section_chars` for plain text; 0: documents are given."""
+    cut_records: bool = False
+    """Whether records are cut into sections too, as plain text is."""
     typical_document_bytes: float = 0.0
     """Mean bytes of the documents, weighted by their bytes: where most of the text is, even if most documents are
     short."""

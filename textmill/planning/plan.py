@@ -30,6 +30,10 @@ MAX_EPOCHS = 25
 DROPOUT_EPOCHS = 18
 """Dropout pays from this many epochs on; below it costs speed and loss."""
 DROPOUT = 0.1
+UNTIED_EPOCHS = 12
+"""A head with weights of its own pays in fewer epochs than this; in more it learns the text by heart."""
+EMBEDDING_RATE_FACTOR = 4.0
+"""With such a head: the learning rate of the embeddings, as a multiple of the head's."""
 MASKED = 0.15
 """The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
 MAX_LENGTH, MASKED_LENGTH = 1024, 128
@@ -82,6 +86,11 @@ class Plan:
     """Estimated seconds of training."""
     compiled: bool
     """Whether the net is compiled: on a GPU, if that saves more time than it takes."""
+
+    @property
+    def untied(self) -> bool:
+        """Whether the head of a Llama has weights of its own."""
+        return self.epochs < UNTIED_EPOCHS
 
 
 def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: bool = False) -> Plan:
@@ -166,6 +175,15 @@ def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False
     if not plan.ends_early:
         return max_minutes
     return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
+
+
+def auto_family(machine: MachineFacts) -> str:
+    """The family that is best for a plan on this machine.
+
+    On a CPU a Llama needs fewer bits per byte in the same time; on a GPU its smaller steps are slower than GPT-2's, and
+    nothing was won (docs/autopilot.md).
+    """
+    return "llama" if machine.device == "cpu" else "gpt2"
 
 
 def layers_of(width: int) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 
-from textmill.config import ModelConfig
 from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import Row, masked_sections
-from textmill.planning.plan import MAX_EPOCHS, Plan, fitted_fraction
+from textmill.planning.plan import EMBEDDING_RATE_FACTOR, MAX_EPOCHS, Plan, fitted_fraction
 
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
@@ -37,8 +36,8 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
     sections = _sections(sources, records, text, plan)
     if machine.device == "cuda" and not plan.compiled:
         sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
-    if family != ModelConfig().family:
-        sections["model"].insert(0, ("family", family, "rotary positions, RMSNorm and a gated MLP"))
+    if family == "llama":
+        sections = _llama_sections(sections, plan)
     for section, rows in (masked_sections(sections, text, plan, masked) if masked else sections).items():
         lines.append(f"{section}:")
         lines += [_line(*row) for row in rows]
@@ -100,6 +99,18 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
     }  # fmt: skip
 
 
+def _llama_sections(sections: dict[str, list[Row]], plan: Plan) -> dict[str, list[Row]]:
+    """The sections of a plan, changed for a Llama."""
+    model: list[Row] = [("family", "llama", "rotary positions, RMSNorm and a gated MLP"), *sections["model"]]
+    train = sections["train"]
+    if plan.untied:
+        model.append(("  untied", "true", "a head with weights of its own, which takes no more time"))
+        rate: Row = ("embedding_rate_factor", EMBEDDING_RATE_FACTOR, "embeddings learn so much faster than the head")
+        at = [key for key, _, _ in train].index("weight_decay")
+        train = [*train[:at], rate, *train[at:]]
+    return {**sections, "model": model, "train": train}
+
+
 def _sample_rows(text: TextFacts) -> list[Row]:
     fraction = fitted_fraction(text)
     return [("fit_sample", fraction, "this fraction of the documents is enough")] if fraction < 1 else []
@@ -122,6 +133,8 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> l
         rows.append(("encoding", records.encoding, "of the files that are not UTF-8; a guess from their bytes"))
     if records.chat:
         rows.append(("chat", records.chat, "the records are conversations"))
+    if text.cut_records:
+        rows.append(("cut_records", "true", "a few long records hold the text"))
     if text.section:
         rows.append(("section_chars", text.section, "plain text is cut into documents of about this many characters"))
     few = text.documents <= 200
