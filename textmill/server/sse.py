@@ -73,10 +73,9 @@ class EventStream(Response):
                 ended, _ = await asyncio.wait(
                     {sender, disconnect}, timeout=STALLED_SECONDS / 4, return_when=asyncio.FIRST_COMPLETED
                 )
-            if not sender.done():
+            error = sender.exception() if sender.done() else None
+            if not sender.done() or isinstance(error, OSError):  # the client has left, or does not read
                 self.service.metrics.disconnects += 1
-                scope.setdefault("log_fields", {})["ended"] = "left"
-            elif isinstance(error := sender.exception(), OSError):
                 scope.setdefault("log_fields", {})["ended"] = "left"
             elif error is not None:
                 raise error
