@@ -1,4 +1,9 @@
-"""Limits connections: how many may be open, and how long a client may take to send a request or read a reply."""
+"""Limits connections: how many may be open, and how long a client may take to send a request or read a reply.
+
+A connection waits, with a timer and in `ConnectionPool.waiting`, until its client has sent a complete request. While
+the request is answered there is no timer. After the reply it waits for the next request, and another timer checks that
+the client reads the reply. A connection in `ConnectionPool.rejected` has got its last reply, and its input is ignored.
+"""
 
 from __future__ import annotations
 

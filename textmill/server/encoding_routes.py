@@ -38,7 +38,7 @@ def add_encoding(routes: APIRouter, service: Service) -> None:
     async def embeddings(body: EmbeddingBody, http: Request) -> Response:
         """Return a vector for each text."""
         check_model(service, body.model)
-        encoder = service.embedded
+        encoder = service.text_encoder
         if encoder is None:
             raise HttpError(400, "this model has no embeddings", code="cannot_embed")
         if body.dimensions is not None and body.dimensions != encoder.dimension:
@@ -58,13 +58,15 @@ def add_encoding(routes: APIRouter, service: Service) -> None:
     async def fill(body: FillBody, http: Request) -> Response:
         """Return the most likely tokens for each mask of a text."""
         check_model(service, body.model)
-        if service.masked is None:
+        if service.masked_texts is None:
             advice = "use POST /v1/completions" if service.generates else "use POST /v1/embeddings"
             raise HttpError(400, f"this model does not predict masked tokens; {advice}", code="cannot_fill")
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         _check_count(service, len(prompts), "prompt")
-        tokens = await asyncio.to_thread(_check_prompts, service.masked, prompts)
-        _check_choices(sum(prompt.count(service.masked.mask) for prompt in prompts), body.top_k or DEFAULT_CHOICES)
+        tokens = await asyncio.to_thread(_check_prompts, service.masked_texts, prompts)
+        _check_choices(
+            sum(prompt.count(service.masked_texts.mask) for prompt in prompts), body.top_k or DEFAULT_CHOICES
+        )
         _log(service, http, prompts)
         request = FillRequest(tuple(prompts), body.top_k or DEFAULT_CHOICES)
         filled = await _run(service, http, request, tokens)

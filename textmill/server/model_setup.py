@@ -36,11 +36,11 @@ def open_service(
     open_scheduler = open_scheduler or partial(open_remote_scheduler, embed=config.embed)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
     tokenizer, name = scheduler.tokenizer, serve.model_name or find_model_name(checkpoint)
-    embedded = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
-    masked = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
+    encoder = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
+    masked_texts = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
     return Service(
-        scheduler, serve, config.sample, name, checkpoint.step, template, key, generates=generates, embedded=embedded,
-        masked=masked,
+        scheduler, serve, config.sample, name, checkpoint.step, template, key, generates=generates,
+        text_encoder=encoder, masked_texts=masked_texts,
     )  # fmt: skip
 
 

@@ -59,8 +59,8 @@ def check_model(service: Service, name: str | None) -> None:
 def check_generates(service: Service) -> None:
     """Raise if the model does not continue texts."""
     if not service.generates:
-        paths = ["POST /fill"] if service.masked else []
-        paths += ["POST /v1/embeddings"] if service.embedded else []
+        paths = ["POST /fill"] if service.masked_texts else []
+        paths += ["POST /v1/embeddings"] if service.text_encoder else []
         message = "this model predicts masked tokens, not the next one, so it cannot continue texts or chat"
         raise HttpError(400, f"{message}; use {' or '.join(paths)}", code="cannot_generate")
 

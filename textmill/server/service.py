@@ -80,9 +80,9 @@ class Service:
     key: str | None = None
     generates: bool = True
     """Whether the model predicts the next token, so that it continues texts."""
-    embedded: TextEncoder | None = None
+    text_encoder: TextEncoder | None = None
     """How texts are encoded for embeddings, if the model has them."""
-    masked: MaskedTexts | None = None
+    masked_texts: MaskedTexts | None = None
     """How texts with masks are encoded, if the model predicts masked tokens."""
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
@@ -112,12 +112,13 @@ class Service:
             "max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt,
             "inputs": self.config.max_inputs,
         }  # fmt: skip
-        embedding = self.embedded and {"dimensions": self.embedded.dimension, "tokens": self.embedded.longest}
+        encoder = self.text_encoder
+        embedding = None if encoder is None else {"dimensions": encoder.dimension, "tokens": encoder.longest}
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill",
             "max_model_len": self.scheduler.positions, "step": self.step, "vocab": self.scheduler.vocab,
             "chat": self.template is not None, "sample": sample, "limits": limits, "generate": self.generates,
-            "mask": None if self.masked is None else self.masked.mask, "embedding": embedding,
+            "mask": None if self.masked_texts is None else self.masked_texts.mask, "embedding": embedding,
         }  # fmt: skip
 
     def problem(self) -> str:
