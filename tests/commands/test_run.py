@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from textmill.cli import main
+from textmill.commands import next_steps
 from textmill.commands import run as command
+from textmill.commands.prepare import prepare
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.planning.verdict import State
@@ -48,7 +50,7 @@ def test_without_a_valid_loss_more_text_is_proposed_and_no_tuning(tmp_path: Path
     settings = {"folder": str(tmp_path), "corpus": {"sources": ["a.txt"]}, "train": {"minutes": 1}}
     config = RunConfig.model_validate(settings)
     states: tuple[State, ...] = ("unknown", "limited by the text")
-    unknown, limited = (command._improving_commands(config, state, "here") for state in states)
+    unknown, limited = (next_steps.improving_commands(config, state, "here") for state in states)
     assert unknown == ["textmill new larger --text 'more texts/*.txt'"]
     assert "textmill tune here --minutes 60" in limited
 
@@ -58,7 +60,7 @@ def test_a_longer_run_has_all_of_the_text(count: int, tmp_path: Path) -> None:
     sources = [f"text {number}.txt" for number in range(count)]
     settings = {"folder": str(tmp_path), "corpus": {"sources": sources}, "train": {"minutes": 2}}
     state: State = "undertrained"
-    longer, _ = command._improving_commands(RunConfig.model_validate(settings), state, "here")
+    longer, _ = next_steps.improving_commands(RunConfig.model_validate(settings), state, "here")
     words = shlex.split(longer)
     named = [word for before, word in pairwise(words) if before == "--text"]
     assert named == sources or words == ["textmill", "train", "here", "train.minutes=8"]
@@ -136,3 +138,21 @@ def test_results_of_an_earlier_version_are_not_computed_again(
     other = config.model_copy(update={"sample": config.sample.model_copy(update={"seed": 7})})
     command._summarize(other, tmp_path, checkpoint)
     assert len(used) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("<b>3</b> Değirmen döner.", "Değirmen döner"),
+        ("1. 물레방아가 강가에서 돌아간다.", "물레방아가 강가에서"),
+        ("水车在河边慢慢地转动着，", "水车在河边慢慢地"),
+        ("12 34\n", "Once more"),
+    ],
+)
+def test_the_proposed_prompt_is_of_the_language_of_the_text(text: str, prompt: str, tmp_path: Path) -> None:
+    rows = [{"text": f"{text} {number}"} for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    corpus = {"sources": [str(tmp_path / "a.jsonl")], "split": [50, 50, 0]}
+    config = RunConfig.model_validate({"folder": str(tmp_path), "corpus": corpus, "runner": {"workers": 1}})
+    prepare(config)
+    assert next_steps._prompt_of(config) == prompt

@@ -7,39 +7,29 @@ generation are kept in summary.json: a second call prints them without computing
 
 from __future__ import annotations
 
-import itertools
-import os
-import shlex
-from contextlib import redirect_stderr, suppress
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
+from textmill.commands.next_steps import print_next_steps
 from textmill.commands.prepare import prepare
-from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig
-from textmill.config.model import is_family_file
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.engines.early_import import import_torch_meanwhile
-from textmill.errors import TextmillError
 from textmill.evaluation import format_tables
 from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.generation.encoders.fill import fill
-from textmill.models import Shape, label_head_of, open_family, own_options, read_shape
-from textmill.planning.project_file import second_generation
+from textmill.models import Shape, label_head_of, open_family, read_shape
 from textmill.planning.verdict import (
     RunFacts,
-    State,
     describe_forecast,
     describe_quality,
     describe_state,
     read_valid_curve,
-    state_of,
 )
 from textmill.processes.command_time import CommandTime
 from textmill.storage.files import format_path, read_json, write_json
@@ -51,13 +41,10 @@ from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
 from textmill.training.teacher_cache import cache_teacher
-from textmill.where import open_where
 
 SUMMARY = "summary.json"
 OLD_INPUTS = "asked"
 """The name of `inputs` in a summary of an earlier version."""
-MAX_NAMED_SOURCES = 8
-"""A proposed command that names the sources names all of them; for more, another one is proposed."""
 
 
 def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
@@ -91,7 +78,7 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         vocab = read_shape(checkpoint).vocab
         for line in [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]:
             print(line)
-    _print_next_steps(config, checkpoint, facts)
+    print_next_steps(config, checkpoint, facts, evaluated=_evaluates(config))
     return folder
 
 
@@ -196,91 +183,6 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
     _headline(6, f"{'fill' if config.train.layout == 'masked' else 'generate'}: done already")
     for text in summary["texts"]:
         print(text)
-
-
-def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
-    where = shlex.join(_where_of(config))
-    only_textmill = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
-    adapter = is_adapter(checkpoint)
-    opened_by = (
-        "only textmill opens it"
-        if only_textmill
-        else f"{'an adapter: PEFT' if adapter else 'transformers'} can open it"
-    )
-    print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
-    if config.corpus.labels:
-        print(f"  textmill evaluate {where} evaluate.text=FILE")
-    elif config.train.layout == "masked":
-        print(f"  textmill fill {where} sample.prompt='a text with [MASK]'")
-        print(f"  textmill embed {where} 'a text' 'another text'")
-        if not _evaluates(config):
-            print(f"  textmill evaluate {where} evaluate.tasks=pseudo_perplexity evaluate.sample=1000")
-    elif config.train.layout == "chat":
-        print(f"  textmill chat {where}")
-    else:
-        print(f"  textmill generate {where} sample.prompt={shlex.quote('Once more')} sample.count=3")
-    for line in _improving_commands(config, state_of(facts), where):
-        print(f"  {line}")
-
-
-def _where_of(config: RunConfig) -> list[str]:
-    """WHERE of the commands to type next: the root folder if it opens with these settings, else the run's folder."""
-    run = config.folder_of("train")
-    for folder in (Path(config.folder), run):
-        words = [format_path(folder)]
-        with suppress(TextmillError), redirect_stderr(StringIO()):  # what it warns of was printed at the start
-            if _are_same(open_where(words[0], []).config, config):
-                return words
-    # A family's file is code, which runs only if the user names it.
-    own = [f"model.family={config.model.family}"] if is_family_file(config.model.family) else []
-    return [format_path(run), *own]
-
-
-def _are_same(opened: RunConfig, config: RunConfig) -> bool:
-    """Whether both read and write the same folders with the same results."""
-    folders = all(opened.folder_of(stage).resolve() == config.folder_of(stage).resolve() for stage in STAGE_FOLDERS)
-    return folders and opened.results(*STAGE_FOLDERS, "model") == config.results(*STAGE_FOLDERS, "model")
-
-
-def _improving_commands(config: RunConfig, state: State, where: str) -> list[str]:
-    """Commands that would make the model better, by what limits it now."""
-    train, name = config.train, config.model.family
-    if config.corpus.labels:
-        if not train.epochs or state == "overfitting":
-            return []
-        return [f"textmill train {where} train.epochs={2 * train.epochs:g}"]
-    family = f" --family {name}" if name in SIZES and name != ModelConfig().family else ""
-    run = format_path(config.folder_of("train"))
-    tune = f"textmill tune {where} --minutes 60"
-    with_more_text = f"textmill new {_free_name('larger')} --text 'more texts/*.txt'{family}"
-    if state == "overfitting":
-        decay = f"train.weight_decay={max(0.1, 2 * train.weight_decay):g}"
-        return [f"textmill run {where} {decay} train.folder={shlex.quote(run + '-2')}", tune]
-    if state == "unknown":  # without a valid split nothing can be tuned, and nobody knows whether more time helps
-        return [with_more_text]
-    if state == "limited by the text":
-        if train.distil.teachers or train.layout == "masked":
-            return [tune, with_more_text]
-        return [second_generation(where, run), tune, with_more_text]
-    if train.minutes is None:
-        return [
-            f"textmill train {where} train.{train.unit}={2 * getattr(train, train.unit)}",
-            f"textmill new {(mine := _free_name('mine'))} --text 'texts/*.txt'{family} && textmill run {mine}",
-        ]
-    if len(config.corpus.sources) > MAX_NAMED_SOURCES:
-        return [f"textmill train {where} train.minutes={4 * train.minutes:g}", tune]
-    sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources)
-    return [f"textmill new {_free_name('longer')} {sources}{family} --minutes {4 * train.minutes:g}", tune]
-
-
-def _free_name(name: str) -> str:
-    """A folder that does not exist: `new` refuses one that does."""
-    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(one for one in names if not os.path.exists(one))
-
-
-def _short_path(source: str) -> str:
-    return format_path(Path(source)) if os.path.isabs(source) else source
 
 
 def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
