@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, expand_ranges, gather_ranges
 from textmill.tokens.batches.packed import number_spans
 from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
 from textmill.tokens.batches.shuffle import permute, shuffle_in_epoch
@@ -92,7 +92,7 @@ class ChatLayout:
         first = self.firsts[bins]
         per_sample = np.append(self.firsts[1:], len(self.store))[bins] - first
         rows = np.repeat(np.arange(len(samples)), per_sample)
-        positions = np.arange(len(rows)) + np.repeat(first - (np.cumsum(per_sample) - per_sample), per_sample)
+        positions = expand_ranges(first, per_sample)
         return rows, self._document_at(positions)
 
 

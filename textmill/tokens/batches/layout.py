@@ -54,15 +54,20 @@ class Layout(Protocol):
         ...
 
 
-def gather_ranges(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Concatenate the ranges ids[start : start + count], with no Python loop over tokens or ranges.
+def expand_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of all ranges start, start + 1 ... start + count - 1, with no Python loop over numbers or ranges.
 
-    Starts [0, 5] and counts [2, 3] -> ids[[0, 1, 5, 6, 7]]
+    Starts [0, 5] and counts [2, 3] -> [0 1 5 6 7]
     """
-    before = np.cumsum(counts) - counts
-    positions = np.repeat(starts - before, counts)
-    positions += np.arange(len(positions))
-    gathered: NDArray[np.int32] = ids[positions].astype(np.int32)
+    numbers_before = np.cumsum(counts) - counts
+    numbers = np.repeat(starts - numbers_before, counts)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
+def gather_ranges(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Concatenate the ranges ids[start : start + count]."""
+    gathered: NDArray[np.int32] = ids[expand_ranges(starts, counts)].astype(np.int32)
     return gathered
 
 

@@ -1,5 +1,14 @@
-"""The masked layout: BERT's sentence pairs, or RoBERTa's full sentences, packed into samples and masked again in each
-epoch."""
+"""The masked layout of BERT and RoBERTa: samples of one or more spans of text, with other tokens masked in each epoch.
+
+A span is a sentence pair (sentence_pairs.py) or full sentences without a pair (full_sentences.py). Two sentence pairs
+"a b | c" and "d | e" in one sample of 12 tokens ("-" in labels is -100; the second pair is in the wrong order):
+
+    inputs       [CLS] a [MASK] [SEP] c [SEP] [CLS] d [SEP] e [SEP] [PAD]
+    labels         -   -   b      -   -   -     -   -   -   -   -     -
+    documents      1   1   1      1   1   1     2   2   2   2   2     0
+    types          0   0   0      0   1   1     0   0   0   1   1     0
+    pair_labels    0   -   -      -   -   -     1   -   -   -   -     -
+"""
 
 from __future__ import annotations
 
@@ -15,7 +24,7 @@ from textmill.errors import TextmillError
 from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.full_sentences import FullSentences
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, expand_ranges, gather_ranges
 from textmill.tokens.batches.masked_tokens import MaskedTokens
 from textmill.tokens.batches.masking import choose_tokens, replace_tokens
 from textmill.tokens.batches.packed import number_spans
@@ -32,20 +41,24 @@ MIN_LENGTH = 8
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Spans with their special tokens, joined: [CLS] A [SEP] B [SEP] [CLS] A [SEP] ..."""
+class JoinedSpans:
+    """Some spans with their special tokens, one after the other: [CLS] A [SEP] B [SEP] [CLS] A [SEP] B [SEP] ...
+
+    Each array has one entry per token, but `starts` and `lengths` have one per span.
+    """
 
     ids: NDArray[np.int32]
     types: NDArray[np.int32]
-    """0 in A and up to its [SEP], 1 after it."""
-    starts: NDArray[np.bool_]
-    """True where a sentence or a segment starts."""
+    """0 in A and its [SEP], 1 in B and its [SEP]."""
+    is_sentence_start: NDArray[np.bool_]
+    starts: Numbers
+    """The position of each span's [CLS]."""
     lengths: Numbers
     """The tokens of each span, special ones included."""
 
 
 class MaskedLayout:
-    """Samples of one or more spans of text, isolated from each other. Without a seed, in the order of the packing.
+    """Samples of one or more spans, isolated from each other. Without a seed, in the order of the packing.
 
     Which spans share a sample is fixed for the run; each epoch shuffles the samples, cuts the spans into pairs again
     and masks other tokens. All of it is computed from the seed, the epoch and the number of the span.
@@ -55,19 +68,96 @@ class MaskedLayout:
         self, store: TokenStore, *, length: int, seed: int | None, tokens: MaskedTokens, settings: MaskedConfig,
         vocab: int | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
+        """`folder` is for a cache of the packing; None: it is computed in memory."""
         if length < MIN_LENGTH:
             raise TextmillError(
                 f"train.length: {length} is too short for train.layout=masked; set at least {MIN_LENGTH}"
             )
         self.store, self.length, self.seed, self.tokens, self.vocab = store, length, seed, tokens, vocab
         self.ids, self.sentences = np.asarray(store.ids), Sentences(store)
-        self.source = self._new_source(settings, 0 if seed is None else seed)
+        self.source = self._open_source(settings)
         self.special_tokens = self.source.segments + 1
-        self.spans, self.row_starts = self._open_spans(settings, folder)
+        """The special tokens of a span: [CLS], and a [SEP] after each segment."""
+        self.spans, self.row_starts = self._open_packing(settings, folder)
+        """The spans in the order of the samples that they are packed into, and the first span of each sample."""
         store.advise(random=seed is not None)
         self.samples_per_epoch = len(self.row_starts) - 1
 
-    def _new_source(self, settings: MaskedConfig, seed: int) -> SentencePairs | FullSentences:
+    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+        """The samples with these numbers."""
+        rows, spans, keys = self._find_spans(samples)
+        segments = self.source.find_segments(spans, keys)
+        joined = self._join(segments)
+        check_ids(joined.ids, self.vocab, self.store.prefix)
+
+        rule = self.tokens.rule
+        is_predicted = choose_tokens(joined.ids, joined.lengths, keys, rule, joined.is_sentence_start)
+        inputs = replace_tokens(joined.ids, is_predicted, joined.lengths, keys, rule)
+        labels = np.where(is_predicted, joined.ids, np.int32(IGNORED))
+        documents = np.repeat(number_spans(rows), joined.lengths)
+
+        tokens_per_row = np.bincount(rows, joined.lengths, len(samples)).astype(np.int64)
+        is_text = np.arange(self.length) < tokens_per_row[:, None]
+        pair_labels = None
+        if segments.labels is not None:
+            pair_labels = _split_into_rows(_label_pairs(joined, segments.labels), is_text, IGNORED)
+        return SampleArrays(
+            inputs=_split_into_rows(inputs, is_text, self.tokens.pad),
+            labels=_split_into_rows(labels, is_text, IGNORED),
+            documents=_split_into_rows(documents, is_text, 0),
+            types=_split_into_rows(joined.types, is_text, 0),
+            pair_labels=pair_labels,
+        )
+
+    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
+        """The documents in these samples, each once per sample."""
+        rows, spans, keys = self._find_spans(samples)
+        documents_of_segments = self.source.find_documents(spans, keys)
+        pairs = np.concatenate([np.stack([rows, documents], axis=1) for documents in documents_of_segments])
+        found = np.unique(pairs, axis=0)
+        return SampleDocuments(found[:, 0], found[:, 1])
+
+    def _find_spans(self, samples: NDArray[np.int64]) -> tuple[Numbers, Numbers, NDArray[np.uint64]]:
+        """(row, span, key of its random numbers in this epoch) for every span in these samples."""
+        epochs = samples // self.samples_per_epoch
+        packed = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
+        first = np.asarray(self.row_starts[packed])
+        spans_per_row = np.asarray(self.row_starts[packed + 1]) - first
+        rows = np.repeat(np.arange(len(samples)), spans_per_row)
+        numbers = expand_ranges(first, spans_per_row)
+        numbers_in_run = epochs[rows] * len(self.spans) + numbers
+        return rows, self.spans[numbers], hash_counters(numbers_in_run, self.seed or 0, _SPANS_KEY)
+
+    def _join(self, segments: Segments) -> JoinedSpans:
+        """Spans of A = 2 and B = 1 tokens, then 1 and 1: [CLS] at 0 and 6, [SEP] at 3, 5 and 8, 10."""
+        lengths = segments.counts.sum(axis=1) + self.special_tokens
+        span_starts = np.cumsum(lengths) - lengths
+        separators = span_starts[:, None] + np.cumsum(segments.counts + 1, axis=1)
+        segment_starts = separators - segments.counts
+
+        is_special = np.zeros(int(lengths.sum()), np.bool_)
+        is_special[span_starts] = True
+        is_special[separators] = True
+        ids = np.empty(len(is_special), np.int32)
+        ids[span_starts] = self.tokens.cls
+        ids[separators] = self.tokens.sep
+        ids[~is_special] = gather_ranges(self.ids, segments.starts.ravel(), segments.counts.ravel())
+
+        types = (np.arange(len(ids)) > np.repeat(separators[:, 0], lengths)).astype(np.int32)
+        is_sentence_start = np.zeros(len(ids), np.bool_)
+        is_sentence_start[self._locate_sentences(segments, segment_starts)] = True
+        return JoinedSpans(ids, types, is_sentence_start, span_starts, lengths)
+
+    def _locate_sentences(self, segments: Segments, segment_starts: Numbers) -> Numbers:
+        """The positions in the joined spans where sentences start; the segments start at `segment_starts` there."""
+        begins = segments.starts.ravel()
+        ends = begins + segments.counts.ravel()
+        first = self.sentences.count_before(begins, "left")
+        sentences_per_segment = self.sentences.count_before(ends, "left") - first
+        in_store = self.sentences.starts(expand_ranges(first, sentences_per_segment))
+        return in_store + np.repeat(segment_starts.ravel() - begins, sentences_per_segment)
+
+    def _open_source(self, settings: MaskedConfig) -> SentencePairs | FullSentences:
         documents, begin, end = len(self.store), self.tokens.begin, self.tokens.end
         if settings.pairs == "none":
             return FullSentences(
@@ -75,105 +165,31 @@ class MaskedLayout:
             )
         return SentencePairs(
             self.ids, self.sentences, documents=documents, label=settings.pairs, longest=self.length - 3,
-            short_probability=settings.short_probability, seed=seed, begin=begin, end=end,
+            short_probability=settings.short_probability, seed=self.seed or 0, begin=begin, end=end,
         )  # fmt: skip
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
-        """The samples with these numbers."""
-        rows, spans, keys = self._find(samples)
-        segments = self.source.find_segments(self.spans[spans], keys)
-        joined = self._join(segments)
-        check_ids(joined.ids, self.vocab, self.store.prefix)
-        rule = self.tokens.rule
-        chosen = choose_tokens(joined.ids, joined.lengths, keys, rule, joined.starts)
-        used = np.bincount(rows, joined.lengths, len(samples)).astype(np.int64)
-        filled = np.arange(self.length) < used[:, None]
-
-        def in_rows(values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
-            array = np.full(filled.shape, padding, np.int32)
-            array[filled] = values
-            return array
-
-        pair_labels = None
-        if segments.labels is not None:
-            first = np.zeros_like(joined.ids) + np.int32(IGNORED)
-            first[np.cumsum(joined.lengths) - joined.lengths] = segments.labels
-            pair_labels = in_rows(first, IGNORED)
-        return SampleArrays(
-            in_rows(replace_tokens(joined.ids, chosen, joined.lengths, keys, rule), self.tokens.pad),
-            in_rows(np.where(chosen, joined.ids, np.int32(IGNORED)), IGNORED),
-            documents=in_rows(np.repeat(number_spans(rows), joined.lengths), 0),
-            types=in_rows(joined.types, 0),
-            pair_labels=pair_labels,
-        )
-
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The documents in these samples, each once per sample."""
-        rows, spans, keys = self._find(samples)
-        columns = self.source.find_documents(self.spans[spans], keys)
-        pairs = np.concatenate([np.stack([rows, documents], axis=1) for documents in columns])
-        found = np.unique(pairs, axis=0)
-        return SampleDocuments(found[:, 0], found[:, 1])
-
-    def _find(self, samples: NDArray[np.int64]) -> tuple[Numbers, Numbers, NDArray[np.uint64]]:
-        """(row, span, key of its random numbers) for every span in these samples."""
-        packed = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
-        first = np.asarray(self.row_starts[packed])
-        per_row = np.asarray(self.row_starts[packed + 1]) - first
-        rows = np.repeat(np.arange(len(samples)), per_row)
-        spans = np.arange(len(rows)) + np.repeat(first - (np.cumsum(per_row) - per_row), per_row)
-        counters = (samples // self.samples_per_epoch)[rows] * len(self.spans) + spans
-        return rows, spans, hash_counters(counters, self.seed or 0, _SPANS_KEY)
-
-    def _join(self, segments: Segments) -> Joined:
-        counts = segments.counts
-        lengths = counts.sum(1) + self.special_tokens
-        ends = np.cumsum(lengths)
-        ids = np.full(int(lengths.sum()), self.tokens.sep, np.int32)
-        ids[ends - lengths] = self.tokens.cls
-        after = (ends - lengths)[:, None] + 1 + np.cumsum(counts + 1, axis=1)  # where each segment and its [SEP] end
-        is_text = np.ones(len(ids), np.bool_)
-        is_text[ends - lengths] = False
-        is_text[(after - 1).ravel()] = False
-        ids[is_text] = gather_ranges(self.ids, segments.starts.ravel(), counts.ravel())
-        types = (np.arange(len(ids)) >= np.repeat(after[:, 0], lengths)).astype(np.int32)
-        return Joined(ids, types, self._sentence_starts(segments, after - 1 - counts, len(ids)), lengths)
-
-    def _sentence_starts(self, segments: Segments, places: Numbers, size: int) -> NDArray[np.bool_]:
-        """Where sentences start in the joined spans, whose segments start at `places`."""
-        is_start = np.zeros(size, np.bool_)
-        starts, counts = segments.starts.ravel(), segments.counts.ravel()
-        first = self.sentences.count_before(starts, "left")
-        number = self.sentences.count_before(starts + counts, "left") - first
-        sentences = np.arange(number.sum()) + np.repeat(first - (np.cumsum(number) - number), number)
-        is_start[self.sentences.starts(sentences) + np.repeat(places.ravel() - starts, number)] = True
-        return is_start
-
-    def _open_spans(self, settings: MaskedConfig, folder: Path | None) -> tuple[Numbers, Numbers]:
-        """(spans in the order of the rows, where each row starts): in memory, or memory-mapped from a cache file.
-
-        One process writes the cache file while the others wait.
-        """
+    def _open_packing(self, settings: MaskedConfig, folder: Path | None) -> tuple[Numbers, Numbers]:
+        """`_pack_spans`, memory-mapped from a cache file; one process writes it while the others wait."""
         if folder is None:
             return self._pack_spans(settings)
-        stat = self.store.index.path.stat()
-        documents = [self.store.first_document, self.store.document_count]
-        rules = [settings.pairs, settings.pack, settings.short_probability, self.length, self.seed or 0]
-        tokens = [self.tokens.begin, self.tokens.end]
-        key = hash_json([str(self.store.prefix.resolve()), stat.st_size, stat.st_mtime_ns, *documents, *rules, *tokens])
-        path = folder / f"{self.store.prefix.name}-{key[:20]}.spans"
+        path = folder / f"{self.store.prefix.name}-{self._cache_key(settings)}.spans"
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(path.with_name("lock"), None):
             if not path.exists():
-                spans, starts = self._pack_spans(settings)
-                with atomic_writer(path) as stream:
-                    for part in (np.array([len(spans)]), spans, starts):
-                        stream.write(np.ascontiguousarray(part, np.int64).data)
-        mapped = np.memmap(path, np.int64, "r")
-        count = int(mapped[0])
-        return mapped[1 : 1 + 3 * count].reshape(-1, 3), mapped[1 + 3 * count :]
+                _write_packing(path, *self._pack_spans(settings))
+        return _map_packing(path)
+
+    def _cache_key(self, settings: MaskedConfig) -> str:
+        """A hash of all that the packing depends on."""
+        stat = self.store.index.path.stat()
+        index = [str(self.store.prefix.resolve()), stat.st_size, stat.st_mtime_ns]
+        documents = [self.store.first_document, self.store.document_count]
+        rules = [settings.pairs, settings.pack, settings.short_probability, self.length, self.seed or 0]
+        tokens = [self.tokens.begin, self.tokens.end]
+        return hash_json([*index, *documents, *rules, *tokens])[:20]
 
     def _pack_spans(self, settings: MaskedConfig) -> tuple[Numbers, Numbers]:
+        """(spans in the order of the rows, the first span of each row and where the last row ends)."""
         spans = np.concatenate([np.zeros((0, 3), np.int64), *self.source.find_spans()])
         if not len(spans):
             missing = (
@@ -185,12 +201,41 @@ class MaskedLayout:
             raise TextmillError(f"{self.store.prefix}: {missing}")
         if not settings.pack:
             return spans, np.arange(len(spans) + 1)
-        order, starts = pack_rows(spans[:, 2] + self.special_tokens, self.length)
-        return spans[order], starts
+        max_tokens = spans[:, 2]
+        order, row_starts = pack_rows(max_tokens + self.special_tokens, self.length)
+        return spans[order], row_starts
+
+
+def _split_into_rows(values: NDArray[np.int32], is_text: NDArray[np.bool_], padding: int) -> NDArray[np.int32]:
+    """[rows, length] with the values, in order, where `is_text` is true, and padding elsewhere."""
+    rows = np.full(is_text.shape, padding, np.int32)
+    rows[is_text] = values
+    return rows
+
+
+def _label_pairs(joined: JoinedSpans, labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The label of each span at its [CLS]; -100 elsewhere."""
+    pair_labels = np.full(len(joined.ids), IGNORED, np.int32)
+    pair_labels[joined.starts] = labels
+    return pair_labels
+
+
+def _write_packing(path: Path, spans: Numbers, row_starts: Numbers) -> None:
+    """Write the number of spans, three numbers per span, and the row starts, all as int64."""
+    with atomic_writer(path) as stream:
+        for numbers in (np.array([len(spans)]), spans, row_starts):
+            stream.write(np.ascontiguousarray(numbers, np.int64).data)
+
+
+def _map_packing(path: Path) -> tuple[Numbers, Numbers]:
+    """The spans and row starts of `_write_packing`."""
+    numbers = np.memmap(path, np.int64, "r")
+    spans_end = 1 + 3 * int(numbers[0])
+    return numbers[1:spans_end].reshape(-1, 3), numbers[spans_end:]
 
 
 def has_spans(store: TokenStore, settings: MaskedConfig) -> bool:
-    """Whether a store gives at least one sample."""
-    sentences = Sentences(store)
-    counts = np.diff(sentences.first_of(np.arange(len(store) + 1)))
-    return bool((counts > (settings.pairs != "none")).any())
+    """True if a store gives at least one sample."""
+    sentences_per_document = np.diff(Sentences(store).first_of(np.arange(len(store) + 1)))
+    needed = 1 if settings.pairs == "none" else 2
+    return bool((sentences_per_document >= needed).any())

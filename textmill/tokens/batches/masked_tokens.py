@@ -23,9 +23,9 @@ class MaskedTokens:
     sep: int
     pad: int
     begin: int | None
-    """The token that may be before each document of the store; it is left out."""
+    """The token that may be at the start of each document in the store; samples do not contain it."""
     end: int
-    """The token that may be after each document of the store; it is left out."""
+    """The token that may be at the end of each document in the store; samples do not contain it."""
     rule: MaskingRule
 
 
@@ -38,16 +38,27 @@ def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> Masked
             f"the tokenizer has no {missing}, which train.layout=masked needs; set tokenizer.kind=wordpiece, or "
             f"tokenizer.kind=unigram with tokenizer.special_tokens=<mask>, and make the tokenizer again"
         )
-    starts, special = find_word_starts(tokenizer)
+    pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
+    return MaskedTokens(
+        cls=cls, sep=tokenizer.separator, pad=pad, begin=tokenizer.begin, end=tokenizer.end,
+        rule=_masking_rule(tokenizer, mask, settings),
+    )  # fmt: skip
+
+
+def _masking_rule(tokenizer: TextTokenizer, mask: int, settings: MaskedConfig) -> MaskingRule:
+    word_starts, special = find_word_starts(tokenizer)
     if special.all():
         raise TextmillError("the tokenizer has only special tokens, so nothing can be masked; fit one on text")
     weights = None
     if settings.counts is not None:
         counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint)
         weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
-    rule = MaskingRule(
-        mask, special, starts if settings.whole_words else None, settings.probability, settings.max_predictions,
-        settings.max_ngram, weights,
-    )  # fmt: skip
-    pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
-    return MaskedTokens(cls, tokenizer.separator, pad, tokenizer.begin, tokenizer.end, rule)
+    return MaskingRule(
+        mask=mask,
+        special=special,
+        word_starts=word_starts if settings.whole_words else None,
+        probability=settings.probability,
+        max_predictions=settings.max_predictions,
+        max_ngram=settings.max_ngram,
+        weights=weights,
+    )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, expand_ranges, gather_ranges
 from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
 from textmill.tokens.batches.shuffle import permute
 from textmill.tokens.store import TokenStore
@@ -149,7 +149,7 @@ class PackedLayout:
         last = np.searchsorted(ends, stream_starts + counts - 1, side="right")
         per_range = last - first + 1
         ranges = np.repeat(np.arange(len(rows)), per_range)
-        positions = np.arange(len(ranges)) + np.repeat(first - (np.cumsum(per_range) - per_range), per_range)
+        positions = expand_ranges(first, per_range)
         document_stops = np.asarray(ends[positions])
         document_begins = np.where(positions > 0, np.asarray(ends[np.maximum(positions - 1, 0)]), 0)
         starts = np.maximum(stream_starts[ranges], document_begins)
