@@ -99,3 +99,18 @@ def test_a_folder_of_many_formats_and_fields() -> None:
     assert main(["prepare", "mine", "corpus.documents=block"]) == 0
     found = [document.text.strip() for document in open_corpus(Path("mine/corpus"))]
     assert sorted(found) == sorted([*turkish, *korean, "Tek satır"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "a.txt: the file is empty; name files with text"),
+        ("a.jsonl", '{"n": 1}\n', "found 1 unreadable record, the first: a.jsonl:1: no field 'text'; found ['n']"),
+        ("b.txt", "words", "--text: nothing matches 'a.*'"),
+    ],
+)
+def test_texts_that_cannot_be_used(name: str, content: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(name).write_text(content, encoding="utf-8")
+    assert main(["new", "mine", "--text", name if name.startswith("a") else "a.*"]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("mine").exists()

@@ -109,7 +109,7 @@ def test_odd_texts_get_a_plan_that_opens(
     assert main(["new", "mine", "--text", "a.txt", "--minutes", "0.5"]) == 0
     assert open_where("mine", []).config.train.minutes in (0.5, None)
     few = kind in ("one document", "all duplicates", "two kilobytes", "one repeated line")
-    assert ("different documents of" in capsys.readouterr().err) == few
+    assert ("different document" in capsys.readouterr().err) == few
 
 
 def test_binary_files_get_one_message(

@@ -49,10 +49,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         raise TextmillError(f"{path}: exists already; edit it, or name another folder")
     if minutes is not None and minutes <= 0:
         raise TextmillError(f"--minutes: found {minutes:g}; give a number above 0")
-    sources = find_sources(entries, skip=[Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")])
-    total = sum(source_state(source).bytes for source in sources)
-    if not total:
-        raise TextmillError(f"{', '.join(entries)}: {len(sources)} files, all empty; name files with text")
+    sources = _find_texts(entries, folder)
     records = inspect_records(sources, CorpusConfig())
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
     sources = [replace(source, encoding=encoding) for source in sources]
@@ -80,6 +77,17 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
+
+
+def _find_texts(entries: list[str], folder: str) -> list[Source]:
+    try:
+        found = find_sources(entries, skip=[Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")])
+    except TextmillError as error:
+        raise TextmillError(str(error).replace("corpus.sources", "--text")) from None
+    if not any(source_state(source).bytes for source in found):
+        empty = "the file is empty" if len(found) == 1 else f"all of {len(found):,} files are empty"
+        raise TextmillError(f"{', '.join(entries)}: {empty}; name files with text")
+    return found
 
 
 def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextFacts:
@@ -125,8 +133,9 @@ def _warn_of_text(facts: TextFacts, encoding: str, path: Path) -> None:
         warn(f"files that are not UTF-8 look like {encoding}; if that is wrong, change corpus.encoding in {path}")
     if facts.different_documents < FEW_DOCUMENTS:
         warn(
-            f"the text has about {facts.different_documents} different documents of {facts.documents:,}: probably too "
-            "few for valid and test splits, so that nobody can tell how good the model is; add text"
+            f"the text has about {format_count(facts.different_documents, 'different document')} of "
+            f"{facts.documents:,}: probably too few for valid and test splits, so that nobody can tell how good the "
+            "model is; add text"
         )
 
 

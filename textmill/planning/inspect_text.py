@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from textmill.config import CorpusConfig, TokenizerConfig
+from textmill.corpus.accounts import format_count
 from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.source import Source, SourceChunk
 from textmill.corpus.sources import source_state, split_into_chunks
@@ -78,7 +79,9 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
     chunks = split_into_chunks(sources, corpus.documents)
     sample, read_bytes = _read_sample(chunks, corpus)
     if not sample.texts:
-        found = f"{sample.bad_records} unreadable records" if sample.bad_records else "no text"
+        found = "no text"
+        if sample.bad_records:
+            found = f"{format_count(sample.bad_records, 'unreadable record')}, the first: {sample.first_bad_record}"
         raise TextmillError(f"{sources[0].name}: found {found}; name files with text, or see textmill prepare --help")
     if sample.bad_records > corpus.max_unreadable * sample.documents:
         found = f"{sample.bad_records:,} of {sample.bad_records + sample.documents:,} records"
