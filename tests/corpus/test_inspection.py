@@ -55,6 +55,14 @@ def test_files_with_other_fields_are_read_too(tmp_path: Path) -> None:
     assert key_of(f=both, g=bodies) == "text", "joined fields would change the texts of the first file"
 
 
+@pytest.mark.parametrize(
+    "names", ["Question,ANSWER", "질문,답변", "Soru,Yanıt", "soru,cevap", "问题,回答", "質問,回答"]
+)
+def test_finds_questions_and_answers_by_their_columns(names: str, tmp_path: Path) -> None:
+    rows = "".join(f"is it {n}?,yes\n" for n in range(5))
+    assert facts(tmp_path / "a.csv", f"{names}\n{rows}").chat == "pairs"
+
+
 def test_finds_conversations(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     shares = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]

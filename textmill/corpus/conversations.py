@@ -30,6 +30,10 @@ PAIR_NAMES = (
     ("query", "response"),
     ("instruction", "response"),
     ("질문", "답변"),
+    ("soru", "cevap"),
+    ("soru", "yanıt"),
+    ("问题", "回答"),
+    ("質問", "回答"),
 )
 """Common names of the question and the answer column, compared without case."""
 TURN_LISTS = {"messages": "messages", "sharegpt": "conversations"}

@@ -222,9 +222,8 @@ def _new_source(path: str) -> Source:
     file_format = format_from_name(name)
     if file_format is None:
         extension = os.path.splitext(name)[1].lower()
-        raise TextmillError(
-            f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}"
-        )
+        what = f"'{extension}'" if extension else "a file without an extension"
+        raise TextmillError(f"{name}: cannot read {what}; textmill reads {EXTENSIONS}")
     if not os.access(name, os.R_OK):
         raise TextmillError(f"{name}: not readable; change its permissions or remove it from corpus.sources")
     return Source(name, name, file_format)
