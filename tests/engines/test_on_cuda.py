@@ -193,4 +193,4 @@ def test_a_pass_that_waits_for_the_gpu_runs_without_a_graph(monkeypatch: pytest.
 
     monkeypatch.setattr(engine.run_pass, "run_pass", waits)
     assert run(engine, range(4)) == expected
-    assert engine.run_pass.most_graphs == 0
+    assert engine.run_pass.max_graphs == 0
