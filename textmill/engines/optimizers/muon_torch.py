@@ -135,11 +135,11 @@ class Stack:
         grads = self._stacked([matrix.parameter.grad for matrix in self.matrices])  # type: ignore[misc]
         return divide_by_norm(self.blend(self.momenta, grads, self.beta, clip, finite, self.precision))
 
-    def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
-        """After `gather`: decay the weights by `lr` and subtract steps x `rate`."""
+    def apply(self, steps: Tensor, lr: float, step_size: float, finite: Tensor) -> None:
+        """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
         for decay, views in self.decays.items():
             torch._foreach_mul_(views, torch.where(finite, 1 - lr * decay, 1.0))
-        scaled = (steps.float() * (torch.where(finite, rate, 0.0) * self.rates)).unsqueeze(1).unbind()
+        scaled = (steps.float() * (torch.where(finite, step_size, 0.0) * self.rates)).unsqueeze(1).unbind()
         views = [matrix.view(matrix.parameter.detach()) for matrix in self.matrices]
         torch._foreach_sub_(views, [matrix.unstacked(one) for matrix, one in zip(self.matrices, scaled, strict=True)])
 

@@ -1,12 +1,20 @@
 """Muon on a GPU with three Triton kernels: gather gradients into a stack, divide by norms, apply steps to weights.
 
-B matrices of R rows and C columns, R <= C. A program handles a square tile of one matrix and reads and writes its rows
-in the parameter's layout; tall matrices are transposed inside the tile. A momentum has its parameter's layout.
+A stack is B matrices of R rows and C columns, R <= C; a tall matrix is stacked as its transpose. Weights, gradients and
+momenta stay in the layout of the parameter, of which a matrix is only some rows. A parameter [12, 4] of 2 heads:
+
+    row of the parameter   0  1   2  3   4  5   6  7   8  9  10 11
+                           q      k      v      q      k      v      `groups=2`, a head each
+
+The keys are rows 2, 3, 8 and 9, so their `MatrixLayout` has rows_per_group 2, gap 4 (rows 4 to 7) and first_row 2.
+
+Each program of `_gather` and `_apply` handles a square tile of one matrix, and transposes it if the matrix is tall.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,84 +25,117 @@ from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
-SIDE, WARPS = 64, 8
+TILE_SIDE, WARPS = 64, 8
 """Rows and columns of a tile, and warps per tile."""
 BLOCK = 4096
 """Elements per program of `_divide`."""
 
 
+class MatrixLayout(NamedTuple):
+    """Which rows of a parameter are a matrix; the kernels read these numbers in this order."""
+
+    is_tall: bool
+    """True if it has more rows than columns."""
+    rows_per_group: int
+    gap: int
+    """Rows of other matrices between its rows of one group and those of the next."""
+    first_row: int
+    """Its first row in the parameter."""
+    first_matrix: int
+    """The number in the stack of the parameter's first matrix."""
+
+
+def matrix_layouts(weight: Weight, parameter: Tensor, first_matrix: int) -> list[MatrixLayout]:
+    """The matrices of a parameter, the first of which has this number in the stack."""
+    rows, columns = parameter.shape
+    layouts = []
+    for part in weight.part_rows:
+        rows_per_group = part.stop - part.start
+        is_tall = rows_per_group * weight.groups > columns
+        gap = rows // weight.groups - rows_per_group
+        layouts.append(MatrixLayout(is_tall, rows_per_group, gap, part.start, first_matrix))
+    return layouts
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(places, matrix, R, C, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's tile: its rows and columns in the parameter's layout, and their offsets in the parameter."""
-    tile, across = tl.program_id(0), tl.cdiv(C, S)
-    entry = places + matrix * 5
-    tall, D, gap, start, first = (
-        tl.load(entry) != 0,
-        tl.load(entry + 1),
-        tl.load(entry + 2),
-        tl.load(entry + 3),
-        tl.load(entry + 4),
-    )
-    high, wide = tl.where(tall, C, R), tl.where(tall, R, C)
-    rows = tl.where(tall, tile % across, tile // across) * S + tl.arange(0, S)
-    columns = tl.where(tall, tile // across, tile % across) * S + tl.arange(0, S)
-    at = (start + rows + rows // D * gap)[:, None] * wide + columns[None, :]
-    return tall, first, rows, columns, rows < high, columns < wide, at
+def _locate_tile(layouts, matrix, R, C, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's tile, not transposed: its rows and columns, which of them exist, and its parameter offsets."""
+    tile, tiles_across = tl.program_id(0), tl.cdiv(C, SIDE)
+    layout = layouts + matrix * 5
+    is_tall = tl.load(layout) != 0
+    rows_per_group = tl.load(layout + 1)
+    gap = tl.load(layout + 2)
+    first_row = tl.load(layout + 3)
+    first_matrix = tl.load(layout + 4)
+    matrix_rows, matrix_columns = tl.where(is_tall, C, R), tl.where(is_tall, R, C)
+    rows = tl.where(is_tall, tile % tiles_across, tile // tiles_across) * SIDE + tl.arange(0, SIDE)
+    columns = tl.where(is_tall, tile // tiles_across, tile % tiles_across) * SIDE + tl.arange(0, SIDE)
+    parameter_rows = first_row + rows + rows // rows_per_group * gap
+    offsets = parameter_rows[:, None] * matrix_columns + columns[None, :]
+    return is_tall, first_matrix, rows, columns, rows < matrix_rows, columns < matrix_columns, offsets
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    places, gradients, momenta, stack, norms, clip, finite, R, C, rate, S: tl.constexpr,
+    layouts, gradients, momenta, stack, tile_norms, clip, finite, R, C, gradient_weight, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Update a tile of a momentum with weight `rate`; write Nesterov's look-ahead into the stack, and its norm."""
+    """Update a tile of a momentum; write Nesterov's look-ahead into the stack, and the norm of this tile."""
     matrix = tl.program_id(1).to(tl.int64)
-    tall, first, rows, columns, real_rows, real_columns, at = _tile(places, matrix, R, C, S)
-    inside = real_rows[:, None] & real_columns[None, :]
-    updated, own = tl.load(finite), momenta + first.to(tl.int64) * R * C + at
-    momentum = tl.load(own, mask=inside, other=0.0)
-    gradient = tl.load(load_pointer(gradients, matrix) + at, mask=inside, other=0.0)
-    gradient = tl.where(updated, gradient * tl.load(clip), 0.0)
-    momentum = tl.where(updated, momentum + (gradient - momentum) * rate, momentum)
-    tl.store(own, momentum, mask=inside)
-    ahead = (momentum - (momentum - gradient) * rate).to(stack.dtype.element_ty)
-    rounded = ahead.to(tl.float32)
-    tl.store(norms + matrix * tl.num_programs(0) + tl.program_id(0), tl.sqrt(tl.sum(tl.sum(rounded * rounded, 1), 0)))
-    to = stack + matrix * R * C
-    if tall:
-        tl.store(
-            to + columns[:, None] * C + rows[None, :], tl.trans(ahead), mask=real_columns[:, None] & real_rows[None, :]
-        )
+    is_tall, first_matrix, rows, columns, row_exists, column_exists, offsets = _locate_tile(layouts, matrix, R, C, SIDE)
+    exists = row_exists[:, None] & column_exists[None, :]
+    is_finite = tl.load(finite)
+    momentum_tile = momenta + first_matrix.to(tl.int64) * R * C + offsets
+    momentum = tl.load(momentum_tile, mask=exists, other=0.0)
+    gradient = tl.load(load_pointer(gradients, matrix) + offsets, mask=exists, other=0.0)
+    gradient = tl.where(is_finite, gradient * tl.load(clip), 0.0)
+    momentum = tl.where(is_finite, momentum + (gradient - momentum) * gradient_weight, momentum)
+    tl.store(momentum_tile, momentum, mask=exists)
+    look_ahead = (momentum - (momentum - gradient) * gradient_weight).to(stack.dtype.element_ty)
+    rounded = look_ahead.to(tl.float32)
+    tile_norm = tile_norms + matrix * tl.num_programs(0) + tl.program_id(0)
+    tl.store(tile_norm, tl.sqrt(tl.sum(tl.sum(rounded * rounded, 1), 0)))
+    stacked = stack + matrix * R * C
+    if is_tall:
+        transposed_exists = column_exists[:, None] & row_exists[None, :]
+        tl.store(stacked + columns[:, None] * C + rows[None, :], tl.trans(look_ahead), mask=transposed_exists)
     else:
-        tl.store(to + rows[:, None] * C + columns[None, :], ahead, mask=inside)
+        tl.store(stacked + rows[:, None] * C + columns[None, :], look_ahead, mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _divide(stack, norms, size, tiny, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _divide(stack, norms, matrix_size, min_norm, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divide each matrix by its norm."""
-    matrix, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
-    own = stack + matrix * size + at
-    values = tl.load(own, mask=at < size, other=0.0).to(tl.float32) / tl.maximum(tl.load(norms + matrix), tiny)
-    tl.store(own, values.to(stack.dtype.element_ty), mask=at < size)
+    matrix = tl.program_id(1).to(tl.int64)
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    block = stack + matrix * matrix_size + offsets
+    exists = offsets < matrix_size
+    values = tl.load(block, mask=exists, other=0.0).to(tl.float32)
+    norm = tl.maximum(tl.load(norms + matrix), min_norm)
+    tl.store(block, (values / norm).to(stack.dtype.element_ty), mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply(  # type: ignore[no-untyped-def]
-    places, rules, weights, steps, finite, R, C, lr, rate, S: tl.constexpr,
+    layouts, rules, weights, steps, finite, R, C, lr, step_size, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Decay a tile of a weight and apply its step; both are small, so they are summed before they are subtracted."""
+    """Decay a tile of a weight and apply its step; both are small, so they are summed before they are subtracted.
+
+    `rules` has two numbers per matrix: the factor of its learning rate, and that factor x its weight decay.
+    """
     matrix = tl.program_id(1).to(tl.int64)
-    tall, _, rows, columns, real_rows, real_columns, at = _tile(places, matrix, R, C, S)
-    inside = real_rows[:, None] & real_columns[None, :]
-    own, of = load_pointer(weights, matrix) + at, steps + matrix * R * C
-    weight = tl.load(own, mask=inside, other=0.0)
-    if tall:
-        mask = real_columns[:, None] & real_rows[None, :]
-        step = tl.trans(tl.load(of + columns[:, None] * C + rows[None, :], mask=mask, other=0.0))
+    is_tall, _, rows, columns, row_exists, column_exists, offsets = _locate_tile(layouts, matrix, R, C, SIDE)
+    exists = row_exists[:, None] & column_exists[None, :]
+    weight_tile = load_pointer(weights, matrix) + offsets
+    stacked = steps + matrix * R * C
+    weight = tl.load(weight_tile, mask=exists, other=0.0)
+    if is_tall:
+        transposed_exists = column_exists[:, None] & row_exists[None, :]
+        step = tl.trans(tl.load(stacked + columns[:, None] * C + rows[None, :], mask=transposed_exists, other=0.0))
     else:
-        step = tl.load(of + rows[:, None] * C + columns[None, :], mask=inside, other=0.0)
+        step = tl.load(stacked + rows[:, None] * C + columns[None, :], mask=exists, other=0.0)
     decay = weight * (lr * tl.load(rules + matrix * 2 + 1))
-    change = decay + step.to(tl.float32) * (rate * tl.load(rules + matrix * 2))
-    tl.store(own, tl.where(tl.load(finite), weight - change, weight), mask=inside)
+    change = decay + step.to(tl.float32) * (step_size * tl.load(rules + matrix * 2))
+    tl.store(weight_tile, tl.where(tl.load(finite), weight - change, weight), mask=exists)
 
 
 class FusedStack:
@@ -105,46 +146,54 @@ class FusedStack:
         members: list[tuple[Weight, nn.Parameter, Rule]],
         shape: tuple[int, int],
         momentum: float,
-        tiny: float,
+        min_norm: float,
     ) -> None:
-        self.shape, self.rate, self.tiny = shape, 1 - momentum, tiny
+        """`shape` is R and C; all matrices of the members have it."""
+        self.shape, self.gradient_weight, self.min_norm = shape, 1 - momentum, min_norm
         self.parameters = [parameter for _, parameter, _ in members]
-        self.counts = [parameter.numel() // math.prod(shape) for parameter in self.parameters]
-        places: list[tuple[int, ...]] = []
+        self.matrices_per_parameter = [parameter.numel() // math.prod(shape) for parameter in self.parameters]
+        layouts: list[MatrixLayout] = []
         rules: list[tuple[float, float]] = []
-        for (weight, parameter, rule), count in zip(members, self.counts, strict=True):
-            places += _places(weight, parameter, len(places))
+        for (weight, parameter, rule), count in zip(members, self.matrices_per_parameter, strict=True):
+            layouts += matrix_layouts(weight, parameter, len(layouts))
             rules += [(rule.rate, rule.rate * rule.decay)] * count
-        device, self.matrices = self.parameters[0].device, len(places)
-        self.places = torch.tensor(places, dtype=torch.int32, device=device)
+        device, self.matrix_count = self.parameters[0].device, len(layouts)
+        self.layouts = torch.tensor(layouts, dtype=torch.int32, device=device)
         self.rules = torch.tensor(rules, dtype=torch.float32, device=device)
-        self.flat = torch.zeros(self.matrices * math.prod(shape), device=device)
-        parts = self.flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        self.flat_momenta = torch.zeros(self.matrix_count * math.prod(shape), device=device)
+        sizes = [parameter.numel() for parameter in self.parameters]
         self.momenta = {
-            parameter: part.view(parameter.shape) for parameter, part in zip(self.parameters, parts, strict=True)
+            parameter: values.view(parameter.shape)
+            for parameter, values in zip(self.parameters, self.flat_momenta.split_with_sizes(sizes), strict=True)
         }
-        self.grid = triton.cdiv(shape[0], SIDE) * triton.cdiv(shape[1], SIDE), self.matrices
-        self.known: tuple[int, ...] = ()
+        tiles = triton.cdiv(shape[0], TILE_SIDE) * triton.cdiv(shape[1], TILE_SIDE)
+        self.grid = tiles, self.matrix_count
+        self.known_addresses: tuple[int, ...] = ()
         """Addresses of weights and gradients at the last step; those of a CUDA graph do not change."""
 
     def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
         """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
-        (R, C), device = self.shape, self.flat.device
-        gradients = [_fitting(parameter.grad) for parameter in self.parameters]
+        (R, C), device = self.shape, self.flat_momenta.device
+        gradients = [_to_kernel_format(parameter.grad) for parameter in self.parameters]
         self._update_addresses(gradients)
-        stack = torch.empty(self.matrices, R, C, dtype=torch.bfloat16, device=device)
-        norms = torch.empty(self.matrices, self.grid[0], device=device)
-        arguments = self.places, self.addresses[1], self.flat, stack, norms, clip, finite, R, C, self.rate
-        _gather[self.grid](*arguments, S=SIDE, num_warps=WARPS)
-        totals = torch.linalg.vector_norm(norms, dim=1)
-        _divide[triton.cdiv(R * C, BLOCK), self.matrices](stack, totals, R * C, self.tiny, N=BLOCK, num_warps=WARPS)
+        stack = torch.empty(self.matrix_count, R, C, dtype=torch.bfloat16, device=device)
+        tile_norms = torch.empty(self.matrix_count, self.grid[0], device=device)
+        _gather[self.grid](
+            self.layouts, self.gradient_addresses, self.flat_momenta, stack, tile_norms, clip, finite, R, C,
+            self.gradient_weight, SIDE=TILE_SIDE, num_warps=WARPS,
+        )  # fmt: skip
+        norms = torch.linalg.vector_norm(tile_norms, dim=1)
+        blocks = triton.cdiv(R * C, BLOCK)
+        _divide[blocks, self.matrix_count](stack, norms, R * C, self.min_norm, BLOCK_SIZE=BLOCK, num_warps=WARPS)
         return stack
 
-    def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
-        """After `gather`: decay the weights by `lr` and subtract steps x `rate`."""
+    def apply(self, steps: Tensor, lr: float, step_size: float, finite: Tensor) -> None:
+        """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
         # Converted to floats: an integer would compile another kernel.
-        arguments = self.places, self.rules, self.addresses[0], steps, finite, *self.shape, float(lr), float(rate)
-        _apply[self.grid](*arguments, S=SIDE, num_warps=WARPS)
+        _apply[self.grid](
+            self.layouts, self.rules, self.weight_addresses, steps, finite, *self.shape, float(lr), float(step_size),
+            SIDE=TILE_SIDE, num_warps=WARPS,
+        )  # fmt: skip
 
     def read_momentum(self, found: dict[nn.Parameter, Tensor]) -> None:
         """Add the momentum of each parameter, in its own layout; not a copy."""
@@ -156,26 +205,20 @@ class FusedStack:
             self.momenta[parameter].copy_(values)
 
     def _update_addresses(self, gradients: list[Tensor]) -> None:
-        """Copy the addresses of weights and gradients to the device if they have changed."""
-        found = tuple(tensor.data_ptr() for tensor in (*self.parameters, *gradients))
-        if found != self.known:
-            addresses = [address for address, count in zip(found, self.counts * 2, strict=True) for _ in range(count)]
-            self.known, self.addresses = found, copy_to_device(addresses, self.flat.device, torch.int64).view(2, -1)
+        """Copy the addresses of each matrix's parameter and gradient to the device if they have changed."""
+        addresses = tuple(tensor.data_ptr() for tensor in (*self.parameters, *gradients))
+        if addresses == self.known_addresses:
+            return
+        counts = self.matrices_per_parameter * 2
+        by_matrix = [address for address, count in zip(addresses, counts, strict=True) for _ in range(count)]
+        on_device = copy_to_device(by_matrix, self.flat_momenta.device, torch.int64)
+        self.weight_addresses, self.gradient_addresses = on_device.view(2, -1)
+        self.known_addresses = addresses
 
 
-def _fitting(gradient: Tensor | None) -> Tensor:
+def _to_kernel_format(gradient: Tensor | None) -> Tensor:
+    """The gradient, or a contiguous fp32 copy of it if the kernels cannot read it."""
     assert gradient is not None
-    return (
-        gradient
-        if can_update_in_place(gradient)
-        else gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    )
-
-
-def _places(weight: Weight, parameter: Tensor, first: int) -> list[tuple[int, ...]]:
-    """For each matrix of a parameter: whether it is tall, its rows in a group, the group's other rows, its first row,
-    and the number of the parameter's first matrix."""
-    rows, columns = parameter.shape
-    group = rows // weight.groups
-    parts = [(part.stop - part.start, part.start) for part in weight.part_rows]
-    return [(count * weight.groups > columns, count, group - count, start, first) for count, start in parts]
+    if can_update_in_place(gradient):
+        return gradient
+    return gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
