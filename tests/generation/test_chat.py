@@ -113,7 +113,7 @@ def test_model_without_a_template_gives_one_line(model: Path, capsys: pytest.Cap
     assert main(["chat", str(model)]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "this model was not finetuned for chat; use textmill generate" in message
+    assert "this model was not finetuned for chat; use textmill generate, or finetune it with" in message
 
 
 PROGRAM = """

@@ -175,7 +175,7 @@ def find_model(run: Path, init_from: str | None, which: StepChoice | None = None
         warn(f"using {_describe_choice(checkpoint, run, chosen_by_user=which is not None)}")
         return checkpoint
     if init_from is None:
-        raise TextmillError(f"{run}: no checkpoint yet; run textmill train first")
+        raise TextmillError(f"{format_path(run)}: no checkpoint yet; run textmill train first")
     return open_model(init_from)
 
 

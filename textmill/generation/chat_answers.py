@@ -12,6 +12,7 @@ from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
 from textmill.models import check_next_token, find_run_model, read_shape
+from textmill.storage.files import format_path
 from textmill.tokens.chat_template import AnyTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
 
@@ -28,7 +29,10 @@ def open_chat_model(config: RunConfig, step: StepChoice | None) -> tuple[Checkpo
     template = open_template(checkpoint.tokenizer)
     if template is None:
         check_next_token(read_shape(checkpoint.folder), checkpoint.folder, "chat")
-        raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
+        raise TextmillError(
+            f"{format_path(checkpoint.folder)}: this model was not finetuned for chat; use textmill generate, or "
+            "finetune it with questions and answers (docs/walk.md)"
+        )
     return checkpoint, template
 
 
