@@ -1,8 +1,13 @@
-"""Muon for sharded matrices: each rank gathers some of them, computes their steps and broadcasts the results.
+"""Muon for sharded matrices: each rank computes the full updates of some of them and broadcasts the results.
 
-Matrix number n belongs to rank n % world: that rank has its full momentum. A step of 4 matrices on 2 ranks: all ranks
-gather the 4 gradients, one at a time; rank 0 keeps those of 0 and 2 and computes their steps, rank 1 those of 1 and 3;
-each step is broadcast, and every rank adds its own part of it to its own part of the matrix.
+Muon needs a matrix as a whole, but a rank has only a part of it. So matrix number n is assigned to rank n % world, its
+owner, which has its full momentum. A step of 4 matrices on 2 ranks:
+
+1. All ranks gather the 4 gradients, one at a time. Rank 0 keeps those of 0 and 2, rank 1 those of 1 and 3.
+2. Each owner computes the changes of its matrices. It does not have their weights, so Muon updates a parameter of zeros
+   in their place: that parameter is the change afterwards. Weight decay has no effect on zeros, so it comes later.
+3. Each owner broadcasts its changes, one at a time. Every rank decays its part of the matrix and adds its part of the
+   change.
 """
 
 from __future__ import annotations
@@ -35,49 +40,60 @@ class ShardedMuon:
 
     def __init__(self, matrices: list[ShardedMatrix], parallel: Parallel, momentum: float, *, compiled: bool) -> None:
         self.matrices, self.parallel, self.world = matrices, parallel, dist.get_world_size()
-        self.steps: dict[int, nn.Parameter] = {}
-        """The last full step of each matrix of this rank, by number: a weight of 0 that Muon updates."""
+        self.changes: dict[int, nn.Parameter] = {}
+        """The full change of each matrix that this rank owns, by the matrix's number."""
+        members = []
         for number, matrix in enumerate(matrices):
-            if number % self.world == parallel.rank:
+            if self._owner(number) == parallel.rank:
                 zeros = torch.zeros(matrix.weight.memory_shape, device=matrix.local_part.device)
-                self.steps[number] = nn.Parameter(zeros)
-        members = [Member(matrices[number].weight, step, matrices[number].rule) for number, step in self.steps.items()]
+                self.changes[number] = nn.Parameter(zeros)
+                members.append(Member(matrix.weight, self.changes[number], matrix.rule))
         self.muon = Muon(members, momentum, compiled=compiled)
+
+    def _owner(self, number: int) -> int:
+        return number % self.world
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
         """Muon's update of this rank's part of every matrix."""
+        self._gather_gradients()
+        for change in self.changes.values():
+            change.zero_()
+        self.muon.step(lr, clip, finite)
+        for number, matrix in enumerate(self.matrices):
+            decay = lr * matrix.rule.rate * matrix.rule.decay
+            matrix.local_part.mul_(torch.where(finite, 1 - decay, 1.0))
+            full_change = self._broadcast(number, self.changes.get(number))
+            matrix.local_part.add_(self.parallel.local_part(matrix.weight, full_change))
+        for change in self.changes.values():
+            change.grad = None
+
+    def _gather_gradients(self) -> None:
+        """Gather the full gradient of every matrix; only its owner keeps it."""
         for number, matrix in enumerate(self.matrices):
             assert matrix.local_part.grad is not None
             full_gradient = self.parallel.gather(matrix.weight, matrix.parameter, matrix.local_part.grad)
-            if number in self.steps:
-                self.steps[number].grad = full_gradient
-                self.steps[number].zero_()
-        self.muon.step(lr, clip, finite)
-        for number, matrix in enumerate(self.matrices):
-            matrix.local_part.mul_(torch.where(finite, 1 - lr * matrix.rule.rate * matrix.rule.decay, 1.0))
-            full_step = self._broadcast(number, self.steps.get(number))
-            matrix.local_part.add_(self.parallel.local_part(matrix.weight, full_step))
-        for step in self.steps.values():
-            step.grad = None
+            if number in self.changes:
+                self.changes[number].grad = full_gradient
 
     def _broadcast(self, number: int, full: Tensor | None) -> Tensor:
-        """Broadcast a full matrix from the rank that it belongs to; `full` is None on the others."""
+        """Broadcast a full tensor of a matrix's shape from its owner; `full` is None on the other ranks."""
         matrix = self.matrices[number]
         if full is None:
             values = matrix.local_part.new_empty(matrix.weight.memory_shape)
         else:
             values = full.detach().contiguous()
-        dist.broadcast(values, number % self.world)
+        dist.broadcast(values, self._owner(number))
         return values
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
         """This rank's part of each matrix's momentum, by the net's parameter."""
-        full_momenta, local_momenta = self.muon.momentum(), {}
+        full_momenta = self.muon.momentum()
+        local_momenta = {}
         for number, matrix in enumerate(self.matrices):
-            full = full_momenta[self.steps[number]] if number in self.steps else None
-            local_part = self.parallel.local_part(matrix.weight, self._broadcast(number, full))
-            local_momenta[matrix.parameter] = local_part.clone()
+            owned = full_momenta[self.changes[number]] if number in self.changes else None
+            full = self._broadcast(number, owned)
+            local_momenta[matrix.parameter] = self.parallel.local_part(matrix.weight, full).clone()
         return local_momenta
 
     def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
@@ -85,5 +101,5 @@ class ShardedMuon:
         for number, matrix in enumerate(self.matrices):
             if matrix.parameter is parameter:
                 full = self.parallel.gather(matrix.weight, parameter, values.to(matrix.local_part.device))
-                if number in self.steps:
-                    self.muon.load_state(self.steps[number], full)
+                if number in self.changes:
+                    self.muon.load_state(self.changes[number], full)
