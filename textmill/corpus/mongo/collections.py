@@ -1,18 +1,24 @@
-"""Read MongoDB collections as one lazy sequence, by position or in order, with prefetch."""
+"""Read MongoDB collections as one lazy sequence, by position or in order, with prefetch.
+
+The collections web (idx 0 to 2, of which 1 was deleted) and books (idx 0 and 1), in the order of COLLECTIONS:
+
+    position   0      1     2      3        4
+    document   web 0  None  web 2  books 0  books 1
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import overload
+from typing import Any, NamedTuple, overload
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
@@ -63,53 +69,91 @@ def read_range(
 
     `collection_ranges` of an earlier call keeps positions stable while collections grow.
     """
-    server = _shared(open_server(path), os.getpid())
+    server = _keep_connected(open_server(path), os.getpid())
     index = MongoIndex(server, find_collection_ranges(server) if collection_ranges is None else collection_ranges)
-    key, source = text_key or config.text_key, f"mongo:{path}"
-    names = text_field_names(key, read_original=config.mongo_write_back)
-    conversation_fields = TextFields(source, key, (), (), None, (), chat=config.chat) if config.chat else None
+    source, key = f"mongo:{path}", text_key or config.text_key
+    text_fields = text_field_names(key, read_original=config.mongo_write_back)
+    conversations = None
+    if config.chat:
+        conversations = TextFields(
+            source, key, list_paths=(), text_paths=(), join=None, kept_fields=(), chat=config.chat
+        )
     try:
         for collection, row in index.scan(start, stop):
-            if conversation_fields is None:
-                yield _to_document(collection, row, source, names)
+            place = format_place(collection, row)
+            if conversations is None:
+                yield _to_document(row, source, place, text_fields)
             else:
-                fields = {name: value for name, value in row.items() if name not in ("_id", "idx")}
-                yield from conversation_fields.documents(fields, format_place(collection, row), _raw(row))
+                yield from conversations.documents(_without_keys(row), place, _raw(row))
     finally:
         index.stop_prefetch()
 
 
 @lru_cache(maxsize=4)
-def _shared(server: Server, pid: int) -> Server:
-    """One connection per process for all its ranges; a client must not be shared with a forked child."""
+def _keep_connected(server: Server, pid: int) -> Server:
+    """The first equal server of this process, so that all ranges share its connection.
+
+    The process id is part of the cache's key: a forked child must not use its parent's connection.
+    """
     return server
+
+
+def format_place(collection: str, row: Row) -> str:
+    """A document's place: its collection, idx and _id."""
+    return f"{collection} {row.get('idx')} {row.get('_id')}"
+
+
+def _to_document(row: Row, source: str, place: str, text_fields: Sequence[str]) -> Document | BadRecord:
+    """The document with the text of the first field that is present."""
+    text = next((row[name] for name in text_fields if row.get(name) is not None), None)
+    if isinstance(text, str):
+        return Document(text, source, place)
+    reason = f"no text in {' or '.join(text_fields)}; found {list(_without_keys(row))}; set corpus.text_key"
+    return BadRecord(source, place, reason[:RAW_BYTES], _raw(row))
+
+
+def _without_keys(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("_id", "idx")}
+
+
+def _raw(row: Row) -> bytes:
+    """The start of a document, for the quarantine."""
+    return json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW_BYTES]
 
 
 @dataclass
 class QuerySize:
     """Chooses how many positions one query holds.
 
-    Many suit a slow network. Few suit a server that compares each document with the whole list.
+    Many suit a slow network. Few suit a server that compares each document with the whole list. The sizes are tried in
+    ascending order, a batch each, until one is slower: rates of 500, 900 and 700 for 24, 96 and 384 settle on 96.
     """
 
     size: int = QUERY_SIZES[0]
     rates: dict[int, float] = field(default_factory=dict)
+    """Documents per second with each size that was tried."""
+    is_settled: bool = False
     batches: int = 0
 
     def learn(self, rate: float) -> None:
-        """Record the rate of a batch, in documents per second; try the next size as long as it gets faster."""
+        """Record the rate of a batch with the current size; choose the size of the next batch."""
         self.batches += 1
         if self.batches % RELEARN_BATCHES == 0:
-            self.size, self.rates = QUERY_SIZES[0], {}
-        elif len(self.rates) < len(QUERY_SIZES):
+            self.size, self.rates, self.is_settled = QUERY_SIZES[0], {}, False
+        elif not self.is_settled:
             self.rates[self.size] = rate
-            best = max(self.rates, key=lambda size: self.rates[size])
+            fastest = max(self.rates, key=lambda size: self.rates[size])
             untried = [size for size in QUERY_SIZES if size not in self.rates]
-            if best == self.size and untried:
-                self.size = untried[0]
-            else:
-                self.size = best
-                self.rates |= dict.fromkeys(untried, 0.0)
+            self.is_settled = fastest != self.size or not untried
+            self.size = fastest if self.is_settled else untried[0]
+
+
+class Query(NamedTuple):
+    """A query for documents of one collection."""
+
+    collection: str
+    idx: dict[str, Any]
+    """The condition on idx: {"$in": [3, 17]} or {"$gte": 0, "$lt": 1000}."""
 
 
 class MongoIndex:
@@ -136,12 +180,11 @@ class MongoIndex:
         positions = range(*position.indices(len(self)))
         if positions.step != 1:
             return self.batch(positions)
-        rows: list[Row | None] = [None] * len(positions)
-        firsts = {collection_range.collection: collection_range.first for collection_range in self.collection_ranges}
+        first_positions = {collection: first for collection, first, _ in self.collection_ranges}
+        found: dict[int, Row] = {}
         for collection, row in self.scan(positions.start, positions.stop):
-            at = firsts[collection] + int(row["idx"]) - positions.start
-            rows[at] = rows[at] or row
-        return rows
+            found.setdefault(first_positions[collection] + int(row["idx"]), row)
+        return [found.get(number) for number in positions]
 
     def __iter__(self) -> Iterator[Row]:
         """Every document in order; positions without a document are skipped."""
@@ -149,16 +192,10 @@ class MongoIndex:
 
     def batch(self, positions: Sequence[int]) -> list[Row | None]:
         """The documents at any positions, in the given order, with a few queries per collection."""
-        idx_by_collection: dict[str, set[int]] = {}
         locations = [self._locate(position) for position in positions]
-        for collection, idx in locations:
-            idx_by_collection.setdefault(collection, set()).add(idx)
-        queries, size, started = [], self.query_size.size, perf_counter()
-        for collection, numbers in idx_by_collection.items():
-            ordered = sorted(numbers)
-            queries += [(collection, {"$in": ordered[at : at + size]}) for at in range(0, len(ordered), size)]
+        started = perf_counter()
         found: dict[tuple[str, int], Row] = {}
-        for (collection, _), rows in zip(queries, self._prefetch(queries), strict=True):
+        for collection, rows in self._prefetch(self._batch_queries(locations)):
             for row in rows:
                 found.setdefault((collection, int(row["idx"])), row)
         if len(positions) >= MIN_MEASURED_BATCH:
@@ -167,8 +204,8 @@ class MongoIndex:
 
     def scan(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Row]]:
         """Yield (collection, document) for positions start to stop, in order; later blocks are prefetched."""
-        queries = list(self._scan_queries(start, len(self) if stop is None else min(stop, len(self))))
-        for (collection, _), rows in zip(queries, self._prefetch(queries), strict=True):
+        end = len(self) if stop is None else min(stop, len(self))
+        for collection, rows in self._prefetch(self._scan_queries(start, end)):
             for row in rows:
                 yield collection, row
 
@@ -182,56 +219,56 @@ class MongoIndex:
         self.server.close()
 
     def _locate(self, position: int) -> tuple[str, int]:
-        at = position + len(self) if position < 0 else position
-        for collection_range in self.collection_ranges:
-            if collection_range.first <= at < collection_range.first + collection_range.size:
-                return collection_range.collection, at - collection_range.first
+        """The collection and the idx of a position; -1 is the last position."""
+        positive = position + len(self) if position < 0 else position
+        for collection, first, size in self.collection_ranges:
+            if first <= positive < first + size:
+                return collection, positive - first
         raise IndexError(f"position {position} is out of range; the index has {len(self):,}")
 
-    def _scan_queries(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        for collection_range in self.collection_ranges:
-            low = max(start - collection_range.first, 0)
-            high = min(stop - collection_range.first, collection_range.size)
-            for at in range(low, high, SCAN_BLOCK):
-                yield collection_range.collection, {"$gte": at, "$lt": min(at + SCAN_BLOCK, high)}
+    def _batch_queries(self, locations: Iterable[tuple[str, int]]) -> Iterator[Query]:
+        """Queries for the documents with these (collection, idx), each idx once."""
+        idx_by_collection: dict[str, set[int]] = {}
+        for collection, idx in locations:
+            idx_by_collection.setdefault(collection, set()).add(idx)
+        size = self.query_size.size
+        for collection, idx_set in idx_by_collection.items():
+            ordered = sorted(idx_set)
+            for start in range(0, len(ordered), size):
+                yield Query(collection, {"$in": ordered[start : start + size]})
 
-    def _prefetch(self, queries: Sequence[tuple[str, Row]]) -> Iterator[list[Row]]:
-        """Yield the results of all queries in order, with PREFETCH queries in flight."""
-        in_flight: deque[Future[list[Row]]] = deque()
-        remaining = iter(queries)
+    def _scan_queries(self, start: int, stop: int) -> Iterator[Query]:
+        """Queries for all documents at positions start to stop."""
+        for collection, first, size in self.collection_ranges:
+            low, high = max(start - first, 0), min(stop - first, size)
+            for block_start in range(low, high, SCAN_BLOCK):
+                yield Query(collection, {"$gte": block_start, "$lt": min(block_start + SCAN_BLOCK, high)})
+
+    def _prefetch(self, queries: Iterator[Query]) -> Iterator[tuple[str, list[Row]]]:
+        """Yield (collection, documents) of each query, in order, with PREFETCH queries in flight."""
+        in_flight: deque[tuple[str, Future[list[Row]]]] = deque()
+
+        def submit(query: Query) -> None:
+            in_flight.append((query.collection, self._threads.submit(self._fetch, query)))
+
         try:
-            for query in islice(remaining, PREFETCH):
-                in_flight.append(self._threads.submit(self._fetch, *query))
+            for query in islice(queries, PREFETCH):
+                submit(query)
             while in_flight:
-                rows = in_flight.popleft().result()
-                if (next_query := next(remaining, None)) is not None:
-                    in_flight.append(self._threads.submit(self._fetch, *next_query))
-                yield rows
+                collection, future = in_flight.popleft()
+                rows = future.result()
+                if (next_query := next(queries, None)) is not None:
+                    submit(next_query)
+                yield collection, rows
         finally:
-            for future in in_flight:
+            for _, future in in_flight:
                 future.cancel()
 
-    def _fetch(self, collection: str, idx: Row) -> list[Row]:
-        # A block is returned only when complete: after an outage it is requested again, so nothing is lost or read
-        # twice.
-        rows = self.server.request(lambda db: list(db[collection].find({"idx": idx}, batch_size=SCAN_BLOCK)))
+    def _fetch(self, query: Query) -> list[Row]:
+        """The documents of a query, in the order of idx.
+
+        After an outage the entire query is repeated, so no document is lost or read twice.
+        """
+        condition = {"idx": query.idx}
+        rows = self.server.request(lambda db: list(db[query.collection].find(condition, batch_size=SCAN_BLOCK)))
         return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
-
-
-def format_place(collection: str, row: Row) -> str:
-    """A document's place: its collection, idx and _id."""
-    return f"{collection} {row.get('idx')} {row.get('_id')}"
-
-
-def _to_document(collection: str, row: Row, source: str, names: Sequence[str]) -> Document | BadRecord:
-    text = next((row[name] for name in names if row.get(name) is not None), None)
-    if isinstance(text, str):
-        return Document(text, source, format_place(collection, row))
-    found = [name for name in row if name not in ("_id", "idx")]
-    reason = f"no text in {' or '.join(names)}; found {found}; set corpus.text_key"
-    return BadRecord(source, format_place(collection, row), reason[:RAW_BYTES], _raw(row))
-
-
-def _raw(row: Row) -> bytes:
-    """The start of a document, for the quarantine."""
-    return json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW_BYTES]
