@@ -11,6 +11,9 @@ from textmill.corpus.mongo.server import META_COLLECTION, Server
 from textmill.storage.files import hash_json
 
 Row = dict[str, Any]
+"""A MongoDB document."""
+HAS_IDX = {"idx": {"$gte": 0}}
+"""The condition that a document has an idx."""
 CLEANED_FIELD = "filt_text"
 """The field that holds cleaned text."""
 ORIGINAL_FIELDS = ("form", "text")
@@ -48,46 +51,54 @@ def find_collection_ranges(server: Server) -> tuple[CollectionRange, ...]:
 
 def next_idx(db: Any, collection: str) -> int:
     """The highest idx of a collection plus one; 0 for an empty collection."""
-    last = db[collection].find_one({"idx": {"$gte": 0}}, {"idx": 1}, sort=[("idx", -1)])
+    last = db[collection].find_one(HAS_IDX, {"idx": 1}, sort=[("idx", -1)])
     return int(last["idx"]) + 1 if last else 0
 
 
 def find_irregularities(server: Server, ranges: Sequence[CollectionRange]) -> Iterator[str]:
-    """Yield a warning for each irregularity of the collections."""
+    """Yield a warning for each irregularity of the collections.
+
+    A collection with the idx 0, 1, 1, 4 and a document without idx has a size of 5, 5 documents, 4 with an idx and 3
+    different ones: 2 positions have no document, 1 document has no idx, and 1 has the idx of another.
+    """
     recorded_counts = {
         row.get("collection_name"): row.get("num_docs")
         for row in server.request(lambda db: list(db[META_COLLECTION].find()))
     }
-    for collection_range in ranges:
-        name, size = collection_range.collection, collection_range.size
-        count = server.request(partial(_count, collection=name))
-        numbered = server.request(partial(_count, collection=name, is_numbered=True))
-        filled = numbered if _has_unique_index(server, name) else server.request(partial(_distinct, collection=name))
-        if filled < size:
-            yield f"{name}: {size - filled:,} of {size:,} positions have no document (deleted?); they are skipped"
-        if numbered < count:
-            yield f"{name}: {count - numbered:,} of {count:,} documents have no idx; they are not read"
-        if filled < numbered:
-            yield f"{name}: {numbered - filled:,} of {count:,} documents have an idx that another one has too"
-        if name in recorded_counts and recorded_counts[name] != count:
+    for name, _, size in ranges:
+        documents = server.request(partial(_count, collection=name))
+        with_idx = server.request(partial(_count_with_idx, collection=name))
+        different = with_idx
+        if not _has_unique_index(server, name):
+            different = server.request(partial(_count_different_idx, collection=name))
+        if different < size:
+            yield f"{name}: {size - different:,} of {size:,} positions have no document (deleted?); they are skipped"
+        if with_idx < documents:
+            yield f"{name}: {documents - with_idx:,} of {documents:,} documents have no idx; they are not read"
+        if different < with_idx:
+            yield f"{name}: {with_idx - different:,} of {documents:,} documents have an idx that another one has too"
+        if name in recorded_counts and recorded_counts[name] != documents:
             yield (
-                f"{name}: {META_COLLECTION} records {recorded_counts[name]} documents, the collection has {count:,}; "
-                f"the recorded number is ignored"
+                f"{name}: {META_COLLECTION} records {recorded_counts[name]} documents, the collection has "
+                f"{documents:,}; the recorded number is ignored"
             )
         if not has_idx_index(server, name):
             yield f"{name}: no index on idx, so reading is slow; {INDEX_ADVICE}('{server.path}')"
 
 
-def _count(db: Any, collection: str, is_numbered: bool = False) -> int:
-    """The number of documents of a collection, or of those with an idx."""
-    found = db[collection].count_documents({"idx": {"$gte": 0}} if is_numbered else {})
-    return int(found)
+def _count(db: Any, collection: str) -> int:
+    return int(db[collection].count_documents({}))
 
 
-def _distinct(db: Any, collection: str) -> int:
-    """The number of different idx in a collection."""
-    steps = [{"$match": {"idx": {"$gte": 0}}}, {"$group": {"_id": "$idx"}}, {"$group": {"_id": None, "n": {"$sum": 1}}}]
-    return next((int(row["n"]) for row in db[collection].aggregate(steps, allowDiskUse=True)), 0)
+def _count_with_idx(db: Any, collection: str) -> int:
+    return int(db[collection].count_documents(HAS_IDX))
+
+
+def _count_different_idx(db: Any, collection: str) -> int:
+    one_row_per_idx = [{"$match": HAS_IDX}, {"$group": {"_id": "$idx"}}]
+    count_rows = {"$group": {"_id": None, "count": {"$sum": 1}}}
+    result = db[collection].aggregate([*one_row_per_idx, count_rows], allowDiskUse=True)
+    return next((int(row["count"]) for row in result), 0)
 
 
 def _has_unique_index(server: Server, collection: str) -> bool:
@@ -107,21 +118,28 @@ def fingerprint_collections(server: Server, ranges: Sequence[CollectionRange], r
     Documents added after the recorded ranges do not change it; with `read_original`, neither does text that was written
     back.
     """
-    return hash_json(
-        [
-            [collection_range.collection, collection_range.size, *_probe(server, collection_range, read_original)]
-            for collection_range in ranges
-        ]
-    )
+    return hash_json([[one.collection, one.size, *_probe(server, one, read_original)] for one in ranges])
 
 
 def _probe(server: Server, collection_range: CollectionRange, read_original: bool) -> tuple[int | list[int], list[str]]:
-    """The number of documents, with that of documents without idx if there are any, and the probed documents."""
+    """(number of documents, probed documents) of a range.
+
+    If there are documents without idx, the number is a list of two: documents with an idx, and without.
+    """
     name, size = collection_range.collection, collection_range.size
-    positions = sorted({(size - 1) * number // (PROBES + 1) for number in range(PROBES + 2)}) if size else []
-    fields = {CLEANED_FIELD: 0} if read_original else None
-    count = server.request(lambda db: db[name].count_documents({"idx": {"$gte": 0, "$lt": size}}))
-    rows = server.request(lambda db: list(db[name].find({"idx": {"$in": positions}}, fields)))
-    numbered = server.request(partial(_count, collection=name, is_numbered=True))
-    others = server.request(lambda db: db[name].estimated_document_count()) - numbered
-    return [count, others] if others else count, sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
+    probed_idx = _spread_evenly(size)
+    without_cleaned = {CLEANED_FIELD: 0} if read_original else None
+    in_range = server.request(lambda db: db[name].count_documents({"idx": {"$gte": 0, "$lt": size}}))
+    rows = server.request(lambda db: list(db[name].find({"idx": {"$in": probed_idx}}, without_cleaned)))
+    with_idx = server.request(partial(_count_with_idx, collection=name))
+    without_idx = server.request(lambda db: db[name].estimated_document_count()) - with_idx
+    texts = sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
+    return [in_range, without_idx] if without_idx else in_range, texts
+
+
+def _spread_evenly(size: int) -> list[int]:
+    """The idx of the documents to probe, from the first to the last: of 35 documents 0, 2, 4 ... 34."""
+    if size == 0:
+        return []
+    gaps = PROBES + 1
+    return sorted({(size - 1) * number // gaps for number in range(gaps + 1)})
