@@ -88,26 +88,29 @@ class Server:
 
     def redact(self, error: Exception) -> str:
         """A pymongo error as text, without any part of the connection string."""
-        kind, text = type(error).__name__, str(error).partition(", Timeout:")[0].partition(" (configured")[0][:300]
-        place = self.address.partition("://")[2].partition("?")[0]
-        user, _, hosts = place.rpartition("@")
-        parts = [
-            self.address,
-            place,
-            user,
-            *user.split(":"),
-            *re.split("[,/]", hosts),
-            *(host.partition(":")[0] for host in hosts.split(",")),
-        ]
-        parts += re.findall(r"=([^&]*)", self.address.partition("?")[2])
-        secrets = {
-            spelling for part in parts for spelling in (part, unquote(part)) if spelling and spelling != self.database
-        }
+        kind = type(error).__name__
+        text = str(error).partition(", Timeout:")[0].partition(" (configured")[0][:300]
+        secrets = _secrets_of(self.address) - {self.database}
         if any(len(secret) < 3 and secret in text for secret in secrets):
             return kind  # a secret this short could be guessed from the replaced text
         for secret in sorted(secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         return f"{kind}: {text}"
+
+
+def _secrets_of(address: str) -> set[str]:
+    """The parts of a connection string, as written and with percent-encoding decoded.
+
+    mongodb://ann:p%40ss@db1:27017,db2/korpus?replicaSet=rs0 has, besides itself and longer parts: ann, p%40ss, p@ss,
+    db1:27017, db1, db2, korpus and rs0.
+    """
+    options = address.partition("?")[2]
+    credentials_and_hosts = address.partition("://")[2].partition("?")[0]
+    credentials, _, hosts = credentials_and_hosts.rpartition("@")
+    parts = [address, credentials_and_hosts, credentials, *credentials.split(":"), *re.split("[,/]", hosts)]
+    parts += [host.partition(":")[0] for host in hosts.split(",")]
+    parts += re.findall(r"=([^&]*)", options)
+    return {spelling for part in parts for spelling in (part, unquote(part)) if spelling}
 
 
 def open_server(path: str | Path) -> Server:
@@ -132,7 +135,7 @@ def open_server(path: str | Path) -> Server:
         raise TextmillError(
             f"{path}: MONGO_PATIENCE: found {max_outage!r}; set the seconds the server may be unreachable, such as 120"
         )
-    return Server(path, database, tuple(names), _address(path, settings), max_outage)
+    return Server(path, database, tuple(names), _connection_string(path, settings), max_outage)
 
 
 def check_collections(server: Server) -> None:
@@ -149,7 +152,8 @@ def check_collections(server: Server) -> None:
             raise TextmillError(f"{server.path}: COLLECTIONS: no collection '{name}'; {advice}")
 
 
-def _address(path: Path, settings: dict[str, Any]) -> str:
+def _connection_string(path: Path, settings: dict[str, Any]) -> str:
+    """The environment variable's, else the secret file's, else that of db_config.json."""
     if address := os.environ.get(CONNECTION_VARIABLE):
         return address
     address, secret_file = settings.get("MONGO_CONNECTION_STRING"), settings.get("MONGO_CONNECTION_FILE")
