@@ -51,6 +51,7 @@ class JoinedSpans:
     types: NDArray[np.int32]
     """0 in A and its [SEP], 1 in B and its [SEP]."""
     is_sentence_start: NDArray[np.bool_]
+    """A word never continues from one sentence into the next, even if its first token could continue a word."""
     starts: Numbers
     """The position of each span's [CLS]."""
     lengths: Numbers
