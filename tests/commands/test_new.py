@@ -67,6 +67,7 @@ def test_one_huge_record_is_cut(short: int, capsys: pytest.CaptureFixture[str]) 
     Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
     assert main(["new", "mine", "--text", "a.jsonl", "--minutes", "1"]) == 0
     assert "too few for valid and test splits" not in capsys.readouterr().err
+    assert "# a record is cut into documents of about" in Path("mine/textmill.yaml").read_text(encoding="utf-8")
     assert main(["prepare", "mine"]) == 0
     for split in ("valid", "test"):
         size = sum(len(document.text) for document in open_corpus(Path("mine/corpus"), split))

@@ -136,7 +136,8 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> l
     if text.cut_records:
         rows.append(("cut_records", "true", "a few long records hold the text"))
     if text.section:
-        rows.append(("section_chars", text.section, "plain text is cut into documents of about this many characters"))
+        what = "a record" if text.cut_records else "plain text"
+        rows.append(("section_chars", text.section, f"{what} is cut into documents of about this many characters"))
     few = text.documents <= 200
     rows.append(
         ("split", "80,10,10" if few else "90,5,5", "percent for train, valid and test; a document keeps its split")
