@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
+from textmill.commands.new import _warn_of_busy_machine
 from textmill.corpus.reader import open_corpus
+from textmill.planning.facts import MachineFacts
 from textmill.where import open_where
 
 SHAKESPEARE = Path(__file__).parents[2] / "textmill" / "corpora" / "tinyshakespeare.txt"
@@ -115,3 +118,21 @@ def test_texts_that_cannot_be_used(name: str, content: str, message: str, capsys
     assert main(["new", "mine", "--text", name if name.startswith("a") else "a.*"]) == 2
     assert message in capsys.readouterr().err
     assert not Path("mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("machine", "all_cores", "busy"), [(TWO_CORES, 2, True), (TWO_CORES, 64, False), (H200, 2, False)],
+    ids=["CPU", "container with two of 64 cores", "GPU"],
+)  # fmt: skip
+def test_a_busy_cpu_is_reported(
+    machine: MachineFacts,
+    all_cores: int,
+    busy: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The load is that of all cores, and does not slow down a GPU."""
+    monkeypatch.setattr("os.getloadavg", lambda: (30.0, 1.0, 1.0), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: all_cores)
+    _warn_of_busy_machine(machine)
+    assert ("the machine is busy (30 running processes, 2 cores)" in capsys.readouterr().err) == busy

@@ -16,7 +16,7 @@ from textmill.corpus.source import Source
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
-from textmill.planning.facts import TextFacts
+from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
@@ -57,7 +57,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
     facts = _inspect(sources, records, encoding, masked)
     machine = probe_machine()
-    _warn_of_busy_machine(machine.cores)
+    _warn_of_busy_machine(machine)
     minutes = minutes or default_minutes(facts, machine, masked)
     plan = plan_for(facts, machine, minutes, masked)
     large = plan.parameters >= LAW_PARAMETERS and not masked
@@ -117,10 +117,14 @@ def _has_few_records(facts: TextFacts, shortest: int) -> bool:
     return size * FEW_DOCUMENTS > facts.bytes and size > 8 * _section_chars(facts.bytes, shortest)
 
 
-def _warn_of_busy_machine(cores: int) -> None:
-    """Warn if other programs use the machine: its speed was measured too low."""
+def _warn_of_busy_machine(machine: MachineFacts) -> None:
+    """Warn if other programs use the CPU whose speed was measured.
+
+    In a container with some of the cores, the load is still that of all of them.
+    """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY * cores:
+    cores = max(machine.cores, os.cpu_count() or 1)
+    if machine.device == "cpu" and load > BUSY * cores:
         warn(
             f"the machine is busy ({load:.0f} running processes, {cores} cores), so the plan is for a slow one; for a "
             "better model repeat this command on an idle machine"
