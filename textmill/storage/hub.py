@@ -29,7 +29,7 @@ MODEL_FILES = [
 
 MARKS = ("config.json", "adapter_config.json", "tokenizer.json", "vocab.json", "vocab.txt", "run.yaml")
 """Files of which a folder behind a URL has at least one, if it has a model or a tokenizer."""
-OWN_MARKS = (*MARKS, "textmill.yaml", "manifest.json", "step-*", "*/run.yaml")
+OWN_MARKS = (*MARKS, "manifest.json", "step-*", "*/run.yaml", "*/*/run.yaml", "textmill.yaml", "*/textmill.yaml")
 """What shows that a local folder is no owner of models on the hub, but has models and runs itself."""
 SHOWN_FOLDERS = 8
 """Folders that an error names."""
