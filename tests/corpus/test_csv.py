@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats import csv as csv_format
+from textmill.corpus.inspection import describe_layouts
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sources import find_sources, split_into_chunks
@@ -87,6 +89,14 @@ def test_settings_override_what_is_detected(tmp_path: Path) -> None:
 def test_wrong_settings(setting: dict[str, str]) -> None:
     with pytest.raises(TextmillError, match=f"corpus.{next(iter(setting))}: "):
         CorpusConfig(**setting)  # type: ignore[arg-type]
+
+
+def test_a_detected_dialect_is_printed_with_the_address_of_its_file() -> None:
+    address = "memory:///a.csv"
+    with fsspec.open(address, "w") as stream:
+        stream.write("text;n\n" + "".join(f"words {n};{n}\n" for n in range(9)))
+    (line,) = describe_layouts(find_sources([address]), CorpusConfig())
+    assert line == f"1 file read with delimiter semicolon, double quotes, a header: {address}"
 
 
 def test_prepare_prints_what_it_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

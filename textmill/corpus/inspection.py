@@ -22,6 +22,7 @@ from textmill.corpus.records import UnreadableRecord
 from textmill.corpus.source import SELF_COMPRESSED, Source
 from textmill.corpus.streams import BrokenStream, read_head
 from textmill.storage.files import format_path
+from textmill.storage.remote_folders import is_url
 
 SHOWN_SOURCES = 200
 """Files whose layout is printed before they are read."""
@@ -140,7 +141,8 @@ def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[st
             if encoding != "utf-8" and (encoding.startswith("utf-") or not head.isascii()):
                 parts.append(f"encoding {encoding}")
             if parts:
-                found.setdefault(", ".join(parts), []).append(format_path(Path(source.name)))
+                name = source.name if is_url(source.name) else format_path(Path(source.name))
+                found.setdefault(", ".join(parts), []).append(name)
     return [
         f"{format_count(len(names), 'file')} read with {how}: {names[0]}{' ...' if len(names) > 1 else ''}"
         for how, names in found.items()
