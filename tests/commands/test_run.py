@@ -19,6 +19,7 @@ from textmill.commands import run as command
 from textmill.commands.prepare import prepare
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
+from textmill.models import open_family
 from textmill.planning.verdict import State
 
 
@@ -109,6 +110,23 @@ def test_the_root_folder_is_named_if_it_opens_the_run(
     generate, _, new, *_ = printed_commands(capsys.readouterr().out)
     assert generate[:2] == ["generate", "a mill"]
     assert new[:2] == ["new", "mine-2"], "the folder mine exists"
+
+
+def test_an_untied_head_does_not_make_a_planned_run_undertrained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan counts blocks and head: the embeddings of an untied head are not multiplied."""
+    (tmp_path / "progress.json").write_text('{"tokens": 9}', encoding="utf-8")
+    monkeypatch.setattr(command, "list_checkpoints", lambda folder: {9: tmp_path})
+    monkeypatch.setattr(command, "open_splits", lambda config: SimpleNamespace(stores=lambda split: []))
+    sizes = {}
+    for untied in (False, True):
+        settings = {"family": "llama", "size": "nano", "shape": {"untied": untied}}
+        config = RunConfig.model_validate({"folder": str(tmp_path), "model": settings})
+        shape = open_family("llama").shape_of(config.model, vocab=512, end=0)
+        monkeypatch.setattr(command, "read_shape", lambda folder, shape=shape: shape)
+        sizes[untied] = command._facts_of(config, tmp_path, tmp_path).parameters
+    assert sizes[True] == sizes[False]
 
 
 @pytest.mark.parametrize("key", ["inputs", "asked"])

@@ -91,6 +91,17 @@ def test_settings_are_for_the_epochs_that_the_run_may_have(tokenized: Path) -> N
     assert limited.weight_decay != long.weight_decay
 
 
+def test_embeddings_of_an_untied_head_do_not_count(tokenized: Path) -> None:
+    """They are looked up, not multiplied; the formulas are for the parameters of blocks and head."""
+
+    def settings(untied: bool) -> TrainConfig:
+        shape = {"layers": 1, "heads": 1, "width": 16, "positions": 16, "untied": untied}
+        tree = {"folder": str(tokenized), "model": {"shape": shape}, "train": {"preset": "auto", "length": 16}}
+        return fill_auto_preset(RunConfig.model_validate(tree), "yes").train
+
+    assert settings(untied=True) == settings(untied=False)
+
+
 def test_given_weights_are_refused() -> None:
     config = RunConfig.model_validate({"train": {"preset": "auto"}, "model": {"init_from": "x"}})
     with pytest.raises(TextmillError, match="from scratch"):

@@ -23,7 +23,7 @@ from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.generation.encoders.fill import fill
-from textmill.models import Shape, label_head_of, open_family, read_shape
+from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, read_shape
 from textmill.planning.verdict import (
     RunFacts,
     describe_forecast,
@@ -188,7 +188,7 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
     _, last_checkpoint = max(list_checkpoints(folder).items())
     return RunFacts(
-        parameters=read_shape(checkpoint).parameters,
+        parameters=count_blocks_and_head(read_shape(checkpoint)),
         unique_tokens=sum(store.tokens for store in open_splits(config).stores("train")),
         tokens=read_json(last_checkpoint / "progress.json")["tokens"],
         valid_losses=read_valid_curve(folder),

@@ -27,7 +27,7 @@ from textmill.config.model import is_family_file
 from textmill.errors import TextmillError
 from textmill.models.family import Family, Shape
 from textmill.models.family_files import find_family_file, load_family_file
-from textmill.models.weights import Weight, sample_weights, to_checkpoint, to_memory
+from textmill.models.weights import Weight, count_parameters, sample_weights, to_checkpoint, to_memory
 from textmill.storage.files import read_json
 from textmill.storage.tensor_files import read_model_names
 
@@ -189,6 +189,11 @@ def recorded_numbers(shape: Shape) -> dict[str, Any]:
 def weights_of(shape: Shape) -> list[Weight]:
     """Every weight of a net of this shape, without adapters."""
     return open_family(shape.family).weights_of(shape)
+
+
+def count_blocks_and_head(shape: Shape) -> int:
+    """Parameters without embeddings that are only looked up: the size of a net in the rules of a plan."""
+    return count_parameters(weight for weight in weights_of(shape) if not weight.looked_up)
 
 
 def known_weights(

@@ -27,6 +27,7 @@ class RunFacts:
     """A finished run, as far as it is judged here."""
 
     parameters: int
+    """Of blocks and head."""
     unique_tokens: int
     tokens: int
     """Tokens seen in training."""

@@ -14,7 +14,7 @@ from textmill.checkpoints.folders import list_checkpoints
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.training import AUTO_SETTINGS
 from textmill.errors import TextmillError
-from textmill.models import Shape
+from textmill.models import Shape, count_blocks_and_head
 from textmill.storage.files import read_json
 from textmill.storage.stages import Force
 from textmill.tokens.splits import Splits, open_splits
@@ -67,8 +67,9 @@ def _compute_settings(config: RunConfig, data: Splits, processes: int) -> dict[s
         batch_tokens = run_tokens / train.steps if by_steps else best_batch_tokens(train.optimizer, run_tokens)
         micro_batch = config.engine.micro_batch
         batch = _round_batch(batch_tokens / length, processes * (micro_batch if isinstance(micro_batch, int) else 1))
+    parameters = count_blocks_and_head(shape)
     settings = auto_settings(
-        train.optimizer, shape.width, shape.parameters, unique_tokens, run_tokens, batch_tokens=batch * length
+        train.optimizer, shape.width, parameters, unique_tokens, run_tokens, batch_tokens=batch * length
     )
     return {
         "learning_rate": settings.learning_rate, "weight_decay": settings.weight_decay, "batch": batch,
@@ -81,7 +82,7 @@ def _count_run_tokens(
 ) -> float:
     """Tokens that the run will see. How many minutes are is not known yet: then the run is taken to have as many
     epochs as its net should see."""
-    target_tokens = target_epochs(shape.parameters, unique_tokens) * unique_tokens
+    target_tokens = target_epochs(count_blocks_and_head(shape), unique_tokens) * unique_tokens
     tokens: float
     if train.unit == "steps":
         best_tokens = min(target_tokens / train.steps, best_batch_tokens(train.optimizer, target_tokens))
