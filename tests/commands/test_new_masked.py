@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts, size: int,
     assert shape.untied == untied
     assert (config.train.embedding_rate_factor > 1) == untied
     assert shape.parameters - untied * plan.vocab * plan.width == pytest.approx(plan.parameters, rel=0.08)
+    named = re.search(r"([\d.]+)M parameters", written)
+    assert named is not None
+    assert float(named[1]) == pytest.approx(shape.parameters / 1e6, rel=0.08, abs=0.05), "with the embeddings"
+    assert ("embeddings and biases learn at 0.01" in written) == (not untied)
 
 
 def test_the_family_is_chosen_for_the_machine() -> None:

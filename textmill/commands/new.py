@@ -67,9 +67,11 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    kind = {"masked": family} if masked else {"family": auto_family(machine) if family == AUTO else family}
+    family = auto_family(machine) if family == AUTO else family
+    kind = {"masked" if masked else "family": family}
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
-    shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
+    parameters = plan.stored_parameters(family) / 1e6
+    shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
     files = format_count(len(sources), "file")
     print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
     _warn_of_text(facts, encoding, path)

@@ -20,10 +20,10 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
     `masked` is the family of a model that predicts masked tokens; empty: one of `family`, which predicts the next one.
     """
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
-    quoted = shlex.quote(folder)
+    quoted, millions = shlex.quote(folder), plan.stored_parameters(family) / 1e6
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
-# on {machine.name} ({machine.cores} CPU cores): {plan.parameters / 1e6:.1f}M parameters, {_minutes(plan)}.
+# on {machine.name} ({machine.cores} CPU cores): {millions:.1f}M parameters, {_minutes(plan)}.
 {f"# Expected {other_minutes}.{chr(10)}#" if other_minutes else "#"}
 #   textmill run {quoted}        # all stages: {"prepare, fit-tokenizer, tokenize, train" if masked else STAGES}
 #   textmill COMMAND --help      # every setting with its default
@@ -107,7 +107,8 @@ def _llama_sections(sections: dict[str, list[Row]], plan: Plan) -> dict[str, lis
         model.append(("  untied", "true", "a head with weights of its own, which takes no more time"))
         rate: Row = ("embedding_rate_factor", EMBEDDING_RATE_FACTOR, "embeddings learn so much faster than the head")
         at = [key for key, _, _ in train].index("weight_decay")
-        train = [*train[:at], rate, *train[at:]]
+        factor: Row = ("  adamw_rate_factor", plan.adamw_rate_factor, "the head and norms learn at 0.01")
+        train = [factor if row[0] == factor[0] else row for row in [*train[:at], rate, *train[at:]]]
     return {**sections, "model": model, "train": train}
 
 
