@@ -46,6 +46,21 @@ class MaskingRule:
         return found if self.max_predictions is None else np.minimum(found, self.max_predictions)
 
 
+@dataclass(frozen=True)
+class _Words:
+    """The words of samples that are joined; all fields but the first have an entry for each word."""
+
+    of_token: NDArray[np.int64]
+    """The word of each token that may be masked, as a number among all words."""
+    sample: NDArray[np.int64]
+    number: NDArray[np.int64]
+    """Its number within its sample."""
+    position: NDArray[np.int64]
+    """The position of its first token within its sample."""
+    tokens: NDArray[np.int64]
+    """How many tokens it has."""
+
+
 def choose_tokens(
     ids: NDArray[np.int32], lengths: NDArray[np.int64], keys: NDArray[np.uint64], rule: MaskingRule,
     starts: NDArray[np.bool_] | None = None,
@@ -55,55 +70,54 @@ def choose_tokens(
     Words are taken in random order while they fit into the number of predictions, as Megatron does it. `starts` are
     positions where a word starts whatever its token is.
     """
+    words = _find_words(ids, lengths, rule, starts)
+    words_per_sample = np.bincount(words.sample, minlength=len(lengths))
+    # Two tables [samples, words]; a sample with fewer words than others ends with words that never fit.
+    table = len(lengths), int(words_per_sample.max(initial=0)) + rule.max_ngram
+    sizes, sort_values = np.full(table, _NO_WORD, np.int64), np.full(table, np.inf)
+    sizes[words.sample, words.number] = words.tokens
+    sort_values[words.sample, words.number] = _order_values(ids, words, keys, rule)
+    order, predictions = np.argsort(sort_values, axis=1), rule.predictions(lengths)
+    chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words_per_sample)
+    chosen = ~rule.special[ids]
+    chosen[chosen] = chosen_words[words.sample, words.number][words.of_token]
+    return chosen
+
+
+def _find_words(
+    ids: NDArray[np.int32], lengths: NDArray[np.int64], rule: MaskingRule, starts: NDArray[np.bool_] | None
+) -> _Words:
+    """A word starts where a token starts one, after a special token, and at `starts`; special tokens have none."""
     candidates = ~rule.special[ids]
     is_word_start = candidates.copy()
     if rule.word_starts is not None:
         is_word_start[1:] &= rule.word_starts[ids[1:]] | ~candidates[:-1]
         if starts is not None:
             is_word_start |= starts & candidates
-    # Of each token: its sample and its word. Of each word: its first token, its sample, its number and position there.
-    sample_of_token = np.repeat(np.arange(len(lengths)), lengths)
-    word_of_token = np.cumsum(is_word_start) - 1
     first_token = np.flatnonzero(is_word_start)
-    sample_of_word = sample_of_token[first_token]
-    words_per_sample = np.bincount(sample_of_word, minlength=len(lengths))
-    words_before = np.repeat(np.cumsum(words_per_sample) - words_per_sample, words_per_sample)
-    number_in_sample = np.arange(len(first_token)) - words_before
-    position = first_token - np.repeat(np.cumsum(lengths) - lengths, words_per_sample)
-    # [samples, words]: the tokens of each word, and a value by which the words of a sample are sorted.
-    sizes = np.full((len(lengths), int(words_per_sample.max(initial=0)) + rule.max_ngram), _NO_WORD, np.int64)
-    sizes[sample_of_word, number_in_sample] = np.bincount(word_of_token[candidates], minlength=len(first_token))
-    sort_values = np.full(sizes.shape, np.inf)
-    sort_values[sample_of_word, number_in_sample] = _order_values(
-        ids, word_of_token, candidates, keys[sample_of_word], position, rule, len(first_token)
-    )
-    order, predictions = np.argsort(sort_values, axis=1), rule.predictions(lengths)
-    chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words_per_sample)
-    chosen: NDArray[np.bool_] = candidates & chosen_words[sample_of_token, _numbers_of(word_of_token, number_in_sample)]
-    return chosen
-
-
-def _numbers_of(word_of_token: NDArray[np.int64], number_in_sample: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of each token's word within its sample."""
-    if not len(number_in_sample):
-        return np.zeros_like(word_of_token)
-    return number_in_sample[np.maximum(word_of_token, 0)]
+    sample = np.repeat(np.arange(len(lengths)), lengths)[first_token]
+    words_per_sample = np.bincount(sample, minlength=len(lengths))
+    first_word, first_of_sample = np.cumsum(words_per_sample) - words_per_sample, np.cumsum(lengths) - lengths
+    of_token = (np.cumsum(is_word_start) - 1)[candidates]
+    return _Words(
+        of_token=of_token, sample=sample, number=np.arange(len(first_token)) - first_word[sample],
+        position=first_token - first_of_sample[sample], tokens=np.bincount(of_token, minlength=len(first_token)),
+    )  # fmt: skip
 
 
 def _order_values(
-    ids: NDArray[np.int32], words: NDArray[np.int64], candidates: NDArray[np.bool_], keys: NDArray[np.uint64],
-    position: NDArray[np.int64], rule: MaskingRule, count: int,
-) -> NDArray[np.float64]:  # fmt: skip
+    ids: NDArray[np.int32], words: _Words, keys: NDArray[np.uint64], rule: MaskingRule
+) -> NDArray[np.float64]:
     """A value for each word; in ascending order they are a random order of the words.
 
     With weights, the order is that of drawing without replacement in proportion to the words' weights
     (Efraimidis and Spirakis).
     """
-    uniform = to_uniform(draw(keys, _ORDER + position))
+    uniform = to_uniform(draw(keys[words.sample], _ORDER + words.position))
     if rule.weights is None:
         return uniform
-    weights = np.bincount(words[candidates], rule.weights[ids[candidates]], count)
-    return -np.log1p(-uniform) / weights
+    token_weights = rule.weights[ids[~rule.special[ids]]]
+    return -np.log1p(-uniform) / np.bincount(words.of_token, token_weights, len(words.tokens))
 
 
 def _choose_words(
