@@ -9,6 +9,7 @@ Shapes in names: B matrices of R rows and C columns.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -75,30 +76,38 @@ def matrices_of(weight: Weight, parameter: nn.Parameter, rule: Rule) -> list[Mat
     return [Matrix(parameter, rule, weight.groups, rows) for rows in weight.part_rows]
 
 
+class StackKey(NamedTuple):
+    """What the matrices of a stack have in common."""
+
+    rows: int
+    columns: int
+    whole: bool
+    """True if the stack has all matrices of its parameters, which fused kernels need."""
+
+
 class Muon:
     """Muon's update of block matrices, stacked by shape."""
 
     def __init__(self, members: list[Member], momentum: float, *, compiled: bool) -> None:
-        # Keys are rows, columns, and whether all matrices of a parameter have one shape, which fused kernels need.
-        matrices: dict[tuple[int, int, bool], list[Matrix]] = {}
-        fusible: dict[tuple[int, int, bool], list[Member]] = {}
+        matrices: dict[StackKey, list[Matrix]] = defaultdict(list)
+        whole_members: dict[StackKey, list[Member]] = defaultdict(list)
         for member in members:
             parts = matrices_of(*member)
-            equal = len({matrix.shape for matrix in parts}) == 1
+            whole = len({matrix.shape for matrix in parts}) == 1
             for matrix in parts:
-                matrices.setdefault((*matrix.shape, equal), []).append(matrix)
-            if equal:
-                fusible.setdefault((*parts[0].shape, True), []).append(member)
+                matrices[StackKey(*matrix.shape, whole)].append(matrix)
+            if whole:
+                whole_members[StackKey(*parts[0].shape, whole)].append(member)
         self.stacks = {
-            key: _build_stack(matrices[key], fusible.get(key), momentum, compiled=compiled) for key in matrices
+            key: _build_stack(matrices[key], whole_members[key], momentum, compiled=compiled) for key in list(matrices)
         }
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
         """One update with gradients x `clip`; skipped if `finite` is false. Does not wait for the device."""
-        for (_, columns, _), stack in self.stacks.items():
+        for key, stack in self.stacks.items():
             steps = orthogonalise(stack.gather(clip, finite))
-            stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(columns), finite)
+            stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(key.columns), finite)
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
         """The momentum of each parameter, in its own layout."""
@@ -160,14 +169,15 @@ class Stack:
 
 
 def _build_stack(
-    matrices: list[Matrix], members: list[Member] | None, momentum: float, *, compiled: bool
+    matrices: list[Matrix], whole_members: list[Member], momentum: float, *, compiled: bool
 ) -> Stack | FusedStack:
-    """A stack with fused kernels if they support its parameters: on a GPU, all matrices of one shape."""
-    runs = members is not None and all(can_run_kernels(parameter) for _, parameter, _ in members)
-    fused = load_kernels("textmill.engines.optimizers.muon_triton") if runs else None
-    if fused is not None and members and all(fused.can_update_in_place(parameter) for _, parameter, _ in members):
-        stack: FusedStack = fused.FusedStack(members, matrices[0].shape, momentum, MIN_NORM)
-        return stack
+    """A stack with fused kernels if they support its parameters, all of whose matrices are in it."""
+    parameters = [parameter for _, parameter, _ in whole_members]
+    if parameters and all(can_run_kernels(parameter) for parameter in parameters):
+        fused = load_kernels("textmill.engines.optimizers.muon_triton")
+        if fused is not None and all(fused.can_update_in_place(parameter) for parameter in parameters):
+            stack: FusedStack = fused.FusedStack(whole_members, matrices[0].shape, momentum, MIN_NORM)
+            return stack
     return Stack(matrices, momentum, compiled=compiled)
 
 
