@@ -65,6 +65,7 @@ def test_a_longer_run_has_all_of_the_text(count: int, tmp_path: Path) -> None:
     words = shlex.split(longer)
     named = [word for before, word in pairwise(words) if before == "--text"]
     assert named == sources or words == ["textmill", "train", "here", "train.minutes=8"]
+    assert not named or "--family gpt2" in longer, "by itself, new may choose another family"
     assert len(named) == (5 if count == 5 else 0)
 
 

@@ -112,7 +112,8 @@ def improving_commands(config: RunConfig, state: State, where: str) -> list[str]
     if len(config.corpus.sources) > MAX_NAMED_SOURCES:
         return [f"textmill train {where} train.minutes={4 * train.minutes:g}", tune]
     sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources)
-    return [f"textmill new {_free_name('longer')} {sources}{family} --minutes {4 * train.minutes:g}", tune]
+    same = f" --family {name}" if name in SIZES else ""  # without it, `new` may choose another family
+    return [f"textmill new {_free_name('longer')} {sources}{same} --minutes {4 * train.minutes:g}", tune]
 
 
 def _free_name(name: str) -> str:
