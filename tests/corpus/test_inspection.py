@@ -52,6 +52,8 @@ def test_files_with_other_fields_are_read_too(tmp_path: Path) -> None:
     assert key_of(a=texts, b=bodies, c=notes) == "text+body+note"
     assert key_of(d=notes, e=notes) == "note"
     both = [{"text": PROSE.format(n), "body": "a summary of it"} for n in range(5)]
+    licence = [{"name": "a corpus", "license": "Apache License 2.0"}]
+    assert key_of(h=texts, i=licence) == "text", "a name is no text"
     assert key_of(f=both, g=bodies) == "text", "joined fields would change the texts of the first file"
 
 

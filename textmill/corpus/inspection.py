@@ -32,6 +32,8 @@ USUAL_NAMES = ("text", "content", "body", "article", "document", "form", "paragr
 """Field names that are preferred when their texts are not much shorter than others."""
 MIN_SHARE = 0.2
 """A preferred field has at least this share of the characters of the longest one."""
+MIN_OTHER_CHARACTERS = 200
+"""A field of some files only is read too if its sampled texts have so many characters; a licence's name has fewer."""
 MIN_AGREEMENT = 0.8
 """Fraction of the records that must be conversations of one layout."""
 MIN_CONFIDENCE = 0.6
@@ -208,8 +210,13 @@ def _add_other_keys(text_key: str, by_source: Sequence[list[Record]], wanted: st
     """The key with those of the sources that lack it, as in "text+body"; such a key reads the fields that exist."""
     keys = [text_key]
     for records in by_source:
-        if records and not any(key in _texts_by_path(record) for record in records for key in keys):
-            keys += filter(None, [_find_text_key(records, wanted)])
+        leaves = [_texts_by_path(record) for record in records]
+        if any(key in texts for texts in leaves for key in keys):
+            continue
+        other = _find_text_key(records, wanted)
+        characters = sum(_prose_characters(text) for texts in leaves for text in texts.get(other or "", []))
+        if other and characters >= MIN_OTHER_CHARACTERS:
+            keys.append(other)
     every = [_texts_by_path(record) for records in by_source for record in records]
     is_clear = all(sum(key in leaves for key in keys) <= 1 for leaves in every)  # else other fields would be joined
     return "+".join(keys) if is_clear and not any("[]" in key or "+" in key for key in keys) else text_key

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.config import CorpusConfig
-from textmill.corpus.document import Document, cut_into_sections
+from textmill.corpus.document import READ_BYTES, Document, cut_into_sections
 from textmill.corpus.encodings import suggest_encoding
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
@@ -32,8 +32,6 @@ SHOWN_BAD_RECORDS = 5
 """Bad records shown in the error when there are too many."""
 RAW_BYTES = 1000
 """Bytes of a bad record that are kept in the quarantine."""
-READ_BYTES = 1 << 16
-"""Bytes read at a time while skipping the rest of an oversized line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,18 +92,20 @@ class Tuning:
             self.trials.append((trial, result))
             following = _next_trial(trials, result)
             if self.outcome.too_short:
-                self._refuse_short_trials(lengths, result)
+                self._refuse_short_trials(lengths, result, is_stored=is_stored)
             if not is_stored:
                 self._store(made_from, minutes)
             report(number + 1, trial, result, self.outcome)
             trial = following
         return True
 
-    def _refuse_short_trials(self, lengths: Lengths, first: Result) -> None:
-        """Nothing is stored, so that the next call chooses another length."""
+    def _refuse_short_trials(self, lengths: Lengths, first: Result, *, is_stored: bool) -> None:
+        """Nothing is stored, so that the next call chooses another length; of an earlier version there may be one."""
+        again = " and --force, which removes the trials so far" if is_stored else ""
         raise TextmillError(
             f"--minutes: {self.minutes:g} minutes give trials of {first.steps} steps, and fewer than {MIN_STEPS} do "
-            f"not show which setting is better; give --minutes {math.ceil(needed_minutes(lengths, first))} or more"
+            "not show which setting is better; give --minutes "
+            f"{math.ceil(needed_minutes(lengths, first))} or more{again}"
         )
 
     def _longest(self) -> float:

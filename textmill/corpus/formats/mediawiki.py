@@ -8,8 +8,7 @@ from typing import Any
 from xml.etree.ElementTree import Element, ParseError, XMLPullParser
 
 from textmill.config import CorpusConfig
-from textmill.corpus import records
-from textmill.corpus.document import Document
+from textmill.corpus.document import READ_BYTES, Document
 from textmill.corpus.records import RAW_BYTES, BadRecord
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.streams import BrokenStream, open_stream
@@ -51,7 +50,7 @@ def _elements(stream: io.BufferedReader) -> Iterator[Element]:
     path: list[Element] = []
     found_any = False
     try:
-        while block := stream.read1(records.READ_BYTES):
+        while block := stream.read1(READ_BYTES):
             parser.feed(block)
             for event, element in parser.read_events():
                 if event == "start":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import Document, section_limits, split_text
+from textmill.corpus.document import READ_BYTES, Document, section_limits, split_text
 from textmill.corpus.records import (
     RAW_BYTES,
     BadRecord,
@@ -54,7 +54,7 @@ def _line_records(chunk: SourceChunk) -> Iterator[Document | BadRecord]:
 def _file_record(chunk: SourceChunk) -> Document | BadRecord:
     name, blocks, size = chunk.source.name, [], 0
     with open_stream(chunk.source) as stream:
-        while size <= records.MAX_RECORD_BYTES and (block := stream.read1(records.READ_BYTES)):
+        while size <= records.MAX_RECORD_BYTES and (block := stream.read1(READ_BYTES)):
             blocks.append(block)
             size += len(block)
     raw = b"".join(blocks)
