@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.layout_process import config_of, started, stepped
 from textmill.config import RunConfig
 from textmill.engines import open_ranks
+from textmill.engines.optimizers.muon_sharded_torch import ShardedMuon
 from textmill.processes.exits import run_and_exit
 
 MESHES: dict[str, dict[str, Any]] = {"shard": {"shard": 2}, "tensor": {"tensor": 2}, "replicate": {"replicate": 2}}
@@ -37,9 +38,11 @@ def held_bytes(engine: Any) -> dict[str, int]:
     seen["weights"] = sum(part.nbytes for part in local)
     seen["optimizer"] = sum(values.nbytes for state in optimizer.adam.state.values() for values in state.values())
     if optimizer.muon is not None:
-        inner = getattr(optimizer.muon, "muon", optimizer.muon)
-        seen["optimizer"] += sum(stack.momenta.nbytes for stack in inner.stacks.values())
-        seen["optimizer"] += sum(step.nbytes for step in getattr(optimizer.muon, "steps", {}).values())
+        muon = optimizer.muon
+        if isinstance(muon, ShardedMuon):
+            seen["optimizer"] += sum(change.nbytes for change in muon.changes.values())
+            muon = muon.muon
+        seen["optimizer"] += sum(stack.momenta.nbytes for stack in muon.stacks.values())
     seen["optimizer"] += sum(values.nbytes for values in engine.average.tensors)
     return seen
 
