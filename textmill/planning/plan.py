@@ -31,7 +31,7 @@ DROPOUT_EPOCHS = 18
 """Dropout pays from this many epochs on; below it costs speed and loss."""
 DROPOUT = 0.1
 UNTIED_EPOCHS = 12
-"""A head with weights of its own pays in fewer epochs than this; in more it learns the text by heart."""
+"""A head with weights of its own is used in fewer epochs than this: it was better in 5, and worse in 20."""
 EMBEDDING_RATE_FACTOR = 4.0
 """With such a head: the learning rate of the embeddings, as a multiple of the head's."""
 MASKED = 0.15
@@ -184,8 +184,8 @@ def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False
 def auto_family(machine: MachineFacts) -> str:
     """The family that is best for a plan on this machine.
 
-    On a CPU a Llama needs fewer bits per byte in the same time; on a GPU its smaller steps are slower than GPT-2's, and
-    nothing was won (docs/autopilot.md).
+    On a CPU a Llama needs fewer bits per byte in the same time; on a GPU its steps are slower than GPT-2's, and the two
+    were not compared in the same time (docs/autopilot.md).
     """
     return "llama" if machine.device == "cpu" else "gpt2"
 
