@@ -48,8 +48,12 @@ class MaskingRule:
 
 @dataclass(frozen=True)
 class _Words:
-    """The words of samples that are joined; all fields but the first have an entry for each word."""
+    """The words of samples that are joined; the fields after the first three have an entry for each word."""
 
+    may_mask: NDArray[np.bool_]
+    """[tokens]: false for special tokens."""
+    per_sample: NDArray[np.int64]
+    """How many words each sample has."""
     of_token: NDArray[np.int64]
     """The word of each token that may be masked, as a number among all words."""
     sample: NDArray[np.int64]
@@ -71,15 +75,14 @@ def choose_tokens(
     positions where a word starts whatever its token is.
     """
     words = _find_words(ids, lengths, rule, starts)
-    words_per_sample = np.bincount(words.sample, minlength=len(lengths))
     # Two tables [samples, words]; a sample with fewer words than others ends with words that never fit.
-    table = len(lengths), int(words_per_sample.max(initial=0)) + rule.max_ngram
+    table = len(lengths), int(words.per_sample.max(initial=0)) + rule.max_ngram
     sizes, sort_values = np.full(table, _NO_WORD, np.int64), np.full(table, np.inf)
     sizes[words.sample, words.number] = words.tokens
     sort_values[words.sample, words.number] = _order_values(ids, words, keys, rule)
     order, predictions = np.argsort(sort_values, axis=1), rule.predictions(lengths)
-    chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words_per_sample)
-    chosen = ~rule.special[ids]
+    chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words.per_sample)
+    chosen = words.may_mask.copy()
     chosen[chosen] = chosen_words[words.sample, words.number][words.of_token]
     return chosen
 
@@ -88,20 +91,21 @@ def _find_words(
     ids: NDArray[np.int32], lengths: NDArray[np.int64], rule: MaskingRule, starts: NDArray[np.bool_] | None
 ) -> _Words:
     """A word starts where a token starts one, after a special token, and at `starts`; special tokens have none."""
-    candidates = ~rule.special[ids]
-    is_word_start = candidates.copy()
+    may_mask = ~rule.special[ids]
+    is_word_start = may_mask.copy()
     if rule.word_starts is not None:
-        is_word_start[1:] &= rule.word_starts[ids[1:]] | ~candidates[:-1]
+        is_word_start[1:] &= rule.word_starts[ids[1:]] | ~may_mask[:-1]
         if starts is not None:
-            is_word_start |= starts & candidates
+            is_word_start |= starts & may_mask
     first_token = np.flatnonzero(is_word_start)
     sample = np.repeat(np.arange(len(lengths)), lengths)[first_token]
-    words_per_sample = np.bincount(sample, minlength=len(lengths))
-    first_word, first_of_sample = np.cumsum(words_per_sample) - words_per_sample, np.cumsum(lengths) - lengths
-    of_token = (np.cumsum(is_word_start) - 1)[candidates]
+    per_sample = np.bincount(sample, minlength=len(lengths))
+    first_word, first_of_sample = np.cumsum(per_sample) - per_sample, np.cumsum(lengths) - lengths
+    of_token = (np.cumsum(is_word_start) - 1)[may_mask]
     return _Words(
-        of_token=of_token, sample=sample, number=np.arange(len(first_token)) - first_word[sample],
-        position=first_token - first_of_sample[sample], tokens=np.bincount(of_token, minlength=len(first_token)),
+        may_mask=may_mask, per_sample=per_sample, of_token=of_token, sample=sample,
+        number=np.arange(len(first_token)) - first_word[sample], position=first_token - first_of_sample[sample],
+        tokens=np.bincount(of_token, minlength=len(first_token)),
     )  # fmt: skip
 
 
@@ -116,7 +120,7 @@ def _order_values(
     uniform = to_uniform(draw(keys[words.sample], _ORDER + words.position))
     if rule.weights is None:
         return uniform
-    token_weights = rule.weights[ids[~rule.special[ids]]]
+    token_weights = rule.weights[ids[words.may_mask]]
     return -np.log1p(-uniform) / np.bincount(words.of_token, token_weights, len(words.tokens))
 
 
