@@ -63,15 +63,19 @@ class RunLength:
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
-        return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN, self.samples_after)
+        return lr_at(step, self.train, self._decays_from, self.samples_after)
 
     def weighted(self, batch: Batch, step: int) -> Batch:
         """The batch of a step with its weight of `train.multi_token`, which falls like the learning rate: not before
         the number of steps is known."""
         if not self.train.multi_token.weight:
             return batch
-        decay_from = (self.measured_at or 0) if self.known else UNKNOWN
-        return replace(batch, second_weight=second_weight_at(step, self.train, decay_from))
+        return replace(batch, second_weight=second_weight_at(step, self.train, self._decays_from))
+
+    @property
+    def _decays_from(self) -> int:
+        """The step from which schedules decay."""
+        return (self.measured_at or 0) if self.known else UNKNOWN
 
     def metrics_of(self, done: int) -> dict[str, float]:
         """The learning rate of step number `done`, the epochs after it, and its samples if not all have the same."""
