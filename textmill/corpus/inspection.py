@@ -209,16 +209,16 @@ def _find_text_key(records: list[Record], wanted: str) -> str | None:
 def _add_other_keys(text_key: str, by_source: Sequence[list[Record]], wanted: str) -> str:
     """The key with those of the sources that lack it, as in "text+body"; such a key reads the fields that exist."""
     keys = [text_key]
-    for records in by_source:
-        leaves = [_texts_by_path(record) for record in records]
+    leaves_by_source = [[_texts_by_path(record) for record in records] for records in by_source]
+    for records, leaves in zip(by_source, leaves_by_source, strict=True):
         if any(key in texts for texts in leaves for key in keys):
             continue
         other = _find_text_key(records, wanted)
         characters = sum(_prose_characters(text) for texts in leaves for text in texts.get(other or "", []))
         if other and characters >= MIN_OTHER_CHARACTERS:
             keys.append(other)
-    every = [_texts_by_path(record) for records in by_source for record in records]
-    is_clear = all(sum(key in leaves for key in keys) <= 1 for leaves in every)  # else other fields would be joined
+    every = [texts for leaves in leaves_by_source for texts in leaves]
+    is_clear = all(sum(key in texts for key in keys) <= 1 for texts in every)  # else other fields would be joined
     return "+".join(keys) if is_clear and not any("[]" in key or "+" in key for key in keys) else text_key
 
 
