@@ -87,14 +87,13 @@ class Plan:
     compiled: bool
     """Whether the net is compiled: on a GPU, if that saves more time than it takes."""
 
-    @property
-    def untied(self) -> bool:
-        """Whether the head of a Llama has weights of its own."""
-        return self.epochs < UNTIED_EPOCHS
+    def is_untied(self, family: str) -> bool:
+        """Whether the head has weights of its own: that of a Llama, in few epochs."""
+        return family == "llama" and self.epochs < UNTIED_EPOCHS
 
     def stored_parameters(self, family: str) -> int:
         """Parameters of the finished model: with an untied head its embeddings come on top."""
-        return self.parameters + (self.width * self.vocab if family == "llama" and self.untied else 0)
+        return self.parameters + (self.width * self.vocab if self.is_untied(family) else 0)
 
 
 def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: bool = False) -> Plan:

@@ -33,11 +33,9 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 # result is reported before anything is overwritten. docs/autopilot.md explains every choice.
 """
     lines = [head, *([_describe_second_generation(folder)] if plan.ends_early and not masked else [])]
-    sections = _sections(sources, records, text, plan)
+    sections = _sections(sources, records, text, plan, family)
     if machine.device == "cuda" and not plan.compiled:
         sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
-    if family == "llama":
-        sections = _llama_sections(sections, plan)
     for section, rows in (masked_sections(sections, text, plan, masked) if masked else sections).items():
         lines.append(f"{section}:")
         lines += [_line(*row) for row in rows]
@@ -71,7 +69,10 @@ def _minutes(plan: Plan) -> str:
     return f"about {plan.seconds / 60:.1f} min of training" if plan.ends_early else f"about {plan.minutes:g} min"
 
 
-def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: Plan) -> dict[str, list[Row]]:
+def _sections(
+    sources: list[str], records: RecordFacts, text: TextFacts, plan: Plan, family: str
+) -> dict[str, list[Row]]:
+    untied = plan.is_untied(family)
     interval = max(20, round(plan.steps / 80) * 10)  # steps between two evaluations
     return {
         "corpus": _corpus_rows(sources, records, text),
@@ -82,14 +83,16 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
             *_sample_rows(text),
         ],
         "model": [
+            *([("family", family, "rotary positions, RMSNorm and a gated MLP")] if family == "llama" else []),
             ("shape", "", f"{plan.parameters / plan.train_tokens:.2g} parameters for each token of the text"),
             ("  layers", plan.layers, ""),
             ("  heads", plan.heads, ""),
             ("  width", plan.width, "the largest net that sees the text often enough in this time"),
             *_dropout_rows(plan),
+            *([("  untied", "true", "a head with weights of its own, which takes no more time")] if untied else []),
         ],
         "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),
-                  *_train_rows(plan, interval)],
+                  *_train_rows(plan, interval, untied)],
         "sample": [
             ("prompt", "null", "a question for the finished model; null: some of the valid split" if records.chat else
                                'what the finished model continues, such as "Once upon a time"'),
@@ -97,19 +100,6 @@ def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: P
             ("max_tokens", 40 if records.chat else 200, "tokens of new text"),
         ],
     }  # fmt: skip
-
-
-def _llama_sections(sections: dict[str, list[Row]], plan: Plan) -> dict[str, list[Row]]:
-    """The sections of a plan, changed for a Llama."""
-    model: list[Row] = [("family", "llama", "rotary positions, RMSNorm and a gated MLP"), *sections["model"]]
-    train = sections["train"]
-    if plan.untied:
-        model.append(("  untied", "true", "a head with weights of its own, which takes no more time"))
-        rate: Row = ("embedding_rate_factor", EMBEDDING_RATE_FACTOR, "embeddings learn so much faster than the head")
-        at = [key for key, _, _ in train].index("weight_decay")
-        factor: Row = ("  adamw_rate_factor", plan.adamw_rate_factor, "the head and norms learn at 0.01")
-        train = [factor if row[0] == factor[0] else row for row in [*train[:at], rate, *train[at:]]]
-    return {**sections, "model": model, "train": train}
 
 
 def _sample_rows(text: TextFacts) -> list[Row]:
@@ -146,7 +136,9 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> l
     return rows
 
 
-def _train_rows(plan: Plan, interval: int) -> list[Row]:
+def _train_rows(plan: Plan, interval: int, untied: bool) -> list[Row]:
+    slow = "the head and norms" if untied else "embeddings and biases"
+    rate: Row = ("embedding_rate_factor", EMBEDDING_RATE_FACTOR, "embeddings learn so much faster than the head")
     seen = f"of the whole command; about {plan.epochs:.2g} epochs, {plan.steps:,} steps"
     return [
         ("length", plan.length, "tokens per sample"),
@@ -157,7 +149,8 @@ def _train_rows(plan: Plan, interval: int) -> list[Row]:
         ("learning_rate", plan.learning_rate, "0.125 / sqrt(width), Muon's"),
         ("muon", "", ""),
         ("  momentum", 0.9, ""),
-        ("  adamw_rate_factor", plan.adamw_rate_factor, "embeddings and biases learn at 0.01"),
+        ("  adamw_rate_factor", plan.adamw_rate_factor, f"{slow} learn at 0.01"),
+        *([rate] if untied else []),
         ("weight_decay", plan.weight_decay, "by parameters for each token, epochs and batch"),
         ("warmup", 0.05, "of the run; then the learning rate falls to 0 (cosine)"),
         ("evaluate_every", interval, "steps between two measurements of the valid loss"),
