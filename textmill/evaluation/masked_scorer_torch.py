@@ -25,6 +25,7 @@ from textmill.evaluation.share import Numbered
 from textmill.evaluation.task import Pair, Score, StoreLoss
 from textmill.evaluation.text_scorer_torch import TextScorer, check_ids
 from textmill.evaluation.token_losses_torch import token_log_likelihoods
+from textmill.ranges import expand_ranges
 from textmill.storage.progress import progress
 
 CPU_BATCH_TOKENS = 4096
@@ -164,17 +165,14 @@ def _masked_group(
         texts_KT[number, 1 + context_length : 1 + length] = continuation
     counts = np.array([len(continuation) for _, continuation in pairs], np.int64)
     rows_N = np.repeat(np.arange(len(pairs)), counts)
-    from_end_N = np.repeat(np.cumsum(counts), counts) - np.arange(len(rows_N))
-    columns_N = length + 1 - from_end_N
+    columns_N = expand_ranges(length + 1 - counts, counts)
     for begin in range(0, len(rows_N), rows):
         row, column = rows_N[begin : begin + rows], columns_N[begin : begin + rows]
         ids_NT = texts_KT[row]
         copies = np.arange(len(row))
         labels_N = ids_NT[copies, column]
         ids_NT[copies, column] = mask
-        yield MaskedBatch(
-            ids_NT, copies * ids_NT.shape[1] + column, labels_N, numbers[row], from_end_N[begin : begin + rows] == 1
-        )
+        yield MaskedBatch(ids_NT, copies * ids_NT.shape[1] + column, labels_N, numbers[row], column == length)
 
 
 def _join(results: Numbered, pairs: Sequence[Pair]) -> list[Score]:

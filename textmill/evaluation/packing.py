@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.ranges import expand_ranges
+
 Ids = tuple[int, ...]
 CONTEXT = 0
 """The branch of context tokens; continuations are branches 1, 2 ..."""
@@ -152,7 +154,7 @@ def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
     ids, positions, trees, branches = _fill_spans(np.array(spans), np.array(tokens), (len(packed), length), pad)
     context_ends, starts, counts = np.array(predicted).T
     ends = counts.cumsum()
-    places = np.repeat(starts - 1, counts) + _count_up(counts)
+    places = expand_ranges(starts - 1, counts)
     places[ends - counts] = context_ends  # a continuation's first token is predicted by its context's last one
     return Rows(ids, positions, trees, branches, places, np.array(labels), ends, pairs)
 
@@ -162,8 +164,7 @@ def _fill_spans(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Ids, positions, trees and branches of rows; a span is (place, length, first position, tree, branch)."""
     starts, counts, positions, trees, branches = spans.T
-    offsets = _count_up(counts)  # of each token in its span
-    places = np.repeat(starts, counts) + offsets
+    places = expand_ranges(starts, counts)
 
     def fill(empty: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
         array = np.full(shape, empty, np.int64)
@@ -172,12 +173,7 @@ def _fill_spans(
 
     return (
         fill(pad, tokens),
-        fill(0, np.repeat(positions, counts) + offsets),
+        fill(0, expand_ranges(positions, counts)),
         fill(PADDING, np.repeat(trees, counts)),
         fill(CONTEXT, np.repeat(branches, counts)),
     )
-
-
-def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1 ... for each count, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
-    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)

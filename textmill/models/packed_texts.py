@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.ranges import expand_ranges
+
 Ids = NDArray[np.int64]
 
 
@@ -31,8 +33,7 @@ class PackedTexts:
     @property
     def places_M(self) -> Ids:
         """Where the tokens of the texts are in the flat array, text after text."""
-        before_U = np.cumsum(self.lengths_U) - self.lengths_U
-        return np.repeat(self.starts_U - before_U, self.lengths_U) + np.arange(int(self.lengths_U.sum()))
+        return expand_ranges(self.starts_U, self.lengths_U)
 
     @property
     def texts_M(self) -> Ids:

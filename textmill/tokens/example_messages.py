@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.ranges import expand_ranges
+
 BYTES, FLOATS, INTEGERS = 1, 2, 3
 """The fields of a Feature: its list of bytes, floats or 64-bit integers."""
 KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "integers"}
@@ -118,7 +120,7 @@ def decode_varints(data: bytes) -> NDArray[np.int64]:
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
     if not len(ends) or ends[-1] != len(values) - 1 or int((ends - starts).max()) > 9:
         raise BrokenMessage("a number is cut short")
-    shifts = (np.arange(len(values)) - np.repeat(starts, ends - starts + 1)) * 7
+    shifts = expand_ranges(0, ends - starts + 1) * 7
     parts = (values & np.uint8(127)).astype(np.uint64) << shifts.astype(np.uint64)
     return np.add.reduceat(parts, starts).view(np.int64)
 
@@ -139,7 +141,7 @@ def split_varints(rows: NDArray[np.int64]) -> list[bytes]:
     limits = np.array([1 << (7 * size) for size in range(1, 10)], np.uint64)
     sizes = np.searchsorted(limits, values, side="right") + 1
     ends = np.cumsum(sizes)
-    number = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)
+    number = expand_ranges(0, sizes)
     octets = (np.repeat(values, sizes) >> (number * 7).astype(np.uint64)).astype(np.uint8) & np.uint8(127)
     octets |= (number < np.repeat(sizes, sizes) - 1).astype(np.uint8) << np.uint8(7)
     edges = [0, *ends.reshape(len(rows), -1)[:, -1].tolist()] if values.size else [0] * (len(rows) + 1)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from textmill.config import RunConfig
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
+from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer
 from textmill.tokens.batches.layout import gather_ranges
 from textmill.tokens.split_files import make_file_folder, write_split_files
@@ -72,7 +73,7 @@ def cut_chunks(lengths: NDArray[Any], rule: FeaturesConfig) -> Chunks:
     """Cut documents of these lengths into chunks."""
     rows = count_feature_rows(lengths, rule)
     documents = np.repeat(np.arange(len(lengths), dtype=np.int64), rows)
-    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(rows) - rows, rows)) * rule.stride
+    starts = expand_ranges(0, rows) * rule.stride
     return Chunks(
         documents, starts, np.minimum(lengths[documents] - starts, rule.max_length - rule.reserved_tokens + 1)
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
+from textmill.ranges import expand_ranges
 from textmill.storage.files import read_json
 from textmill.tokens.bert_examples import ExampleRows
 from textmill.tokens.tfrecord import count_records, is_tfrecord
@@ -244,5 +245,4 @@ def strip_padding(ids: ListColumn, mask: ListColumn) -> ListColumn:
     first[rows[::-1]] = seen[::-1]  # if a row occurs more than once, the last assignment counts
     last[rows] = seen + 1
     lengths = last - first
-    positions = np.arange(int(lengths.sum())) + np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
-    return ListColumn(ids.values[positions], lengths)
+    return ListColumn(ids.values[expand_ranges(first, lengths)], lengths)

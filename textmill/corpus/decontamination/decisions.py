@@ -14,6 +14,7 @@ from textmill.corpus.decontamination.evaluation_data import EvaluationData, Inde
 from textmill.corpus.dedup.decisions import Decisions
 from textmill.corpus.dropped import CONTAMINATED
 from textmill.corpus.passes import ChunkTask
+from textmill.ranges import expand_ranges
 from textmill.storage.files import write_bytes
 
 
@@ -71,9 +72,8 @@ class _FilesByKey:
     def expand(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """[pairs, 2]: each row with each file of its n-gram."""
         counts = self.starts[keys + 1] - self.starts[keys]
-        ends = np.cumsum(counts)
-        places = np.repeat(self.starts[keys] - ends + counts, counts) + np.arange(int(counts.sum()))
-        return np.stack([np.repeat(rows, counts), self.files[places]], axis=1)
+        files = self.files[expand_ranges(self.starts[keys], counts)]
+        return np.stack([np.repeat(rows, counts), files], axis=1)
 
 
 def _files_by_key(facts: IndexFacts, bounds: NDArray[np.int64]) -> _FilesByKey:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.dedup.clusters import count_partitions
 from textmill.corpus.dedup.shingles import Hashes
+from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer, write_bytes
 
 BUCKET_LINKS = 8
@@ -101,7 +102,7 @@ def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np
     sizes = np.diff(np.append(starts, len(hashes)))
     sizes, starts = sizes[sizes > 1], starts[sizes > 1]
     # Of every member of a bucket: its index, and that of the first member.
-    members = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+    members = expand_ranges(starts, sizes)
     firsts = np.repeat(starts, sizes)
     pairs = [np.zeros(0, np.uint64)]
     for step in range(BUCKET_LINKS):

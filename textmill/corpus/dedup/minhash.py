@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.dedup.shingles import Hashes
 from textmill.counters import mix
+from textmill.ranges import expand_ranges
 
 MIN_RECALL = 0.995
 """Two documents with a similarity equal to the threshold share a band with at least this probability."""
@@ -93,7 +94,7 @@ def _fill_empty(values: Hashes, hashes: Hashes, counts: NDArray[np.int64]) -> Ha
     for batch in np.split(np.arange(len(documents)), np.flatnonzero(np.diff(total_hashes // _MAX_HASHES_AT_ONCE)) + 1):
         lengths = counts[documents[batch]]
         first = np.cumsum(lengths) - lengths
-        index = np.repeat(starts[documents[batch]] - first, lengths) + np.arange(int(lengths.sum()))
+        index = expand_ranges(starts[documents[batch]], lengths)
         salts = mix((slots[batch] + MAX_ROUNDS).astype(np.uint64) * np.uint64(_SEED_STEP))
         rehashed = mix(hashes[index] ^ np.repeat(salts, lengths))
         values[documents[batch], slots[batch]] = np.minimum.reduceat(rehashed, first)

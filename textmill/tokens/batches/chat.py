@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
+from textmill.ranges import expand_ranges
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, expand_ranges, gather_ranges
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
 from textmill.tokens.batches.packed import number_spans
 from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
 from textmill.tokens.batches.shuffle import permute, shuffle_in_epoch

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
+from textmill.ranges import expand_ranges
 
 OBJECTIVES = {"masked": ("masked",), "labelled": ("labels",)}
 """What a net can learn from the labels of a layout, by its name; from the others: next_token."""
@@ -52,17 +53,6 @@ class Layout(Protocol):
     def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
         """The documents in these samples."""
         ...
-
-
-def expand_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of all ranges start, start + 1 ... start + count - 1, with no Python loop over numbers or ranges.
-
-    Starts [0, 5] and counts [2, 3] -> [0 1 5 6 7]
-    """
-    numbers_before = np.cumsum(counts) - counts
-    numbers = np.repeat(starts - numbers_before, counts)
-    numbers += np.arange(len(numbers))
-    return numbers
 
 
 def gather_ranges(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from textmill.config import MaskedConfig
 from textmill.counters import hash_counters
 from textmill.errors import TextmillError
+from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.full_sentences import FullSentences
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, expand_ranges, gather_ranges
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
 from textmill.tokens.batches.masked_tokens import MaskedTokens
 from textmill.tokens.batches.masking import choose_tokens, replace_tokens
 from textmill.tokens.batches.packed import number_spans
