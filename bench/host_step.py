@@ -25,7 +25,7 @@ from textmill.generation import batch as batches
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Request
 from textmill.generation.scheduler import Scheduler
-from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
+from textmill.generation.text_chunks import ChunkDelivery, TextChunk
 from textmill.models.gpt2 import facts as gpt2
 
 PROMPT = 128
@@ -60,7 +60,7 @@ def measure_scheduler(generator: Generator, requests: list[Request], steps: int,
 
     started = time.perf_counter()
     for request in requests:
-        ChunkingScheduler(scheduler).submit(request, deliver, None, streamed)
+        ChunkDelivery(scheduler).submit(request, deliver, None, streamed)
     for _ in requests:
         over.acquire()
     spent = time.perf_counter() - started

@@ -136,10 +136,10 @@ def test_a_server_loads_the_file_in_its_model_process(project: Path) -> None:
             ended.set()
 
     try:
-        service.scheduler.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), deliver)
+        service.model.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), deliver)
         assert ended.wait(60)
     finally:
-        service.scheduler.close(0)
+        service.model.close(0)
     assert chunks[-1].done is not None
     assert chunks[-1].done.reason in ("length", "stop")
 

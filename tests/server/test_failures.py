@@ -38,9 +38,9 @@ def service(tmp_path: Path) -> Iterator[Service]:
     config = RunConfig.model_validate(
         {"folder": str(tmp_path), "serve": {"step_timeout": 1000, "request_timeout": 86400}, "engine": engine}
     )
-    service = open_service(config, open_scheduler=in_process)
+    service = open_service(config, open_model=in_process)
     yield service
-    service.scheduler.close(0)
+    service.model.close(0)
 
 
 async def requests_while_hung(service: Service, hung: threading.Event) -> dict[str, Any]:
@@ -65,7 +65,7 @@ async def requests_while_hung(service: Service, hung: threading.Event) -> dict[s
 
 
 def test_hung_model_is_reported_until_it_continues(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, slots, hung = [0.0], service.scheduler.inner._batch.slots, threading.Event()  # type: ignore[attr-defined]
+    ahead, slots, hung = [0.0], service.model.inner._batch.slots, threading.Event()  # type: ignore[attr-defined]
     decode = slots.decode
 
     def hang(*args: Any) -> Any:

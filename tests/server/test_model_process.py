@@ -78,13 +78,13 @@ def read_stat(pid: int) -> str:
 async def replies_in_process(folder: Path) -> list[Any]:
     """Return the choices for every body with the model in this process."""
     serve = ServeConfig(slots=3, queue=9)
-    scheduler = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
-    service = Service(scheduler, serve, SampleConfig(), "mill")
+    model = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
+    service = Service(model, serve, SampleConfig(), "mill")
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
     ) as client:
         found = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in BODIES]
-    service.scheduler.close(0)
+    service.model.close(0)
     return found
 
 

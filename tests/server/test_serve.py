@@ -121,7 +121,7 @@ def test_beam_search_is_refused_before_the_model_is_opened(where: Path) -> None:
 
     config = open_where(str(where), ["sample.beams=4"]).config
     with pytest.raises(TextmillError, match=r"the server has no beam search; set sample\.beams=1"):
-        open_service(config, open_scheduler=never)
+        open_service(config, open_model=never)
 
 
 def test_model_name_is_the_name_of_its_run() -> None:

@@ -20,9 +20,9 @@ from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.requests import Done, QueueFull, Request, Token
-from textmill.generation.text_chunks import ChunkingScheduler
+from textmill.generation.text_chunks import ChunkDelivery
 from textmill.server.lifecycle import bind, run
-from textmill.server.model_process import open_remote_scheduler
+from textmill.server.model_process import start_model_process
 from textmill.server.model_setup import open_service, read_api_key
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
@@ -60,7 +60,7 @@ class Job:
 
 
 class Echo:
-    """A scheduler whose model repeats the tokens of the prompt, one per slot every `delay` seconds.
+    """A model that repeats the tokens of the prompt, one per slot every `delay` seconds.
 
     While the file `paused` exists, it generates none.
     """
@@ -171,11 +171,11 @@ class Turns:
         return self.tokenizer.encode(lines + ("assistant:" if add_generation_prompt else ""))
 
 
-def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> ChunkingScheduler:
+def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> ChunkDelivery:
     """Open the model in this process, so that a test can reach it."""
     from textmill.generation.scheduler import open_scheduler
 
-    return ChunkingScheduler(open_scheduler(checkpoint, engine, serve))
+    return ChunkDelivery(open_scheduler(checkpoint, engine, serve))
 
 
 def new_service(options: dict[str, Any]) -> Service:
@@ -186,16 +186,16 @@ def new_service(options: dict[str, Any]) -> Service:
     serve = ServeConfig(port=0, **options.get("serve", {}))
     sample = SampleConfig(**options.get("sample", {}))
     if folder := options.get("model"):
-        scheduler: Any = open_remote_scheduler(
+        model: Any = start_model_process(
             open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve
         )
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-        scheduler = ChunkingScheduler(
+        model = ChunkDelivery(
             Echo(tokenizer, serve.slots, serve.queue, options.get("delay", 0.001), options.get("paused", ""))
         )
-    template = Turns(scheduler.tokenizer) if options.get("chat", True) else None
-    return Service(scheduler, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
+    template = Turns(model.tokenizer) if options.get("chat", True) else None
+    return Service(model, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
                 choice = (await client.post("/v1/chat/completions", json=body, timeout=60)).json()["choices"][0]
                 found[question] = choice["message"]["content"], choice["finish_reason"]
     finally:
-        service.scheduler.close(0)
+        service.model.close(0)
     return found
 
 

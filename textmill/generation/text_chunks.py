@@ -63,8 +63,8 @@ class ChunkCollector:
         self._deliver(TextChunk("".join(texts), logprobs, done))
 
 
-class TokenScheduler(Protocol):
-    """A scheduler that delivers token by token, as `generation.scheduler.Scheduler` does."""
+class TokenDelivery(Protocol):
+    """Accepts requests and delivers their texts token by token, as `generation.scheduler.Scheduler` does."""
 
     vocab: int
     positions: int
@@ -79,10 +79,10 @@ class TokenScheduler(Protocol):
     def close(self, grace: float) -> None: ...
 
 
-class ChunkingScheduler:
-    """Wraps a scheduler so that it delivers chunks instead of tokens."""
+class ChunkDelivery:
+    """Accepts requests and delivers their texts in chunks, which it collects from the tokens of `inner`."""
 
-    def __init__(self, inner: TokenScheduler) -> None:
+    def __init__(self, inner: TokenDelivery) -> None:
         self.inner, self.vocab, self.positions, self.tokenizer = inner, inner.vocab, inner.positions, inner.tokenizer
         self.cancel, self.stats, self.problem, self.close = inner.cancel, inner.stats, inner.problem, inner.close
 

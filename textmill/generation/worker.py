@@ -31,7 +31,7 @@ from textmill.generation.messages import (
     unpack_request,
 )
 from textmill.generation.requests import Done, Request
-from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
+from textmill.generation.text_chunks import ChunkDelivery, TextChunk
 
 
 class Worker:
@@ -74,7 +74,7 @@ class Worker:
         for path in settings["family_files"]:  # the user named them to the parent
             open_family(path)
         scheduler, encoder = open_served_model(checkpoint, engine, serve, embed, self._after_step)
-        self.scheduler = None if scheduler is None else ChunkingScheduler(scheduler)
+        self.chunk_delivery = None if scheduler is None else ChunkDelivery(scheduler)
         self.encoder = encoder
         self.model_threads = [thread for thread in (scheduler, encoder) if thread is not None]
         """Each runs the model in a thread of its own."""
@@ -100,7 +100,7 @@ class Worker:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             request, deliver = unpack_request(packed), partial(self._deliver, number)
-            target: Any = self.scheduler if isinstance(request, Request) else self.encoder
+            target: Any = self.chunk_delivery if isinstance(request, Request) else self.encoder
             if target is None:
                 raise TextmillError("the model cannot do this")
             with self._running_lock:  # `deliver` may be called with the end before `submit` returns

@@ -89,5 +89,5 @@ def _add_health(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Counts and times in Prometheus format."""
         return PlainTextResponse(
-            service.metrics.to_text(service.scheduler.stats(), service.name, service.step), media_type=METRICS_TYPE
+            service.metrics.to_text(service.model.stats(), service.name, service.step), media_type=METRICS_TYPE
         )

@@ -1,4 +1,4 @@
-"""In-flight requests: the texts of one HTTP request, from the scheduler's queue to the reply."""
+"""In-flight requests: the texts of one HTTP request, from the model's queue to the reply."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class InFlightRequest:
     """The texts of one HTTP request, submitted together."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._scheduler, self._wakeups = service, service.scheduler, service.wakeups
+        self._service, self._model, self._wakeups = service, service.model, service.wakeups
         self._loop = asyncio.get_running_loop()
         self._received: list[IndexedChunk] = []
         self._waiter: asyncio.Future[None] | None = None
         self.numbers: list[int] = []
-        """The scheduler's number of each text."""
+        """The model's number of each text."""
         self.started = self._last_chunk = time.monotonic()
         self._quiet = self.disconnected = False
         self._ended = 0
@@ -64,7 +64,7 @@ class InFlightRequest:
         try:
             for index, request in enumerate(requests):
                 deliver = partial(self._wakeups.put, self._loop, partial(self._receive, index))
-                self.numbers.append(self._scheduler.submit(request, deliver, deadline, streamed))
+                self.numbers.append(self._model.submit(request, deliver, deadline, streamed))
         except BaseException:
             self.cancel()
             raise
@@ -119,7 +119,7 @@ class InFlightRequest:
     def cancel(self) -> None:
         """Cancel all texts at the model's next step."""
         for number in self.numbers:
-            self._scheduler.cancel(number)
+            self._model.cancel(number)
 
     def seconds(self) -> float:
         """Return the time since the request started."""

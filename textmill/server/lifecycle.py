@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running texts finish, and end the others with an error. Until then, reply to new requests with 503."""
         self.problem, self.service.stopping = self.service.problem(), True
-        close = self.service.scheduler.close
+        close = self.service.model.close
         closing = asyncio.create_task(asyncio.to_thread(close, self.service.config.shutdown_grace))
         while not closing.done() and not self.force_exit:
             await asyncio.wait({closing}, timeout=FORCE_EXIT_SECONDS)

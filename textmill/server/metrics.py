@@ -65,7 +65,7 @@ class Metrics:
             lines += [*_head(f"textmill_{key}", "gauge", description), f"textmill_{key} {value}"]
         counters = [
             ("generated_tokens", stats["tokens"], "Tokens generated, including those of requests that ended early."),
-            ("scheduled", stats["requests"], "Texts submitted to the scheduler."),
+            ("scheduled", stats["requests"], "Texts submitted to the model."),
             ("cancelled", stats["cancelled"], "Texts that were cancelled."),
             ("prompt_tokens", self.prompt_tokens, "Prompt tokens of answered requests."),
             ("answered_tokens", self.new_tokens, "New tokens of answered requests."),

@@ -139,7 +139,7 @@ class AccessControl:
             return None
         if self.service.stopping:
             return stopping_error()
-        stats = self.service.scheduler.stats()
+        stats = self.service.model.stats()
         full = stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
         return queue_full_error(self.service) if full else None
 

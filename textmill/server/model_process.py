@@ -1,4 +1,4 @@
-"""Runs the scheduler in a process of its own, so that the model and the HTTP server do not share one interpreter."""
+"""Runs the model in a process of its own, so that it and the HTTP server do not share one interpreter."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SILENT_SECONDS = 2.0
 """A longer time without a heartbeat counts as time of the current step."""
 
 
-class RemoteScheduler:
-    """A scheduler in another process. Every accepted request gets exactly one Done, even if that process dies."""
+class ModelProcess:
+    """The model in another process. Every accepted request gets exactly one Done, even if that process dies."""
 
     def __init__(
         self,
@@ -176,9 +176,9 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def open_remote_scheduler(
+def start_model_process(
     checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig | None = None
-) -> RemoteScheduler:
+) -> ModelProcess:
     """Start the model process and wait until it is ready; its user errors are raised here."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     worker, theirs = new_socket_pair()
@@ -212,7 +212,7 @@ def open_remote_scheduler(
     if "refused" in reply:
         process.wait()
         raise TextmillError(reply["refused"])
-    return RemoteScheduler(worker, process, tokenizer, reply["positions"], serve)
+    return ModelProcess(worker, process, tokenizer, reply["positions"], serve)
 
 
 def _start_error(process: subprocess.Popen[bytes]) -> TextmillError:

@@ -1,4 +1,4 @@
-"""Opens the model to serve: its scheduler, its chat template, its name and the API key."""
+"""Opens the model to serve: its process, its chat template, its name and the API key."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from textmill.generation.encoders.embedding_texts import can_embed, new_text_enc
 from textmill.generation.encoders.fill_texts import new_masked_texts
 from textmill.generation.requests import check_served_settings
 from textmill.models import find_run_model, has_masked_head, open_family, read_shape
-from textmill.server.model_process import open_remote_scheduler
-from textmill.server.service import Scheduler, Service
+from textmill.server.model_process import start_model_process
+from textmill.server.service import ServedModel, Service
 from textmill.tokens.chat_template import open_template
 
 KEY_VARIABLE = "TEXTMILL_API_KEY"
 MIN_KEY_LENGTH = 8
-OpenScheduler = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
+OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ServedModel]
 
 
-def open_service(
-    config: RunConfig, step: StepChoice | None = None, open_scheduler: OpenScheduler | None = None
-) -> Service:
+def open_service(config: RunConfig, step: StepChoice | None = None, open_model: OpenModel | None = None) -> Service:
     """Open the service of a config. By default the model runs in a process of its own."""
     serve, key = config.serve, read_api_key(config.serve)
     check_served_settings(config.sample)
@@ -33,13 +31,13 @@ def open_service(
     shape = read_shape(checkpoint.folder)
     generates = open_family(shape.family).OBJECTIVE == "next_token"
     template = open_template(checkpoint.tokenizer) if generates else None
-    open_scheduler = open_scheduler or partial(open_remote_scheduler, embed=config.embed)
-    scheduler = open_scheduler(checkpoint, config.engine, serve)
-    tokenizer, name = scheduler.tokenizer, serve.model_name or find_model_name(checkpoint)
+    open_model = open_model or partial(start_model_process, embed=config.embed)
+    model = open_model(checkpoint, config.engine, serve)
+    tokenizer, name = model.tokenizer, serve.model_name or find_model_name(checkpoint)
     encoder = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
     masked_texts = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
     return Service(
-        scheduler, serve, config.sample, name, checkpoint.step, template, key, generates=generates,
+        model, serve, config.sample, name, checkpoint.step, template, key, generates=generates,
         text_encoder=encoder, masked_texts=masked_texts,
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def check_generates(service: Service) -> None:
 async def encode(service: Service, text: str, field: str = "prompt") -> list[int]:
     """Return a text's token ids."""
     check_surrogates(text, field)
-    tokenizer = service.scheduler.tokenizer
+    tokenizer = service.model.tokenizer
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text)
     # encode_many releases the interpreter lock, unlike encode.
@@ -86,7 +86,7 @@ def check_surrogates(text: str, field: str) -> None:
 
 async def decode(service: Service, ids: list[int]) -> str:
     """Return the text of token ids."""
-    tokenizer = service.scheduler.tokenizer
+    tokenizer = service.model.tokenizer
     if len(ids) < LONG_TEXT:
         return tokenizer.decode(ids)
     return await asyncio.to_thread(lambda: next(tokenizer.decode_many([ids])))
@@ -107,7 +107,7 @@ async def read_prompts(service: Service, body: CompletionBody) -> list[Prompt]:
 
 async def read_prompt(service: Service, text_or_ids: str | list[int], field: str = "prompt") -> Prompt:
     """Read one prompt and check its length."""
-    tokenizer = service.scheduler.tokenizer
+    tokenizer = service.model.tokenizer
     if isinstance(text_or_ids, str):
         check_characters(service, len(text_or_ids), field)
         ids = await encode(service, text_or_ids, field)
@@ -138,7 +138,7 @@ def check_characters(service: Service, characters: int, field: str) -> None:
 
 def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
     """Raise if an id is not a token."""
-    vocab = service.scheduler.vocab
+    vocab = service.model.vocab
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         unknown = next(id_ for id_ in ids if not 0 <= id_ < vocab)
         message = f"{field}: {quote_value(unknown)} is not a token id; ids are from 0 to {vocab - 1}"
@@ -240,7 +240,7 @@ def _read_biases(service: Service, body: SamplingBody) -> tuple[tuple[int, float
     biases: dict[int, float] = {}
     for key, value in bias_by_key.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            vocab = service.scheduler.vocab
+            vocab = service.model.vocab
             message = f"logit_bias: {quote_value(key)} is not a token id; ids are from 0 to {vocab - 1}"
             raise HttpError(400, message, field="logit_bias")
         check_ids(service, [int(key)], "logit_bias")

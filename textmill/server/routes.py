@@ -153,7 +153,7 @@ def _add_tokenizer(routes: APIRouter, service: Service) -> None:
     @routes.get("/tokenizer_info", response_model=None)
     async def tokenizer_info() -> Response:
         """Return the special tokens and the chat template, as lm-evaluation-harness expects them."""
-        tokenizer = service.scheduler.tokenizer
+        tokenizer = service.model.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
         template = None if service.template is None else service.template.jinja
         return JSONResponse(
@@ -164,7 +164,7 @@ def _add_tokenizer(routes: APIRouter, service: Service) -> None:
 def _tokens_json(service: Service, ids: list[int]) -> bytes:
     """Return tokens and their texts as JSON. iterencode lets other threads run; encoding all at once would not."""
     fields = {"tokens": ids, "pieces": [service.token_texts.get_text(id_) for id_ in ids], "count": len(ids)}
-    return "".join(ENCODER.iterencode({**fields, "max_model_len": service.scheduler.positions})).encode()
+    return "".join(ENCODER.iterencode({**fields, "max_model_len": service.model.positions})).encode()
 
 
 def _add_models(routes: APIRouter, service: Service) -> None:

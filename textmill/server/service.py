@@ -1,4 +1,4 @@
-"""The service: a model with its scheduler, limits and metrics, which every route uses."""
+"""The service: a model with its limits and metrics, which every route uses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from textmill.server.wakeup import WakeupQueue
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
-class Scheduler(Protocol):
-    """What the server needs: `model_process.RemoteScheduler`, or `text_chunks.ChunkingScheduler` in this process."""
+class ServedModel(Protocol):
+    """What the server needs: `model_process.ModelProcess`, or `text_chunks.ChunkDelivery` in this process."""
 
     vocab: int
     positions: int
@@ -70,7 +70,7 @@ class Template(Protocol):
 class Service:
     """One served model."""
 
-    scheduler: Scheduler
+    model: ServedModel
     config: ServeConfig
     sample: SampleConfig
     """Defaults for what a request leaves out."""
@@ -93,7 +93,7 @@ class Service:
     """Upper bound of a prompt's characters: the longest token, as often as the context allows."""
 
     def __post_init__(self) -> None:
-        self.token_texts, inner = TokenTexts(self.scheduler.tokenizer), self.scheduler.tokenizer.inner
+        self.token_texts, inner = TokenTexts(self.model.tokenizer), self.model.tokenizer.inner
         # With a normalizer there is no bound, because it may remove characters.
         longest = math.inf if inner.normalizer else max(map(len, inner.get_vocab()))
         self.longest_text = self.longest_prompt * longest
@@ -101,7 +101,7 @@ class Service:
     @property
     def longest_prompt(self) -> int:
         """Tokens that a prompt may have: at most one less than the context."""
-        return min(self.config.max_prompt or self.scheduler.positions, self.scheduler.positions - 1)
+        return min(self.config.max_prompt or self.model.positions, self.model.positions - 1)
 
     def model_info(self) -> dict[str, Any]:
         """Return the model's entry in /v1/models."""
@@ -116,17 +116,17 @@ class Service:
         embedding = None if encoder is None else {"dimensions": encoder.dimension, "tokens": encoder.longest}
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill",
-            "max_model_len": self.scheduler.positions, "step": self.step, "vocab": self.scheduler.vocab,
+            "max_model_len": self.model.positions, "step": self.step, "vocab": self.model.vocab,
             "chat": self.template is not None, "sample": sample, "limits": limits, "generate": self.generates,
             "mask": None if self.masked_texts is None else self.masked_texts.mask, "embedding": embedding,
         }  # fmt: skip
 
     def problem(self) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
-        return self.scheduler.problem(self.config.step_timeout)
+        return self.model.problem(self.config.step_timeout)
 
     def retry_after(self) -> int:
         """Estimate the seconds until a refused client should try again, from the queue and recent request times."""
-        stats = self.scheduler.stats()
+        stats = self.model.stats()
         rounds = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
         return max(1, min(60, math.ceil(rounds * self.metrics.mean_seconds())))

@@ -1,4 +1,4 @@
-"""Passes chunks from the scheduler's thread to the event loop, with one wake-up for many chunks."""
+"""Passes chunks from the model's thread to the event loop, with one wake-up for many chunks."""
 
 from __future__ import annotations
 

@@ -20,49 +20,49 @@ from textmill.generation.messages import MessageSocket, new_socket_pair
 from textmill.generation.requests import Request
 from textmill.generation.text_chunks import TextChunk
 from textmill.generation.worker import Worker
-from textmill.server.model_process import RemoteScheduler
+from textmill.server.model_process import ModelProcess
 
 REQUEST = Request((1,), SampleConfig())
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[RemoteScheduler, MessageSocket]]:
-    """A remote scheduler, and the socket of its model process; that process itself only waits."""
+def ends() -> Iterator[tuple[ModelProcess, MessageSocket]]:
+    """The model process, and its own end of the socket; the process itself only waits."""
     ours, theirs = new_socket_pair()
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     tokenizer: Any = SimpleNamespace(vocab=9)
     there = MessageSocket(theirs.detach())
-    scheduler = RemoteScheduler(ours, process, tokenizer, 512, ServeConfig(slots=1, queue=1))
-    yield scheduler, there
+    model = ModelProcess(ours, process, tokenizer, 512, ServeConfig(slots=1, queue=1))
+    yield model, there
     process.kill()
     there.socket.shutdown(socket.SHUT_RDWR)
-    scheduler.close(0)
+    model.close(0)
     process.communicate()
 
 
 def test_an_unreadable_message_ends_all_requests(
-    ends: tuple[RemoteScheduler, MessageSocket], capfd: pytest.CaptureFixture[str]
+    ends: tuple[ModelProcess, MessageSocket], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    scheduler, model = ends
+    model, worker = ends
     chunks: queue.Queue[TextChunk] = queue.Queue()
-    scheduler.submit(REQUEST, chunks.put)
-    model.send(["not a state with chunks"])
+    model.submit(REQUEST, chunks.put)
+    worker.send(["not a state with chunks"])
     done = chunks.get(timeout=LONGEST).done
     assert done is not None
     assert (done.reason, done.message) == ("error", "the model's process has died (SIGKILL); restart the server")
     with pytest.raises(TextmillError, match="has died"):
-        scheduler.submit(REQUEST, chunks.put)
+        model.submit(REQUEST, chunks.put)
     assert "a message of the model's process cannot be read (TypeError" in capfd.readouterr().err
 
 
-def test_a_request_that_cannot_be_sent_keeps_no_place(ends: tuple[RemoteScheduler, MessageSocket]) -> None:
-    scheduler, model = ends
+def test_a_request_that_cannot_be_sent_keeps_no_place(ends: tuple[ModelProcess, MessageSocket]) -> None:
+    model, worker = ends
     for _ in range(3):  # more than slots and queue
         with pytest.raises(ValueError, match="surrogates not allowed"):
-            scheduler.submit(Request((1,), SampleConfig(), stop=("\ud800",)), lambda _: None)
-    assert scheduler.stats()["active"] == 0
-    number = scheduler.submit(REQUEST, lambda _: None)
-    assert model.receive()[:2] == ["submit", number]
+            model.submit(Request((1,), SampleConfig(), stop=("\ud800",)), lambda _: None)
+    assert model.stats()["active"] == 0
+    number = model.submit(REQUEST, lambda _: None)
+    assert worker.receive()[:2] == ["submit", number]
 
 
 def test_an_unknown_command_ends_the_model_process(monkeypatch: pytest.MonkeyPatch) -> None:
