@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from time_to_loss import SETTINGS, TICKS, batch_at, evaluate, open_initial_engine, shuffle_windows, with_second_weight
+from time_to_loss import (
+    SETTINGS,
+    TICKS,
+    batch_at,
+    evaluate,
+    open_initial_engine,
+    shuffle_windows,
+    with_multi_token_weight,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from textmill.schedules import lr_at
@@ -68,7 +76,7 @@ def train_and_evaluate(settings: dict[str, Any], steps: int, tokens: Any) -> flo
     order = shuffle_windows(settings, train)
     for step in range(steps):
         rate = lr_at(step * TICKS // steps, config)
-        batch = with_second_weight(batch_at(train, order, step * size, settings, size), step / steps, settings)
+        batch = with_multi_token_weight(batch_at(train, order, step * size, settings, size), step / steps, settings)
         engine.train_step(batch, step, rate)
     return evaluate(engine, valid, settings)
 

@@ -160,10 +160,10 @@ def batch_size_at(done: float, settings: dict[str, Any]) -> int:
     return int(small) if small and done < float(until) else int(settings["batch"])
 
 
-def with_second_weight(batch: Batch, done: float, settings: dict[str, Any]) -> Batch:
+def with_multi_token_weight(batch: Batch, done: float, settings: dict[str, Any]) -> Batch:
     """Return the batch with the weight of multi-token prediction after this fraction of the run."""
     weight, _, until = settings["multi_token"].partition(":")
-    return replace(batch, second_weight=float(weight) * max(0.0, 1 - done / float(until))) if weight else batch
+    return replace(batch, multi_token_weight=float(weight) * max(0.0, 1 - done / float(until))) if weight else batch
 
 
 def describe(settings: dict[str, Any], seconds: float, parameters: int) -> str:
@@ -177,7 +177,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
     order = shuffle_windows(settings, train)
 
     def first_batch(size: int) -> Batch:
-        return with_second_weight(batch_at(train, order, 0, settings, size), 0.0, settings)
+        return with_multi_token_weight(batch_at(train, order, 0, settings, size), 0.0, settings)
 
     started = time.perf_counter()
     engine, config = open_initial_engine(settings)
@@ -197,7 +197,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
         while spent < fraction * seconds:
             rate = lr_at(int(spent / seconds * TICKS), config)
             size = batch_size_at(spent / seconds, settings)
-            batch = with_second_weight(batch_at(train, order, samples, settings, size), spent / seconds, settings)
+            batch = with_multi_token_weight(batch_at(train, order, samples, settings, size), spent / seconds, settings)
             last = engine.train_step(batch, step, rate)
             step, samples, spent = step + 1, samples + size, before + time.perf_counter() - started
         float(last.loss)

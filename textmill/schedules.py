@@ -51,8 +51,8 @@ def lr_at(
     return low + (high - low) * DECAYS[train.schedule](decayed, decay_length, train)
 
 
-def second_weight_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
-    """The weight of the loss of the token after the next in step `step`: linear from `decay_from` on."""
+def multi_token_weight_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
+    """The weight of multi-token prediction in step `step`; it falls linearly from `decay_from` on."""
     end = train.multi_token.until * train.steps
     return train.multi_token.weight * (1 - _fraction(max(0, step - decay_from), end - decay_from))
 

@@ -22,10 +22,10 @@ from tests.support.together import run_together
 from textmill.config import MultiTokenConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.engines import losses_torch
-from textmill.engines.losses_torch import SecondLabels, summed_loss
+from textmill.engines.losses_torch import MultiTokenLabels, summed_loss
 from textmill.engines.objective.micro_batches_torch import micro_batches
 from textmill.errors import TextmillError
-from textmill.schedules import second_weight_at
+from textmill.schedules import multi_token_weight_at
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.training.loop import train
 from textmill.training.run_length import plan_run_length
@@ -42,38 +42,38 @@ def test_the_gradient_is_that_of_both_labels(
     monkeypatch.setattr(losses_torch, "CPU_LOGITS", 20 * PADDED)
     monkeypatch.setattr(losses_torch, "GPU_TOKENS", 20)
     x, head, labels, weights = given(23 if INTERPRETED else 73, dtype, device)
-    second = labels.roll(-1)
-    second[4::7] = labels[4::7]  # the same token twice
-    second = torch.where((labels == IGNORED) | (second == IGNORED), IGNORED, second)
-    second_weights = torch.where(second == IGNORED, 0, 0.4 * weights)
+    added = labels.roll(-1)
+    added[4::7] = labels[4::7]  # the same token twice
+    added = torch.where((labels == IGNORED) | (added == IGNORED), IGNORED, added)
+    multi_token_weights = torch.where(added == IGNORED, 0, 0.4 * weights)
     x.requires_grad_()
     head.requires_grad_()
-    both = SecondLabels(second, second_weights)
-    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap, second=both)
+    both = MultiTokenLabels(added, multi_token_weights)
+    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap, multi_token=both)
     (3 * loss).backward()  # type: ignore[no-untyped-call]
     wanted, *first_gradients = exact(x.detach(), head.detach(), labels, weights, smoothing, z, cap)
-    _, *second_gradients = exact(x.detach(), head.detach(), second, second_weights, smoothing, z, cap)
+    _, *added_gradients = exact(x.detach(), head.detach(), added, multi_token_weights, smoothing, z, cap)
     assert float(loss.detach()) == pytest.approx(wanted.item(), rel=1e-6 if dtype == torch.float32 else 1e-3)
-    for found, one, other in zip((x.grad, head.grad), first_gradients, second_gradients, strict=True):
+    for found, one, other in zip((x.grad, head.grad), first_gradients, added_gradients, strict=True):
         assert found is not None
         assert relative_difference(found, 3 * (one + other)) < BOUNDS[dtype]
     assert head.grad is not None
     assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no gradient"
 
 
-def test_the_second_label_is_the_next_one_of_the_same_text() -> None:
+def test_the_added_label_is_the_next_one_of_the_same_text() -> None:
     labels = np.array([[5, 6, IGNORED, 7, 8], [1, 2, 3, 4, 5]], np.int32)
-    batch = Batch(np.zeros_like(labels), labels, np.arange(2), second_weight=0.5)
+    batch = Batch(np.zeros_like(labels), labels, np.arange(2), multi_token_weight=0.5)
     net: Any = started(config_of("torch"))
     weights = np.array([[1, 2, 0, 3, 4], [1, 1, 1, 1, 1]], np.float32)
     ((_, found),) = micro_batches(batch, net.net, 2, torch.device("cpu"), weights=weights)
-    assert found.second_labels is not None
-    assert found.second_weights is not None
-    assert found.second_labels.tolist() == [[6, IGNORED, IGNORED, 8, IGNORED], [2, 3, 4, 5, IGNORED]]
-    assert found.second_weights.tolist() == [[0.5, 0, 0, 1.5, 0], [0.5, 0.5, 0.5, 0.5, 0]]
-    doubled = found.scaled(torch.tensor(2.0)).second_weights
+    assert found.multi_token_labels is not None
+    assert found.multi_token_weights is not None
+    assert found.multi_token_labels.tolist() == [[6, IGNORED, IGNORED, 8, IGNORED], [2, 3, 4, 5, IGNORED]]
+    assert found.multi_token_weights.tolist() == [[0.5, 0, 0, 1.5, 0], [0.5, 0.5, 0.5, 0.5, 0]]
+    doubled = found.scaled(torch.tensor(2.0)).multi_token_weights
     assert doubled is not None
-    assert doubled.tolist() == (2 * found.second_weights).tolist(), "fp16's loss scale"
+    assert doubled.tolist() == (2 * found.multi_token_weights).tolist(), "fp16's loss scale"
 
 
 @pytest.mark.parametrize("micro_batch", [2, 8])
@@ -85,10 +85,10 @@ def test_a_step_has_the_gradient_of_the_formula(micro_batch: int) -> None:
     labels = torch.from_numpy(batch.labels).long()
     first = F.nll_loss(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     shifted = scores[:, :-1][labels[:, :-1] != IGNORED], labels[:, 1:][labels[:, :-1] != IGNORED]
-    second = F.nll_loss(*shifted, ignore_index=IGNORED, reduction="sum") / (labels != IGNORED).sum()
-    (first + 0.3 * second).backward()
+    added = F.nll_loss(*shifted, ignore_index=IGNORED, reduction="sum") / (labels != IGNORED).sum()
+    (first + 0.3 * added).backward()
     norm = torch.stack([parameter.grad.norm() for parameter in net.parameters() if parameter.grad is not None]).norm()
-    step = engine.train_step(replace(batch, second_weight=0.3), 0, 0.0)
+    step = engine.train_step(replace(batch, multi_token_weight=0.3), 0, 0.0)
     assert step.loss == pytest.approx(float(first.detach()), rel=1e-6), "the logged loss is that of the next token"
     assert step.norm == pytest.approx(float(norm), rel=1e-5)
 
@@ -97,17 +97,17 @@ def test_without_weight_a_step_is_the_usual_one() -> None:
     one, other = (started(config_of("torch")) for _ in range(2))
     for step in range(3):
         plain = one.train_step(batch_of(step), step, 1e-2)
-        assert other.train_step(replace(batch_of(step), second_weight=0.0), step, 1e-2).loss == plain.loss
+        assert other.train_step(replace(batch_of(step), multi_token_weight=0.0), step, 1e-2).loss == plain.loss
     for (name, values), (_, again) in zip(one.weights(), other.weights(), strict=True):
         assert np.array_equal(values, again), name
 
 
 def test_the_weight_falls_to_zero() -> None:
     settings = TrainConfig(steps=100, multi_token=MultiTokenConfig(weight=0.5, until=0.4))
-    weights = [second_weight_at(step, settings) for step in (0, 10, 20, 40, 99)]
+    weights = [multi_token_weight_at(step, settings) for step in (0, 10, 20, 40, 99)]
     assert weights == pytest.approx([0.5, 0.375, 0.25, 0, 0])
-    assert [second_weight_at(step, settings, 20) for step in (5, 20, 30, 40)] == pytest.approx([0.5, 0.5, 0.25, 0])
-    assert [second_weight_at(step, settings, 50) for step in (50, 51)] == pytest.approx([0.5, 0])
+    assert [multi_token_weight_at(step, settings, 20) for step in (5, 20, 30, 40)] == pytest.approx([0.5, 0.5, 0.25, 0])
+    assert [multi_token_weight_at(step, settings, 50) for step in (50, 51)] == pytest.approx([0.5, 0])
 
 
 def test_with_minutes_the_weight_falls_once_the_steps_are_known() -> None:
@@ -121,11 +121,13 @@ def test_with_minutes_the_weight_falls_once_the_steps_are_known() -> None:
     settings = TrainConfig(minutes=1, warmup=2, multi_token=MultiTokenConfig(weight=0.5))
     length = plan_run_length(settings, Sized(), 8)  # type: ignore[arg-type]
     batch = batch_of(0)
-    assert length.weighted(batch, 15_000).second_weight == 0.5
+    assert length.with_multi_token_weight(batch, 15_000).multi_token_weight == 0.5
     known = length.with_measured_steps(100, 10)
-    assert [known.weighted(batch, step).second_weight for step in (10, 30, 50)] == pytest.approx([0.5, 0.25, 0])
+    assert [known.with_multi_token_weight(batch, step).multi_token_weight for step in (10, 30, 50)] == pytest.approx(
+        [0.5, 0.25, 0]
+    )
     plain = plan_run_length(TrainConfig(minutes=1), Sized(), 8)  # type: ignore[arg-type]
-    assert plain.weighted(batch, 3).second_weight is None
+    assert plain.with_multi_token_weight(batch, 3).multi_token_weight is None
 
 
 def test_a_run_resumes_bitwise(tokenized: Path, tmp_path: Path) -> None:

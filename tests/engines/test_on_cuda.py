@@ -36,7 +36,7 @@ def test_fp32_equals_the_cpu(dropout: float) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_multi_token_prediction_equals_the_cpu(deterministic: bool) -> None:
     """The captured graph reads the weight of each step."""
-    batches = [replace(batch_of(step), second_weight=0.5 * max(0, 1 - step / 6)) for step in range(10)]
+    batches = [replace(batch_of(step), multi_token_weight=0.5 * max(0, 1 - step / 6)) for step in range(10)]
     try:
         gpu, cpu = (
             [engine.train_step(batch, step, 1e-2).loss for step, batch in enumerate(batches)]

@@ -27,22 +27,22 @@ CAPPED_TOKENS = 4096
 """Tokens of a chunk of capped logits on a GPU: there is no kernel for them, so several copies in fp32 exist."""
 
 
-class SecondLabels(NamedTuple):
-    """Another label of some rows: the token after the first label."""
+class MultiTokenLabels(NamedTuple):
+    """The labels that multi-token prediction adds: the token after each row's label."""
 
     labels: Tensor
     weights: Tensor
-    """0 where there is none, and where there is no first label."""
+    """0 where there is none, and where the row has no label."""
 
-    def rows(self, rows: slice) -> SecondLabels:
+    def rows(self, rows: slice) -> MultiTokenLabels:
         """Those of a chunk."""
-        return SecondLabels(self.labels[rows], self.weights[rows])
+        return MultiTokenLabels(self.labels[rows], self.weights[rows])
 
 
 def summed_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0,
     z: float = 0.0, fp8: bool = False, *, starts_backward: bool = False, cap: float = 0.0, bias_V: Tensor | None = None,
-    second: SecondLabels | None = None,
+    multi_token: MultiTokenLabels | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labelled tokens' losses; weights are 0 or more; head rows from `vocab` on are padding.
 
@@ -50,10 +50,10 @@ def summed_loss(
     the softmax's denominator. With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding
     so wide a matrix would need another pass. Above 0, `cap` limits logits x to
     cap * tanh(x / cap). `starts_backward`: this loss is what `backward` is called on, so its gradient is 1.
-    `second` labels count in the gradient only: the value is the loss of the first labels, as in evaluation.
+    `multi_token` labels count in the gradient only: the value is the loss of `labels_M`, as in evaluation.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, starts_backward, second, bias_V
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, starts_backward, multi_token, bias_V
     )
     return loss
 
@@ -128,7 +128,8 @@ class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, cap: float, fp8: bool, starts_backward: bool, second: SecondLabels | None, bias_V: Tensor | None,
+        z: float, cap: float, fp8: bool, starts_backward: bool, multi_token: MultiTokenLabels | None,
+        bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         head8 = quantize_rows(head_VE) if fp8 else None
 
@@ -136,9 +137,10 @@ class _SummedLoss(GradientInForward):
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
             logits_MV = add_bias(logits_MV, bias_V)
             arguments = logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z, cap
-            losses_M = (
-                two_label_gradient(second.rows(rows), *arguments) if second else label_loss_and_gradient(*arguments)
-            )
+            if multi_token is None:
+                losses_M = label_loss_and_gradient(*arguments)
+            else:
+                losses_M = multi_token_gradient(multi_token.rows(rows), *arguments)
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
         chunk = CAPPED_TOKENS if cap and x_ME.is_cuda else None
@@ -181,22 +183,22 @@ def label_loss_and_gradient(
     return losses_M1[:, 0].where(labelled_M, 0)
 
 
-def two_label_gradient(
-    second: SecondLabels, logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
+def multi_token_gradient(
+    multi_token: MultiTokenLabels, logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
     z: float, cap: float,
 ) -> Tensor:  # fmt: skip
-    """As `label_loss_and_gradient`, with the gradient of both labels; the losses are those of the first.
+    """As `label_loss_and_gradient`, with the gradient of both labels of a row; the losses are those of `labels_M`.
 
-    Both have the same softmax. So the gradient is that of the first label with the weights of both; then the second
-    label's part, which is a single column, moves from the first label's column to its own.
+    Both labels have the same softmax. So the gradient is first computed as if `labels_M` had the weights of both; then
+    the part of the multi-token label, which is a single column, moves from the column of the other label to its own.
     """
-    columns = [labels.where(labels != IGNORED, 0).long()[:, None] for labels in (labels_M, second.labels)]
-    moved_M1 = (1 - smoothing) * second.weights[:, None]
+    columns = [labels.where(labels != IGNORED, 0).long()[:, None] for labels in (labels_M, multi_token.labels)]
+    moved_M1 = (1 - smoothing) * multi_token.weights[:, None]
     parts = [moved_M1, -moved_M1]
     if cap:
         slopes = [1 - torch.tanh(logits_MV.gather(1, column).float() / cap).square() for column in columns]
         parts = [part * slope for part, slope in zip(parts, slopes, strict=True)]
-    losses_M = label_loss_and_gradient(logits_MV, labels_M, weights_M + second.weights, vocab, smoothing, z, cap)
+    losses_M = label_loss_and_gradient(logits_MV, labels_M, weights_M + multi_token.weights, vocab, smoothing, z, cap)
     for column, part in zip(columns, parts, strict=True):
         logits_MV.scatter_(1, column, (logits_MV.gather(1, column) + part).to(logits_MV.dtype))
     return losses_M

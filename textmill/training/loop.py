@@ -16,7 +16,7 @@ from textmill.storage import faults
 from textmill.storage.files import claim_folder, format_path
 from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
-from textmill.tokens.batches.batch import Batch, corrupt_labels
+from textmill.tokens.batches.batch import Batch, inject_spike
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
@@ -94,7 +94,7 @@ class Training:
                     break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
-                batch = self.run_length.weighted(corrupt_labels(batch) if faults.is_due("spike", step) else batch, step)
+                batch = self.run_length.with_multi_token_weight(inject_spike(batch, step), step)
                 self._after_step(step + 1, self.engine.train_step(batch, step, self.run_length.lr_at(step)))
             self.saver.wait()
             if self.first:

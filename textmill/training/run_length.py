@@ -16,7 +16,7 @@ from typing import Any, Literal
 from textmill.config import TrainConfig
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.schedules import lr_at, second_weight_at
+from textmill.schedules import lr_at, multi_token_weight_at
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.by_step import Batches
@@ -65,12 +65,12 @@ class RunLength:
         """The learning rate of a step; it does not decay before the number of steps is known."""
         return lr_at(step, self.train, self._decays_from, self.samples_after)
 
-    def weighted(self, batch: Batch, step: int) -> Batch:
-        """The batch of a step with its weight of `train.multi_token`, which falls like the learning rate: not before
-        the number of steps is known."""
+    def with_multi_token_weight(self, batch: Batch, step: int) -> Batch:
+        """The batch with the step's weight of `train.multi_token`, if that is set; like the learning rate, the weight
+        does not fall before the number of steps is known."""
         if not self.train.multi_token.weight:
             return batch
-        return replace(batch, second_weight=second_weight_at(step, self.train, self._decays_from))
+        return replace(batch, multi_token_weight=multi_token_weight_at(step, self.train, self._decays_from))
 
     @property
     def _decays_from(self) -> int:

@@ -17,7 +17,7 @@ from textmill.config import DistilConfig, TrainConfig
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
 from textmill.engines.distillation.terms_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
-from textmill.engines.losses_torch import SecondLabels, loss_and_correct, summed_loss
+from textmill.engines.losses_torch import MultiTokenLabels, loss_and_correct, summed_loss
 from textmill.engines.objective.label_heads_torch import LabelStates
 from textmill.engines.objective.labels import PAIR_LOSS
 from textmill.engines.objective.micro_batches_torch import MicroBatch
@@ -95,12 +95,12 @@ class HeadStates:
                 self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss,
                 tensor, net.head_bias,
             )  # fmt: skip
-        second = None
-        if micro_batch.second_labels is not None and micro_batch.second_weights is not None:
-            second = SecondLabels(micro_batch.second_labels.flatten(), micro_batch.second_weights.flatten())
+        multi_token, labels_NT, weights_NT = None, micro_batch.multi_token_labels, micro_batch.multi_token_weights
+        if labels_NT is not None and weights_NT is not None:
+            multi_token = MultiTokenLabels(labels_NT.flatten(), weights_NT.flatten())
         return summed_loss(
             self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss, net.fp8,
-            starts_backward=starts_backward, cap=net.logit_softcap, bias_V=net.head_bias, second=second,
+            starts_backward=starts_backward, cap=net.logit_softcap, bias_V=net.head_bias, multi_token=multi_token,
         )  # fmt: skip
 
     def _distillation_loss(

@@ -47,14 +47,14 @@ class MicroBatch(NamedTuple):
     teacher_ids: Tensor | None = None
     """[N, T, K]: the teachers' most likely tokens, if they are cached."""
     teacher_logs: Tensor | None = None
-    second_labels: Tensor | None = None
+    multi_token_labels: Tensor | None = None
     """[N, T]: the token after each label, with `train.multi_token`."""
-    second_weights: Tensor | None = None
+    multi_token_weights: Tensor | None = None
 
     def scaled(self, scale: Tensor) -> MicroBatch:
         """With the weights of all losses multiplied by fp16's loss scale."""
-        names = [name for name in ("weights", "pair_weights", "second_weights") if getattr(self, name) is not None]
-        return self._replace(**{name: getattr(self, name) * scale for name in names})
+        weights = {name: getattr(self, name) for name in ("weights", "pair_weights", "multi_token_weights")}
+        return self._replace(**{name: tensor * scale for name, tensor in weights.items() if tensor is not None})
 
 
 def micro_batches(
@@ -80,8 +80,8 @@ def micro_batches(
             "teacher_logs": _take_rows(batch.teacher_logs, rows),
         }
         labels, label_weights, positions = batch.labels[rows], _take_rows(weights, rows), None
-        if batch.second_weight is not None and label_weights is not None:
-            arrays |= _second_labels(labels, label_weights, batch.second_weight)
+        if batch.multi_token_weight is not None and label_weights is not None:
+            arrays |= _multi_token_labels(labels, label_weights, batch.multi_token_weight)
         if net.few_labels:
             labels, label_weights, positions = _take_labelled(labels, label_weights)
         arrays |= {"labels": labels, "weights": label_weights, "positions": positions}
@@ -99,14 +99,14 @@ def _take_rows(array: NDArray[Any] | None, rows: slice) -> NDArray[Any] | None:
     return None if array is None else array[rows]
 
 
-def _second_labels(
+def _multi_token_labels(
     labels_NT: NDArray[np.int32], weights_NT: NDArray[np.float32], factor: float
 ) -> dict[str, NDArray[Any] | None]:
     """The label after each label of a sample, and its weight; [5 6 - 7 8] gives [6 - - 8 -]."""
-    second_NT = np.full_like(labels_NT, IGNORED)
-    second_NT[:, :-1] = np.where(labels_NT[:, :-1] == IGNORED, IGNORED, labels_NT[:, 1:])
-    weights = np.where(second_NT == IGNORED, np.float32(0), weights_NT * np.float32(factor))
-    return {"second_labels": second_NT, "second_weights": weights}
+    next_NT = np.full_like(labels_NT, IGNORED)
+    next_NT[:, :-1] = np.where(labels_NT[:, :-1] == IGNORED, IGNORED, labels_NT[:, 1:])
+    next_weights_NT = np.where(next_NT == IGNORED, np.float32(0), weights_NT * np.float32(factor))
+    return {"multi_token_labels": next_NT, "multi_token_weights": next_weights_NT}
 
 
 def _take_labelled(

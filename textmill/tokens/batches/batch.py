@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.storage import faults
+
 IGNORED = -100
 """The label of a position without loss (PyTorch's `ignore_index`)."""
 OPTIONAL_FIELDS = ("documents", "types", "pair_labels", "weights")
@@ -48,12 +50,17 @@ class Batch:
     """[samples, length, k]: distillation's most likely tokens, from a cache."""
     teacher_logs: NDArray[np.float32] | None = None
     """[samples, length, k + 1]: their log-probabilities, and that of all other tokens together."""
-    second_weight: float | None = None
-    """Weight of the loss of the token after each label, with `train.multi_token`."""
+    multi_token_weight: float | None = None
+    """With `train.multi_token`: the weight in this step of predicting also the token after each label."""
+
+
+def inject_spike(batch: Batch, step: int) -> Batch:
+    """The batch of a step, with wrong labels if that fault is due."""
+    return corrupt_labels(batch) if faults.is_due("spike", step) else batch
 
 
 def corrupt_labels(batch: Batch) -> Batch:
-    """Replace every loss label by one token id that is wrong everywhere (for fault injection)."""
+    """Replace every loss label by one token id that is wrong everywhere."""
     others = np.setdiff1d(np.arange(batch.labels.max() + 1), batch.labels)
     return replace(
         batch, labels=np.where(batch.labels == IGNORED, IGNORED, others[0] if len(others) else 0).astype(np.int32)
