@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import signal
 import sys
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from textmill.processes.output import OutputLost, exit_code_of, protect_output
 
 USAGE = "textmill COMMAND WHERE [section.key=value ...] [--flag]"
 WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face model folder, or the name of a recipe."
+SHOWN_ARGUMENTS = 3
+"""How many of too many arguments an error repeats."""
 
 
 def command() -> NoReturn:
@@ -206,12 +209,28 @@ def _group_arguments(name: str, row: Command, arguments: list[str]) -> list[str 
     required = [argument for argument in single if not argument.startswith("[")]
     if len(arguments) < len(required) or (len(arguments) > len(single) and not takes_list):
         _refuse_bare_keys(arguments[len(single) :])
-        found = f"found {len(arguments)}: {', '.join(arguments)}" if arguments else "found none"
-        raise TextmillError(f"{name}: needs {' '.join(row.arguments) or 'no argument'}, {found}; write: {_usage(name)}")
+        needed = " ".join(row.arguments) or "no argument"
+        advice = _excess_advice(name, row, arguments[len(single) :])
+        raise TextmillError(f"{name}: needs {needed}, {_describe_found(arguments)}; {advice}")
     values: list[str | list[str]] = [*arguments[: len(single)]]
     if takes_list:
         values.append(arguments[len(single) :])
     return values
+
+
+def _describe_found(arguments: list[str]) -> str:
+    more = f" and {len(arguments) - SHOWN_ARGUMENTS} more" if len(arguments) > SHOWN_ARGUMENTS else ""
+    return f"found {len(arguments)}: {', '.join(arguments[:SHOWN_ARGUMENTS])}{more}" if arguments else "found none"
+
+
+def _excess_advice(name: str, row: Command, excess: list[str]) -> str:
+    """What to write instead of too few or too many arguments."""
+    repeated = next((flag for flag in row.flags if flag.kind == "texts"), None)
+    if repeated and excess and all(os.path.exists(argument) for argument in excess):
+        return f"a pattern after {repeated.name} needs quotes: {repeated.name} {repeated.example}"
+    if excess and name in ("generate", "fill"):
+        return f"a prompt is written sample.prompt={shlex.quote(' '.join(excess))}"
+    return f"write: {_usage(name)}"
 
 
 def _refuse_bare_keys(arguments: list[str]) -> None:

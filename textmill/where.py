@@ -30,9 +30,8 @@ from textmill.config.paths import corpora_names, resolve_paths
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.remote_folders import fetch, is_url
-from textmill.storage.stages import MANIFEST
+from textmill.storage.stages import MANIFEST, PROJECT_YAML
 
-PROJECT = "textmill.yaml"
 MODEL_FILES = (".gguf", ".pt", ".onnx", ".bin")
 """Endings of model files that `textmill import` reads."""
 PACKAGE = Path(__file__).parent
@@ -85,7 +84,7 @@ def _from_file(path: Path, settings: list[str]) -> Where:
         raise TextmillError(f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder; {advice}")
     tree, lines = read_user_config(path)
     # A project writes next to its textmill.yaml, any other file below the current folder.
-    root = path.resolve().parent if path.name == PROJECT else Path.cwd() / "runs" / path.stem
+    root = path.resolve().parent if path.name == PROJECT_YAML else Path.cwd() / "runs" / path.stem
     tree = {"folder": str(root), **resolve_paths(tree, path.resolve().parent)}
     return Where(_config_of(tree, settings, path, lines))
 
@@ -136,7 +135,8 @@ def _from_copy(copy: Path, url: str, settings: list[str]) -> Where:
 
 
 def _from_project(folder: Path, settings: list[str]) -> Where:
-    return _from_file(folder / PROJECT, settings) if (folder / PROJECT).is_file() else _from_folder(folder, settings)
+    project = folder / PROJECT_YAML
+    return _from_file(project, settings) if project.is_file() else _from_folder(folder, settings)
 
 
 def _from_folder(folder: Path, settings: list[str]) -> Where:
@@ -152,8 +152,8 @@ def _from_folder(folder: Path, settings: list[str]) -> Where:
     if (folder / MANIFEST).is_file() or any(folder.glob("*.gguf")):
         raise TextmillError(f"{folder}: has files for another tool; {_advise_import(folder)}")
     raise TextmillError(
-        f"{folder}: not written by textmill and not a model: it has no {PROJECT}, run.yaml or config.json; to train on "
-        f"texts there: textmill new DIR --text {shlex.quote(str(folder))}"
+        f"{folder}: not written by textmill and not a model: it has no {PROJECT_YAML}, run.yaml or config.json; "
+        f"to train on texts there: textmill new DIR --text {shlex.quote(str(folder))}"
     )
 
 

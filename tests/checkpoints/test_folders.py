@@ -178,6 +178,17 @@ def test_a_nan_loss_is_never_the_best(tmp_path: Path) -> None:
     assert best.step == 2
 
 
+def test_without_a_model_the_command_that_trains_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "my texts"
+    project.mkdir()
+    with pytest.raises(TextmillError, match="no checkpoint yet; train a model first, with textmill run or textmill tr"):
+        find_model(project / "run", None)
+    (project / "textmill.yaml").write_text("train: {}\n")
+    with pytest.raises(TextmillError, match=r"no checkpoint yet; train the model first: textmill run 'my texts'$"):
+        find_model(project / "run", None)
+
+
 def test_a_model_is_the_best_checkpoint_and_the_latest_without_valid_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,8 @@ def test_own_folders_are_not_sources(tree: Path) -> None:
             ["gone.txt"],
             "corpus.sources: no file, folder or corpus 'gone.txt'; check the path; the bundled corpora: tiny",
         ),
+        (["/no/such.txt"], r"check the path \(in a YAML file, paths are relative to that file\); the bundled"),
+        (["/no/such/*.txt"], r"subfolders\) \(in a YAML file, paths are relative to that file\)"),
         (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
         (["*.nothing"], r"nothing matches '\*.nothing'"),
         (["table.bin"], r"table.bin: cannot read '.bin'; textmill reads .txt, .text, .md, .jsonl, .ndjson"),

@@ -118,6 +118,13 @@ def test_the_commands(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "checkpoints: " in capsys.readouterr().out
 
 
+def test_without_a_run_the_command_that_trains_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "textmill.yaml").write_text("train: {}\n")
+    for command in ("report", "watch"):
+        assert main([command, str(tmp_path)]) == 2
+        assert f"no run there yet; train the model first: textmill run {tmp_path}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

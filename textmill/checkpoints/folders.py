@@ -15,6 +15,7 @@ writes such a folder, pruning.py removes old ones.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from textmill.storage.files import (
     read_json,
 )
 from textmill.storage.hub import find_model_folder
-from textmill.storage.stages import MANIFEST
+from textmill.storage.stages import MANIFEST, PROJECT_YAML
 from textmill.storage.tensor_files import Named, read_tensors
 
 StepChoice = int | Literal["latest", "best"]
@@ -175,8 +176,15 @@ def find_model(run: Path, init_from: str | None, which: StepChoice | None = None
         warn(f"using {_describe_choice(checkpoint, run, chosen_by_user=which is not None)}")
         return checkpoint
     if init_from is None:
-        raise TextmillError(f"{format_path(run)}: no checkpoint yet; run textmill train first")
+        raise TextmillError(f"{format_path(run)}: no checkpoint yet; {advise_training(run.parent)}")
     return open_model(init_from)
+
+
+def advise_training(project: Path) -> str:
+    """What to do before a command that needs a trained model; `project` is the folder that will hold its run."""
+    if (project / PROJECT_YAML).is_file():
+        return f"train the model first: textmill run {shlex.quote(format_path(project))}"
+    return "train a model first, with textmill run or textmill train"
 
 
 def _describe_choice(checkpoint: Checkpoint, run: Path, *, chosen_by_user: bool) -> str:

@@ -13,7 +13,7 @@ from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
 from textmill.corpus.inspection import RecordFacts, inspect_records
 from textmill.corpus.source import Source
-from textmill.corpus.sources import bundled_corpora, find_sources, source_state
+from textmill.corpus.sources import PATHS_OF_YAML, bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
@@ -24,7 +24,7 @@ from textmill.planning.plan import VOCABS, auto_family, default_minutes, plan_fo
 from textmill.planning.probe_machine import probe_machine
 from textmill.planning.project_file import project_yaml
 from textmill.storage.files import write_text
-from textmill.where import PROJECT
+from textmill.storage.stages import PROJECT_YAML
 
 AUTO = "auto"
 """The family that is chosen for the machine."""
@@ -44,7 +44,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     if not folder:
         raise TextmillError("new: the name of the folder is empty; write: textmill new DIR --text 'texts/*.txt'")
     masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
-    path, entries = Path(folder) / PROJECT, [text] if isinstance(text, str) else list(text)
+    path, entries = Path(folder) / PROJECT_YAML, [text] if isinstance(text, str) else list(text)
     if path.exists():
         raise TextmillError(f"{path}: exists already; edit it, or name another folder")
     if minutes is not None and minutes <= 0:
@@ -85,7 +85,7 @@ def _find_texts(entries: list[str], folder: str) -> list[Source]:
     try:
         found = find_sources(entries, skip=[Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")])
     except TextmillError as error:
-        raise TextmillError(str(error).replace("corpus.sources", "--text")) from None
+        raise TextmillError(str(error).replace("corpus.sources", "--text").replace(PATHS_OF_YAML, "")) from None
     if not any(source_state(source).bytes for source in found):
         empty = "the file is empty" if len(found) == 1 else f"all of {len(found):,} files are empty"
         raise TextmillError(f"{', '.join(entries)}: {empty}; name files with text")

@@ -23,6 +23,8 @@ CHUNK_BYTES = 64 << 20
 READ_BYTES = 1 << 20
 OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "trials.json", "trial-01.log")
 """Files by which a folder that textmill wrote is recognised."""
+PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
+"""Ends an error about an absolute path, which may have been a relative one in a config of a project that was moved."""
 
 
 def find_sources(
@@ -159,9 +161,8 @@ def _find_files(
     if glob.has_magic(path):
         matches = glob.glob(path, recursive=True)
         if not matches:
-            raise TextmillError(
-                f"corpus.sources: nothing matches '{entry}'; check the pattern ('**' matches subfolders)"
-            )
+            advice = f"check the pattern ('**' matches subfolders){_describe_base(entry)}"
+            raise TextmillError(f"corpus.sources: nothing matches '{entry}'; {advice}")
         files = [match for match in matches if os.path.isfile(match) and not _is_inside(match, skipped_folders)]
         return [source for file in files for source in _file_sources(file, skipped)]
     if entry in bundled_corpora():
@@ -169,12 +170,17 @@ def _find_files(
     names = [*corpus_names, *bundled_corpora()]
     close_matches = difflib.get_close_matches(entry, names, n=1, cutoff=0.5)
     user_corpora = f"your corpora: {', '.join(corpus_names)}; " if corpus_names else ""
+    file_advice = f"check the path{_describe_base(entry)}"
     advice = (
         f"did you mean '{close_matches[0]}'?"
         if close_matches
-        else f"check the path; {user_corpora}the bundled corpora: {', '.join(bundled_corpora())}"
+        else f"{file_advice}; {user_corpora}the bundled corpora: {', '.join(bundled_corpora())}"
     )
     raise TextmillError(f"corpus.sources: no file, folder or corpus '{entry}'; {advice}")
+
+
+def _describe_base(entry: str) -> str:
+    return PATHS_OF_YAML if os.path.isabs(entry) else ""
 
 
 def _walk_folder(folder: str, skipped_folders: list[str], skipped: list[str]) -> Iterator[Source]:

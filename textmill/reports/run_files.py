@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.best import VALID_LOSS, BestRule, read_metric
-from textmill.checkpoints.folders import list_checkpoints, read_best_values
+from textmill.checkpoints.folders import advise_training, list_checkpoints, read_best_values
 from textmill.config import STAGE_FOLDERS
 from textmill.config.load import build_config, read_recorded_config
 from textmill.errors import TextmillError
 from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
-from textmill.storage.stages import RUN_YAML
+from textmill.storage.stages import PROJECT_YAML, RUN_YAML
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.history import sizes_of
 from textmill.track.jsonl import METRICS_FILE, read_metrics
@@ -188,6 +188,8 @@ def find_run(where: str) -> Path:
     for place in (folder, folder / STAGE_FOLDERS["train"], folder.resolve().parent):
         if is_run(place):
             return place
+    if (folder / PROJECT_YAML).is_file():
+        raise TextmillError(f"{where}: no run there yet; {advise_training(folder)}")
     raise TextmillError(
         f"{where}: no run there; a run has {RUN_YAML} and {METRICS_FILE}; name its folder or its project"
     )

@@ -45,6 +45,8 @@ INPUTS = "inputs."
 """Sources are recorded under this prefix and their names."""
 MADE_FROM = "made_from.json"
 RUN_YAML = "run.yaml"
+PROJECT_YAML = "textmill.yaml"
+"""The settings of a project, as `textmill new` writes them, next to the folders of its stages."""
 YAML_CHECKSUM = "# SHA-256 of the lines above: "
 """Starts the last line of a run.yaml. It holds paths, so its checksum is not in the manifest, which holds none."""
 RESULT_SECTIONS = ("corpus", "tokenizer", "tokens", "train")
