@@ -1,11 +1,12 @@
 """Generation speed on a GPU, compared with transformers' `generate` in the same run.
 
-    python bench/generate_gpu.py [new tokens] [texts] [server] [tiny] [llama]
+    python bench/generate_gpu.py [new tokens] [texts] [alone] [server] [tiny] [llama]
 
 GPT-2 124M, or a Llama of that size, with random weights, bf16, prompts of 128 tokens, 256 new tokens.
 
 texts    one and 64 texts, greedy and sampled, compared with transformers' default cache and its compiled static cache;
          time to the first token
+alone    the same without transformers
 server   64 requests through the scheduler, and 64 clients of `textmill serve` that send request after request, for
          complete and for streamed texts
 tiny     a small net, also on the CPU, to test the script
@@ -49,18 +50,21 @@ def main() -> None:
     ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny, family)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {new} new tokens")
     for part in [one for one in arguments if one in ("texts", "server")] or ["texts", "server"]:
-        measure_texts(ours, theirs, new, cuda) if part == "texts" else measure_server(ours, new, tiny, family)
+        measure_texts(ours, theirs, new, cuda, "alone" in arguments) if part == "texts" else measure_server(
+            ours, new, tiny, family
+        )
 
 
-def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
-    """Compare both generators."""
+def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool, alone: bool) -> None:
+    """Compare both generators; `alone`: only measure ours."""
     for batch in (1, 64):
         methods: dict[str, Any] = {
             "textmill, greedy": lambda ids: our_tokens(ours, ids, new),
             "textmill, sampled": lambda ids: our_tokens(ours, ids, new, temperature=0.8, top_k=50),
-            "transformers": lambda ids: their_tokens(theirs, ids, new),
         }
-        if cuda:
+        if not alone:
+            methods["transformers"] = lambda ids: their_tokens(theirs, ids, new)
+        if cuda and not alone:
             methods["transformers, static compiled"] = lambda ids: their_tokens(
                 theirs, ids, new, cache_implementation="static"
             )
