@@ -24,12 +24,13 @@ MAX_WEIGHT_DECAY = 3.2
 """The highest weight decay that was the best in a measurement."""
 WARMUP, MAX_WARMUP_STEPS = 0.05, 2000
 """Warm-up: a fraction of the run, but not more than so many steps."""
-TARGET_EPOCHS = 9
-"""Epochs of a net that has about as many parameters as the text has tokens, or more."""
+TARGET_EPOCHS, TARGET_POWER = 3.2, 0.45
+"""Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
+power of its parameters per token."""
 TOKENS_PER_PARAMETER = 11
-"""Tokens to train on for each parameter of a smaller net."""
+"""Tokens to train on for each parameter of a net that is so small for its text that these take less."""
 SMALL_NET, SMALL_NET_POWER = 1e7, 0.4
-"""Nets below this many parameters are best with fewer epochs and tokens, by this power of their size."""
+"""Nets below this many parameters are best with fewer tokens for each, by this power of their size."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def best_weight_decay(
 
 def target_epochs(parameters: float, unique_tokens: float) -> float:
     """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
-    small_net_factor = math.pow(min(1.0, parameters / SMALL_NET), SMALL_NET_POWER)
-    return small_net_factor * min(TARGET_EPOCHS, TOKENS_PER_PARAMETER * parameters / unique_tokens)
+    ratio = parameters / unique_tokens
+    tokens_per_parameter = TOKENS_PER_PARAMETER * math.pow(min(1.0, parameters / SMALL_NET), SMALL_NET_POWER)
+    return min(tokens_per_parameter * ratio, TARGET_EPOCHS * math.pow(ratio, TARGET_POWER))
 
 
 def round_setting(value: float) -> float:
