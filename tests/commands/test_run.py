@@ -130,6 +130,19 @@ def test_an_untied_head_does_not_make_a_planned_run_undertrained(
     assert sizes[True] == sizes[False]
 
 
+def test_padding_does_not_count_as_text_that_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of short conversations hold more padding than text: 90 tokens were computed, 30 of them text."""
+    (tmp_path / "progress.json").write_text('{"tokens": 90}', encoding="utf-8")
+    store = SimpleNamespace(tokens=60)
+    shape = open_family("gpt2").shape_of(RunConfig.model_validate({"model": {"size": "nano"}}).model, vocab=512, end=0)
+    monkeypatch.setattr(command, "list_checkpoints", lambda folder: {9: tmp_path})
+    monkeypatch.setattr(command, "open_splits", lambda config: SimpleNamespace(stores=lambda split: [store]))
+    monkeypatch.setattr(command, "read_shape", lambda folder: shape)
+    assert command._facts_of(RunConfig(), tmp_path, tmp_path).epochs == 1.5, "runs without logged epochs"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "epoch": 0.5}\n', encoding="utf-8")
+    assert command._facts_of(RunConfig(), tmp_path, tmp_path).epochs == 0.5
+
+
 @pytest.mark.parametrize("key", ["inputs", "asked"])
 def test_results_of_an_earlier_version_are_not_computed_again(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

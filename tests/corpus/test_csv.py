@@ -99,6 +99,14 @@ def test_a_detected_dialect_is_printed_with_the_address_of_its_file() -> None:
     assert line == f"1 file read with delimiter semicolon, double quotes, a header: {address}"
 
 
+def test_an_encoding_is_claimed_only_of_the_files_that_were_looked_at(tmp_path: Path) -> None:
+    for number in range(201):
+        (tmp_path / f"{number:03}.txt").write_bytes("günaydın".encode("cp1254"))
+    sources = find_sources([str(tmp_path)], encoding="cp1254")
+    (line,) = describe_layouts(sources, CorpusConfig(encoding="cp1254"))
+    assert line == f"200 files of the first 200 read with encoding cp1254: {tmp_path / '000.txt'} ..."
+
+
 def test_prepare_prints_what_it_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "text;n\n" + "".join(f"words {n};{n}\n" for n in range(9))
     (tmp_path / "a.csv").write_bytes(rows.encode("utf-16-le"))

@@ -170,7 +170,9 @@ def test_too_many_bad_records(workspace: Path) -> None:
     with pytest.raises(TextmillError) as caught:
         prepare(config_of(max_unreadable=0.001))
     assert "texts/lines.jsonl:5: no field 'text'; found ['body']; set corpus.text_key=body" in str(caught.value)
+    assert "; all of them are in out/corpus.part/quarantine.jsonl; fix" in str(caught.value)
     assert "raise corpus.max_unreadable" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not Path("out/corpus").exists()
     assert len(Path("out/corpus.part/quarantine.jsonl").read_text().splitlines()) == 2
     resumed = file_contents(prepare(config_of(max_unreadable=0.5)))

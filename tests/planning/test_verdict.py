@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from textmill.planning.verdict import RunFacts, describe_quality, describe_state, read_valid_curve, state_of
+from textmill.planning.verdict import (
+    RunFacts,
+    describe_quality,
+    describe_state,
+    read_epochs,
+    read_valid_curve,
+    state_of,
+)
 
 FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
 
@@ -33,6 +40,14 @@ def test_overfitting_names_where_it_began() -> None:
     text = describe_state(RunFacts(5_000_000, 2_000_000, 50_000_000, RISING))
     assert "3.5000 to 3.9000 since step 200" in text
     assert "25 epochs" in text
+
+
+def test_epochs_are_the_last_logged_ones(tmp_path: Path) -> None:
+    assert read_epochs(tmp_path) is None
+    rows = [{"step": 1, "epoch": 0.5}, {"step": 2, "epoch": 1.25}, {"step": 2, "valid_loss": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_epochs(tmp_path) == 1.25
+    assert read_valid_curve(tmp_path) == {2: 3.0}
 
 
 def test_a_continued_model_is_not_called_trained_enough() -> None:

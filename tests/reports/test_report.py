@@ -187,6 +187,9 @@ def test_a_run_without_metrics_yet(root: Path, tmp_path: Path) -> None:
     run = read_run(find_run(str(tmp_path)))
     assert "step 0" in next(describe_run(run))
     assert "<!doctype html>" in build_page([run])
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 3, "loss": 4.5}\n')
+    lines = list(describe_run(read_run(tmp_path / "run")))
+    assert lines[1:] == ["\ntrain loss: 4.5000 at step 3"], "a single point is no curve"
 
 
 def test_watch_ends_when_interrupted(root: Path) -> None:

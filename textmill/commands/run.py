@@ -29,6 +29,7 @@ from textmill.planning.verdict import (
     describe_forecast,
     describe_quality,
     describe_state,
+    read_epochs,
     read_valid_curve,
 )
 from textmill.processes.command_time import CommandTime
@@ -187,10 +188,13 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
     _, last_checkpoint = max(list_checkpoints(folder).items())
+    unique_tokens = sum(store.tokens for store in open_splits(config).stores("train"))
+    epochs = read_epochs(folder)
+    tokens = read_json(last_checkpoint / "progress.json")["tokens"] if epochs is None else round(epochs * unique_tokens)
     return RunFacts(
         parameters=count_blocks_and_head(read_shape(checkpoint)),
-        unique_tokens=sum(store.tokens for store in open_splits(config).stores("train")),
-        tokens=read_json(last_checkpoint / "progress.json")["tokens"],
+        unique_tokens=unique_tokens,
+        tokens=tokens,
         valid_losses=read_valid_curve(folder),
         from_scratch=config.model.init_from is None,
     )

@@ -133,7 +133,8 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
 def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
     """How files are read where that was detected: the dialect of CSV files, and encodings other than UTF-8."""
     found: dict[str, list[str]] = {}
-    for source in [source for source in sources if source.format not in (*SELF_COMPRESSED, "mongo")][:SHOWN_SOURCES]:
+    readable = [source for source in sources if source.format not in (*SELF_COMPRESSED, "mongo")]
+    for source in readable[:SHOWN_SOURCES]:
         with suppress(BrokenStream):  # it is reported when it is read
             parts = []
             if source.format == "csv":
@@ -145,8 +146,9 @@ def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[st
             if parts:
                 name = source.name if is_url(source.name) else format_path(Path(source.name))
                 found.setdefault(", ".join(parts), []).append(name)
+    of_all = f" of the first {SHOWN_SOURCES:,}" if len(readable) > SHOWN_SOURCES else ""
     return [
-        f"{format_count(len(names), 'file')} read with {how}: {names[0]}{' ...' if len(names) > 1 else ''}"
+        f"{format_count(len(names), 'file')}{of_all} read with {how}: {names[0]}{' ...' if len(names) > 1 else ''}"
         for how, names in found.items()
     ]
 

@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream
 from textmill.errors import TextmillError
-from textmill.storage.files import write_bytes
+from textmill.storage.files import format_path, write_bytes
 
 MAX_RECORD_BYTES = 256 << 20
 """A longer record is treated as damaged."""
 QUARANTINE = "quarantine.jsonl"
 """The file of the bad records in a corpus folder."""
-SHOWN_BAD_RECORDS = 5
-"""Bad records shown in the error when there are too many."""
 RAW_BYTES = 1000
 """Bytes of a bad record that are kept in the quarantine."""
 
@@ -155,13 +152,13 @@ def check_quarantine(
         amount = f"{total['quarantined_bytes']:,} of {total['bytes']:,} bytes"
     else:
         return
-    first_records = "\n".join(f"  {bad}" for bad in islice(bad_records, SHOWN_BAD_RECORDS))
-    some = "corpus.text_key=" in first_records and total["quarantined"] < total["records"]
+    first = str(next(iter(bad_records), ""))
+    some = "corpus.text_key=" in first and total["quarantined"] < total["records"]
     advice = (
         " (corpus.text_key=text+body reads files with the field text and files with the field body)" if some else ""
     )
     raise TextmillError(
-        f"corpus.sources: {amount} are unreadable, more than corpus.max_unreadable={max_unreadable:g}:"
-        f"\n{first_records}\nall of them are in {path}; fix the files or the setting{advice}, "
+        f"corpus.sources: {amount} are unreadable, more than corpus.max_unreadable={max_unreadable:g}; "
+        f"the first: {first}; all of them are in {format_path(path)}; fix the files or the setting{advice}, "
         f"or raise corpus.max_unreadable to continue without them"
     )

@@ -30,7 +30,7 @@ class RunFacts:
     """Of blocks and head."""
     unique_tokens: int
     tokens: int
-    """Tokens seen in training."""
+    """Tokens seen in training, without padding."""
     valid_losses: dict[int, float]
     """By step."""
     from_scratch: bool = True
@@ -54,13 +54,21 @@ class RunFacts:
 
 def read_valid_curve(run: Path) -> dict[int, float]:
     """The valid loss by step, from the run's metrics."""
-    path = run / METRICS_FILE
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
     return {
         row["step"]: row["valid_loss"]
-        for row in rows
+        for row in _read_rows(run)
         if row.get("valid_loss") is not None and math.isfinite(row["valid_loss"])
     }
+
+
+def read_epochs(run: Path) -> float | None:
+    """How often the run has seen its text, as logged; padding of short samples does not count. None: not logged."""
+    return next((row["epoch"] for row in reversed(_read_rows(run)) if "epoch" in row), None)
+
+
+def _read_rows(run: Path) -> list[dict[str, Any]]:
+    path = run / METRICS_FILE
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def state_of(facts: RunFacts) -> State:

@@ -26,7 +26,9 @@ def describe_run(run: RunFiles) -> Iterator[str]:
     yield f"{format_path(run.folder)}{size}: {describe_progress(run)}"
     for metric, title in CURVES.items():
         points = [point for point in run.points(metric) if math.isfinite(point[1])]
-        if points:
+        if len(points) == 1:
+            yield f"\n{title}: {points[0][1]:.4f} at step {points[0][0]:,}"
+        elif points:
             yield f"\n{title}, steps {points[0][0]:,} to {points[-1][0]:,}, last {points[-1][1]:.4f}"
             yield from draw_curve(points, width=width, height=HEIGHT)
     for name in run.task_metrics:
