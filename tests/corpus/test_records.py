@@ -151,7 +151,7 @@ def test_empty_file(tmp_path: Path) -> None:
 def split_text(data: bytes, limits: tuple[int, int, int], block: int) -> list[str]:
     before, sections.READ_BYTES = sections.READ_BYTES, block
     try:
-        return list(sections.split_text(io.BufferedReader(io.BytesIO(data)), *limits))
+        return list(sections.read_sections(io.BufferedReader(io.BytesIO(data)), limits))
     finally:
         sections.READ_BYTES = before
 
@@ -177,7 +177,7 @@ def test_block_size_does_not_matter(data: bytes, limits: tuple[int, int, int], b
 @example("a line\r\nand a blank one\r\n\r\n" * 40)
 def test_a_record_is_cut_like_a_file_of_its_text(text: str) -> None:
     limits = sections.section_limits(20)
-    found = list(sections.cut_into_sections(text, 20))
+    found = sections.cut_into_sections(text, 20)
     assert found == split_text(text.encode(), limits, 10_000)
     assert [again for one in found for again in sections.cut_into_sections(one, 20)] == found
 

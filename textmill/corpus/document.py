@@ -1,4 +1,4 @@
-"""Document: a text with its source; and how a long text is cut into documents, at a blank line or the end of a line."""
+"""Document: a text with its source; and how a long text is cut into sections, at a blank line or the end of a line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ Turn = tuple[str, str]
 """The role (system, user or assistant) and the text of one turn."""
 READ_BYTES = 1 << 16
 """Bytes read at a time."""
+SectionLimits = tuple[int, int, int]
+"""The size, soft limit and hard limit of a section in characters; see `_find_cut`."""
 
 # CR LF is one newline: the atomic group never splits it.
 _NEWLINE = r"(?>\r\n|[\r\n])"
@@ -40,58 +42,58 @@ class Document:
     """The turns of a conversation; `text` holds them joined."""
 
 
-def section_limits(size: int) -> tuple[int, int, int]:
-    """The size, soft limit and hard limit of sections of about `size` characters."""
+def section_limits(size: int) -> SectionLimits:
+    """The limits of sections of about `size` characters."""
     return size, 2 * size, 4 * size
 
 
-def cut_into_sections(text: str, size: int) -> Iterator[str]:
+def cut_into_sections(text: str, size: int) -> list[str]:
     """The sections of a text in memory, the same as those of a file with this text."""
+    sections, _ = _take_sections(text, section_limits(size), at_end=True)
+    return sections
+
+
+def read_sections(stream: io.BufferedReader, limits: SectionLimits) -> Iterator[str]:
+    """Yield the sections of a stream's text.
+
+    Bytes that are not UTF-8 become lone surrogates, so that they spoil only their own section.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    if stream.peek(3)[:3] == codecs.BOM_UTF8:
+        stream.read(3)
+    rest, carriage_return, at_end = "", b"", False
+    while not at_end:
+        new_bytes = stream.read1(max(READ_BYTES, len(rest)))
+        at_end = not new_bytes
+        new_bytes = carriage_return + new_bytes
+        # Hold back a final CR: a cut must not depend on where a block of the file ends.
+        carriage_return = b"\r" if new_bytes.endswith(b"\r") and not at_end else b""
+        new_text = decoder.decode(new_bytes[: len(new_bytes) - len(carriage_return)], final=at_end)
+        sections, rest = _take_sections(rest + new_text, limits, at_end)
+        yield from sections
+
+
+def _take_sections(text: str, limits: SectionLimits, at_end: bool) -> tuple[list[str], str]:
+    """The sections that a text certainly begins with, and the rest; `at_end`: no text follows, so all is taken."""
+    sections: list[str] = []
     start = 0
     while True:
         start = _LEADING.match(text, start).end()  # type: ignore[union-attr]
-        end = _find_cut(text, start, *section_limits(size), at_end=True)
+        end = _find_cut(text, start, limits, at_end)
         if end is None:
-            return
+            return sections, text[start:]
         if not text[start:end].isspace():
-            yield text[start:end]
+            sections.append(text[start:end])
         start = end
 
 
-def split_text(stream: io.BufferedReader, size: int, soft_limit: int, hard_limit: int) -> Iterator[str]:
-    """Yield a stream's text in documents of about `size` characters; `_find_cut` decides where they end.
-
-    Bytes that are not UTF-8 become lone surrogates, so that they spoil only their own document.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    text, start, at_end, carriage_return = "", 0, False, b""
-    if stream.peek(3)[:3] == codecs.BOM_UTF8:
-        stream.read(3)
-    while True:
-        start = _LEADING.match(text, start).end()  # type: ignore[union-attr]
-        end = _find_cut(text, start, size, soft_limit, hard_limit, at_end)
-        if end is not None:
-            if end > start and not text[start:end].isspace():
-                yield text[start:end]
-            start = end
-        elif not at_end:
-            text, start = text[start:], 0
-            new_bytes = stream.read1(max(READ_BYTES, len(text)))
-            at_end = not new_bytes
-            new_bytes = carriage_return + new_bytes
-            # Hold back a final CR: a cut must not depend on where a block of the file ends.
-            carriage_return = b"\r" if new_bytes.endswith(b"\r") and not at_end else b""
-            text += decoder.decode(new_bytes[: len(new_bytes) - len(carriage_return)], final=at_end)
-        else:
-            return
-
-
-def _find_cut(text: str, start: int, size: int, soft_limit: int, hard_limit: int, at_end: bool) -> int | None:
-    """Where the document at `start` ends; None if more text is needed to decide.
+def _find_cut(text: str, start: int, limits: SectionLimits, at_end: bool) -> int | None:
+    """Where the section at `start` ends; None if more text is needed to decide.
 
     It ends at the first blank line after `size` characters, else at the first line end after `soft_limit`, else at
     `hard_limit`. Only the text up to that point matters.
     """
+    size, soft_limit, hard_limit = limits
     if found := _BLANK_LINE.search(text, start + size - 1, start + soft_limit):
         return found.end()
     if len(text) - start >= soft_limit:

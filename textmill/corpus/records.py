@@ -73,7 +73,7 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
 
 def _cut_record(record: Document, size: int) -> Iterator[Document]:
     """The sections of a record; a short record is its only section."""
-    sections = list(cut_into_sections(record.text, size))
+    sections = cut_into_sections(record.text, size)
     if len(sections) < 2:
         yield record
     else:

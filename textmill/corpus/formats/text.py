@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import READ_BYTES, Document, section_limits, split_text
+from textmill.corpus.document import READ_BYTES, Document, read_sections, section_limits
 from textmill.corpus.records import (
     RAW_BYTES,
     BadRecord,
@@ -72,7 +72,7 @@ def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Docum
     blocks = (1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS)
     limits = section_limits(config.section_chars) if config.documents == "section" else blocks
     with open_stream(chunk.source) as stream:
-        for number, text in enumerate(split_text(stream, *limits), 1):
+        for number, text in enumerate(read_sections(stream, limits), 1):
             yield _segment_record(text, chunk.source.name, f"{config.documents} {number}")
 
 
