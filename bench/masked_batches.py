@@ -60,7 +60,7 @@ def measure(store: TokenStore, tokenizer: TextTokenizer, rows: int, length: int,
     """Print the CPU time of opening and of a batch."""
     config = MaskedConfig(**settings)
     tokens, clock = masked_tokens_of(tokenizer, config), time.process_time()
-    layout = MaskedLayout(store, length=length, seed=1, tokens=tokens, settings=config, vocab=tokenizer.vocab)
+    layout = MaskedLayout(store, length=length, seed=1, tokens=tokens, settings=config)
     opened, clock = time.process_time() - clock, time.process_time()
     padding = chosen = filled = 0
     for step in range(BATCHES):

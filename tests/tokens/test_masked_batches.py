@@ -64,10 +64,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_
 def test_spans_are_those_of_megatron(tmp_path: Path) -> None:
     """The example of Megatron's sample mapping, in which no short sample is drawn."""
     sentences = Sentences(store_of(tmp_path, [[10, 20, 5], [7], [8, 30, 9, 4]]))
-    pairs = SentencePairs(
-        np.zeros(93, np.int64), sentences, documents=3, label="order", longest=29, short_probability=0.0, seed=1,
-        begin=None, end=SEP,
-    )  # fmt: skip
+    pairs = SentencePairs(sentences, label="order", longest=29, short_probability=0.0, seed=1)
     found = np.concatenate(list(pairs.find_spans()))
     assert found[:, :2].tolist() == [[0, 3], [4, 6], [6, 8]]
     assert found[:, 2].tolist() == [29, 29, 13], "at most 29 tokens, or what the sentences have"
@@ -79,10 +76,7 @@ def test_spans_equal_the_plain_rule(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], longest: int, probability: float
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("spans"), documents)
-    pairs = SentencePairs(
-        store.ids, Sentences(store), documents=len(documents), label="next", longest=longest,
-        short_probability=probability, seed=3, begin=None, end=SEP,
-    )  # fmt: skip
+    pairs = SentencePairs(Sentences(store), label="next", longest=longest, short_probability=probability, seed=3)
     sizes = [size for document in documents for size in document]
     edges = np.cumsum([0, *map(len, documents)]).tolist()
     expected = bert_reference.find_spans(edges, sizes, lambda first: int(pairs._draw_targets(np.array([first]))[0]))

@@ -95,7 +95,7 @@ def _open_layout(task: ExampleFile) -> MaskedLayout:
     tokenizer = open_tokenizer(task.tokenizer)
     return MaskedLayout(
         open_store(task.prefix), length=task.length, seed=task.seed, tokens=masked_tokens_of(tokenizer, task.settings),
-        settings=task.settings, vocab=tokenizer.vocab, folder=task.prefix.parent / INDEX,
+        settings=task.settings, folder=task.prefix.parent / INDEX,
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def _build_layout(
     if train.layout == "masked":
         return MaskedLayout(
             store, length=length, seed=seed, tokens=masked_tokens_of(tokenizer, train.masked), settings=train.masked,
-            vocab=vocab, folder=folder,
+            folder=folder,
         )  # fmt: skip
     pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
     if train.layout == "labelled":

@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from textmill.tokens.batches.sentence_pairs import BLOCK, Keys, Segments
+from textmill.tokens.batches.sentence_pairs import Keys, Segments
 from textmill.tokens.batches.sentences import Numbers, Sentences
 
 
+@dataclass(frozen=True)
 class FullSentences:
     """Spans of as many consecutive sentences of a document as fit; only a longer sentence is cut."""
 
-    segments = 1
-
-    def __init__(
-        self, ids: NDArray[np.int64], sentences: Sentences, *, documents: int, longest: int, begin: int | None, end: int
-    ) -> None:
-        """`longest` is the most tokens of a span; `begin` and `end` tokens of documents are left out."""
-        self.ids, self.sentences, self.documents, self.longest = ids, sentences, documents, longest
-        self.begin, self.end = begin, end
+    segments: ClassVar[int] = 1
+    sentences: Sentences
+    longest: int
+    """The most tokens of a span."""
 
     def find_spans(self) -> Iterator[Numbers]:
-        """[spans, (first token, token after the last, most tokens)] for blocks of documents, in their order."""
-        for start in range(0, self.documents, BLOCK):
-            edges = self.sentences.first_of(np.arange(start, min(start + BLOCK, self.documents) + 1))
+        """[spans, (first token, token after the last, tokens)] for blocks of documents, in their order."""
+        for edges in self.sentences.blocks():
             yield self._spans_between(edges)
 
     def _spans_between(self, edges: Numbers) -> Numbers:
-        """The spans of consecutive documents; all documents take a step at a time."""
-        tokens = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
-        firsts, stops = tokens[edges[:-1] - edges[0]], tokens[edges[1:] - edges[0]]
-        firsts, stops = firsts[firsts < stops], stops[firsts < stops]
-        if self.begin is not None:
-            firsts = firsts + (self.ids[firsts] == self.begin)
-        stops = stops - (self.ids[stops - 1] == self.end)
-        found = [np.zeros((0, 3), np.int64)]
-        firsts, stops = firsts[firsts < stops], stops[firsts < stops]
-        while len(firsts):
-            full = tokens[np.searchsorted(tokens, firsts + self.longest, side="right") - 1]
-            lasts = np.minimum(np.where(full > firsts, full, firsts + self.longest), stops)
-            found.append(np.stack([firsts, lasts, lasts - firsts], axis=1))
-            left = lasts < stops
-            firsts, stops = lasts[left], stops[left]
-        spans = np.concatenate(found)
+        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
+
+        The next span of a document starts where the one before stops, so each round of the loop finds one span per
+        document.
+        """
+        token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
+        document_edges = token_starts[edges - edges[0]]
+        has_tokens = np.diff(document_edges) > 0
+        firsts = self.sentences.skip_begin(document_edges[:-1][has_tokens])
+        document_stops = self.sentences.skip_end(document_edges[1:][has_tokens])
+        rounds = [np.zeros((0, 3), np.int64)]
+        while (has_text := firsts < document_stops).any():
+            firsts, document_stops = firsts[has_text], document_stops[has_text]
+            last_fitting = token_starts[np.searchsorted(token_starts, firsts + self.longest, side="right") - 1]
+            stops = np.where(last_fitting > firsts, last_fitting, firsts + self.longest)
+            stops = np.minimum(stops, document_stops)
+            rounds.append(np.stack([firsts, stops, stops - firsts], axis=1))
+            firsts = stops
+        spans = np.concatenate(rounds)
         return spans[np.argsort(spans[:, 0])]
 
     def find_documents(self, spans: Numbers, keys: Keys) -> list[Numbers]:

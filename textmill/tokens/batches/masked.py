@@ -68,15 +68,15 @@ class MaskedLayout:
 
     def __init__(
         self, store: TokenStore, *, length: int, seed: int | None, tokens: MaskedTokens, settings: MaskedConfig,
-        vocab: int | None = None, folder: Path | None = None,
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`folder` is for a cache of the packing; None: it is computed in memory."""
+        """Samples of `length` tokens; `folder` is for a cache of the packing; None: it is computed in memory."""
         if length < MIN_LENGTH:
             raise TextmillError(
                 f"train.length: {length} is too short for train.layout=masked; set at least {MIN_LENGTH}"
             )
-        self.store, self.length, self.seed, self.tokens, self.vocab = store, length, seed, tokens, vocab
-        self.ids, self.sentences = np.asarray(store.ids), Sentences(store)
+        self.store, self.length, self.seed, self.tokens = store, length, seed, tokens
+        self.sentences = Sentences(store, tokens.begin, tokens.end)
         self.source = self._open_source(settings)
         self.special_tokens = self.source.segments + 1
         """The special tokens of a span: [CLS], and a [SEP] after each segment."""
@@ -90,7 +90,7 @@ class MaskedLayout:
         rows, spans, keys = self._find_spans(samples)
         segments = self.source.find_segments(spans, keys)
         joined = self._join(segments)
-        check_ids(joined.ids, self.vocab, self.store.prefix)
+        check_ids(joined.ids, self.tokens.vocab, self.store.prefix)
 
         rule = self.tokens.rule
         is_predicted = choose_tokens(joined.ids, joined.lengths, keys, rule, joined.is_sentence_start)
@@ -143,7 +143,7 @@ class MaskedLayout:
         ids = np.empty(len(is_special), np.int32)
         ids[span_starts] = self.tokens.cls
         ids[separators] = self.tokens.sep
-        ids[~is_special] = gather_ranges(self.ids, segments.starts.ravel(), segments.counts.ravel())
+        ids[~is_special] = gather_ranges(self.sentences.ids, segments.starts.ravel(), segments.counts.ravel())
 
         types = (np.arange(len(ids)) > np.repeat(separators[:, 0], lengths)).astype(np.int32)
         is_sentence_start = np.zeros(len(ids), np.bool_)
@@ -160,15 +160,11 @@ class MaskedLayout:
         return in_store + np.repeat(segment_starts.ravel() - begins, sentences_per_segment)
 
     def _open_source(self, settings: MaskedConfig) -> SentencePairs | FullSentences:
-        documents, begin, end = len(self.store), self.tokens.begin, self.tokens.end
+        """The rule that finds spans; the special tokens leave less than `length` for their text."""
         if settings.pairs == "none":
-            return FullSentences(
-                self.ids, self.sentences, documents=documents, longest=self.length - 2, begin=begin, end=end
-            )
-        return SentencePairs(
-            self.ids, self.sentences, documents=documents, label=settings.pairs, longest=self.length - 3,
-            short_probability=settings.short_probability, seed=self.seed or 0, begin=begin, end=end,
-        )  # fmt: skip
+            return FullSentences(self.sentences, self.length - FullSentences.segments - 1)
+        longest = self.length - SentencePairs.segments - 1
+        return SentencePairs(self.sentences, settings.pairs, longest, settings.short_probability, self.seed or 0)
 
     def _open_packing(self, settings: MaskedConfig, folder: Path | None) -> tuple[Numbers, Numbers]:
         """`_pack_spans`, memory-mapped from a cache file; one process writes it while the others wait."""

@@ -28,6 +28,11 @@ class MaskedTokens:
     """The token that may be at the end of each document in the store; samples do not contain it."""
     rule: MaskingRule
 
+    @property
+    def vocab(self) -> int:
+        """The number of token ids."""
+        return len(self.rule.special)
+
 
 def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> MaskedTokens:
     """The special tokens of a tokenizer, and the masking rule of the settings."""

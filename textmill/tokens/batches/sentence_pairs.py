@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,12 @@ from numpy.typing import NDArray
 from textmill.counters import draw, hash_counters, to_uniform
 from textmill.tokens.batches.sentences import Numbers, Sentences
 
-BLOCK = 1 << 14
-"""Documents whose spans are found at a time."""
 _TARGETS_KEY = 7
 _CUT, _LABEL, _DOCUMENT, _SENTENCE = range(4)
 _TRUNCATE_A, _TRUNCATE_B = 1 << 16, 1 << 20
 """What the random numbers of a span are used for; see `counters.draw`."""
 Keys = NDArray[np.uint64]
+"""A key for each span, from which its random numbers are drawn."""
 
 
 @dataclass(frozen=True)
@@ -37,118 +37,108 @@ class Segments:
     """[spans]: 0 if B follows A in the text, else 1."""
 
 
+@dataclass(frozen=True)
 class SentencePairs:
-    """Spans of at least two sentences, with Megatron's rules.
+    """Spans of two sentences or more, and how each is cut into A and B, by Megatron's rules."""
 
-    `label`: "next" replaces B in half of the pairs by sentences of another document (BERT), "order" swaps A and B in
-    half of them (ALBERT).
-    """
-
-    segments = 2
-
-    def __init__(
-        self, ids: NDArray[np.int64], sentences: Sentences, *, documents: int, label: str, longest: int,
-        short_probability: float, seed: int, begin: int | None, end: int,
-    ) -> None:  # fmt: skip
-        """`longest` is the most tokens of A and B together; `begin` and `end` tokens of documents are left out."""
-        self.ids, self.sentences, self.documents, self.label = ids, sentences, documents, label
-        self.longest, self.short_probability, self.seed = longest, short_probability, seed
-        self.begin, self.end = begin, end
+    segments: ClassVar[int] = 2
+    sentences: Sentences
+    label: str
+    """How half of the pairs are made wrong. "next": B is from another document (BERT); "order": A and B are swapped
+    (ALBERT)."""
+    longest: int
+    """The most tokens of A and B together."""
+    short_probability: float
+    """How many of the spans aim at fewer tokens than `longest`."""
+    seed: int
 
     def find_spans(self) -> Iterator[Numbers]:
         """[spans, (first sentence, sentence after the last, most tokens)] for blocks of documents, in their order."""
-        for start in range(0, self.documents, BLOCK):
-            edges = self.sentences.first_of(np.arange(start, min(start + BLOCK, self.documents) + 1))
+        for edges in self.sentences.blocks():
             yield self._spans_between(edges)
 
     def _spans_between(self, edges: Numbers) -> Numbers:
-        """The spans of consecutive documents; all documents take a step at a time.
+        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
 
-        A span ends when it has `target` tokens, two sentences, and more than one sentence is left; else with the
-        document.
+        A span stops when it has `target` tokens, two sentences, and more than one sentence is left; else with the
+        document. The next span of a document starts there, so each round of the loop finds one span per document.
         """
-        tokens = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
-        firsts, ends = edges[:-1], edges[1:]
-        firsts, ends = firsts[ends - firsts > 1], ends[ends - firsts > 1]
-        span_groups = [np.zeros((0, 3), np.int64)]
+        token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
+
+        def first_token(sentences: Numbers) -> Numbers:
+            found: Numbers = token_starts[sentences - edges[0]]
+            return found
+
+        has_two = np.diff(edges) > 1
+        firsts, document_stops = edges[:-1][has_two], edges[1:][has_two]
+        rounds = [np.zeros((0, 3), np.int64)]
         while len(firsts):
             targets = self._draw_targets(firsts)
-            lasts = edges[0] + np.searchsorted(tokens, tokens[firsts - edges[0]] + targets)
-            lasts = np.maximum(lasts, firsts + 2)
-            lasts = np.where(ends - lasts > 1, lasts, ends)
-            span_groups.append(np.stack([firsts, lasts, targets], axis=1))
-            unfinished = lasts < ends
-            firsts, ends = lasts[unfinished], ends[unfinished]
-        spans = np.concatenate(span_groups)
+            with_target = edges[0] + np.searchsorted(token_starts, first_token(firsts) + targets)
+            stops = np.maximum(with_target, firsts + 2)
+            stops = np.where(document_stops - stops > 1, stops, document_stops)
+            rounds.append(np.stack([firsts, stops, np.minimum(targets, first_token(stops) - first_token(firsts))], 1))
+            is_unfinished = stops < document_stops
+            firsts, document_stops = stops[is_unfinished], document_stops[is_unfinished]
+        spans = np.concatenate(rounds)
         spans = spans[np.argsort(spans[:, 0])]
-        spans[:, 2] = np.minimum(spans[:, 2], tokens[spans[:, 1] - edges[0]] - tokens[spans[:, 0] - edges[0]])
-        return spans[spans[:, 2] > 1]
+        max_tokens = spans[:, 2]
+        return spans[max_tokens > 1]
 
     def _draw_targets(self, firsts: Numbers) -> Numbers:
+        """The tokens that spans aim at: `longest`, or at random 2 to `longest`."""
         keys = hash_counters(firsts, self.seed, _TARGETS_KEY)
-        short = to_uniform(draw(keys, 0)) < self.short_probability
-        return np.where(short, 2 + _below(draw(keys, 1), np.int64(self.longest - 1)), self.longest)
+        is_short = to_uniform(draw(keys, 0)) < self.short_probability
+        return np.where(is_short, 2 + _below(draw(keys, 1), np.int64(self.longest - 1)), self.longest)
 
     def find_documents(self, spans: Numbers, keys: Keys) -> list[Numbers]:
         """The document of A, and that of B."""
         document_a = self.sentences.document_of(spans[:, 0])
         if self.label != "next":
             return [document_a, document_a]
-        is_other = _is_odd(draw(keys, _LABEL))
-        return [document_a, np.where(is_other, self._other_documents(document_a, keys), document_a)]
+        return [document_a, np.where(_is_wrong(keys), self._other_documents(document_a, keys), document_a)]
 
     def find_segments(self, spans: Numbers, keys: Keys) -> Segments:
-        """Cut each span into A and B; its random numbers come from its key."""
-        firsts, lasts, max_tokens = spans.T
-        sentences = lasts - firsts
+        """Cut each span into A and B, make half of the pairs wrong, and truncate them."""
+        firsts, span_stops, max_tokens = spans.T
+        sentences = span_stops - firsts
         sentences_of_a = np.where(sentences >= 3, 1 + _below(draw(keys, _CUT), np.maximum(sentences - 1, 1)), 1)
-        middles = self.sentences.starts(firsts + sentences_of_a)
-        starts = np.stack([self._after_begin(self.sentences.starts(firsts)), middles], axis=1)
-        stops = np.stack([middles, self._before_end(self.sentences.starts(lasts))], axis=1)
-        wrong = _is_odd(draw(keys, _LABEL))
+        first, middle, last = (self.sentences.starts(one) for one in (firsts, firsts + sentences_of_a, span_stops))
+        starts = np.stack([self.sentences.skip_begin(first), middle], axis=1)  # [spans, A and B], in tokens
+        stops = np.stack([middle, self.sentences.skip_end(last)], axis=1)
+        is_wrong = _is_wrong(keys)
         if self.label == "order":
-            starts[wrong], stops[wrong] = starts[wrong, ::-1], stops[wrong, ::-1]
+            starts[is_wrong], stops[is_wrong] = starts[is_wrong, ::-1], stops[is_wrong, ::-1]
         else:
-            lengths = (stops - starts)[wrong]
-            starts[wrong, 1], stops[wrong, 1] = self._sentences_elsewhere(
-                self._other_documents(self.sentences.document_of(firsts[wrong]), keys[wrong]),
-                keys[wrong], lengths[:, 1], lengths.sum(1) > max_tokens[wrong],
-            )  # fmt: skip
+            others = self._find_other_b(spans[is_wrong], (stops - starts)[is_wrong], keys[is_wrong])
+            starts[is_wrong, 1], stops[is_wrong, 1] = others
         starts, counts = truncate(starts, stops - starts, max_tokens, keys)
-        return Segments(starts, counts, wrong.astype(np.int32))
+        return Segments(starts, counts, is_wrong.astype(np.int32))
 
     def _other_documents(self, documents: Numbers, keys: Keys) -> Numbers:
         """Another document for each, with equal probability; in a store of one document the same."""
-        others = _below(draw(keys, _DOCUMENT), np.int64(max(1, self.documents - 1)))
-        return np.minimum(others + (others >= documents), self.documents - 1)
+        others = _below(draw(keys, _DOCUMENT), np.int64(max(1, self.sentences.documents - 1)))
+        return np.minimum(others + (others >= documents), self.sentences.documents - 1)
 
-    def _sentences_elsewhere(
-        self, documents: Numbers, keys: Keys, lengths: Numbers, truncated: NDArray[np.bool_]
-    ) -> tuple[Numbers, Numbers]:
-        """Whole sentences from a random one of each document on, in place of a segment with this many tokens.
+    def _find_other_b(self, spans: Numbers, lengths: Numbers, keys: Keys) -> tuple[Numbers, Numbers]:
+        """Where B starts and stops if it is from another document; `lengths` [spans, 2] are those of A and the own B.
 
-        They start earlier if the document ends too soon. They are at least as many tokens if the segment's pair is
-        truncated, else at most as many, so that a pair's length and its truncated ends do not reveal where B is from.
+        B is whole sentences from a random one on; from an earlier one if the document ends too soon. It has at least
+        as many tokens as the own B if the pair is truncated, else at most as many, so that neither a pair's length nor
+        its truncated ends reveal where B is from.
         """
+        own_length, is_truncated = lengths[:, 1], lengths.sum(axis=1) > spans[:, 2]
+        documents = self._other_documents(self.sentences.document_of(spans[:, 0]), keys)
         begins, ends = self.sentences.first_of(documents), self.sentences.first_of(documents + 1)
-        firsts = np.minimum(begins + _below(draw(keys, _SENTENCE), np.maximum(ends - begins, 1)), ends)
-        latest = self.sentences.count_before(np.maximum(self.sentences.starts(ends) - lengths, 0), "right") - 1
-        firsts = np.minimum(firsts, np.maximum(latest, begins))
+        random_firsts = np.minimum(begins + _below(draw(keys, _SENTENCE), np.maximum(ends - begins, 1)), ends)
+        latest_start = np.maximum(self.sentences.starts(ends) - own_length, 0)
+        latest = np.maximum(self.sentences.count_before(latest_start, "right") - 1, begins)
+        firsts = np.minimum(random_firsts, latest)
         starts = self.sentences.starts(firsts)
-        enough = self.sentences.count_before(starts + lengths, "left")
-        fitting = self.sentences.count_before(starts + lengths, "right") - 1
-        lasts = np.minimum(np.maximum(np.where(truncated, enough, fitting), firsts + 1), ends)
-        return self._after_begin(starts), self._before_end(self.sentences.starts(lasts))
-
-    def _after_begin(self, starts: Numbers) -> Numbers:
-        if self.begin is None:
-            return starts
-        is_begin: NDArray[np.bool_] = self.ids[np.minimum(starts, len(self.ids) - 1)] == self.begin
-        return starts + is_begin
-
-    def _before_end(self, stops: Numbers) -> Numbers:
-        is_end: NDArray[np.bool_] = self.ids[np.maximum(stops - 1, 0)] == self.end
-        return stops - is_end
+        at_least = self.sentences.count_before(starts + own_length, "left")
+        at_most = self.sentences.count_before(starts + own_length, "right") - 1
+        stops = np.minimum(np.maximum(np.where(is_truncated, at_least, at_most), firsts + 1), ends)
+        return self.sentences.skip_begin(starts), self.sentences.skip_end(self.sentences.starts(stops))
 
 
 def truncate(starts: Numbers, counts: Numbers, max_tokens: Numbers, keys: Keys) -> tuple[Numbers, Numbers]:
@@ -159,27 +149,26 @@ def truncate(starts: Numbers, counts: Numbers, max_tokens: Numbers, keys: Keys) 
     """
     counts = np.maximum(counts, 0)
     excess = np.maximum(counts.sum(1) - max_tokens, 0)
-    difference = counts[:, 0] - counts[:, 1]
-    until_equal = np.minimum(excess, np.abs(difference))
+    a_minus_b = counts[:, 0] - counts[:, 1]
+    until_equal = np.minimum(excess, np.abs(a_minus_b))
     rest = excess - until_equal
-    removed = np.stack([rest // 2, (rest + 1) // 2], axis=1)
-    removed[:, 0] += np.where(difference > 0, until_equal, 0)
-    removed[:, 1] += np.where(difference < 0, until_equal, 0)
-    front = np.stack(
-        [_count_heads(keys, removed[:, 0], _TRUNCATE_A), _count_heads(keys, removed[:, 1], _TRUNCATE_B)], 1
-    )
-    return starts + front, counts - removed
+    removed_from_a = rest // 2 + np.where(a_minus_b > 0, until_equal, 0)
+    removed_from_b = (rest + 1) // 2 + np.where(a_minus_b < 0, until_equal, 0)
+    removed = np.stack([removed_from_a, removed_from_b], axis=1)
+    front_of_a = _count_heads(keys, removed_from_a, _TRUNCATE_A)
+    front_of_b = _count_heads(keys, removed_from_b, _TRUNCATE_B)
+    return starts + np.stack([front_of_a, front_of_b], axis=1), counts - removed
 
 
 def _count_heads(keys: Keys, tosses: Numbers, number: int) -> Numbers:
-    """How many of `tosses` coins come up heads, for each key."""
-    heads, rows, word = np.zeros_like(tosses), np.flatnonzero(tosses), 0
+    """How many of `tosses` coins come up heads, for each key; 64 coins are the bits of one random number."""
+    heads, rows, done = np.zeros_like(tosses), np.flatnonzero(tosses), 0
     while len(rows):
-        left = np.minimum(tosses[rows] - 64 * word, 64)
-        bits = draw(keys[rows], number + word) >> (64 - left).astype(np.uint64)
+        coins = np.minimum(tosses[rows] - done, 64)
+        bits = draw(keys[rows], number + done // 64) >> (64 - coins).astype(np.uint64)
         heads[rows] += np.bitwise_count(bits)
-        word += 1
-        rows = rows[tosses[rows] > 64 * word]
+        done += 64
+        rows = rows[tosses[rows] > done]
     return heads
 
 
@@ -189,5 +178,6 @@ def _below(bits: NDArray[np.uint64], limits: Numbers | np.int64) -> Numbers:
     return numbers
 
 
-def _is_odd(bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    return (bits & np.uint64(1)).astype(np.bool_)
+def _is_wrong(keys: Keys) -> NDArray[np.bool_]:
+    """Which pairs are made wrong: half of them."""
+    return (draw(keys, _LABEL) & np.uint64(1)).astype(np.bool_)

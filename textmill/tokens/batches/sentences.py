@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -10,15 +11,21 @@ from numpy.typing import NDArray
 from textmill.tokens.store import TokenStore
 
 Numbers = NDArray[np.int64]
+BLOCK = 1 << 14
+"""Documents in a block of `blocks`."""
 
 
 class Sentences:
-    """The sentences of a store's documents, numbered from 0."""
+    """The sentences of a store's documents, numbered from 0.
 
-    def __init__(self, store: TokenStore) -> None:
+    `begin` and `end`: tokens that a document of the store may begin or end with, and that are not part of its text.
+    """
+
+    def __init__(self, store: TokenStore, begin: int | None = None, end: int | None = None) -> None:
+        self.ids, self.documents, self._begin_token, self._end_token = np.asarray(store.ids), len(store), begin, end
         index = store.index
-        begin, end = store.first_document, store.first_document + store.document_count
-        self._documents = np.asarray(index.documents[begin : end + 1])
+        first, stop = store.first_document, store.first_document + store.document_count
+        self._documents = np.asarray(index.documents[first : stop + 1])
         self._first = int(self._documents[0])
         self.count = int(self._documents[-1]) - self._first
         self._offsets = np.asarray(index.offsets[self._first : self._first + self.count])
@@ -42,9 +49,28 @@ class Sentences:
         found: Numbers = self._documents[documents] - self._first
         return found
 
+    def blocks(self) -> Iterator[Numbers]:
+        """For each block of documents: the first sentence of each document, and the end of the last document."""
+        for start in range(0, self.documents, BLOCK):
+            yield self.first_of(np.arange(start, min(start + BLOCK, self.documents) + 1))
+
     def document_of(self, numbers: Numbers) -> Numbers:
         """The document of each sentence."""
         return search_sorted(self._documents, numbers + self._first, "right") - 1
+
+    def skip_begin(self, starts: Numbers) -> Numbers:
+        """Where text starts if documents, or parts of them, start at these tokens."""
+        if self._begin_token is None:
+            return starts
+        is_begin: NDArray[np.bool_] = self.ids[np.minimum(starts, len(self.ids) - 1)] == self._begin_token
+        return starts + is_begin
+
+    def skip_end(self, stops: Numbers) -> Numbers:
+        """Where text stops if documents, or parts of them, stop before these tokens."""
+        if self._end_token is None:
+            return stops
+        is_end: NDArray[np.bool_] = self.ids[np.maximum(stops - 1, 0)] == self._end_token
+        return stops - is_end
 
 
 def search_sorted(values: Numbers, wanted: Numbers, side: Literal["left", "right"]) -> Numbers:
