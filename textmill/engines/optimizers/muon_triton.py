@@ -59,18 +59,25 @@ def matrix_layouts(weight: Weight, parameter: Tensor, first_matrix: int) -> list
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _locate_tile(layouts, matrix, R, C, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's tile, not transposed: its rows and columns, which of them exist, and its parameter offsets."""
-    tile, tiles_across = tl.program_id(0), tl.cdiv(C, SIDE)
-    layout = layouts + matrix * 5
+    """Find this program's tile of a matrix, as it is in the parameter: not transposed.
+
+    Returns two fields of the matrix's layout (is_tall, first_matrix), the tile's rows and columns in the matrix, which
+    of these exist (a tile may extend beyond the matrix), and the offsets of its elements in the parameter.
+    """
+    layout = layouts + matrix * 5  # the fields of MatrixLayout
     is_tall = tl.load(layout) != 0
     rows_per_group = tl.load(layout + 1)
     gap = tl.load(layout + 2)
     first_row = tl.load(layout + 3)
     first_matrix = tl.load(layout + 4)
     matrix_rows, matrix_columns = tl.where(is_tall, C, R), tl.where(is_tall, R, C)
-    rows = tl.where(is_tall, tile % tiles_across, tile // tiles_across) * SIDE + tl.arange(0, SIDE)
-    columns = tl.where(is_tall, tile // tiles_across, tile % tiles_across) * SIDE + tl.arange(0, SIDE)
-    parameter_rows = first_row + rows + rows // rows_per_group * gap
+    # Tiles are numbered row by row in the stack, where a tall matrix is transposed.
+    tiles_per_row = tl.cdiv(C, SIDE)
+    stack_row, stack_column = tl.program_id(0) // tiles_per_row, tl.program_id(0) % tiles_per_row
+    rows = tl.where(is_tall, stack_column, stack_row) * SIDE + tl.arange(0, SIDE)
+    columns = tl.where(is_tall, stack_row, stack_column) * SIDE + tl.arange(0, SIDE)
+    groups_before = rows // rows_per_group
+    parameter_rows = first_row + rows + groups_before * gap
     offsets = parameter_rows[:, None] * matrix_columns + columns[None, :]
     return is_tall, first_matrix, rows, columns, rows < matrix_rows, columns < matrix_columns, offsets
 
