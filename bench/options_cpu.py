@@ -73,10 +73,10 @@ def train_and_evaluate(settings: dict[str, Any], steps: int, tokens: Any) -> flo
     """Return the validation loss after the steps."""
     train, valid, size = tokens[:-VALID], tokens[-VALID:], settings["batch"]
     engine, config = open_initial_engine(settings)
-    order = shuffle_windows(settings, train)
+    starts = shuffle_windows(settings, train)
     for step in range(steps):
         rate = lr_at(step * TICKS // steps, config)
-        batch = with_multi_token_weight(batch_at(train, order, step * size, settings, size), step / steps, settings)
+        batch = with_multi_token_weight(batch_at(train, starts, step * size, settings, size), step / steps, settings)
         engine.train_step(batch, step, rate)
     return evaluate(engine, valid, settings)
 

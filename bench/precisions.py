@@ -35,7 +35,7 @@ LAST = 20
 
 def train_and_evaluate(settings: dict[str, Any], train: Any, valid: Any) -> tuple[float, float, float]:
     """Return the mean loss of the last steps, the validation loss, and the tokens/s of the second half."""
-    order, steps, size = shuffle_windows(settings, train), settings["steps"], settings["batch"]
+    starts, steps, size = shuffle_windows(settings, train), settings["steps"], settings["batch"]
     engine, config = open_initial_engine(settings)
     config = config.model_copy(update={"steps": steps})
     results: list[Any] = []
@@ -45,7 +45,7 @@ def train_and_evaluate(settings: dict[str, Any], train: Any, valid: Any) -> tupl
                 float(results[-1].loss)  # waits for the device
             started = time.perf_counter()
         results.append(
-            engine.train_step(batch_at(train, order, step * size, settings, size), step, lr_at(step, config))
+            engine.train_step(batch_at(train, starts, step * size, settings, size), step, lr_at(step, config))
         )
     last = float(np.mean([result.loss for result in results[-LAST:]]))
     rate = (steps - steps // 2) * settings["batch"] * settings["length"] / (time.perf_counter() - started)

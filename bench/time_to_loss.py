@@ -53,6 +53,8 @@ from textmill.tokens.batches.batch import Batch
 END = 50256
 TICKS = 100_000
 """Steps of the schedule; the clock is scaled to these."""
+EPOCHS = 50
+"""Epochs with an order of their own; then the first one begins again."""
 
 
 def preset_settings(optimizer: str) -> dict[str, Any]:
@@ -107,24 +109,28 @@ def read_tokens(corpus: Path, folder: Path) -> tuple[Any, Any]:
 
 
 def shuffle_windows(settings: dict[str, Any], tokens: Any) -> Any:
-    """Return the order of the training windows."""
-    return np.random.default_rng(settings["seed"]).permutation((len(tokens) - 1) // settings["length"])
+    """Return where the training windows start, in their order: each epoch has another order and other borders."""
+    dice, length, epochs = np.random.default_rng(settings["seed"]), settings["length"], []
+    for epoch in range(EPOCHS):
+        order = dice.permutation((len(tokens) - 1) // length - bool(epoch))
+        epochs.append(order * length + (dice.integers(length) if epoch else 0))
+    return np.concatenate(epochs)
 
 
-def batch_at(tokens: Any, order: Any, first: int, settings: dict[str, Any], size: int) -> Batch:
-    """Return `size` windows, starting with number `first` of a shuffled order that repeats."""
-    length, positions = settings["length"], np.arange(first, first + size)
-    starts = order[positions % len(order)].astype(np.int64) * length
-    ids = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+def batch_at(tokens: Any, starts: Any, first: int, settings: dict[str, Any], size: int) -> Batch:
+    """Return `size` windows, starting with number `first`."""
+    positions = np.arange(first, first + size)
+    chosen = starts[positions % len(starts)]
+    ids = tokens[chosen[:, None] + np.arange(settings["length"] + 1)].astype(np.int32)
     return Batch(ids[:, :-1], ids[:, 1:], positions)
 
 
 def evaluate(engine: Engine, valid: Any, settings: dict[str, Any]) -> float:
     """Return the mean loss of the validation windows."""
     windows, sums = settings["valid"] // settings["length"], Sums(0.0, 0, 0)
-    size = min(64, windows)
+    size, starts = min(64, windows), np.arange(windows) * settings["length"]
     for step in range(windows // size):
-        sums = sums + engine.eval_step(batch_at(valid, np.arange(windows), step * size, settings, size))
+        sums = sums + engine.eval_step(batch_at(valid, starts, step * size, settings, size))
     return sums.loss / sums.loss_tokens
 
 
@@ -174,10 +180,10 @@ def describe(settings: dict[str, Any], seconds: float, parameters: int) -> str:
 
 def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Curve:
     """Train for some seconds and measure the validation loss in between; print the curve and when it met the target."""
-    order = shuffle_windows(settings, train)
+    starts = shuffle_windows(settings, train)
 
     def first_batch(size: int) -> Batch:
-        return with_multi_token_weight(batch_at(train, order, 0, settings, size), 0.0, settings)
+        return with_multi_token_weight(batch_at(train, starts, 0, settings, size), 0.0, settings)
 
     started = time.perf_counter()
     engine, config = open_initial_engine(settings)
@@ -197,7 +203,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
         while spent < fraction * seconds:
             rate = lr_at(int(spent / seconds * TICKS), config)
             size = batch_size_at(spent / seconds, settings)
-            batch = with_multi_token_weight(batch_at(train, order, samples, settings, size), spent / seconds, settings)
+            batch = with_multi_token_weight(batch_at(train, starts, samples, settings, size), spent / seconds, settings)
             last = engine.train_step(batch, step, rate)
             step, samples, spent = step + 1, samples + size, before + time.perf_counter() - started
         float(last.loss)
