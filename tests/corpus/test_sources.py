@@ -93,6 +93,13 @@ def test_not_found(tree: Path, words: list[str], message: str | None) -> None:
         find_sources(words)
 
 
+def test_messages_name_where_the_entries_are_given(tree: Path) -> None:
+    for entry in ("/no/such.txt", "*.nothing", "deep/.git"):
+        with pytest.raises(TextmillError, match=r"^--text: ") as raised:
+            find_sources([entry], setting="--text")
+        assert "YAML" not in str(raised.value), "a path of the command line is relative to the current folder"
+
+
 def test_names_do_not_depend_on_the_project_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = portable_names(find_sources(["deep", "a.txt", "tinyshakespeare"]))
     monkeypatch.chdir(tree / "deep")

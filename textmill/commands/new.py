@@ -13,7 +13,7 @@ from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
 from textmill.corpus.inspection import RecordFacts, inspect_records
 from textmill.corpus.source import Source
-from textmill.corpus.sources import PATHS_OF_YAML, bundled_corpora, find_sources, source_state
+from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
@@ -82,10 +82,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
 
 
 def _find_texts(entries: list[str], folder: str) -> list[Source]:
-    try:
-        found = find_sources(entries, skip=[Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")])
-    except TextmillError as error:
-        raise TextmillError(str(error).replace("corpus.sources", "--text").replace(PATHS_OF_YAML, "")) from None
+    own_folders = [Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")]
+    found = find_sources(entries, skip=own_folders, setting="--text")
     if not any(source_state(source).bytes for source in found):
         empty = "the file is empty" if len(found) == 1 else f"all of {len(found):,} files are empty"
         raise TextmillError(f"{', '.join(entries)}: {empty}; name files with text")

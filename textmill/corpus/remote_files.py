@@ -9,10 +9,10 @@ from textmill.errors import TextmillError
 from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
 
 
-def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
+def find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Source]:
     """The files at a URL, matching a URL pattern, or in the folder at a URL; those that cannot be read are added to
-    `skipped`."""
-    files, path = open_filesystem(url, "corpus.sources: ")
+    `skipped`. `setting`: where the user gave the URL."""
+    files, path = open_filesystem(url, f"{setting}: ")
     try:
         if any(character in path for character in "*["):  # in a URL a '?' starts the query
             found = files.glob(path)
@@ -23,9 +23,9 @@ def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
     except FileNotFoundError:
         found = []
     except Exception as error:  # each protocol raises its own exceptions
-        raise TextmillError(f"corpus.sources: {url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+        raise TextmillError(f"{setting}: {url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
     if not found:
-        raise TextmillError(f"corpus.sources: nothing at '{url}'; check the address")
+        raise TextmillError(f"{setting}: nothing at '{url}'; check the address")
     formats = {path_found: format_from_name(path_found.partition("?")[0]) for path_found in found}
     if len(found) == 1 and None in formats.values():
         raise TextmillError(f"{url}: unknown format; textmill reads {EXTENSIONS}")
@@ -42,7 +42,7 @@ def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
 
 def open_url(url: str) -> Any:
     """Open a binary file; whether it can seek depends on the protocol."""
-    files, path = open_filesystem(url, "corpus.sources: ")
+    files, path = open_filesystem(url)
     try:
         return files.open(path, "rb")
     except Exception as error:
@@ -51,7 +51,7 @@ def open_url(url: str) -> Any:
 
 def remote_state(url: str) -> tuple[int, str]:
     """The size and fingerprint of a file, without reading it; 0 and '' if the server reports neither."""
-    files, path = open_filesystem(url, "corpus.sources: ")
+    files, path = open_filesystem(url)
     try:
         info = files.info(path)
     except Exception as error:

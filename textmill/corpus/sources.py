@@ -34,28 +34,25 @@ def find_sources(
     read_original: bool = False,
     encoding: str = "auto",
     skipped: list[str] | None = None,
+    setting: str = "corpus.sources",
 ) -> list[Source]:
     """All sources that the entries name, each once, sorted by name.
 
     `skip`: folders that are not searched, such as textmill's own output. `corpora`: a file of named corpora.
     `read_original`: read the MongoDB text from before any cleaning.
     `encoding`: of the files, from `corpus.encoding`. `skipped`: gets the files of folders and archives that cannot be
-    read.
+    read. `setting`: where the user gave the entries, for messages.
     """
     if not entries:
         raise TextmillError(
-            f"corpus.sources is empty; give files, globs or folders of {EXTENSIONS}, "
+            f"{setting} is empty; give files, globs or folders of {EXTENSIONS}, "
             f"or a bundled corpus: {', '.join(bundled_corpora())}"
         )
-    skipped_folders, corpora_by_name = [os.path.realpath(folder) for folder in skip], read_corpora_file(corpora)
+    skipped_folders, skipped_files = [os.path.realpath(folder) for folder in skip], [] if skipped is None else skipped
+    search = _Search(setting, skipped_folders, read_corpora_file(corpora), skipped_files)
     by_path: dict[str, Source] = {}
-    skipped = [] if skipped is None else skipped
     for entry in entries:
-        expanded = _expand_entry(entry, skipped_folders, corpora_by_name, skipped)
-        sources = sorted(expanded, key=lambda source: source.name)
-        if not sources:
-            raise TextmillError(f"corpus.sources: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
-        for source in sources:
+        for source in search.find(entry):
             source = replace(source, read_original=read_original and source.format == "mongo", encoding=encoding)
             real_path = source.address if is_remote(source.address) else os.path.realpath(source.address)
             earlier = by_path.get(real_path, source)
@@ -133,74 +130,104 @@ def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[Sou
     return chunks
 
 
-def _expand_entry(
-    entry: str, skipped_folders: list[str], corpora_by_name: dict[str, NamedCorpus], skipped: list[str]
-) -> Iterator[Source]:
-    if entry not in corpora_by_name:
-        yield from _find_files(entry, skipped_folders, list(corpora_by_name), skipped)
-        return
-    for inner in corpora_by_name[entry].sources:
-        for source in _find_files(inner, skipped_folders, [], skipped):
-            yield replace(source, text_key=corpora_by_name[entry].text_key)
+@dataclass(frozen=True)
+class _Search:
+    """The search for the sources of some entries."""
 
+    setting: str
+    """Where the user gave the entries: `corpus.sources`, another setting, or an option of the command line."""
+    skipped_folders: list[str]
+    corpora: dict[str, NamedCorpus]
+    skipped_files: list[str]
+    """Gets the files of folders and archives that cannot be read."""
 
-def _find_files(
-    entry: str, skipped_folders: list[str], corpus_names: list[str], skipped: list[str]
-) -> Iterable[Source]:
-    if entry.startswith("mongo:"):
-        return import_module("textmill.corpus.formats.mongo").find_mongo_sources(entry)  # type: ignore[no-any-return]
-    if entry.startswith("hf:"):
-        return import_module("textmill.corpus.hf_datasets").find_hf_sources(entry)  # type: ignore[no-any-return]
-    if is_remote(entry) and not entry.startswith("file://"):
-        return import_module("textmill.corpus.remote_files").find_remote_sources(entry, skipped)  # type: ignore[no-any-return]
-    path = os.path.expanduser(entry.removeprefix("file://"))
-    if os.path.isdir(path):
-        return _walk_folder(path, skipped_folders, skipped)
-    if os.path.exists(path):
-        return _file_sources(path, skipped)
-    if glob.has_magic(path):
-        matches = glob.glob(path, recursive=True)
-        if not matches:
-            advice = f"check the pattern ('**' matches subfolders){_describe_base(entry)}"
-            raise TextmillError(f"corpus.sources: nothing matches '{entry}'; {advice}")
-        files = [match for match in matches if os.path.isfile(match) and not _is_inside(match, skipped_folders)]
-        return [source for file in files for source in _file_sources(file, skipped)]
-    if entry in bundled_corpora():
-        return [Source(entry, str(bundled_corpora()[entry]), "text")]
-    names = [*corpus_names, *bundled_corpora()]
-    close_matches = difflib.get_close_matches(entry, names, n=1, cutoff=0.5)
-    user_corpora = f"your corpora: {', '.join(corpus_names)}; " if corpus_names else ""
-    file_advice = f"check the path{_describe_base(entry)}"
-    advice = (
-        f"did you mean '{close_matches[0]}'?"
-        if close_matches
-        else f"{file_advice}; {user_corpora}the bundled corpora: {', '.join(bundled_corpora())}"
-    )
-    raise TextmillError(f"corpus.sources: no file, folder or corpus '{entry}'; {advice}")
+    def find(self, entry: str) -> list[Source]:
+        """The sources of an entry, sorted by name."""
+        if entry in self.corpora:
+            corpus = self.corpora[entry]
+            inner = [source for one in corpus.sources for source in self._find_files(one, [])]
+            found = [replace(source, text_key=corpus.text_key) for source in inner]
+        else:
+            found = list(self._find_files(entry, list(self.corpora)))
+        if not found:
+            raise TextmillError(f"{self.setting}: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
+        return sorted(found, key=lambda source: source.name)
 
+    def _find_files(self, entry: str, corpora: list[str]) -> Iterable[Source]:
+        """The sources of an entry that is not a named corpus; `corpora`: names that might be meant."""
+        found: Iterable[Source]
+        if entry.startswith("mongo:"):
+            found = import_module("textmill.corpus.formats.mongo").find_mongo_sources(entry)
+            return found
+        if entry.startswith("hf:"):
+            found = import_module("textmill.corpus.hf_datasets").find_hf_sources(entry, self.setting)
+            return found
+        if is_remote(entry) and not entry.startswith("file://"):
+            remote_files = import_module("textmill.corpus.remote_files")
+            found = remote_files.find_remote_sources(entry, self.setting, self.skipped_files)
+            return found
+        path = os.path.expanduser(entry.removeprefix("file://"))
+        if os.path.isdir(path):
+            return self._walk_folder(path)
+        if os.path.exists(path):
+            return self._file_sources(path)
+        if glob.has_magic(path):
+            matches = glob.glob(path, recursive=True)
+            if not matches:
+                advice = f"check the pattern ('**' matches subfolders){self._describe_base(entry)}"
+                raise TextmillError(f"{self.setting}: nothing matches '{entry}'; {advice}")
+            files = [match for match in matches if os.path.isfile(match) and not self._is_skipped(match)]
+            return [source for file in files for source in self._file_sources(file)]
+        if entry in bundled_corpora():
+            return [Source(entry, str(bundled_corpora()[entry]), "text")]
+        raise TextmillError(f"{self.setting}: no file, folder or corpus '{entry}'; {self._advise(entry, corpora)}")
 
-def _describe_base(entry: str) -> str:
-    return PATHS_OF_YAML if os.path.isabs(entry) else ""
+    def _advise(self, entry: str, corpora: list[str]) -> str:
+        """What to do about an entry that names nothing."""
+        if close_matches := difflib.get_close_matches(entry, [*corpora, *bundled_corpora()], n=1, cutoff=0.5):
+            return f"did you mean '{close_matches[0]}'?"
+        yours = f"your corpora: {', '.join(corpora)}; " if corpora else ""
+        bundled = f"the bundled corpora: {', '.join(bundled_corpora())}"
+        return f"check the path{self._describe_base(entry)}; {yours}{bundled}"
 
+    def _describe_base(self, entry: str) -> str:
+        """A hint for an entry of a YAML file, whose path has become absolute."""
+        return PATHS_OF_YAML if os.path.isabs(entry) and not self.setting.startswith("--") else ""
 
-def _walk_folder(folder: str, skipped_folders: list[str], skipped: list[str]) -> Iterator[Source]:
-    for folder_path, folders, files in os.walk(folder, followlinks=False):
-        paths = {name: os.path.join(folder_path, name) for name in folders if not name.startswith(".")}
-        folders[:] = [
-            name
-            for name, path in paths.items()
-            if not _is_inside(path, skipped_folders) and not _is_written_by_textmill(path)
-        ]
-        # The JSON files of a folder that the datasets library saved hold no text.
-        is_saved_dataset = "state.json" in files and "dataset_info.json" in files
-        for name in sorted(files):
-            file_format, path = format_from_name(name), os.path.join(folder_path, name)
-            if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
-                continue
-            if file_format or archive_kind(name):
-                yield from _file_sources(path, skipped)
-            else:
-                skipped.append(os.path.normpath(path))
+    def _walk_folder(self, folder: str) -> Iterator[Source]:
+        for folder_path, folders, files in os.walk(folder, followlinks=False):
+            paths = {name: os.path.join(folder_path, name) for name in folders if not name.startswith(".")}
+            folders[:] = [
+                name for name, path in paths.items() if not self._is_skipped(path) and not _is_written_by_textmill(path)
+            ]
+            # The JSON files of a folder that the datasets library saved hold no text.
+            is_saved_dataset = "state.json" in files and "dataset_info.json" in files
+            for name in sorted(files):
+                file_format, path = format_from_name(name), os.path.join(folder_path, name)
+                if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
+                    continue
+                if file_format or archive_kind(name):
+                    yield from self._file_sources(path)
+                else:
+                    self.skipped_files.append(os.path.normpath(path))
+
+    def _file_sources(self, path: str) -> Iterable[Source]:
+        """The source of a file, or those of an archive."""
+        if archive_kind(path) and os.access(path, os.R_OK):
+            return find_members(path, self.skipped_files)
+        name = os.path.normpath(path)
+        file_format = format_from_name(name)
+        if file_format is None:
+            extension = os.path.splitext(name)[1].lower()
+            what = f"'{extension}'" if extension else "a file without an extension"
+            raise TextmillError(f"{name}: cannot read {what}; textmill reads {EXTENSIONS}")
+        if not os.access(name, os.R_OK):
+            raise TextmillError(f"{name}: not readable; change its permissions or remove it from {self.setting}")
+        return [Source(name, name, file_format)]
+
+    def _is_skipped(self, path: str) -> bool:
+        real = os.path.realpath(path)
+        return any(real == folder or real.startswith(folder + os.sep) for folder in self.skipped_folders)
 
 
 def _is_written_by_textmill(folder: str) -> bool:
@@ -211,28 +238,6 @@ def _is_written_by_textmill(folder: str) -> bool:
             return b'"verb"' in file.read(40)
     is_unfinished = folder.endswith(".part") and "made_from.json" in has
     return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
-
-
-def _is_inside(path: str, folders: list[str]) -> bool:
-    real = os.path.realpath(path)
-    return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
-
-
-def _file_sources(path: str, skipped: list[str]) -> Iterable[Source]:
-    """The source of a file, or those of an archive."""
-    return find_members(path, skipped) if archive_kind(path) and os.access(path, os.R_OK) else [_new_source(path)]
-
-
-def _new_source(path: str) -> Source:
-    name = os.path.normpath(path)
-    file_format = format_from_name(name)
-    if file_format is None:
-        extension = os.path.splitext(name)[1].lower()
-        what = f"'{extension}'" if extension else "a file without an extension"
-        raise TextmillError(f"{name}: cannot read {what}; textmill reads {EXTENSIONS}")
-    if not os.access(name, os.R_OK):
-        raise TextmillError(f"{name}: not readable; change its permissions or remove it from corpus.sources")
-    return Source(name, name, file_format)
 
 
 def line_ranges(source: Source) -> Iterator[ChunkRange] | None:

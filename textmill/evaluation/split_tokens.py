@@ -77,10 +77,7 @@ class _Texts:
 @contextmanager
 def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
     """Any files, tokenised into a temporary folder."""
-    try:
-        sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding)
-    except TextmillError as error:
-        raise TextmillError(str(error).replace("corpus.sources", "evaluate.text")) from None
+    sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding, setting="evaluate.text")
     longest = max(source_state(source).bytes for source in sources)
     unit = config.corpus.documents
     if unit == "section" and longest <= MAX_FILE_BYTES:

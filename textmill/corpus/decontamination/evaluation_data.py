@@ -52,7 +52,7 @@ def open_text_data(entry: str) -> EvaluationData:
 
 def _read_documents(path: Path) -> Iterator[Sequence[str]]:
     config = CorpusConfig(documents="file")
-    for chunk in split_into_chunks(find_sources([str(path)]), config.documents):
+    for chunk in split_into_chunks(find_sources([str(path)], setting="corpus.decontaminate"), config.documents):
         for record in read_records(chunk, config):
             if isinstance(record, BadRecord):
                 raise TextmillError(f"corpus.decontaminate: {record}; repair the file, or name TASK:FILE")

@@ -64,6 +64,4 @@ def _import_mongo(source: Source, name: str) -> Any:
     try:
         return import_module(f"textmill.corpus.mongo.{name}")
     except ImportError as error:
-        raise TextmillError(
-            f"corpus.sources: '{source.name}' needs pymongo ({error}); run: pip install 'textmill[mongo]'"
-        ) from None
+        raise TextmillError(f"'{source.name}' needs pymongo ({error}); run: pip install 'textmill[mongo]'") from None

@@ -114,7 +114,7 @@ class AnswerMeasure:
 def open_examples(config: RunConfig, task: str) -> Iterator[Example]:
     """The examples of `evaluate.text`, or of a split of the corpus folder; an error if there are none."""
     if config.evaluate.text:
-        sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding)
+        sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding, setting="evaluate.text")
         examples: Iterator[Example] = chain.from_iterable(
             read_examples(source, task, config.corpus, needs_labels=False) for source in sources
         )
