@@ -248,7 +248,8 @@ def test_errors_in_training_settings_are_found_before_prepare(
         '{"model_type": "gpt2", "n_layer": 1, "n_head": 5, "n_embd": 96, "n_positions": 64, "vocab_size": 9}'
     )
     for word, wanted in (
-        ("model.init_from=not/there/x", "no such folder"),
+        ("model.init_from=not/there/x", "model.init_from: not/there/x: no such folder"),
+        ("tokenizer.use=not/there/x", "tokenizer.use: not/there/x: no such folder"),
         ("model.shape=config.json", "5 heads do not divide the width 96"),
         ("engine.device=cuda:9", "is not available"),
     ):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from textmill.cli import main
 from textmill.errors import TextmillError
 from textmill.storage.hub import find_model_folder
 
@@ -65,3 +66,12 @@ def test_a_local_folder_with_the_owners_name_does_not_hide_the_hub(
     assert find_model_folder("owner/model") == tmp_path / "downloaded"
     assert requested == ["owner/model"]
     assert capsys.readouterr().err == "textmill: owner/model: no such folder in owner; using the hub's\n"
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "bert-classify"])
+def test_a_recipe_without_its_model_does_not_ask_the_hub(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", recipe]) == 2
+    assert "./pretrained: no such folder; use a run" in capsys.readouterr().err

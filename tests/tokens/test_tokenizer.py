@@ -313,6 +313,8 @@ def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
         open_tokenizer(tmp_path / "a-vocab.json")
     with pytest.raises(TextmillError, match="no such folder"):
         open_named(str(tmp_path / "nowhere"))
+    with pytest.raises(TextmillError, match=r"tokenizer\.compare_with: \./nowhere: no such folder"):
+        open_named("./nowhere", key="tokenizer.compare_with")
 
 
 def test_a_project_is_named_for_its_tokenizer(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.batches.layout import objectives_of
 from textmill.tokens.chat_checks import check_training_data
 from textmill.tokens.splits import Splits
+from textmill.tokens.vocabulary.tokenizer import open_named
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
 from textmill.track import check_trackers
 from textmill.training.start import Start, choose_shape, describe_inputs
@@ -38,7 +39,7 @@ from textmill.training.teachers import check_teachers
 
 def start_new_run(config: RunConfig, data: Splits) -> Start:
     """The start of a new run."""
-    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    init_model = _open_init_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, init_model)
     _check_objective(config.train, shape)
     _check_pairs(config, shape)
@@ -82,13 +83,22 @@ def _adapt_init_model(
     return shape, weights
 
 
+def _open_init_model(name: str) -> Checkpoint:
+    try:
+        return open_model(name)
+    except TextmillError as error:
+        raise TextmillError(f"model.init_from: {error}") from None
+
+
 def check_start(config: RunConfig) -> None:
     """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
     check_trackers(config.track)
     check_teachers(config)
+    if config.tokenizer.use and not config.tokens.use:
+        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
     family = open_family(config.model.family)
     if config.model.init_from:
-        shape = read_shape(open_model(config.model.init_from).folder)
+        shape = read_shape(_open_init_model(config.model.init_from).folder)
         shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)

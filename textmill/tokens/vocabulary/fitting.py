@@ -38,7 +38,7 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
     folder, section = config.folder_of("tokenizer"), config.tokenizer
     used = _open_named(config)
-    other = open_named(section.compare_with) if section.compare_with else None
+    other = open_named(section.compare_with, key="tokenizer.compare_with") if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.is_done(force):
         print(
@@ -92,7 +92,7 @@ def _warn_unused_settings(config: RunConfig) -> None:
     unused = [name for name in FITTING if getattr(section, name) != type(section).model_fields[name].default]
     if section.use and unused:
         names = ", ".join(f"tokenizer.{name}" for name in unused)
-        warn(f"{names}: no effect, because tokenizer.use={section.use} is used unchanged; remove one of the two")
+        warn(f"{names}: no effect, because tokenizer.use={section.use} is used as it is")
 
 
 def _warn_if_transformers_differs(tokenizer: TextTokenizer) -> None:
