@@ -247,9 +247,14 @@ def test_errors_in_training_settings_are_found_before_prepare(
     (tmp_path / "config.json").write_text(
         '{"model_type": "gpt2", "n_layer": 1, "n_head": 5, "n_embd": 96, "n_positions": 64, "vocab_size": 9}'
     )
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 1, "n_head": 4, "n_embd": 96, "n_positions": 32, "vocab_size": 9}'
+    )
     for word, wanted in (
         ("model.init_from=not/there/x", "model.init_from: not/there/x: no such folder"),
         ("tokenizer.use=not/there/x", "tokenizer.use: not/there/x: no such folder"),
+        ("model.init_from=./short", "train.length: 64 is longer than the model's 32 positions; lower it"),
         ("model.shape=config.json", "5 heads do not divide the width 96"),
         ("engine.device=cuda:9", "is not available"),
     ):
@@ -257,7 +262,7 @@ def test_errors_in_training_settings_are_found_before_prepare(
         assert code == 2
         assert wanted in err
         assert out == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "short"]
 
 
 def test_a_path_in_a_file_is_relative_to_that_file_only(

@@ -11,7 +11,7 @@ import numpy as np
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, describe_init_model, open_model
-from textmill.config import LoraConfig, RunConfig, TrainConfig
+from textmill.config import LoraConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.models import (
     Shape,
@@ -100,6 +100,8 @@ def check_start(config: RunConfig) -> None:
     if config.model.init_from:
         shape = read_shape(_open_init_model(config.model.init_from).folder)
         shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
+        chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
+        _check_length(config.train, chosen or shape.positions)
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)
     if config.corpus.labels:
@@ -194,8 +196,12 @@ def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkp
             f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
             f"tokenize with the model's own tokenizer: tokenizer.use={init_model.folder if init_model else 'FOLDER'}"
         )
-    if (config.train.length or 0) > shape.positions:
+    _check_length(config.train, shape.positions)
+
+
+def _check_length(train: TrainConfig, positions: int) -> None:
+    if (train.length or 0) > positions:
         raise TextmillError(
-            f"train.length: {config.train.length} is longer than the model's {shape.positions} positions; "
-            f"lower it, or set model.shape.positions={config.train.length}"
+            f"train.length: {train.length} is longer than the model's {positions} positions; lower it, or set "
+            f"model.shape.positions={train.length}"
         )
