@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from multiprocessing import current_process
 from typing import Any, Protocol, Self, TypeVar
+
+from textmill.errors import TextmillError
 
 Shard = TypeVar("Shard")
 Result = TypeVar("Result")
@@ -26,5 +29,10 @@ class Runner(Protocol):
 
 def open_runner(config: Any) -> Runner:
     """Open the runner of the `runner` section: `new_runner` in runners/on_KIND.py."""
+    if getattr(current_process(), "_inheriting", False):
+        raise TextmillError(
+            "a worker process tried to start workers while importing your script; "
+            "put the call under: if __name__ == '__main__':"
+        )
     runner: Runner = import_module(f"textmill.runners.on_{config.kind}").new_runner(config)
     return runner

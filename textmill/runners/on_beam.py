@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import connection, current_process, get_context
+from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -55,11 +55,6 @@ GRACE_SECONDS = 10.0
 
 def new_runner(config: BeamRunner) -> PipelineRunner:
     """The runner of `runner.kind: beam`."""
-    if getattr(current_process(), "_inheriting", False):
-        raise TextmillError(
-            "a worker process tried to start workers while importing your script; "
-            "put the call under: if __name__ == '__main__':"
-        )
     check_options(config.options)
     return PipelineRunner(tuple(config.options), config.shared_folder)
 

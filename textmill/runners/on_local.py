@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from multiprocessing import connection, current_process, get_context
+from multiprocessing import connection, get_context
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, Self
 
@@ -32,11 +32,6 @@ MAX_SOLO_CRASHES = 2
 
 def new_runner(config: LocalRunner) -> ProcessRunner:
     """The runner of `runner.kind: local`."""
-    if getattr(current_process(), "_inheriting", False):
-        raise TextmillError(
-            "a worker process tried to start workers while importing your script; "
-            "put the call under: if __name__ == '__main__':"
-        )
     return ProcessRunner(usable_cores() if config.workers == "auto" else config.workers)
 
 
