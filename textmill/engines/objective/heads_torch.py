@@ -46,13 +46,7 @@ class HeadStates:
     ) -> None:  # fmt: skip
         self.net, self.micro_batch, self.teachers, self.execution = net, micro_batch, teachers, execution
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
-            states: Tensor = net(
-                micro_batch.inputs,
-                micro_batch.keys,
-                documents_NT=micro_batch.documents,
-                execution=execution,
-                types_NT=micro_batch.types,
-            )
+            states = micro_batch.hidden_states(net, execution)
         x_ME = states.to(precision).flatten(0, 1)
         self.pair_losses: Tensor | None = None
         self.pair_correct: Tensor | None = None

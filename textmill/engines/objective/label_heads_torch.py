@@ -25,13 +25,7 @@ class LabelStates:
     ) -> None:
         assert micro_batch.positions is not None
         self.micro_batch = micro_batch
-        states: Tensor = net(
-            micro_batch.inputs,
-            micro_batch.keys,
-            documents_NT=micro_batch.documents,
-            execution=execution,
-            types_NT=micro_batch.types,
-        )
+        states = micro_batch.hidden_states(net, execution)
         logits_NKC = net.label_logits(
             states.to(precision), micro_batch.positions, micro_batch.documents, micro_batch.keys
         ).float()

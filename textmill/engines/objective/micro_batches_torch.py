@@ -22,6 +22,7 @@ from torch import Tensor
 from textmill.engines.objective.labels import labelled_positions
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models.base_torch import BaseNet
+from textmill.models.execution_torch import Execution
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 
@@ -50,6 +51,13 @@ class MicroBatch(NamedTuple):
     multi_token_labels: Tensor | None = None
     """[N, T]: the token after each label, with `train.multi_token`."""
     multi_token_weights: Tensor | None = None
+
+    def hidden_states(self, net: BaseNet, execution: Execution) -> Tensor:
+        """[N, T, E]: what the net computes for the heads."""
+        states: Tensor = net(
+            self.inputs, self.keys, documents_NT=self.documents, execution=execution, types_NT=self.types
+        )
+        return states
 
     def scaled(self, scale: Tensor) -> MicroBatch:
         """With the weights of all losses multiplied by fp16's loss scale."""
