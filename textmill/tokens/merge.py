@@ -50,53 +50,57 @@ def _merge_prefixes(out: Path, parts: list[Path], force: Force) -> Path:
 def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
     manifests = [open_manifest(part, "tokenize") for part in parts]
     for part, manifest in zip(parts, manifests, strict=True):
-        if differs := [name for name in SAME_ENTRIES if manifest.get(name) != manifests[0].get(name)]:
-            raise TextmillError(
-                f"{part}: {differs[0]} differs from {parts[0]}; only stores of the same tokenizer can be joined"
-            )
-        if differs := [
-            name for name in SAME_SETTINGS if manifest["made_from"].get(name) != manifests[0]["made_from"].get(name)
-        ]:
-            raise TextmillError(
-                f"{part}: {differs[0]} differs from {parts[0]}; only stores made with the same settings can be joined"
-            )
-        if missing := [split for split in SPLITS if not (part / f"{split}.idx").is_file()]:
-            raise TextmillError(
-                f"{part}: has no store for the split {missing[0]}; name the folders inside it that have one"
-            )
-        if manifest["made_from"].get("tokens.kind") == "features":
-            raise TextmillError(
-                f"{part}: contains feature rows, which cannot be joined; join folders made without tokens.kind=features"
-            )
-        if "labels" in manifest:
-            raise TextmillError(
-                f"{part}: contains examples with labels, which cannot be joined; name all their files in corpus.sources"
-            )
+        if problem := _find_problem(part, manifest, parts[0], manifests[0]):
+            raise TextmillError(f"{part}: {problem}")
     made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
     # The result can be used like the output of tokenize, so it gets the config of its first part.
     stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))
     if stage.is_done(force):
         print(f"merge: done already: {format_path(out)}")
         return out
-    with stage.unfinished_folder() as part:
+    splits = {split: _sum_counts([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
+    with stage.unfinished_folder() as unfinished:
         files: dict[str, dict[str, Any]] = {}
         for split in SPLITS:
-            _join(part / split, [open_store(folder / split) for folder in parts])
-            lineage = _join_lineages(part / split, [folder / split for folder in parts])
-            written = (*reversed(store_paths(part / split)), *lineage, loss_mask_path(part / split))
-            files |= {path.name: manifest_entry(path) for path in written if path.is_file()}
-        lines = (
-            line
-            for folder in parts
-            if (folder / QUARANTINE).is_file()
-            for line in (folder / QUARANTINE).read_bytes().splitlines(keepends=True)
-        )
-        files[QUARANTINE] = write_bytes(part / QUARANTINE, lines)
-        splits = {split: _sum_counts([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
-        stage.write_manifest(part, files, {**{name: manifests[0][name] for name in SAME_ENTRIES}, "splits": splits})
+            files |= _join_split(unfinished / split, [part / split for part in parts])
+        files[QUARANTINE] = _join_quarantines(unfinished / QUARANTINE, parts)
+        same = {name: manifests[0][name] for name in SAME_ENTRIES}
+        stage.write_manifest(unfinished, files, {**same, "splits": splits})
     summary = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
     print(f"merge: {format_path(out)}: {summary}")
     return out
+
+
+def _find_problem(part: Path, manifest: dict[str, Any], first: Path, first_manifest: dict[str, Any]) -> str:
+    """Why a folder cannot be joined with the first one; empty if it can."""
+    for name in SAME_ENTRIES:
+        if manifest.get(name) != first_manifest.get(name):
+            return f"{name} differs from {first}; only stores of the same tokenizer can be joined"
+    for name in SAME_SETTINGS:
+        if manifest["made_from"].get(name) != first_manifest["made_from"].get(name):
+            return f"{name} differs from {first}; only stores made with the same settings can be joined"
+    for split in SPLITS:
+        if not (part / f"{split}.idx").is_file():
+            return f"has no store for the split {split}; name the folders inside it that have one"
+    if manifest["made_from"].get("tokens.kind") == "features":
+        return "contains feature rows, which cannot be joined; join folders made without tokens.kind=features"
+    if "labels" in manifest:
+        return "contains examples with labels, which cannot be joined; name all their files in corpus.sources"
+    return ""
+
+
+def _join_split(out: Path, parts: list[Path]) -> dict[str, dict[str, Any]]:
+    """Join the stores of one split; return the manifest entries of the written files. All are prefixes of stores."""
+    _join(out, [open_store(part) for part in parts])
+    lineage = _join_lineages(out, parts)
+    written = (*reversed(store_paths(out)), *lineage, loss_mask_path(out))
+    return {path.name: manifest_entry(path) for path in written if path.is_file()}
+
+
+def _join_quarantines(out: Path, parts: list[Path]) -> dict[str, Any]:
+    """Join the files of records that could not be used; return the manifest entry."""
+    paths = [part / QUARANTINE for part in parts if (part / QUARANTINE).is_file()]
+    return write_bytes(out, (line for path in paths for line in path.read_bytes().splitlines(keepends=True)))
 
 
 def _sum_counts(counts: list[dict[str, int]]) -> dict[str, int]:
