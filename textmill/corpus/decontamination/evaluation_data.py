@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.decontamination.ngrams import NgramIndex, Numbers, text_keys
@@ -92,44 +94,59 @@ class IndexFacts:
     """[pairs, 2]: an n-gram and an example that has it, numbered over all entries; sorted."""
 
 
+class _EntryNgrams(NamedTuple):
+    """The n-grams of one entry: an item for each n-gram of each text."""
+
+    keys: NDArray[np.uint64]
+    lengths: NDArray[np.uint8]
+    """In words."""
+    examples: Numbers
+    """The number of the example, counted over all entries."""
+    example_count: int
+
+
 def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Path) -> IndexFacts:
     """Read all evaluation data and write its n-grams, for the workers to open."""
-    # One entry for each n-gram of each text: its key, its length in words, and the number of its example.
-    keys, lengths, examples = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
-    n, min_words = config.decontaminate_words, config.decontaminate_min_words
-    example_counts: list[int] = []
-    for entry in data:
-        first_example = next_example = sum(example_counts)
-        has_keys = False
-        stream = iter(entry.read())
-        while block := list(islice(stream, BLOCK)):
-            texts: list[str] = []
-            example_of_text: list[int] = []
-            for example_texts in block:
-                for text in dict.fromkeys(example_texts):
-                    texts.append(text)
-                    example_of_text.append(next_example)
-                next_example += 1
-            example_numbers = np.array(example_of_text, np.int64)
-            for length, text_hashes, text_numbers in text_keys(texts, n, min_words):
-                keys.append(text_hashes)
-                lengths.append(np.full(len(text_hashes), length, np.uint8))
-                examples.append(example_numbers[text_numbers])
-                has_keys = has_keys or len(text_hashes) > 0
-        if not has_keys:
-            raise TextmillError(
-                f"corpus.decontaminate: {entry.path}: no text has {min_words} words or more, so none can be "
-                "recognised; remove it, or lower corpus.decontaminate_min_words"
-            )
-        example_counts.append(next_example - first_example)
-    distinct, places, key_numbers = np.unique(np.concatenate(keys), return_index=True, return_inverse=True)
+    entries: list[_EntryNgrams] = []
+    for one in data:
+        entries.append(_read_ngrams(one, config, sum(entry.example_count for entry in entries)))
+    lengths = np.concatenate([entry.lengths for entry in entries])
+    examples = np.concatenate([entry.examples for entry in entries])
+    example_counts = [entry.example_count for entry in entries]
+    distinct, places, key_numbers = np.unique(
+        np.concatenate([entry.keys for entry in entries]), return_index=True, return_inverse=True
+    )
     write_bytes(folder / KEYS, [distinct.tobytes()])
-    write_bytes(folder / LENGTHS, [np.concatenate(lengths)[places].tobytes()])
-    example_of_key = np.concatenate(examples)
-    recognised = np.histogram(np.unique(example_of_key), np.cumsum([0, *example_counts]))[0]
+    write_bytes(folder / LENGTHS, [lengths[places].tobytes()])
+    recognised = np.histogram(np.unique(examples), np.cumsum([0, *example_counts]))[0]
     too_short = [total - int(count) for total, count in zip(example_counts, recognised, strict=True)]
-    pairs = np.unique(np.stack([key_numbers, example_of_key], axis=1), axis=0)
-    return IndexFacts(example_counts, too_short, len(distinct), pairs)
+    owners = np.unique(np.stack([key_numbers, examples], axis=1), axis=0)
+    return IndexFacts(example_counts, too_short, len(distinct), owners)
+
+
+def _read_ngrams(entry: EvaluationData, config: CorpusConfig, first_example: int) -> _EntryNgrams:
+    """Read one entry, block by block; its examples are numbered from `first_example` on."""
+    n, min_words = config.decontaminate_words, config.decontaminate_min_words
+    keys, lengths, examples = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+    example_count, stream = 0, iter(entry.read())
+    while block := list(islice(stream, BLOCK)):
+        texts: list[str] = []
+        example_of_text: list[int] = []
+        for number, example_texts in enumerate(block, first_example + example_count):
+            different = list(dict.fromkeys(example_texts))
+            texts += different
+            example_of_text += [number] * len(different)
+        example_count += len(block)
+        for length, text_hashes, text_numbers in text_keys(texts, n, min_words):
+            keys.append(text_hashes)
+            lengths.append(np.full(len(text_hashes), length, np.uint8))
+            examples.append(np.array(example_of_text, np.int64)[text_numbers])
+    if not any(map(len, keys)):
+        raise TextmillError(
+            f"corpus.decontaminate: {entry.path}: no text has {min_words} words or more, so none can be "
+            "recognised; remove it, or lower corpus.decontaminate_min_words"
+        )
+    return _EntryNgrams(np.concatenate(keys), np.concatenate(lengths), np.concatenate(examples), example_count)
 
 
 def open_index(folder: Path) -> NgramIndex:
