@@ -79,41 +79,42 @@ def check_parallel(shape: Any, config: ExportConfig) -> None:
 
 def rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -> dict[str, Any]:
     """What Megatron saves on one rank: its slice of the weights, nested by module, and Megatron's arguments."""
-    shape, settings = model.shape, config.megatron
-    stage_layers = shape.layers // settings.pipeline
-    is_new_version = settings.version in ("2.0", "3.0")
-    is_first_stage, is_last_stage = pipeline == 0, pipeline == settings.pipeline - 1
-    embedding: dict[str, Any] = {}
-    blocks: dict[str, Any] = {}
-    output_layer: dict[str, Any] = {}
-    embedding_copy: dict[str, Any] = {}  # a tied head is the token embedding, which the last stage needs too
+    tree: dict[str, Any] = {"language_model": {}}
     for name, values in model.weights.items():
         layer, module, ending = to_megatron_name(name)
-        rank_values = _slice_of_rank(values, module, ending, model, config, tensor)
-        weight = to_tensor(rank_values, config.precision)
-        if layer is not None:
-            layer -= pipeline * stage_layers
-            if 0 <= layer < stage_layers:
-                module = module.replace("attention.", "self_attention.", 1) if is_new_version else module
-                blocks[f"layers.{layer}.{module}.{ending}"] = weight
-        elif module.startswith("embedding."):
-            if is_first_stage:
-                embedding[module.removeprefix("embedding.")] = {ending: weight}
-            elif is_last_stage and module in VOCABULARY and not shape.untied:
-                embedding_copy = {ending: weight}
-        elif module == "output_layer":
-            output_layer = {ending: weight}
-        elif is_last_stage:
-            blocks[f"{module}.{ending}"] = weight
-    language_model: dict[str, Any] = {"embedding": embedding} if is_first_stage else {}
-    language_model["encoder" if is_new_version else "transformer"] = blocks
-    if is_last_stage and output_layer:
-        language_model["output_layer"] = output_layer
-    tree: dict[str, Any] = {"language_model": language_model}
-    if embedding_copy:
-        tree["word_embeddings_for_head"] = embedding_copy
-    version = {} if settings.version == "0" else {"checkpoint_version": float(settings.version)}
-    return {"args": _args_of(shape, config), **version, "iteration": 0, "model": tree}
+        if keys := _place_on_stage(layer, module, ending, model.shape, config, pipeline):
+            rank_values = _slice_of_rank(values, module, ending, model, config, tensor)
+            node = tree
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = to_tensor(rank_values, config.precision)
+    number = config.megatron.version
+    version = {} if number == "0" else {"checkpoint_version": float(number)}
+    return {"args": _args_of(model.shape, config), **version, "iteration": 0, "model": tree}
+
+
+def _place_on_stage(
+    layer: int | None, module: str, ending: str, shape: Any, config: ExportConfig, pipeline: int
+) -> list[str]:
+    """The keys of a weight in the tree of a pipeline stage; none if the stage does not have it."""
+    settings = config.megatron
+    is_first_stage, is_last_stage = pipeline == 0, pipeline == settings.pipeline - 1
+    is_new_version = settings.version in ("2.0", "3.0")
+    blocks = ["language_model", "encoder" if is_new_version else "transformer"]
+    if layer is not None:
+        stage_layers = shape.layers // settings.pipeline
+        module = module.replace("attention.", "self_attention.", 1) if is_new_version else module
+        is_here = layer // stage_layers == pipeline
+        return [*blocks, f"layers.{layer % stage_layers}.{module}.{ending}"] if is_here else []
+    if module.startswith("embedding."):
+        if is_first_stage:
+            return ["language_model", "embedding", module.removeprefix("embedding."), ending]
+        # A tied head is the token embedding, which the last stage needs too.
+        is_head = is_last_stage and module in VOCABULARY and not shape.untied
+        return ["word_embeddings_for_head", ending] if is_head else []
+    if not is_last_stage:
+        return []
+    return ["language_model", module, ending] if module == "output_layer" else [*blocks, f"{module}.{ending}"]
 
 
 def _slice_of_rank(values: Array, module: str, ending: str, model: Model, config: ExportConfig, tensor: int) -> Array:
