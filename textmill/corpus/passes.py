@@ -124,56 +124,77 @@ class DocumentBuffer:
         self.texts, self.places, self.metas, self.messages, self.buffered_characters = [], [], [], [], 0
 
 
+@dataclass
+class BadRecordFile:
+    """Writes records that could not be read, and counts them."""
+
+    stream: BinaryIO
+    count: int = 0
+    bytes_lost: int = 0
+
+    def add(self, record: BadRecord) -> None:
+        self.count += 1
+        self.bytes_lost += max(record.bytes_lost, len(record.raw))
+        self.stream.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
+
+
 def clean_chunk(task: ChunkTask) -> dict[str, Any]:
     """Pass 1: clean a chunk's records and return their counts; documents, digests and bad records go to files."""
     if task.path("read.json").is_file():
         counts: dict[str, Any] = read_json(task.path("read.json"))
         return counts
-    cleaner, split_lines = Cleaner(task.config), SENTENCE_SPLITTERS.get(task.config.sentences)
-    records = quarantined = bytes_lost = characters = 0
-    with ExitStack() as stack:
-        bad, digests = (stack.enter_context(atomic_writer(task.path(kind))) for kind in ("bad", "digests"))
-        shard = stack.enter_context(new_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"))
-        filtered = stack.enter_context(_filtered_documents(task, cleaner))
-        is_nfc = not {"unicode", "compatibility"}.isdisjoint(task.config.rules)
-        find_hits = stack.enter_context(_contaminated_documents(task)) if task.config.decontaminate else None
-        buffer = DocumentBuffer(shard, digests, is_nfc, find_hits)
+    cleaner, records, characters = Cleaner(task.config), 0, 0
+    with (
+        atomic_writer(task.path("bad")) as bad_stream,
+        _cleaned_documents(task) as cleaned,
+        _filtered_documents(task, cleaner) as add_filtered,
+    ):
+        bad = BadRecordFile(bad_stream)
         for record in read_records(task.chunk, task.config):
             records += 1
             if isinstance(record, BadRecord):
-                quarantined += 1
-                bytes_lost += max(record.bytes_lost, len(record.raw))
-                bad.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
+                bad.add(record)
                 continue
             characters += len(record.text)
-            if record.turns is not None:
-                is_kept = _add_turns(buffer, cleaner, record)
-            else:
-                text = cleaner.clean(record.text, record.url)
-                is_kept = text is not None
-                if text is not None:
-                    buffer.add(split_lines(text) if split_lines else text, record.id, record.meta)
-            if not is_kept:
-                filtered(record)
-        buffer.flush()
-    changed, dropped = dict(sorted(cleaner.changed.items())), dict(sorted(cleaner.dropped.items()))
+            if not _add_cleaned(record, cleaner, cleaned, task.config):
+                add_filtered(record)
     counts = {
         "records": records,
-        "changed": changed,
-        "dropped": dropped,
-        "quarantined": quarantined,
-        "quarantined_bytes": bytes_lost,
-        "bytes": max(task.size, characters + bytes_lost),  # a compressed file has more than it stores
+        "changed": dict(sorted(cleaner.changed.items())),
+        "dropped": dict(sorted(cleaner.dropped.items())),
+        "quarantined": bad.count,
+        "quarantined_bytes": bad.bytes_lost,
+        "bytes": max(task.size, characters + bad.bytes_lost),  # a compressed file has more than it stores
     }
     write_json(task.path("read.json"), counts)
     return counts
 
 
-def _add_turns(buffer: DocumentBuffer, cleaner: Cleaner, record: Document) -> bool:
-    turns = cleaner.clean_turns(record.turns or (), record.url)
-    if turns is not None:
-        buffer.add("\n".join(text for _, text in turns), record.id, record.meta, turns_to_json(turns))
-    return turns is not None
+def _add_cleaned(record: Document, cleaner: Cleaner, cleaned: DocumentBuffer, config: CorpusConfig) -> bool:
+    """Clean a text or a conversation and keep it; False if a filter drops it."""
+    if record.turns is not None:
+        turns = cleaner.clean_turns(record.turns, record.url)
+        if turns is not None:
+            cleaned.add("\n".join(text for _, text in turns), record.id, record.meta, turns_to_json(turns))
+        return turns is not None
+    text = cleaner.clean(record.text, record.url)
+    if text is not None:
+        split_lines = SENTENCE_SPLITTERS.get(config.sentences)
+        cleaned.add(split_lines(text) if split_lines else text, record.id, record.meta)
+    return text is not None
+
+
+@contextmanager
+def _cleaned_documents(task: ChunkTask) -> Iterator[DocumentBuffer]:
+    """The files of cleaned documents: a shard, their digests and, with `corpus.decontaminate`, their n-grams."""
+    is_nfc = not {"unicode", "compatibility"}.isdisjoint(task.config.rules)
+    with ExitStack() as stack:
+        digests = stack.enter_context(atomic_writer(task.path("digests")))
+        shard = stack.enter_context(new_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"))
+        find_hits = stack.enter_context(_contaminated_documents(task)) if task.config.decontaminate else None
+        buffer = DocumentBuffer(shard, digests, is_nfc, find_hits)
+        yield buffer
+        buffer.flush()
 
 
 @contextmanager
@@ -219,38 +240,46 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
     if task.path("written.json").is_file():
         splits: dict[str, Any] = read_json(task.path("written.json"))
         return splits
-    split_indexes = np.fromfile(task.path("sides"), dtype=np.int8)
-    present_splits = [
-        (split_index, split) for split_index, split in enumerate(SPLITS) if (split_indexes == split_index).any()
-    ]
-    splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for _, split in present_splits}
-    with ExitStack() as stack, open_shard(task.path("parquet")) as cleaned:
-        schema = CHAT_SCHEMA if task.config.chat else SCHEMA
-        paths = {split: task.folder / shard_name(split, task.chunk.number) for _, split in present_splits}
-        writers = {split: stack.enter_context(new_shard(path, schema)) for split, path in paths.items()}
-        rows_read = 0
-        for group in range(cleaned.num_row_groups):
-            table = cleaned.read_row_group(group, use_threads=False)
-            group_indexes = split_indexes[rows_read : rows_read + table.num_rows]
-            if task.config.decontaminate and task.config.decontaminate_action == "mark":
-                table = _mark(table, task.read_contaminated() - rows_read)
-            rows_read += table.num_rows
-            for split_index, split in present_splits:
-                documents = table.filter(pa.array(group_indexes == split_index))
+    split_of_row = np.fromfile(task.path("sides"), dtype=np.int8)
+    present = {split: index for index, split in enumerate(SPLITS) if (split_of_row == index).any()}
+    splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in present}
+    names = {split: shard_name(split, task.chunk.number) for split in present}
+    schema = CHAT_SCHEMA if task.config.chat else SCHEMA
+    with ExitStack() as stack:
+        shards = {split: stack.enter_context(new_shard(task.folder / name, schema)) for split, name in names.items()}
+        for first_row, table in _read_cleaned(task):
+            split_of_document = split_of_row[first_row : first_row + table.num_rows]
+            for split, index in present.items():
+                documents = table.filter(pa.array(split_of_document == index))
                 _count(splits[split], documents.column("text"))
                 source = pa.array([task.chunk.source.name] * documents.num_rows, pa.string())
-                writers[split].add(documents.append_column("source", source).select(schema.names))
-    for _, split in present_splits:
-        name = shard_name(split, task.chunk.number)
+                shards[split].add(documents.append_column("source", source).select(schema.names))
+    for split, name in names.items():
         splits[split]["file"] = {"name": name, **manifest_entry(task.folder / name)}
     if task.config.keep_dropped:
-        path = task.folder / dropped_name(task.chunk.number)
-        repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
-        drops_contaminated = task.config.decontaminate and task.config.decontaminate_action == "drop"
-        contaminated = task.read_contaminated() if drops_contaminated else np.zeros(0, np.int64)
-        write_dropped(path, task.folder / "work", task.chunk.number, repeats, contaminated)
+        _write_dropped(task)
     write_json(task.path("written.json"), splits)
     return splits
+
+
+def _read_cleaned(task: ChunkTask) -> Iterator[tuple[int, pa.Table]]:
+    """Blocks of cleaned documents, each with the number of its first row; contaminated ones are marked if wanted."""
+    is_marking = task.config.decontaminate and task.config.decontaminate_action == "mark"
+    first_row = 0
+    with open_shard(task.path("parquet")) as cleaned:
+        for group in range(cleaned.num_row_groups):
+            table = cleaned.read_row_group(group, use_threads=False)
+            yield first_row, _mark(table, task.read_contaminated() - first_row) if is_marking else table
+            first_row += table.num_rows
+
+
+def _write_dropped(task: ChunkTask) -> None:
+    """Write the documents that are not kept, for `corpus.keep_dropped`."""
+    is_dropping = task.config.decontaminate and task.config.decontaminate_action == "drop"
+    contaminated = task.read_contaminated() if is_dropping else np.zeros(0, np.int64)
+    repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
+    path = task.folder / dropped_name(task.chunk.number)
+    write_dropped(path, task.folder / "work", task.chunk.number, repeats, contaminated)
 
 
 def _mark(table: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
