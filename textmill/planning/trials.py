@@ -119,44 +119,69 @@ Search = Generator[Trial, Result, None]
 
 def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
     """Yield trials until every setting was tried; `outcome` is updated after each."""
-    length: Changes = {"train.minutes": lengths.trial_minutes}
-    first = yield Trial("", {}, length)
+    minutes: Changes = {"train.minutes": lengths.trial_minutes}
+    first = yield Trial("", {}, minutes)
     fraction = lengths.trial_minutes / lengths.full_minutes if lengths.full_minutes else 1.0
     if lengths.full_steps is not None and first.loss is not None:
         fraction = first.steps / lengths.full_steps
         if fraction > 1:  # the entire run is shorter than the trial: run it as it is
-            length = {}
-            first = yield Trial("", {}, length)
-    outcome.too_short = fraction < FULL_FRACTION and first.steps < MIN_STEPS
+            minutes = {}
+            first = yield Trial("", {}, minutes)
+    is_full = fraction >= FULL_FRACTION
+    outcome.too_short = not is_full and first.steps < MIN_STEPS
     if first.loss is None or outcome.too_short:
         return
     outcome.loss = outcome.plan_loss = first.loss
-    steps: Changes = {"train.steps": first.steps} if length else {}
-    samples = first.steps * current.batch  # of a trial
-    second = yield Trial("train.seed", {"train.seed": current.seed + 1}, steps)
+    length = _TrialLength(minutes, first.steps, first.steps * current.batch, is_full)
+    second = yield Trial("train.seed", {"train.seed": current.seed + 1}, length.of(same_speed=True))
     if second.loss is not None:
         outcome.noise = max(NOISE, abs(second.loss - first.loss))
     for candidate in _candidates(current):
-        if candidate.needs_full_length and fraction < FULL_FRACTION:
+        if candidate.needs_full_length and not is_full:
             continue
         outcome.worth.setdefault(candidate.setting, 0.0)
         for ladder in candidate.ladders:
-            gained = False
-            for values in ladder:
-                changes = {**outcome.changes, **values}
-                expected = samples // changes.get("train.batch", current.batch)
-                if fraction < FULL_FRACTION and expected < MIN_STEPS:
-                    outcome.skipped[f"{candidate.setting}={describe_value(changes, candidate.setting)}"] = expected
-                    break
-                trial_length = steps if candidate.same_speed or not length else length
-                result = yield Trial(candidate.setting, changes, trial_length)
-                if result.loss is None or result.loss > outcome.loss - outcome.noise:
-                    break
-                outcome.worth[candidate.setting] += outcome.loss - result.loss
-                outcome.changes, outcome.loss, gained = changes, result.loss, True
-                steps = {"train.steps": result.steps} if length else {}
-            if gained:
+            is_better = yield from _climb(ladder, candidate, current.batch, length, outcome)
+            if is_better:
                 break  # the other direction would be worse
+
+
+@dataclass
+class _TrialLength:
+    """How long the trials after the first are."""
+
+    minutes: Changes
+    """`train.minutes` of each; empty: each is an entire run."""
+    steps: int
+    """Steps of the best trial so far."""
+    samples: int
+    """Samples of the first trial; with a larger batch they are fewer steps."""
+    is_full: bool
+    """Whether a trial is long enough, compared with the run, to be compared however few steps it has."""
+
+    def of(self, same_speed: bool) -> Changes:
+        """As many steps as the best trial if they take as long, else as many minutes."""
+        return {"train.steps": self.steps} if self.minutes and same_speed else self.minutes
+
+
+def _climb(
+    ladder: Ladder, candidate: Candidate, batch: int, length: _TrialLength, outcome: Outcome
+) -> Generator[Trial, Result, bool]:
+    """Try values one after the other, as long as each is better than the best so far; return whether one was."""
+    is_better = False
+    for values in ladder:
+        changes = {**outcome.changes, **values}
+        expected_steps = length.samples // changes.get("train.batch", batch)
+        if not length.is_full and expected_steps < MIN_STEPS:
+            outcome.skipped[f"{candidate.setting}={describe_value(changes, candidate.setting)}"] = expected_steps
+            break
+        result = yield Trial(candidate.setting, changes, length.of(candidate.same_speed))
+        assert outcome.loss is not None
+        if result.loss is None or result.loss > outcome.loss - outcome.noise:
+            break
+        outcome.worth[candidate.setting] += outcome.loss - result.loss
+        outcome.changes, outcome.loss, length.steps, is_better = changes, result.loss, result.steps, True
+    return is_better
 
 
 def first_changes(current: Current) -> Iterator[tuple[Changes, bool]]:
