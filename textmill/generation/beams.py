@@ -51,36 +51,46 @@ def beam_search(generator: SlotProvider, request: Request, max_new: int) -> list
     slots = generator.new_slots(sample.beams, len(prompt) + max_new)
     if len(prompt) > 1:
         slots.prefill(0, [prompt[:-1]])
-    running, finished, cached_tokens = [Beam((), 0.0)], [], len(prompt) - 1
+
+    def score(beam: Beam) -> float:
+        return beam.score(sample.length_penalty)
+
+    running: list[Beam] = [Beam((), 0.0)]
+    finished: list[Beam] = []
     for number in range(1, max_new + 1):
-        last_ids_N = torch.tensor([(beam.ids or prompt)[-1] for beam in running], device=slots.device)
-        logits_NV = slots.decode(last_ids_N, [cached_tokens] * len(running))[:, : tokenizer.vocab]
-        cached_tokens += 1
-        if not bool(torch.isfinite(logits_NV).all()):
-            raise TextmillError(NOT_FINITE)
-        logprobs_NV = logits_NV.float().log_softmax(1)
-        states = _sampling_states(request, running, ends, logprobs_NV)
-        apply_bias_and_penalties(logprobs_NV, states, range(len(states)))
-        ban_end_tokens(logprobs_NV, states, tuple(range(len(states))) if number <= sample.min_tokens else (), {})
+        logprobs_NV = _next_logprobs(slots, running, request, ends, tokenizer.vocab)
         # Enough candidates that `beams` of them go on even if each beam's likeliest extensions are its ends.
         candidates = _extend_beams(logprobs_NV, running, max(2, 1 + len(ends)) * sample.beams)
-        for beam in candidates[: sample.beams]:
-            if beam.ids[-1] in ends or number == max_new:
-                finished.append(beam)
-        finished = sorted(finished, key=lambda beam: -beam.score(sample.length_penalty))[: sample.beams]
+        finished += [beam for beam in candidates[: sample.beams] if beam.ids[-1] in ends or number == max_new]
+        finished = sorted(finished, key=score, reverse=True)[: sample.beams]
         running = [beam for beam in candidates if beam.ids[-1] not in ends and number < max_new][: sample.beams]
-        if not running:
+        if not running or (len(finished) == sample.beams and score(running[0]) <= score(finished[-1])):
             break
-        if len(finished) == sample.beams:
-            best_running, worst_finished = running[0], finished[-1]
-            if best_running.score(sample.length_penalty) <= worst_finished.score(sample.length_penalty):
-                break
-        slots.reorder([beam.slot for beam in running], cached_tokens)
+        slots.reorder([beam.slot for beam in running], len(prompt) + number - 1)
     by_text: dict[str, Done] = {}
     for beam in finished or [Beam((), 0.0)]:
         done = _decode_beam(tokenizer, request, beam, ends)
         by_text.setdefault(done.text, done)
     return list(by_text.values())
+
+
+def _next_logprobs(slots: Slots, running: list[Beam], request: Request, ends: tuple[int, ...], vocab: int) -> Tensor:
+    """[N, V]: the log-probabilities of each beam's next token, after bias, penalties and `sample.min_tokens`.
+
+    All beams have the same length. The last token of a beam, or of the prompt, is not in the KV cache yet.
+    """
+    new_tokens = len(running[0].ids)
+    cached_tokens = len(request.ids) + new_tokens - 1
+    last_ids_N = torch.tensor([(beam.ids or request.ids)[-1] for beam in running], device=slots.device)
+    logits_NV = slots.decode(last_ids_N, [cached_tokens] * len(running))[:, :vocab]
+    if not bool(torch.isfinite(logits_NV).all()):
+        raise TextmillError(NOT_FINITE)
+    logprobs_NV = logits_NV.float().log_softmax(1)
+    states = _sampling_states(request, running, ends, logprobs_NV)
+    apply_bias_and_penalties(logprobs_NV, states, range(len(states)))
+    may_not_end = tuple(range(len(states))) if new_tokens < request.sample.min_tokens else ()
+    ban_end_tokens(logprobs_NV, states, may_not_end, {})
+    return logprobs_NV
 
 
 def _sampling_states(
