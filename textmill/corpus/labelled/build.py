@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from textmill.corpus.accounts import Counts, build_account
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, WORDS, Example
 from textmill.corpus.labelled.readers import read_examples
-from textmill.corpus.shards import SCHEMA, new_shard, shard_name
+from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, shard_name
 from textmill.corpus.source import Source
 from textmill.corpus.split import assign_split, declared_splits, text_digest
 from textmill.errors import TextmillError
@@ -86,33 +86,47 @@ def build_labelled(
     """Write one shard for each split; return the account, with the names of the labels, and the manifest entry of each
     file."""
     declared = declared_splits([source.name for source in sources], config.source_splits)
-    labels, read_counts, split_counts = LabelSet(), [], []
+    labels = LabelSet()
+    split_counts: list[Counts] = []
     with ExitStack() as stack:
         shards = {split: stack.enter_context(new_shard(folder / shard_name(split, 0))) for split in SPLITS}
-        for source, declared_split in zip(sources, declared, strict=True):
-            amounts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
-            examples = read_examples(source, task, config)
-            while block := list(islice(examples, BATCH_ROWS)):
-                by_split: dict[Split, list[Example]] = {split: [] for split in SPLITS}
-                for example in block:
-                    split = declared_split or assign_split(_digest(example, task), config.split)
-                    labels.add(example, split)
-                    by_split[split].append(example)
-                for split, split_examples in by_split.items():
-                    shards[split].add(_to_table(split_examples, task, amounts[split]))
-            records = sum(counter["documents"] for counter in amounts.values())
-            read_counts.append({"records": records, "changed": {}, "dropped": {}})
-            counts_by_split: Counts = {}
-            for split, counter in amounts.items():
-                counts_by_split[split] = {key: counter[key] for key in COUNTED}
-            split_counts.append(counts_by_split)
+        for source, split in zip(sources, declared, strict=True):
+            examples = _with_splits(read_examples(source, task, config), task, split, config)
+            split_counts.append(_write_examples(examples, task, shards, labels))
         names = labels.names(task)
+    read_counts: list[Counts] = []
+    for by_split in split_counts:
+        records = sum(counts_of_split["documents"] for counts_of_split in by_split.values())
+        read_counts.append({"records": records, "changed": {}, "dropped": {}})
     counts = build_account([source.name for source in sources], read_counts, [{} for _ in sources], split_counts)
     counts |= {"skipped_files": skipped, "labels": {"task": task, "names": names, "counts": dict(labels.counts)}}
     files = {"account.json": write_json(folder / "account.json", counts)}
     for split in SPLITS:
         files[shard_name(split, 0)] = manifest_entry(folder / shard_name(split, 0))
     return counts, files
+
+
+def _with_splits(
+    examples: Iterable[Example], task: str, declared: Split | None, config: CorpusConfig
+) -> Iterator[tuple[Example, Split]]:
+    """Each example with its split: that declared for its source, else by its text."""
+    for example in examples:
+        yield example, declared or assign_split(_digest(example, task), config.split)
+
+
+def _write_examples(
+    examples: Iterator[tuple[Example, Split]], task: str, shards: Mapping[Split, ShardWriter], labels: LabelSet
+) -> Counts:
+    """Write the examples of a source to the shards of their splits; return what each split got."""
+    amounts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
+    while block := list(islice(examples, BATCH_ROWS)):
+        by_split: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+        for example, split in block:
+            labels.add(example, split)
+            by_split[split].append(example)
+        for split, split_examples in by_split.items():
+            shards[split].add(_to_table(split_examples, task, amounts[split]))
+    return {split: {key: counter[key] for key in COUNTED} for split, counter in amounts.items()}
 
 
 def _digest(example: Example, task: str) -> bytes:
