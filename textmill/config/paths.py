@@ -29,25 +29,29 @@ def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree
     resolved = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
     in_file, names = names is None, (names or set()) | corpora_names(tree, base)
     for key, field in all_fields():
-        markers, (section, _, leaf) = field_markers(field), key.partition(".")
-        holder = resolved if not leaf else resolved.get(section)
-        name = leaf or section
-        if not MARKERS & markers.keys() or not isinstance(holder, dict) or name not in holder:
-            continue
-        value = holder[name]
-        if markers.get("task_files"):
-            holder[name] = [_resolve_task(base, item) for item in value] if isinstance(value, list) else value
-        elif markers.get("evaluation_files"):
-            holder[name] = [_resolve_evaluation(base, item) for item in value] if isinstance(value, list) else value
-        elif isinstance(value, str):
-            full = under(base, value)
-            holder[name] = full if markers.get("path") or os.path.exists(full) else value
-        elif isinstance(value, list):
-            holder[name] = [_resolve_item(base, item, names) for item in value]
+        markers = field_markers(field)
+        section, dot, name = key.partition(".")
+        settings, name = (resolved.get(section), name) if dot else (resolved, section)
+        if MARKERS & markers.keys() and isinstance(settings, dict) and name in settings:
+            settings[name] = _resolve_value(base, settings[name], markers, names)
     corpus = resolved.setdefault("corpus", {})
     if in_file and isinstance(corpus, dict) and "corpora_file" not in corpus and (base / CORPORA_FILE).is_file():
         corpus["corpora_file"] = str(base / CORPORA_FILE)
     return resolved
+
+
+def _resolve_value(base: Path, value: Any, markers: dict[str, Any], names: set[str]) -> Any:
+    """The value of a field with one of MARKERS; a value of a wrong type is left to the check of types."""
+    if isinstance(value, list):
+        if markers.get("task_files"):
+            return [_resolve_task(base, item) for item in value]
+        if markers.get("evaluation_files"):
+            return [_resolve_evaluation(base, item) for item in value]
+        return [_resolve_item(base, item, names) for item in value]
+    if not isinstance(value, str) or markers.get("task_files") or markers.get("evaluation_files"):
+        return value
+    full = under(base, value)
+    return full if markers.get("path") or os.path.exists(full) else value
 
 
 def corpora_names(tree: Tree, base: Path) -> set[str]:
