@@ -124,12 +124,9 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
             if typed_name not in flags:
                 raise TextmillError(_flag_advice(typed_name, name, row))
             flag = flags[typed_name]
-            if flag.kind == "switch":
-                if equals:
-                    raise TextmillError(
-                        f"{flag.name}: takes no value, found '{text}'; write {flag.name} or leave it out"
-                    )
-            else:
+            if flag.kind == "switch" and equals:
+                raise TextmillError(f"{flag.name}: takes no value, found '{text}'; write {flag.name} or leave it out")
+            if flag.kind != "switch":
                 text = text if equals else next(remaining, "")
                 if not text:
                     raise TextmillError(f"{flag.name}: needs a value: {flag.summary}")
