@@ -108,7 +108,10 @@ def test_the_root_folder_is_named_if_it_opens_the_run(
     monkeypatch.chdir(tiny_texts.parent)
     Path("mine").mkdir()
     assert main(["run", "quickstart", *QUICK, "corpus.sources=texts", "folder=a mill"]) == 0, capsys.readouterr().err
-    generate, _, new, *_ = printed_commands(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    generate, _, new, *_ = printed_commands(out)
+    verdict = json.loads(Path("a mill/run/summary.json").read_text(encoding="utf-8"))["verdict"]
+    assert "\n".join(verdict) in out
     assert generate[:2] == ["generate", "a mill"]
     assert new[:2] == ["new", "mine-2"], "the folder mine exists"
 

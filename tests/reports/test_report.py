@@ -10,6 +10,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GPT2LMHeadModel
@@ -19,6 +20,7 @@ from tests.support.browser import Browser, missing
 from textmill.cli import main
 from textmill.reports.curves import draw_curve, reduce_points
 from textmill.reports.page import build_page, list_differences
+from textmill.reports.results import shorten_account
 from textmill.reports.run_files import find_run, flatten, read_run
 from textmill.reports.svg import build_svg
 from textmill.reports.texts import describe_progress, describe_run
@@ -93,6 +95,47 @@ def test_the_page_has_every_figure_and_no_text_can_end_its_script(root: Path, tm
     assert sample["prompt"] in samples["texts"][0]
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page, "it works offline"
+
+
+RESULT = {
+    "step": 6, "split": "valid", "documents": 3, "tokens": 1234, "bytes": 4000,
+    "model": {"loss": 2.0, "token_perplexity": 7.389, "bits_per_byte": 1.25},
+    "unigram": {"loss": 4.0, "token_perplexity": 54.598, "bits_per_byte": 3.5},
+    "bigram": {"loss": 3.0, "token_perplexity": 20.0855, "bits_per_byte": 2.75},
+}  # fmt: skip
+
+
+def test_the_page_begins_with_the_results_next_to_counting(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(root / "first", tmp_path / "copy", symlinks=True))
+    (copy / "evaluation").mkdir(exist_ok=True)
+    (copy / "evaluation" / "step-0000006-valid.json").write_text(json.dumps(RESULT))
+    summary = {"inputs": {"step": "step-0000006"}, "verdict": ["Undertrained."], "texts": ["merhaba dünya, 안녕, 你好"]}
+    (copy / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    verdict, measured, texts = page_data(copy)["parts"][:3]
+    assert (verdict["title"], verdict["texts"]) == ("Verdict at step 6", ["Undertrained."])
+    assert measured["title"] == "Measured at step 6 on the valid split: 3 documents, 1,234 tokens, 4,000 bytes"
+    assert measured["head"] == ["", "token ppl", "bits/byte"]
+    assert [row[1:] for row in measured["rows"]] == [["7.3890", "1.2500"], ["20.0855", "2.7500"], ["54.5980", "3.5000"]]
+    assert texts["title"] == "Texts of the model at step 6, not selected"
+    assert texts["texts"] == summary["texts"]
+    assert list(page_data(copy)["baselines"].values()) == [2.75, 3.5]
+    (copy / "summary.json").write_text(json.dumps({**summary, "inputs": {"step": "step-0000009"}}))
+    assert not any(part["title"].startswith("Verdict") for part in page_data(copy)["parts"]), "it has no checkpoint"
+
+
+def test_a_page_names_the_largest_files_of_a_corpus() -> None:
+    sources = {f"{number}.txt": {"records": number, "kept": 0} for number in range(100)}
+    account = shorten_account({"records": 4950, "by_source": sources})
+    assert list(account["by_source"]) == [f"{number}.txt" for number in range(99, 79, -1)]
+    assert account["other_sources"] == "80, in corpus/account.json"
+    assert account["records"] == 4950
+
+
+def page_data(folder: Path) -> dict[str, Any]:
+    """The run as the script of its page reads it."""
+    page = build_page([read_run(folder)])
+    run: dict[str, Any] = json.loads(page.split('type="application/json">')[1].split("</script>")[0])["runs"][0]
+    return run
 
 
 def test_differences_between_runs(root: Path) -> None:
@@ -236,6 +279,14 @@ def test_the_page_in_a_browser(root: Path, tmp_path: Path) -> None:
         browser.size(400, 900)
         assert browser.run("return document.documentElement.scrollWidth") <= 400, "nothing sticks out"
         browser.click("#theme")
+        assert browser.errors() == []
+        copy = Path(shutil.copytree(root / "first", tmp_path / "copy", symlinks=True))
+        (copy / "evaluation").mkdir(exist_ok=True)
+        (copy / "evaluation" / "step-0000006-valid.json").write_text(json.dumps(RESULT))
+        path.write_text(build_page([read_run(copy)]), encoding="utf-8")
+        browser.open(path.as_uri())
+        drawn = browser.run("return [...document.querySelectorAll('.chart text')].map(one => one.textContent)")
+        assert "counting pairs of tokens (bigram)" in drawn
         assert browser.errors() == []
     finally:
         browser.close()

@@ -41,9 +41,9 @@ from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
+from textmill.training.run_folder import SUMMARY_FILE
 from textmill.training.teacher_cache import cache_teacher
 
-SUMMARY = "summary.json"
 OLD_INPUTS = "asked"
 """The name of `inputs` in a summary of an earlier version."""
 
@@ -72,13 +72,16 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         cache_teacher(config, force)
     folder = train(config, force, command=command)
     checkpoint = rank_checkpoints(folder, None)[0]
-    measured = _summarize(config, folder, checkpoint)["measured"]
+    summary = _summarize(config, folder, checkpoint)
+    measured = summary["measured"]
     facts = _facts_of(config, folder, checkpoint)
     print()
     if not config.corpus.labels:
         vocab = read_shape(checkpoint).vocab
-        for line in [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]:
-            print(line)
+        lines = [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]
+        print("\n".join(lines))
+        if summary.get("verdict") != lines:
+            write_json(folder / SUMMARY_FILE, {**summary, "verdict": lines})
     print_next_steps(config, checkpoint, facts, evaluated=_evaluates(config))
     return folder
 
@@ -94,7 +97,7 @@ def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, A
         return summary
     measured, texts = _use_model(config, read_shape(checkpoint))
     summary = {"inputs": inputs, "measured": measured, "texts": texts}
-    write_json(folder / SUMMARY, summary)
+    write_json(folder / SUMMARY_FILE, summary)
     return summary
 
 
@@ -169,9 +172,9 @@ def _has_tokens(config: RunConfig, split: str) -> bool:
 
 def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
     """The results that an earlier run saved for the same checkpoint and the same settings."""
-    if not (folder / SUMMARY).is_file():
+    if not (folder / SUMMARY_FILE).is_file():
         return None
-    summary: dict[str, Any] = read_json(folder / SUMMARY)
+    summary: dict[str, Any] = read_json(folder / SUMMARY_FILE)
     earlier = summary.get("inputs", summary.get(OLD_INPUTS, {}))
     return summary if rename_settings(earlier) == inputs else None
 

@@ -64,14 +64,20 @@ def perplexity_of(loss: float, count: int) -> float | None:
 
 
 def format_metrics(rows: dict[str, dict[str, Any]]) -> str:
-    """Metrics as an aligned table; a metric that no row has gets no column."""
+    """Metrics as an aligned table."""
+    table = list_columns(rows)
+    name_width, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, cells, widths)]) for name, *cells in table)
+
+
+def list_columns(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Metrics as rows of texts, titles first; a metric that no row has gets no column."""
     titles = ANSWER_COLUMNS if any("accuracy" in metrics for metrics in rows.values()) else COLUMNS
     columns = {key: title for key, title in titles.items() if any(key in metrics for metrics in rows.values())}
     table = [["", *columns.values()]]
     for name, metrics in rows.items():
         table.append([name, *(format_number(key, metrics.get(key)) for key in columns)])
-    name_width, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, cells, widths)]) for name, *cells in table)
+    return table
 
 
 def format_number(key: str, value: float | None) -> str:

@@ -3,7 +3,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const COLORS = ["#2f8fd8", "#e0662e", "#1fa57a", "#d073ab", "#d99a1c", "#7b8cff", "#a97b4f", "#4fb3c9"];
 const TITLES = {
   loss: "Loss", learning_rate: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
-  valid_accuracy: "Accuracy on held-out text",
+  valid_accuracy: "Accuracy on held-out text", epoch: "Epoch", bits_per_byte: "Bits per byte",
 };
 const state = { axis: "step", smoothing: 0, log: false, range: null };
 const charts = [];
@@ -121,8 +121,12 @@ class Chart {
     const seen = line.points.filter(inside);
     const text = seen.map(([x, y], number) => `${number ? "L" : "M"}${this.x(x).toFixed(1)},${this.y(y).toFixed(1)}`).join("");
     const style = { fill: "none", stroke: line.color, "stroke-width": line.main ? 2 : 1.2, opacity: line.main ? 1 : 0.75 };
+    if (line.dash) {
+      style["stroke-dasharray"] = line.dash;
+      if (seen.length) element("text", this.svg, { x: this.width - 12, y: this.y(seen[0][1]) - 4, "text-anchor": "end" }, line.name);
+    }
     element("path", this.svg, { d: text || "M0,0", ...style, "data-name": line.name });
-    if (line.dots && seen.length < 200)
+    if (seen.length === 1 || (line.dots && seen.length < 200))
       for (const [x, y] of seen) element("circle", this.svg, { cx: this.x(x), cy: this.y(y), r: 2.5, fill: line.color });
   }
 
@@ -201,6 +205,13 @@ function buildSummary() {
   }
 }
 
+function baselines(run) {
+  const steps = extent(Object.values(run.series).flatMap((rows) => rows.map((row) => row[0])));
+  return Object.entries(run.baselines).map(([name, bits], index) => ({
+    run, points: steps.map((step) => [step, bits]), name, color: COLORS[2 + index], dash: "6 4",
+  }));
+}
+
 function buildCharts() {
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))];
   const many = data.runs.length > 1;
@@ -210,7 +221,11 @@ function buildCharts() {
   }] : []);
   const loss = [...series("loss", { style: { main: false } }), ...series("valid_loss", { color: 1, style: { main: true, dots: true } })];
   if (loss.length) charts.push(new Chart(TITLES.loss, loss, true));
-  for (const metric of names.filter((name) => name !== "loss" && name !== "valid_loss"))
+  const bits = [...series("bits_per_byte", { style: { main: false } }),
+    ...series("valid_bits_per_byte", { color: 1, style: { main: true, dots: true } })];
+  if (bits.length) charts.push(new Chart(TITLES.bits_per_byte, [...bits, ...(many ? [] : baselines(data.runs[0]))], true));
+  const inPairs = ["loss", "valid_loss", "bits_per_byte", "valid_bits_per_byte"];
+  for (const metric of names.filter((name) => !inPairs.includes(name)))
     charts.push(new Chart(TITLES[metric] ?? metric.replaceAll("_", " "), series(metric, { style: { main: true } }), false));
   const legend = document.getElementById("legend");
   for (const one of many ? data.runs.map((run, index) => ({ name: run.name, color: COLORS[index % COLORS.length] })) : loss) {

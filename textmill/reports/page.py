@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.reports.curves import Point, reduce_points
+from textmill.reports.results import baselines_of, result_sections, shorten_account
 from textmill.reports.run_files import RunFiles, flatten
 from textmill.reports.texts import describe_evaluation
 from textmill.track.console import format_time
@@ -77,6 +78,7 @@ def _describe(run: RunFiles) -> dict[str, Any]:
         "tokens": _axis_rows(tokens),
         "seconds": _axis_rows(run.seconds),
         "changes": run.changes,
+        "baselines": baselines_of(run),
         "parts": _sections(run),
     }
 
@@ -129,7 +131,7 @@ def _sections(run: RunFiles) -> list[dict[str, Any]]:
     ]
     checkpoints = [[step, run.valid_losses.get(step)] for step in run.checkpoints]
     changes = [list(change) for change in run.changes]
-    data = [[key, _text(value)] for key, value in flatten(run.account).items()]
+    data = [[key, _text(value)] for key, value in flatten(shorten_account(run.account)).items()]
     fingerprints = [[key, run.progress.get("made_from", {}).get(key)] for key in FINGERPRINTS]
     settings = [[key, _text(value)] for key, value in run.settings.items()]
     notes = [[note["time"], note["text"]] for note in run.notes if "text" in note]
@@ -137,7 +139,8 @@ def _sections(run: RunFiles) -> list[dict[str, Any]]:
         [note["time"], key, value] for note in run.notes for key, value in note.get("environment", {}).items()
     ]
     sections: list[dict[str, Any]] = [
-        {"title": "Evaluations", "open": True, "rows": evaluations, "head": ["what", "value"]},
+        *result_sections(run),
+        {"title": "Evaluations with their protocol", "rows": evaluations, "head": ["what", "value"]},
         {"title": "Samples of fixed prompts", "open": True, "texts": samples},
         {"title": "Checkpoints", "rows": checkpoints, "head": ["step", "valid loss"]},
         {"title": "Changes in mid-run", "rows": changes, "head": ["after step", "what"]},
@@ -156,4 +159,6 @@ def _evaluation_rows(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.{DIGITS}g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

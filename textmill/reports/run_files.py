@@ -21,7 +21,7 @@ from textmill.tokens.batches.history import sizes_of
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.track.notes import NOTES_FILE, read_notes
 from textmill.training.changing import data_ranges
-from textmill.training.run_folder import SAMPLES_FILE
+from textmill.training.run_folder import SAMPLES_FILE, SUMMARY_FILE
 
 EVALUATIONS = "evaluation"
 Point = tuple[int, float]
@@ -149,6 +149,14 @@ class RunFiles:
         """The continuations of `train.sample_prompts`, in order."""
         path = self.folder / SAMPLES_FILE
         return read_metrics(path) if path.is_file() else []
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What `textmill run` saved at its end: verdict, results and texts; empty if only `train` ran, or if its
+        checkpoint is gone."""
+        path = self.folder / SUMMARY_FILE
+        summary = dict(read_json(path)) if path.is_file() else {}
+        return summary if (self.folder / str(summary.get("inputs", {}).get("step"))).is_dir() else {}
 
     @cached_property
     def notes(self) -> list[dict[str, Any]]:

@@ -103,12 +103,13 @@ def describe_evaluation(result: dict[str, Any]) -> str:
     metrics = result.get("model", {})
     titles = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
     figures = _format_metrics({title: metrics.get(key) for key, title in titles.items()})
-    return f"{step}, {_origin(result)}: {figures or 'no figures'}"
+    return f"{step}, {describe_origin(result)}: {figures or 'no figures'}"
 
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
 
 
-def _origin(result: dict[str, Any]) -> str:
+def describe_origin(result: dict[str, Any]) -> str:
+    """What `evaluate` measured on: a split, or texts."""
     return ", ".join(result["text"]) if "text" in result else f"{result.get('split', '?')} split"

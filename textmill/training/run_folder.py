@@ -40,6 +40,8 @@ from textmill.training.start import Start
 from textmill.training.teachers import teacher_flops
 
 SAMPLES_FILE = "samples.jsonl"
+SUMMARY_FILE = "summary.json"
+"""Results and texts of the finished model, which `textmill run` writes."""
 REPLACED_METRICS = "metrics.replaced.jsonl"
 """The metrics of a run before it went back to an earlier step, until it has saved again."""
 INDEX_FOLDER = "index"
@@ -69,6 +71,7 @@ def clean_run_folder(run: Path, step: int) -> None:
     truncate_after(run / SAMPLES_FILE, step)
     if not step:
         remove_folder(run / "evaluation")
+        (run / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def remove_replaced(run: Path, step: int, saved: int) -> None:

@@ -1,0 +1,57 @@
+"""What a run reached, as sections of its page: figures next to those of counting, a verdict, texts that it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from textmill.evaluation.metrics import list_columns
+from textmill.reports.run_files import RunFiles
+from textmill.reports.texts import describe_origin
+
+MODELS = {
+    "model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)",
+}  # fmt: skip
+COUNTING = ("bigram", "unigram")
+SHOWN_SOURCES = 20
+"""Files of the corpus that a page names."""
+
+
+def result_sections(run: RunFiles) -> Iterator[dict[str, Any]]:
+    """The sections that come first: verdict, tables of figures, texts."""
+    step = str(run.summary.get("inputs", {}).get("step", "")).removeprefix("step-").lstrip("0")
+    yield {"title": f"Verdict at step {step}", "open": True, "texts": run.summary.get("verdict", [])}
+    for result in run.evaluations:
+        if rows := {name: result[name] for name in MODELS if isinstance(result.get(name), dict)}:
+            title, (columns, *cells) = _title(result), list_columns({MODELS[name]: row for name, row in rows.items()})
+            yield {"title": title, "open": True, "rows": cells, "head": columns}
+    texts = run.summary.get("texts", [])
+    yield {"title": f"Texts of the model at step {step}, not selected", "open": True, "texts": texts}
+
+
+def baselines_of(run: RunFiles) -> dict[str, float]:
+    """Bits per byte of models that count, on the valid split, by name."""
+    measured = [result for result in run.evaluations if result.get("split") == "valid"]
+    found = {MODELS[name]: measured[-1].get(name, {}).get("bits_per_byte") for name in COUNTING} if measured else {}
+    return {name: bits for name, bits in found.items() if bits}
+
+
+def shorten_account(account: dict[str, Any]) -> dict[str, Any]:
+    """The account of a corpus with the files that most records came from; of thousands nobody reads all."""
+    sources = account.get("by_source")
+    if not isinstance(sources, dict) or len(sources) <= SHOWN_SOURCES:
+        return account
+    largest = sorted(sources, key=lambda name: -sources[name].get("records", 0))[:SHOWN_SOURCES]
+    others = f"{len(sources) - SHOWN_SOURCES:,}, in corpus/account.json"
+    return {**account, "by_source": {name: sources[name] for name in largest}, "other_sources": others}
+
+
+def _title(result: dict[str, Any]) -> str:
+    is_chat = "truncate" in result
+    names = {
+        "documents": "conversations" if is_chat else "documents",
+        "tokens": "assistant tokens" if is_chat else "tokens",
+    }
+    counted = {**names, "bytes": "bytes"}
+    counts = [f"{result[key]:,} {name}" for key, name in counted.items() if isinstance(result.get(key), int)]
+    return f"Measured at step {result.get('step') or 0:,} on the {describe_origin(result)}: {', '.join(counts)}"
