@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from textmill.config.chat import CONTENT, END, tokens_in
 from textmill.corpus.document import Turn
-from textmill.tokens.batches.layout import gather_ranges
 from textmill.tokens.vocabulary.encoder import Encoder
 
 Ids = tuple[int, ...]
@@ -104,32 +103,29 @@ def render(
 
     Content that looks like a special token is encoded as plain text.
     """
-    # The role of every turn; the generation prompt is an assistant's turn without content and without tokens after it.
-    roles = [role for turns in conversations for role in (*(role for role, _ in turns), *([PROMPT] if prompt else []))]
-    around = {
-        role: (turn_tokens.tokens_around("assistant")[0], ()) if role == PROMPT else turn_tokens.tokens_around(role)
-        for role in dict.fromkeys(roles)
-    }
-    flat, content_lengths = encoder.encode([text for turns in conversations for _, text in turns])
-    contents = np.zeros(len(roles), np.int64)
-    contents[np.array([role != PROMPT for role in roles], np.bool_)] = content_lengths
-    # One array with the ids of all contents, then those before and after each role; a turn is three ranges of it.
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    ids = [np.asarray(flat, np.int64)]
-    for role, halves in around.items():
-        for half in halves:
-            ranges.setdefault(role, []).append((sum(map(len, ids)), len(half)))
-            ids.append(np.asarray(half, np.int64))
-    before, after = (np.array([ranges[role][half] for role in roles], np.int64).reshape(-1, 2) for half in (0, 1))
-    starts = np.stack([before[:, 0], np.cumsum(contents) - contents, after[:, 0]], axis=1)
-    counts = np.stack([before[:, 1], contents, after[:, 1]], axis=1)
-    has_loss = np.zeros(counts.shape, np.uint8)
-    has_loss[np.array([role == "assistant" for role in roles], np.bool_), 1:] = 1
-    turns_in = np.array([len(turns) + prompt for turns in conversations], np.int64)
-    turn_ends, last_turns = np.cumsum(counts.sum(1)), np.cumsum(turns_in)
-    lengths = np.diff(np.concatenate([[0], turn_ends])[np.concatenate([[0], last_turns])])
-    rendered = gather_ranges(np.concatenate(ids), starts.ravel(), counts.ravel())
-    return Rendered(rendered, lengths, np.repeat(has_loss.ravel(), counts.ravel()))
+    roles = {role for turns in conversations for role, _ in turns} | ({"assistant"} if prompt else set())
+    around = {role: [np.array(half, np.int32) for half in turn_tokens.tokens_around(role)] for role in roles}
+    flat, lengths = encoder.encode([text for turns in conversations for _, text in turns])
+    ends = np.cumsum(lengths)
+    edges = iter(zip((ends - lengths).tolist(), ends.tolist(), strict=True))  # of each content in `flat`
+    # Every turn is three arrays of ids: before its content, the content, and after it.
+    ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
+    has_loss: list[bool] = [False]
+    arrays_in = []
+    for turns in conversations:
+        for role, _ in turns:
+            before, after = around[role]
+            start, stop = next(edges)
+            ids += [before, flat[start:stop], after]
+            has_loss += [False, role == "assistant", role == "assistant"]
+        if prompt:
+            ids.append(around["assistant"][0])
+            has_loss.append(False)
+        arrays_in.append(3 * len(turns) + prompt)
+    counts = np.fromiter(map(len, ids), np.int64, len(ids))
+    conversation_ends = np.cumsum(counts)[np.cumsum([0, *arrays_in])]
+    joined = np.concatenate(ids).astype(np.int32)
+    return Rendered(joined, np.diff(conversation_ends), np.repeat(np.array(has_loss, np.uint8), counts))
 
 
 def _quoted(text: str) -> str:
