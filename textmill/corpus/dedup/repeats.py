@@ -45,6 +45,20 @@ def find_near_repeats(
     chunk's first; `masks`: which documents of a chunk are left after exact deduplication.
     """
     pairs = np.concatenate([np.zeros(0, PAIR_DTYPE), *(np.fromfile(path, PAIR_DTYPE) for path in pair_files)])
+    document, other, similarity = _best_matches(pairs, is_kept)
+    row_of = np.concatenate([np.flatnonzero(mask) for mask in masks])  # in its chunk, by number
+    repeats = np.zeros(len(document), REPEAT_DTYPE)
+    repeats["row"] = row_of[document]
+    repeats["chunk"] = np.searchsorted(starts, other, side="right") - 1
+    repeats["other"] = row_of[other]
+    repeats["similarity"], repeats["near"] = similarity, True
+    return np.split(repeats, np.searchsorted(document, starts[1:]))
+
+
+def _best_matches(
+    pairs: NDArray[Any], is_kept: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Each dropped document of a pair, in order, with its best match and how similar it is."""
     first, second = pairs["first"].astype(np.int64), pairs["second"].astype(np.int64)
     # Each pair in both directions, then only those from a dropped document to another.
     document, other = np.concatenate((first, second)), np.concatenate((second, first))
@@ -54,23 +68,7 @@ def find_near_repeats(
     # By document; its best match comes first: kept, then most similar, then first in the corpus.
     order = np.lexsort((other, -similarity, ~is_kept[other], document))
     best = order[np.flatnonzero(np.diff(document[order], prepend=-1))]
-    document, other, similarity = document[best], other[best], similarity[best]
-    rows_by_chunk = [np.flatnonzero(mask) for mask in masks]
-    chunks = np.searchsorted(starts, document, side="right") - 1
-    other_chunks = np.searchsorted(starts, other, side="right") - 1
-    repeats = [np.zeros(0, REPEAT_DTYPE) for _ in masks]
-    for chunk in np.unique(chunks).tolist():
-        is_here = chunks == chunk
-        entries = np.zeros(int(is_here.sum()), REPEAT_DTYPE)
-        entries["row"] = rows_by_chunk[chunk][document[is_here] - starts[chunk]]
-        entries["chunk"] = other_chunks[is_here]
-        entries["other"] = [
-            rows_by_chunk[other_chunk][number - starts[other_chunk]]
-            for other_chunk, number in zip(other_chunks[is_here].tolist(), other[is_here].tolist(), strict=True)
-        ]
-        entries["similarity"], entries["near"] = similarity[is_here], True
-        repeats[chunk] = entries
-    return repeats
+    return document[best], other[best], similarity[best]
 
 
 def _prefixes(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
