@@ -80,15 +80,12 @@ class Tuning:
         while trial is not None:
             number = len(self.trials)
             is_stored = number < len(finished)
-            if is_stored:
-                result = finished[number]
-            else:
-                spent_seconds = earlier_seconds + time.monotonic() - self.started
-                if number and spent_seconds + self._longest() > 60 * self.minutes:
-                    return False
-                if number == len(finished):
-                    self._warm_up()
-                result = self._run_trial(number + 1, trial)
+            spent_seconds = earlier_seconds + time.monotonic() - self.started
+            if number and not is_stored and spent_seconds + self._longest() > 60 * self.minutes:
+                return False
+            if number == len(finished):
+                self._warm_up()
+            result = finished[number] if is_stored else self._run_trial(number + 1, trial)
             self.trials.append((trial, result))
             following = _next_trial(trials, result)
             if self.outcome.too_short:
