@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,12 +128,24 @@ def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterat
         yield rows
 
 
+class _Span(NamedTuple):
+    """Consecutive tokens of a row: a context or a continuation."""
+
+    place: int
+    """Where it starts in the flat array of all tokens."""
+    length: int
+    position: int
+    """The position of its first token in its own text."""
+    tree: int
+    branch: int
+
+
 def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
     """The arrays of a batch."""
     length = max(sum(tree.tokens for tree in row) for row in packed)
     tokens: list[int] = []
     labels: list[int] = []
-    spans: list[tuple[int, int, int, int, int]] = []  # contexts and continuations: see _fill_spans
+    spans: list[_Span] = []  # contexts and continuations
     predicted: list[tuple[int, int, int]] = []  # of a continuation: its context's last token, its first token, labels
     pairs: list[list[int]] = []
     for row, row_trees in enumerate(packed):
@@ -140,14 +153,14 @@ def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
         for tree_number, tree in enumerate(row_trees):
             context_length = len(tree.context)
             tokens += tree.context
-            spans.append((start, context_length, 0, tree_number, CONTEXT))
+            spans.append(_Span(start, context_length, 0, tree_number, CONTEXT))
             start += context_length
             context_end = start - 1
             for branch, (continuation, pair_numbers) in enumerate(tree.branches.items(), 1):
                 count = len(continuation)
                 tokens += continuation[:-1]
                 labels += continuation
-                spans.append((start, count - 1, context_length, tree_number, branch))
+                spans.append(_Span(start, count - 1, context_length, tree_number, branch))
                 predicted.append((context_end, start, count))
                 pairs.append(pair_numbers)
                 start += count - 1
@@ -162,7 +175,7 @@ def fill_rows(packed: list[list[Tree]], pad: int) -> Rows:
 def _fill_spans(
     spans: NDArray[np.int64], tokens: NDArray[np.int64], shape: tuple[int, int], pad: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Ids, positions, trees and branches of rows; a span is (place, length, first position, tree, branch)."""
+    """Ids, positions, trees and branches of rows; `spans` has a row for each _Span."""
     starts, counts, positions, trees, branches = spans.T
     places = expand_ranges(starts, counts)
 
