@@ -41,6 +41,29 @@ ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     """The keys below `tokenizer.`; ids without a token up to `rows`, the rows of the embedding, are marked unused."""
     tree = json.loads(tokenizer.inner.to_str())
+    split = _find_split(tree)
+    by_id = {id_: (token, NORMAL) for token, id_ in tree["model"]["vocab"].items()}
+    for id_, added in tokenizer.inner.get_added_tokens_decoder().items():
+        by_id[id_] = added.content, CONTROL if added.special else USER_DEFINED
+    entries = [by_id.get(id_, (f"[unused{id_}]", UNUSED)) for id_ in range(rows)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tree["model"]["merges"]]
+    keys: dict[str, Any] = {
+        "ggml.model": "gpt2", "ggml.pre": split,
+        "ggml.tokens": [token for token, _ in entries], "ggml.token_type": [kind for _, kind in entries],
+        "ggml.merges": merges, "ggml.add_bos_token": False, "ggml.add_eos_token": False,
+    }  # fmt: skip
+    roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end)}
+    for role, name in ROLES.items():
+        role_id = tokenizer.inner.token_to_id(roles.get(role) or "")
+        if role_id is not None:
+            keys[f"ggml.{name}_token_id"] = role_id
+    keys.setdefault("ggml.bos_token_id", tokenizer.end)
+    template = tokenizer.chat.jinja() if tokenizer.chat else tokenizer.jinja
+    return {**keys, "chat_template": template} if template else keys
+
+
+def _find_split(tree: dict[str, Any]) -> str:
+    """llama.cpp's name for how a tokenizer splits words; an error if llama.cpp would give other ids."""
     model = tree["model"]
     has_nfc = tree["normalizer"] == {"type": "NFC"}
     has_other_normalizer = bool(tree["normalizer"]) and not has_nfc
@@ -55,24 +78,7 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
             f"export.kind: a tokenizer that llama.cpp names {split} has {'no' if has_nfc else 'an'} NFC "
             "normalizer, so it would give other ids; use hf"
         )
-    by_id = {id_: (token, NORMAL) for token, id_ in model["vocab"].items()}
-    for id_, added in tokenizer.inner.get_added_tokens_decoder().items():
-        by_id[id_] = added.content, CONTROL if added.special else USER_DEFINED
-    entries = [by_id.get(id_, (f"[unused{id_}]", UNUSED)) for id_ in range(rows)]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    keys: dict[str, Any] = {
-        "ggml.model": "gpt2", "ggml.pre": split,
-        "ggml.tokens": [token for token, _ in entries], "ggml.token_type": [kind for _, kind in entries],
-        "ggml.merges": merges, "ggml.add_bos_token": False, "ggml.add_eos_token": False,
-    }  # fmt: skip
-    roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end)}
-    for role, name in ROLES.items():
-        role_id = tokenizer.inner.token_to_id(roles.get(role) or "")
-        if role_id is not None:
-            keys[f"ggml.{name}_token_id"] = role_id
-    keys.setdefault("ggml.bos_token_id", tokenizer.end)
-    template = tokenizer.chat.jinja() if tokenizer.chat else tokenizer.jinja
-    return {**keys, "chat_template": template} if template else keys
+    return split
 
 
 def _split_name(step: dict[str, Any], ignore_merges: bool) -> str:
