@@ -101,9 +101,8 @@ class OnTorch:
 
     def _step(self, batch: Batch, step: int, lr: float, monitor: CompileMonitor) -> TorchStep:
         if self.pinned_buffers is None and self.device.type == "cuda" and self.ranks.world == 1:
-            self.pinned_buffers = (
-                self._new_pinned_buffers()
-            )  # in the first step, where pinning runs while kernels compile
+            # In the first step, where pinning runs while kernels compile.
+            self.pinned_buffers = self._new_pinned_buffers()
         # Tensor-parallel ranks have the same samples: their counts are summed as often as there are such ranks.
         counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
         loss_tokens, loss_samples, *pairs = (int(count) // self.parallel.mesh.tensor for count in counts)
