@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from textmill.config import EvaluateConfig, RunConfig
@@ -44,43 +44,55 @@ PROTOCOLS = {
 }
 
 
+UNITS = {
+    True: {"words_are": "separated by white space, before detokenising", "interval": "95%, of articles"},
+    False: {
+        "words_are": "separated by single spaces, before detokenising, without the first",
+        "interval": "95%, of windows",
+    },
+}
+"""What the card says of the counts, by whether each article is read alone."""
+
+
 def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
-    data, settings, wikitext = open_data_file(entry), config.evaluate, config.evaluate.wikitext
-    protocol = PROTOCOLS[wikitext.protocol]
+    data, settings = open_data_file(entry), config.evaluate
+    protocol = _choose_protocol(settings)
+    original = _read(data)
+    originals = split_articles(original) if protocol.articles else [original]
+    texts = [detokenize(text) for text in originals] if protocol.detokenize else originals
+    window, stride = _window(scorer, settings, protocol)
+    score = _score_articles if protocol.articles else _score_stream
+    measured, tokens = score(scorer, texts, settings, window, stride, protocol.first_token == "predicted")
+    # Words and bytes are those before detokenising, as in published figures.
+    words = sum(map(count_words, originals)) if protocol.articles else count_spaced_words(original)
+    counts = {"tokens": tokens, "words": words, "bytes": len(original.encode())}
+    # With evaluate.sample, the mean loss of the sample stands for that of all tokens.
+    mean_loss = measured.loss / measured.tokens
+    metrics = compute_metrics(mean_loss * tokens, counts, str(scorer.checkpoint.folder))
+    card = {
+        **data.card, "protocol": settings.wikitext.protocol, "detokenised": protocol.detokenize,
+        "articles": protocol.articles, "window": window + protocol.shorter, "stride": stride,
+        "first_token": protocol.first_token, "count_end": bool(settings.count_end),
+        "examples": len(measured.window_losses), **counts, "counted": measured.tokens,
+        **({"seed": settings.seed} if settings.sample else {}), **UNITS[protocol.articles],
+    }  # fmt: skip
+    interval = mean_loss_interval(measured.window_losses, measured.window_tokens)
+    return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
+
+
+def _choose_protocol(settings: EvaluateConfig) -> Protocol:
+    """The protocol, with the settings that override parts of it."""
+    wikitext, protocol = settings.wikitext, PROTOCOLS[settings.wikitext.protocol]
     articles = protocol.articles if wikitext.articles is None else wikitext.articles
-    detokenized = protocol.detokenize if wikitext.detokenize is None else wikitext.detokenize
     first_token = settings.first_token or ("predicted" if articles else protocol.first_token)
     if articles and first_token == "context":
         raise TextmillError(
             "evaluate.first_token: articles that are read alone have their first token predicted; set "
             "evaluate.wikitext.articles=false too"
         )
-    original = _read(data)
-    originals = split_articles(original) if articles else [original]
-    texts = [detokenize(text) for text in originals] if detokenized else originals
-    window, stride = _window(scorer, settings, protocol)
-    score = _score_articles if articles else _score_stream
-    measured, tokens = score(scorer, texts, settings, window, stride, first_token == "predicted")
-    # Words and bytes are those before detokenising, as in published figures.
-    words = sum(map(count_words, originals)) if articles else count_spaced_words(original)
-    counts = {"tokens": tokens, "words": words, "bytes": len(original.encode())}
-    # With evaluate.sample, the mean loss of the sample stands for that of all tokens.
-    mean_loss = measured.loss / measured.tokens
-    metrics = compute_metrics(mean_loss * tokens, counts, str(scorer.checkpoint.folder))
-    if articles:
-        words_are = "separated by white space, before detokenising"
-    else:
-        words_are = "separated by single spaces, before detokenising, without the first"
-    card = {
-        **data.card, "protocol": wikitext.protocol, "detokenised": detokenized, "articles": articles,
-        "window": window + protocol.shorter, "stride": stride, "first_token": first_token,
-        "count_end": bool(settings.count_end), "examples": len(measured.window_losses), **counts,
-        "counted": measured.tokens, **({"seed": settings.seed} if settings.sample else {}),
-        "words_are": words_are, "interval": f"95%, of {'articles' if articles else 'windows'}",
-    }  # fmt: skip
-    interval = mean_loss_interval(measured.window_losses, measured.window_tokens)
-    return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
+    is_detokenized = protocol.detokenize if wikitext.detokenize is None else wikitext.detokenize
+    return replace(protocol, articles=articles, detokenize=is_detokenized, first_token=first_token)
 
 
 def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
