@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,20 +86,19 @@ def encode_task(task: EncodingTask) -> dict[str, int]:
     chat = task.document_format.chat is not None
     new_store = StoreWriter(task.prefix, np.dtype(task.document_format.dtype), has_loss_mask=chat)
     with new_store as store, LineageWriter(lineage_path(task.prefix)) as lineage:
-        for table in read_groups(task.shard, task.groups, [*COLUMNS, "messages"] if chat else COLUMNS):
-            for batch in _split_batches(table):
-                kept, encoded, reasons = encode_batch(batch.column(-1 if chat else 0).to_pylist(), task)
-                failed += [_quarantine_line(batch, task.shard, row, reason) for row, reason in reasons.items()]
-                if reasons:
-                    batch = batch.take(kept)
-                encoded = add_begin_and_end(encoded, task.document_format)
-                sequences = None if task.document_format.level == "document" else encoded.sequences
-                store.add_flat(encoded.ids, encoded.lengths, sequences, encoded.loss_mask)
-                lineage.add(batch.column(1), batch.column(2))
-                octets, bounds = buffers_of(batch.column(0))
-                amounts = (len(kept), len(encoded.ids), len(octets), count_words(octets, bounds), len(reasons))
-                for name, amount in zip(COUNT_NAMES, amounts, strict=True):
-                    counts[name] += amount
+        tables = read_groups(task.shard, task.groups, [*COLUMNS, "messages"] if chat else COLUMNS)
+        for batch in chain.from_iterable(map(_split_batches, tables)):
+            kept, encoded, reasons = encode_batch(batch.column(-1 if chat else 0).to_pylist(), task)
+            failed += [_quarantine_line(batch, task.shard, row, reason) for row, reason in reasons.items()]
+            documents = batch.take(kept) if reasons else batch
+            encoded = add_begin_and_end(encoded, task.document_format)
+            sequences = None if task.document_format.level == "document" else encoded.sequences
+            store.add_flat(encoded.ids, encoded.lengths, sequences, encoded.loss_mask)
+            lineage.add(documents.column(1), documents.column(2))
+            octets, bounds = buffers_of(documents.column(0))
+            amounts = (len(kept), len(encoded.ids), len(octets), count_words(octets, bounds), len(reasons))
+            for name, amount in zip(COUNT_NAMES, amounts, strict=True):
+                counts[name] += amount
     if failed:
         write_bytes(task.path("quarantine.jsonl"), failed)
     write_json(task.path("json"), counts)
