@@ -96,15 +96,7 @@ def _describe_work(
     flops_per_token += teacher_flops(config, sample_length)
     step_tokens = config.train.batch * sample_length
     speed = _speed(config, shape, target, estimate, flops_per_token * step_tokens, fits)
-    steps = length.steps if length is not None and length.known else None
-    seconds = None
-    if speed is not None and length is not None and steps is not None:
-        seconds = length.tokens_after(steps) / step_tokens * speed.step_seconds
-    if config.train.minutes is not None:
-        seconds = 60.0 * config.train.minutes
-        steps = max(1, int(seconds / speed.step_seconds)) if speed else None
-        if speed and length is not None and steps is not None and length.max_steps < steps:
-            steps, seconds = length.max_steps, length.max_steps * speed.step_seconds
+    steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
     run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
     price = config.plan.price
@@ -117,6 +109,23 @@ def _describe_work(
         "tokens_per_second": step_tokens / speed.step_seconds if speed else None, "hours": hours,
         "cost": None if hours is None or price is None else hours * target.devices * price,
     }  # fmt: skip
+
+
+def _steps_and_seconds(
+    minutes: float | None, length: RunLength | None, speed: Speed | None, step_tokens: int
+) -> tuple[int | None, float | None]:
+    """How many steps the run has and how long they take, as far as known; `minutes` is `train.minutes`."""
+    if minutes is not None:
+        if speed is None:
+            return None, 60.0 * minutes
+        steps = max(1, int(60.0 * minutes / speed.step_seconds))
+        if length is not None and length.max_steps < steps:
+            return length.max_steps, length.max_steps * speed.step_seconds
+        return steps, 60.0 * minutes
+    if length is None or not length.known:
+        return None, None
+    seconds = None if speed is None else length.tokens_after(length.steps) / step_tokens * speed.step_seconds
+    return length.steps, seconds
 
 
 def _speed(
