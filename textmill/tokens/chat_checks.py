@@ -136,16 +136,15 @@ def example_conversations(
     too_long = np.flatnonzero(store.document_lengths() > length + 1)
     if len(too_long) and not set(numbers) & set(too_long.tolist()):
         numbers[-1] = int(too_long[0])
-    for number in numbers if len(store) and store.loss_mask is not None else []:
+    if not len(store) or store.loss_mask is None:
+        return
+    for number in numbers:
         begin, end = store.document_starts(np.array([number, number + 1])).tolist()
         first, last = (int(edge[0]) for edge in kept_range(np.array([begin]), np.array([end]), length, truncate))
-        ids = store.ids[begin:end].tolist()
-        loss_mask = store.loss_mask[begin:end].tolist() if store.loss_mask is not None else []
-        kinds = [
-            TRUNCATED if not first - 1 <= begin + position < last else LOSS if loss else NO_LOSS
-            for position, loss in enumerate(loss_mask)
-        ]
-        runs = groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0])
+        kept = range(first - 1, last)
+        loss_mask = enumerate(store.loss_mask[begin:end].tolist(), begin)
+        kinds = [(LOSS if loss else NO_LOSS) if place in kept else TRUNCATED for place, loss in loss_mask]
+        runs = groupby(zip(kinds, store.ids[begin:end].tolist(), strict=True), key=lambda pair: pair[0])
         yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
 
 
