@@ -22,7 +22,7 @@ from generate import new_tokenizer, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from textmill.config import SIZES, ModelConfig, SampleConfig, ShapeConfig
-from textmill.generation.batch import Batch
+from textmill.generation.batch import RunningBatch
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request
 from textmill.models import initial_weights, open_family
@@ -75,7 +75,7 @@ def small_tokenizer() -> TextTokenizer:
     return TextTokenizer(inner, inner.token_to_id("<|endoftext|>"))
 
 
-def new_batch(generator: Generator, count: int, sampled: bool) -> Batch:
+def new_batch(generator: Generator, count: int, sampled: bool) -> RunningBatch:
     """Return a batch of texts that do not end."""
     batch, max_new = generator.new_batch(count), generator.positions - PROMPT
     batch.run_ahead = True
@@ -88,7 +88,7 @@ def new_batch(generator: Generator, count: int, sampled: bool) -> Batch:
     return batch
 
 
-def step_times(batch: Batch, cuda: bool) -> tuple[float, float]:
+def step_times(batch: RunningBatch, cuda: bool) -> tuple[float, float]:
     """Return the wall-clock seconds and the host's CPU seconds of a step."""
     started, busy = time.perf_counter(), time.thread_time()
     for _ in range(STEPS):
@@ -99,13 +99,13 @@ def step_times(batch: Batch, cuda: bool) -> tuple[float, float]:
     return (time.perf_counter() - started) / STEPS, host / STEPS
 
 
-def constant_logits(batch: Batch) -> Any:
+def constant_logits(batch: RunningBatch) -> Any:
     """Return a decode function that takes no time."""
     logits_NV = torch.randn(len(batch.running), batch.tokenizer.vocab)
     return lambda ids_N, positions: logits_NV
 
 
-def print_kernels(batch: Batch, seconds: float) -> None:
+def print_kernels(batch: RunningBatch, seconds: float) -> None:
     """Print the kernels of a step, and the fraction of a step without a kernel."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

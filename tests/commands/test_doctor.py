@@ -172,7 +172,7 @@ def test_a_source_that_may_not_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_kernel_computed(line: str, level: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "run_python", lambda _: jobs.Done(0, line))
+    monkeypatch.setattr(jobs, "run_python", lambda _: jobs.FinishedProcess(0, line))
     found = jobs.check_kernel()
     assert (found.level, text in found.found) == (level, True)
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.waiting import LONGEST, wait_for
 from textmill.errors import TextmillError
-from textmill.generation.encoders.encoder import STEP_TOKENS, Encoder
+from textmill.generation.encoders.encoder import STEP_TOKENS, EncoderThread
 from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull
 from textmill.generation.text_chunks import TextChunk
 from textmill.generation.turns import Turns
@@ -48,7 +48,7 @@ class Model:
 
 def new_encoder(filler: Any = None, **limits: int) -> tuple[Any, Model, dict[str, TextChunk], Any]:
     model, found = Model(), dict[str, TextChunk]()
-    encoder = Encoder(model, filler, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
+    encoder = EncoderThread(model, filler, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
 
     def submit(name: str, request: Any, deadline: float | None = None) -> int:
         return encoder.submit(request, lambda chunk: found.__setitem__(name, chunk), deadline)

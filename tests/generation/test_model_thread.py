@@ -15,7 +15,7 @@ import pytest
 from tests.support.waiting import LONGEST
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
-from textmill.generation.encoders.encoder import Encoder
+from textmill.generation.encoders.encoder import EncoderThread
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, EmbedRequest
 from textmill.generation.scheduler import Scheduler
@@ -67,7 +67,7 @@ def case(request: pytest.FixtureRequest, generator: Generator) -> Any:
         texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab=9), dimension=1)
         embed_ids = lambda ids: (case.check_exit(), np.zeros((len(ids), 1), np.float32))[1]  # noqa: E731
         embedder: Any = SimpleNamespace(net=net, texts=texts, embed_ids=embed_ids)
-        case = Case(Encoder(embedder, None, slots=2, queue=2), EmbedRequest(((1,) * 512,) * 100_000))
+        case = Case(EncoderThread(embedder, None, slots=2, queue=2), EmbedRequest(((1,) * 512,) * 100_000))
     yield case
     case.thread.close(0)
 

@@ -16,7 +16,7 @@ from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
 from textmill.verification.comparison import Comparison, compare_trial
 from textmill.verification.launcher import TrialResult, launch
-from textmill.verification.small_config import Plan, build_plan, read_config, write_config
+from textmill.verification.small_config import VerificationPlan, build_plan, read_config, write_config
 from textmill.where import open_where
 
 PLANTED = {
@@ -97,7 +97,7 @@ ADAMW = ["train.optimizer=adamw", "train.learning_rate=3e-3"]
 """Instead of the recipe's Muon, which the DeepSpeed engine does not support."""
 
 
-def plan(*settings: str) -> Plan:
+def plan(*settings: str) -> VerificationPlan:
     small = ["engine.precision=fp32", "model.shape.heads=4", "model.shape.dropout=0.1"]
     return build_plan(open_where("quickstart", [*ADAMW, *small, *settings]).config)
 
@@ -108,7 +108,7 @@ def singles() -> dict[str, TrialResult]:
     return {}
 
 
-def compare(plan: Plan, folder: Path, singles: dict[str, TrialResult]) -> list[Comparison]:
+def compare(plan: VerificationPlan, folder: Path, singles: dict[str, TrialResult]) -> list[Comparison]:
     key = plan.single[0].model_dump_json()
     first = [] if key in singles else [(plan.single, folder / "single", 1)]
     *one, parallel = launch([*first, (plan.parallel, folder / "parallel", plan.processes)])

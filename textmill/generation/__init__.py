@@ -19,7 +19,7 @@ from textmill.models import find_run_model
 from textmill.tokens.chat_template import ChatTemplate, open_template
 
 if TYPE_CHECKING:
-    from textmill.generation.generator import Generator, Sample
+    from textmill.generation.generator import GeneratedText, Generator
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 SEPARATOR = "-" * 40
@@ -74,7 +74,7 @@ def _print_json(generator: Generator, prompts: list[str], sample: SampleConfig) 
     return texts
 
 
-def _generate_in_order(generator: Generator, prompts: list[str], sample: SampleConfig) -> Iterator[Sample]:
+def _generate_in_order(generator: Generator, prompts: list[str], sample: SampleConfig) -> Iterator[GeneratedText]:
     """Yield all samples, group by group. A group is large enough to keep the slots full most of the time."""
     size = max(8 * sample.batch // sample.count, 1)
     for begin in range(0, len(prompts), size):

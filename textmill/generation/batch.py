@@ -49,7 +49,7 @@ class PendingTokens:
 
 
 @dataclass
-class Batch:
+class RunningBatch:
     """The running texts, in the first slots; each step adds one token to every text."""
 
     slots: Slots

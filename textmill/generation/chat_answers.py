@@ -17,7 +17,7 @@ from textmill.tokens.chat_template import AnyTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
 
 if TYPE_CHECKING:
-    from textmill.generation.generator import Generator, Sample
+    from textmill.generation.generator import GeneratedText, Generator
 
 QUESTIONS = 3
 """Conversations taken from the valid split if there is no prompt."""
@@ -60,7 +60,7 @@ def render_question(template: AnyTemplate, question: str) -> list[int]:
 def answer_all(
     generator: Generator, template: AnyTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig,
     count: int = 1,
-) -> list[Sample]:  # fmt: skip
+) -> list[GeneratedText]:  # fmt: skip
     """Answer each question `count` times; `names` become the samples' prompts. The seed counts up from answer to
     answer."""
     sample = sample.model_copy(update={"slide_context": False})

@@ -13,7 +13,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
-from textmill.generation.batch import Batch
+from textmill.generation.batch import RunningBatch
 from textmill.generation.beams import beam_search
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
 from textmill.generation.requests import Done, FinishReason, Request, max_new_tokens, repeat_request
@@ -26,7 +26,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedText:
     """One continuation, its prompt and seed."""
 
     prompt: str
@@ -56,7 +56,7 @@ class Generator:
         self.max_new_tokens(request)
         return self._chunks(request)
 
-    def sample(self, prompt: str, sample: SampleConfig) -> Sample:
+    def sample(self, prompt: str, sample: SampleConfig) -> GeneratedText:
         """Return one continuation; its text is the same as `stream` yields."""
         return self.samples([prompt], sample)[0]
 
@@ -64,14 +64,14 @@ class Generator:
         """Continue each prompt. The first has the seed of the settings, the next that plus one, and so on."""
         return [result.text for result in self.samples(prompts, sample)]
 
-    def samples(self, prompts: list[str], sample: SampleConfig, count: int = 1) -> list[Sample]:
+    def samples(self, prompts: list[str], sample: SampleConfig, count: int = 1) -> list[GeneratedText]:
         """Continue each prompt `count` times; up to `sample.batch` texts are decoded at a time. The seeds count up."""
         requests = [self.new_request(prompt, sample) for prompt in prompts]
         return self.complete(prompts, requests, sample, count)
 
     def complete(
         self, prompts: list[str], requests: list[Request], sample: SampleConfig, count: int = 1
-    ) -> list[Sample]:
+    ) -> list[GeneratedText]:
         """Complete each request `count` times; `prompts` become the prompts of the samples."""
         repeated: list[Request] = []
         for place, request in enumerate(requests):
@@ -82,7 +82,9 @@ class Generator:
             if isinstance(event, Done):
                 ends[index] = event
         return [
-            Sample(prompts[index // count], text, repeated[index].sample.seed, ends[index].tokens, ends[index].reason)
+            GeneratedText(
+                prompts[index // count], text, repeated[index].sample.seed, ends[index].tokens, ends[index].reason
+            )
             for index, text in enumerate(texts)
         ]
 
@@ -138,7 +140,7 @@ class Generator:
             )
         return max_new
 
-    def new_batch(self, slots: int, length: int | None = None) -> Batch:
+    def new_batch(self, slots: int, length: int | None = None) -> RunningBatch:
         """Return an empty batch for `slots` texts of `length` tokens; the default is the model's context length."""
         self._new_decoder = self._new_decoder or text_decoder_factory(self.tokenizer)
         spare, self._spare_slots, length = self._spare_slots, None, length or self.positions
@@ -146,7 +148,7 @@ class Generator:
             spare = None  # frees its memory for the new slots
             spare = self.new_slots(slots, length)
         on_gpu = self.device.type == "cuda"
-        return Batch(spare, self.tokenizer, self.positions, self._new_decoder, slots, run_ahead=on_gpu)
+        return RunningBatch(spare, self.tokenizer, self.positions, self._new_decoder, slots, run_ahead=on_gpu)
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Allocate the KV cache; raise if the device has too little memory."""

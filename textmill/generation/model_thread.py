@@ -1,7 +1,7 @@
 """A thread that runs a model for many requests at a time; every accepted request ends exactly once.
 
-`scheduler.Scheduler` (new text) and `encoders.encoder.Encoder` (embeddings and masks) are such threads. They differ in
-what one step computes, which is their `Work`. The life of a request:
+`scheduler.Scheduler` (new text) and `encoders.encoder.EncoderThread` (embeddings and masks) are such threads. They
+differ in what one step computes, which is their `Work`. The life of a request:
 
     submit() -> waiting -> active -> its last event, Done
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig
 from textmill.errors import warn
-from textmill.generation.batch import Batch
+from textmill.generation.batch import RunningBatch
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.model_thread import DeliverEvent, Job, ModelThread
 from textmill.generation.requests import Done, FinishReason, Request, Token, max_new_tokens_served
@@ -50,7 +50,7 @@ class Scheduler(ModelThread[NewText]):
     ) -> None:  # fmt: skip
         self.generator, self.tokenizer = generator, generator.tokenizer
         self.vocab, self.positions = generator.tokenizer.vocab, generator.positions
-        self._batch: Batch = generator.new_batch(slots)
+        self._batch: RunningBatch = generator.new_batch(slots)
         work = Generation(self._batch)
         super().__init__("textmill-scheduler", work, slots=slots, queue=queue, after_step=after_step, turns=turns)
 
@@ -79,7 +79,7 @@ class Scheduler(ModelThread[NewText]):
 class Generation:
     """The scheduler's work: a batch of texts that each get one more token in a step."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: RunningBatch) -> None:
         self.batch = batch
 
     def count_joining(self, waiting: Sequence[Job[NewText]], active: int, now: float) -> int:

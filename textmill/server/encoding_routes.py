@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.generation.encoders.embedding_texts import Encoded, TextEncoder, format_vector
+from textmill.generation.encoders.embedding_texts import EncodedText, TextEncoder, format_vector
 from textmill.generation.encoders.fill_texts import MaskedTexts
 from textmill.generation.requests import EmbedRequest, EncoderRequest, FillRequest
 from textmill.server.error_replies import HttpError
@@ -84,7 +84,7 @@ async def _run(service: Service, http: Request, request: EncoderRequest, tokens:
     return text.text
 
 
-async def _read_inputs(service: Service, encoder: TextEncoder, body: EmbeddingBody) -> list[Encoded]:
+async def _read_inputs(service: Service, encoder: TextEncoder, body: EmbeddingBody) -> list[EncodedText]:
     inputs: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
     if inputs and isinstance(inputs[0], int):
         inputs = [inputs]
@@ -92,7 +92,7 @@ async def _read_inputs(service: Service, encoder: TextEncoder, body: EmbeddingBo
     return await asyncio.to_thread(_encode, service, encoder, inputs, bool(body.truncate))
 
 
-def _encode(service: Service, encoder: TextEncoder, inputs: list[Any], truncate: bool) -> list[Encoded]:
+def _encode(service: Service, encoder: TextEncoder, inputs: list[Any], truncate: bool) -> list[EncodedText]:
     """The tokens of texts, or of token ids; either all are texts or none is."""
     for number, text_or_ids in enumerate(inputs):
         place = f"input.{number}"

@@ -11,7 +11,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.verification.comparison import Comparison, compare_trial
 from textmill.verification.launcher import launch
-from textmill.verification.small_config import Plan, build_plan
+from textmill.verification.small_config import VerificationPlan, build_plan
 
 
 class MeshMismatch(TextmillError):
@@ -37,7 +37,7 @@ def verify(config: RunConfig) -> None:
     _conclude(plan, failed, time.monotonic() - start)
 
 
-def _conclude(plan: Plan, failed: list[Comparison], seconds: float) -> None:
+def _conclude(plan: VerificationPlan, failed: list[Comparison], seconds: float) -> None:
     if failed:
         sys.stdout.flush()
         hint = next((comparison.hint for comparison in failed if comparison.hint), "")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.verification.launcher import TrialResult
-from textmill.verification.small_config import Trial
+from textmill.verification.small_config import PrecisionTrial
 
 Gradients = dict[str, NDArray[np.float32]]
 
@@ -35,7 +35,7 @@ class Comparison:
         return f"{verdict:<7} {self.what}: difference {self.difference:.1e}, allowed {self.bound:.0e}"
 
 
-def compare_trial(trial: Trial, single: TrialResult, parallel: TrialResult) -> list[Comparison]:
+def compare_trial(trial: PrecisionTrial, single: TrialResult, parallel: TrialResult) -> list[Comparison]:
     """All comparisons of a trial."""
     tokens = max(abs(a["loss_tokens"] - b["loss_tokens"]) for a, b in zip(single.steps, parallel.steps, strict=True))
     comparisons = [
@@ -70,7 +70,7 @@ def _compare_steps(what: str, key: str, single: TrialResult, parallel: TrialResu
     )
 
 
-def _compare_gradients(trial: Trial, single: TrialResult, parallel: TrialResult) -> Comparison:
+def _compare_gradients(trial: PrecisionTrial, single: TrialResult, parallel: TrialResult) -> Comparison:
     """The first step's gradients as the optimizer received them, by weight, relative to the global norm."""
     expected, actual = dict(single.gradients), dict(parallel.gradients)
     if expected.keys() != actual.keys() or not expected:
@@ -92,7 +92,7 @@ def _compare_gradients(trial: Trial, single: TrialResult, parallel: TrialResult)
     return Comparison(what, differences[worst], trial.gradient_bound, _find_cause(trial, wrong, expected, actual))
 
 
-def _find_cause(trial: Trial, wrong: list[str], expected: Gradients, actual: Gradients) -> str:
+def _find_cause(trial: PrecisionTrial, wrong: list[str], expected: Gradients, actual: Gradients) -> str:
     """The likely cause of a pattern of wrong gradients; `wrong` has their names."""
     count = len(expected)
     if trial.replicated.issuperset(wrong) and len(wrong) < count:

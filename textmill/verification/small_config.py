@@ -43,7 +43,7 @@ REPLACED_KEYS = (
 
 
 @dataclass(frozen=True)
-class Trial:
+class PrecisionTrial:
     """One precision that is tried, and the bounds of its comparisons."""
 
     precision: str
@@ -54,12 +54,12 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerificationPlan:
     """The configs to train: each trial on one process (`single`) and on the mesh (`parallel`)."""
 
     single: list[RunConfig]
     parallel: list[RunConfig]
-    trials: list[Trial]
+    trials: list[PrecisionTrial]
     processes: int
     sizes: dict[str, int]
 
@@ -85,7 +85,7 @@ class Plan:
         return f"{self.mesh} on {self.processes} {where}, {batch}, {STEPS} steps in {precisions}"
 
 
-def build_plan(config: RunConfig) -> Plan:
+def build_plan(config: RunConfig) -> VerificationPlan:
     """The small copies of a config, for one process and for the mesh, in each precision."""
     check_teachers(config)
     config = _inline_user_config(config)
@@ -102,11 +102,13 @@ def build_plan(config: RunConfig) -> Plan:
         pairs.append((_on_mesh(small, dict.fromkeys(AXES, 1), rank_batch), _on_mesh(small, sizes, MICRO_BATCH)))
     muon, replicated = config.train.optimizer == "muon", _replicated(pairs[0][0])
     trials = [
-        Trial(name, max(BOUNDS[name], MUON_BOUND if muon else 0.0), 1e-5 if name == "fp32" else 2e-2, replicated)
+        PrecisionTrial(
+            name, max(BOUNDS[name], MUON_BOUND if muon else 0.0), 1e-5 if name == "fp32" else 2e-2, replicated
+        )
         for name in precisions
     ]
     single, parallel = [one for one, _ in pairs], [many for _, many in pairs]
-    return Plan(single, parallel, trials, math.prod(sizes.values()), sizes)
+    return VerificationPlan(single, parallel, trials, math.prod(sizes.values()), sizes)
 
 
 def _replicated(small: RunConfig) -> frozenset[str]:

@@ -44,7 +44,7 @@ MAX_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedProcess:
     """How a process ended."""
 
     returncode: int
@@ -56,12 +56,12 @@ class Done:
         return next((line for line in reversed(self.output.splitlines()) if line.strip()), "it printed nothing")
 
 
-def run_textmill(arguments: list[str]) -> Done:
+def run_textmill(arguments: list[str]) -> FinishedProcess:
     """Run a command of textmill in a process of its own: a crash of a driver or kernel must not end doctor."""
     return run_python(["-m", "textmill", *arguments])
 
 
-def run_python(arguments: list[str]) -> Done:
+def run_python(arguments: list[str]) -> FinishedProcess:
     """Run Python with these arguments."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     try:
@@ -70,8 +70,8 @@ def run_python(arguments: list[str]) -> Done:
             timeout=TIMEOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Done(-1, f"did not end within {TIMEOUT} seconds")
-    return Done(done.returncode, done.stdout + done.stderr)
+        return FinishedProcess(-1, f"did not end within {TIMEOUT} seconds")
+    return FinishedProcess(done.returncode, done.stdout + done.stderr)
 
 
 def train_arguments(scratch: Path, run: str, steps: int, *more: str) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, overload
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.mongo.server import Server, check_collections, open_server
+from textmill.corpus.mongo.server import MongoServer, check_collections, open_server
 from textmill.corpus.mongo.snapshot import (
     CollectionRange,
     Row,
@@ -90,7 +90,7 @@ def read_range(
 
 
 @lru_cache(maxsize=4)
-def _keep_connected(server: Server, pid: int) -> Server:
+def _keep_connected(server: MongoServer, pid: int) -> MongoServer:
     """The first equal server of this process, so that all ranges share its connection.
 
     The process id is part of the cache's key: a forked child must not use its parent's connection.
@@ -159,7 +159,7 @@ class Query(NamedTuple):
 class MongoIndex:
     """A lazy sequence over the collections, in the order of COLLECTIONS; None for a position without a document."""
 
-    def __init__(self, server: Server, collection_ranges: Sequence[CollectionRange]) -> None:
+    def __init__(self, server: MongoServer, collection_ranges: Sequence[CollectionRange]) -> None:
         self.server, self.collection_ranges, self.query_size = server, tuple(collection_ranges), QuerySize()
         self._threads = ThreadPoolExecutor(PREFETCH, thread_name_prefix="mongo")
 

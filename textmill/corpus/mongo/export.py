@@ -17,7 +17,7 @@ import numpy as np
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS
-from textmill.corpus.mongo.server import Server, open_server
+from textmill.corpus.mongo.server import MongoServer, open_server
 from textmill.corpus.mongo.writing import (
     check_writable,
     ensure_loadable,
@@ -104,13 +104,13 @@ def _write_back(folder: Path, source: Source) -> None:
     server.close()
 
 
-def _write_shard(server: Server, source_name: str, path: Path) -> dict[str, int]:
+def _write_shard(server: MongoServer, source_name: str, path: Path) -> dict[str, int]:
     documents = (document for document in read_documents(path) if document.source == source_name)
     counts = write_texts(server, ((*parse_place(server, document.id), document.text) for document in documents))
     return {"written": counts["documents"] - counts["missing"], "gone": counts["missing"], "changed": counts["changed"]}
 
 
-def _empty_dropped(server: Server, source: Source, paths: Sequence[Path]) -> dict[str, int]:
+def _empty_dropped(server: MongoServer, source: Source, paths: Sequence[Path]) -> dict[str, int]:
     """Set the text of dropped documents to '', which tells them from documents that were never cleaned."""
     is_kept = {collection: np.zeros(size, np.bool_) for collection, _, size in source.collection_ranges}
     for path in paths:
@@ -142,7 +142,7 @@ def _load(folder: Path, path: str, collection: str, field: str) -> None:
 class CorpusLoad:
     """A load of a corpus into one range of idx of a collection."""
 
-    server: Server
+    server: MongoServer
     collection: str
     field: str
     """The field for the text."""

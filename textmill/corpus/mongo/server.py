@@ -34,7 +34,7 @@ META_COLLECTION = "meta_info"
 
 
 @dataclass(frozen=True)
-class Server:
+class MongoServer:
     """One database of a server, with the collections of a db_config.json."""
 
     path: Path
@@ -113,7 +113,7 @@ def _secrets_of(address: str) -> set[str]:
     return {spelling for part in parts for spelling in (part, unquote(part)) if spelling}
 
 
-def open_server(path: str | Path) -> Server:
+def open_server(path: str | Path) -> MongoServer:
     """The server of a db_config.json; does not connect yet."""
     path = Path(path)
     settings = read_json(path)
@@ -135,10 +135,10 @@ def open_server(path: str | Path) -> Server:
         raise TextmillError(
             f"{path}: MONGO_PATIENCE: found {max_outage!r}; set the seconds the server may be unreachable, such as 120"
         )
-    return Server(path, database, tuple(names), _connection_string(path, settings), max_outage)
+    return MongoServer(path, database, tuple(names), _connection_string(path, settings), max_outage)
 
 
-def check_collections(server: Server) -> None:
+def check_collections(server: MongoServer) -> None:
     """Raise an error for a collection that the database does not have."""
     existing = server.request(lambda db: db.list_collection_names())
     for name in server.collections:

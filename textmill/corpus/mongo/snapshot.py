@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from textmill.corpus.mongo.server import META_COLLECTION, Server
+from textmill.corpus.mongo.server import META_COLLECTION, MongoServer
 from textmill.storage.files import hash_json
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def text_field_names(text_key: str, read_original: bool = False) -> tuple[str, .
     return ORIGINAL_FIELDS if read_original else (CLEANED_FIELD, *ORIGINAL_FIELDS)
 
 
-def find_collection_ranges(server: Server) -> tuple[CollectionRange, ...]:
+def find_collection_ranges(server: MongoServer) -> tuple[CollectionRange, ...]:
     """The range of each collection. A position is based on idx, so deleting a document moves no other."""
     ranges: list[CollectionRange] = []
     first = 0
@@ -55,7 +55,7 @@ def next_idx(db: Any, collection: str) -> int:
     return int(last["idx"]) + 1 if last else 0
 
 
-def find_irregularities(server: Server, ranges: Sequence[CollectionRange]) -> Iterator[str]:
+def find_irregularities(server: MongoServer, ranges: Sequence[CollectionRange]) -> Iterator[str]:
     """Yield a warning for each irregularity of the collections.
 
     A collection with the idx 0, 1, 1, 4 and a document without idx has a size of 5, 5 documents, 4 with an idx and 3
@@ -101,18 +101,18 @@ def _count_different_idx(db: Any, collection: str) -> int:
     return next((int(row["count"]) for row in result), 0)
 
 
-def _has_unique_index(server: Server, collection: str) -> bool:
+def _has_unique_index(server: MongoServer, collection: str) -> bool:
     indexes = server.request(lambda db: db[collection].index_information())
     return any(index.get("unique") and [key for key, _ in index["key"]] == ["idx"] for index in indexes.values())
 
 
-def has_idx_index(server: Server, collection: str) -> bool:
+def has_idx_index(server: MongoServer, collection: str) -> bool:
     """True if the collection has an index on idx."""
     indexes = server.request(lambda db: db[collection].index_information())
     return any(index["key"] and index["key"][0][0] == "idx" for index in indexes.values())
 
 
-def fingerprint_collections(server: Server, ranges: Sequence[CollectionRange], read_original: bool = False) -> str:
+def fingerprint_collections(server: MongoServer, ranges: Sequence[CollectionRange], read_original: bool = False) -> str:
     """A hash of each collection's size, number of documents and a few probed documents.
 
     Documents added after the recorded ranges do not change it; with `read_original`, neither does text that was written
@@ -121,7 +121,9 @@ def fingerprint_collections(server: Server, ranges: Sequence[CollectionRange], r
     return hash_json([[one.collection, one.size, *_probe(server, one, read_original)] for one in ranges])
 
 
-def _probe(server: Server, collection_range: CollectionRange, read_original: bool) -> tuple[int | list[int], list[str]]:
+def _probe(
+    server: MongoServer, collection_range: CollectionRange, read_original: bool
+) -> tuple[int | list[int], list[str]]:
     """(number of documents, probed documents) of a range.
 
     If there are documents without idx, the number is a list of two: documents with an idx, and without.

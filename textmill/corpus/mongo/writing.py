@@ -20,7 +20,7 @@ from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
 from textmill.corpus.document import Document
-from textmill.corpus.mongo.server import META_COLLECTION, Server, check_collections, open_server
+from textmill.corpus.mongo.server import META_COLLECTION, MongoServer, check_collections, open_server
 from textmill.corpus.mongo.snapshot import CLEANED_FIELD, INDEX_ADVICE, has_idx_index, next_idx
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_file
@@ -46,7 +46,7 @@ def fix_meta_info(path: str | Path) -> dict[str, int]:
     return {name: update_document_count(server, name) for name in server.collections}
 
 
-def check_writable(server: Server) -> None:
+def check_writable(server: MongoServer) -> None:
     """Raise an error for a collection that does not exist or has no index on idx."""
     check_collections(server)
     for name in server.collections:
@@ -61,7 +61,7 @@ def write_back(path: str | Path, documents: Iterable[Document]) -> dict[str, int
     return write_texts(server, ((*parse_place(server, document.id), document.text) for document in documents))
 
 
-def parse_place(server: Server, place: str) -> tuple[str, int]:
+def parse_place(server: MongoServer, place: str) -> tuple[str, int]:
     """The collection and idx in a document's id: "web 17 65f0c2" -> ("web", 17)."""
     for name in server.collections:
         idx = place.removeprefix(f"{name} ").partition(" ")[0]
@@ -72,7 +72,7 @@ def parse_place(server: Server, place: str) -> tuple[str, int]:
     )
 
 
-def write_texts(server: Server, texts: Iterable[tuple[str, int, str]]) -> dict[str, int]:
+def write_texts(server: MongoServer, texts: Iterable[tuple[str, int, str]]) -> dict[str, int]:
     """Set `filt_text` for each (collection, idx, text); return the numbers of documents, changed and missing ones."""
     counts = {"documents": 0, "changed": 0, "missing": 0}
     for block in _blocks(texts):
@@ -138,7 +138,7 @@ def _read_texts(file: Path, text_key: str) -> Iterator[str]:
                 continue
 
 
-def ensure_loadable(server: Server, collection: str) -> None:
+def ensure_loadable(server: MongoServer, collection: str) -> None:
     """Raise an error for a collection that db_config.json does not list; otherwise create its index on idx."""
     if collection not in server.collections:
         raise TextmillError(
@@ -148,7 +148,7 @@ def ensure_loadable(server: Server, collection: str) -> None:
     _ensure_idx_index(server, collection)
 
 
-def _ensure_idx_index(server: Server, collection: str) -> None:
+def _ensure_idx_index(server: MongoServer, collection: str) -> None:
     if not has_idx_index(server, collection):
         try:
             server.request(lambda db: db[collection].create_index("idx", unique=True))
@@ -158,7 +158,7 @@ def _ensure_idx_index(server: Server, collection: str) -> None:
             ) from None
 
 
-def reserve_idx_range(server: Server, collection: str, load_record: dict[str, Any]) -> int:
+def reserve_idx_range(server: MongoServer, collection: str, load_record: dict[str, Any]) -> int:
     """Reserve a range of idx for `documents` of the record and return its start; a repeated load gets its old range.
 
     The other entries of the record identify the load: the checksum of a file, or the fingerprint of a corpus.
@@ -193,7 +193,7 @@ def _append_load(db: Any, meta: dict[str, Any], load_record: dict[str, Any], fir
     db[META_COLLECTION].update_one(unchanged, change)
 
 
-def insert_rows(server: Server, collection: str, rows: Iterable[dict[str, Any]], first: int, field: str) -> int:
+def insert_rows(server: MongoServer, collection: str, rows: Iterable[dict[str, Any]], first: int, field: str) -> int:
     """Insert documents with idx `first`, `first` + 1 ...; skip existing ones; return how many were new.
 
     `field` holds the text, by which existing documents are recognised.
@@ -229,7 +229,7 @@ def _check_own_documents(collection: Any, rows: list[dict[str, Any]], field: str
             )
 
 
-def update_document_count(server: Server, collection: str) -> int:
+def update_document_count(server: MongoServer, collection: str) -> int:
     """Count a collection and store the number as num_docs in meta_info."""
     count: int = server.request(lambda db: db[collection].count_documents({}))
     server.request(

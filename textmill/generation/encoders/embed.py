@@ -17,7 +17,7 @@ from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.encoders.embedding_files import are_texts, count_texts, read_texts
-from textmill.generation.encoders.embedding_texts import Encoded, format_vector
+from textmill.generation.encoders.embedding_texts import EncodedText, format_vector
 from textmill.models import find_run_model
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
 from textmill.storage.progress import progress
@@ -33,7 +33,7 @@ SUFFIXES = (".npy", ".jsonl")
 class Writer(Protocol):
     """Where embeddings go."""
 
-    def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
+    def write(self, texts: Sequence[str], encoded: Sequence[EncodedText], vectors: Vectors) -> None:
         """Add the next texts."""
         ...
 
@@ -49,7 +49,7 @@ class Truncated:
     longest_text: int = 0
     """In tokens, before it was truncated."""
 
-    def add(self, encoded: Sequence[Encoded]) -> None:
+    def add(self, encoded: Sequence[EncodedText]) -> None:
         """Count a block of texts."""
         self.texts += len(encoded)
         self.count += sum(text.truncated for text in encoded)
@@ -133,7 +133,7 @@ class _JsonLines:
     def __init__(self, write_line: Callable[[str], object], returned: list[Vectors] | None) -> None:
         self.write_line, self.returned = write_line, returned
 
-    def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
+    def write(self, texts: Sequence[str], encoded: Sequence[EncodedText], vectors: Vectors) -> None:
         """A line for each text."""
         for text, encoded_text, vector in zip(texts, encoded, vectors, strict=True):
             fields: dict[str, Any] = {"text": text, "tokens": len(encoded_text.ids)}
@@ -159,7 +159,7 @@ class _NumpyFile:
             self.stream, {"descr": "<f4", "fortran_order": False, "shape": (self.count, self.dimension)}
         )
 
-    def write(self, texts: Sequence[str], encoded: Sequence[Encoded], vectors: Vectors) -> None:
+    def write(self, texts: Sequence[str], encoded: Sequence[EncodedText], vectors: Vectors) -> None:
         """Append rows."""
         self.count += len(vectors)
         self.stream.write(vectors.astype("<f4", copy=False).tobytes())

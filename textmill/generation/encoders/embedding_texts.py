@@ -19,7 +19,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """The ids of a text, and how many tokens it had before it was truncated."""
 
     ids: Ids
@@ -45,17 +45,17 @@ class TextEncoder:
     last: tuple[int, ...] = ()
     """[SEP], for a masked model."""
 
-    def encode(self, texts: list[str]) -> list[Encoded]:
+    def encode(self, texts: list[str]) -> list[EncodedText]:
         """The ids of each text, special tokens included; tokens at the end of a long one are left out."""
         return [self.surround(ids) for ids in self.tokenizer.encode_many(texts)]
 
-    def surround(self, ids: Ids) -> Encoded:
+    def surround(self, ids: Ids) -> EncodedText:
         """One text, from its tokens without special ones."""
         special = len(self.first) + len(self.last)
         kept = np.concatenate([self.first, ids[: self.longest - special], self.last]).astype(np.int64)
         if not len(kept):  # an empty text for a model without special tokens
-            return Encoded(np.array([self.tokenizer.end]), 1)
-        return Encoded(kept, len(ids) + special)
+            return EncodedText(np.array([self.tokenizer.end]), 1)
+        return EncodedText(kept, len(ids) + special)
 
 
 def format_vector(vector: NDArray[np.float32]) -> str:

@@ -24,7 +24,7 @@ STEP_TOKENS = {"cpu": 512, "cuda": 1 << 15}
 end after it."""
 
 
-class Encoder(ModelThread[EncoderRequest]):
+class EncoderThread(ModelThread[EncoderRequest]):
     """Runs up to `slots` requests at a time and queues `queue` more; texts of different requests share a step.
 
     Every accepted request gets exactly one chunk with Done. Its text is the result: JSON for masks, and for embeddings
