@@ -89,9 +89,11 @@ class HeadStates:
                 self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss,
                 tensor, net.head_bias,
             )  # fmt: skip
-        multi_token, labels_NT, weights_NT = None, micro_batch.multi_token_labels, micro_batch.multi_token_weights
-        if labels_NT is not None and weights_NT is not None:
-            multi_token = MultiTokenLabels(labels_NT.flatten(), weights_NT.flatten())
+        multi_token = None
+        if micro_batch.multi_token_labels is not None and micro_batch.multi_token_weights is not None:
+            multi_token = MultiTokenLabels(
+                micro_batch.multi_token_labels.flatten(), micro_batch.multi_token_weights.flatten()
+            )
         return summed_loss(
             self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss, net.fp8,
             starts_backward=starts_backward, cap=net.logit_softcap, bias_V=net.head_bias, multi_token=multi_token,
