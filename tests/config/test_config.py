@@ -174,6 +174,25 @@ def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypat
     assert Path(open_where(str(project / "plain.yaml"), []).config.folder) == elsewhere / "runs" / "plain"
 
 
+def test_paths_inside_groups_of_settings_are_relative_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project / "teacher", elsewhere / "other"):
+        folder.mkdir(parents=True)
+    (project / "counts.json").touch()
+    (project / "textmill.yaml").write_text(
+        "train: {distil: {teachers: [teacher, name/of-the-hub], top_k: 8, cache: kept}}\n"
+    )
+    (project / "masked.yaml").write_text("train: {layout: masked, masked: {counts: counts.json}}\n")
+    monkeypatch.chdir(elsewhere)
+    train = open_where(str(project), []).config.train
+    assert train.distil.teachers == [str(project / "teacher"), "name/of-the-hub"]
+    assert train.distil.cache == str(project / "kept")
+    masked = open_where(str(project / "masked.yaml"), ["model.family=bert"]).config.train.masked
+    assert masked.counts == str(project / "counts.json")
+    train = open_where(str(project), ["train.distil.teachers=[other]"]).config.train
+    assert train.distil.teachers == [str(elsewhere / "other")]
+
+
 def test_a_path_with_a_variable_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEXTMILL_TEST_FOLDER", str(tmp_path / "there"))
     monkeypatch.delenv("TEXTMILL_TEST_UNSET", raising=False)

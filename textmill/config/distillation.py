@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from textmill.config.section import Section, path, source
+from textmill.config.section import Section, models, path
 from textmill.errors import TextmillError
 
 TERMS = ("kl", "mse", "cosine", "hidden")
@@ -19,7 +19,7 @@ TEACHER_CACHE = "teacher-cache"
 class DistilConfig(Section):
     """Distillation: the loss compares the model with teachers, frozen models with the same tokenizer."""
 
-    teachers: list[str] = source([])
+    teachers: list[str] = models([])
     """The teachers: runs, checkpoints, Hugging Face model folders or hub names; the target is the mean of their
     distributions. Default: no distillation."""
     temperature: float = Field(2.0, gt=0)

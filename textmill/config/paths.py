@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from textmill.config.section import field_markers
 from textmill.errors import TextmillError
 
 CORPORA = Path(__file__).parents[1] / "corpora"
-MARKERS = {"path", "source", "task_files", "evaluation_files"}
+MARKERS = {"path", "source", "models", "task_files", "evaluation_files"}
 """The markers of fields that hold paths."""
 CORPORA_FILE = "corpora.yaml"
 """Where named corpora are declared, if the file is next to a config."""
@@ -26,12 +27,14 @@ def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree
     `names` are corpora that are already known; without them the tree is a file's, and a corpora.yaml next to it is
     used.
     """
-    resolved = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    resolved = deepcopy(tree)
     in_file, names = names is None, (names or set()) | corpora_names(tree, base)
     for key, field in all_fields():
         markers = field_markers(field)
-        section, dot, name = key.partition(".")
-        settings, name = (resolved.get(section), name) if dot else (resolved, section)
+        *sections, name = key.split(".")
+        settings: Any = resolved
+        for section in sections:
+            settings = settings.get(section) if isinstance(settings, dict) else None
         if MARKERS & markers.keys() and isinstance(settings, dict) and name in settings:
             settings[name] = _resolve_value(base, settings[name], markers, names)
     corpus = resolved.setdefault("corpus", {})
@@ -47,11 +50,18 @@ def _resolve_value(base: Path, value: Any, markers: dict[str, Any], names: set[s
             return [_resolve_task(base, item) for item in value]
         if markers.get("evaluation_files"):
             return [_resolve_evaluation(base, item) for item in value]
+        if markers.get("models"):
+            return [_resolve_existing(base, item) if isinstance(item, str) else item for item in value]
         return [_resolve_item(base, item, names) for item in value]
     if not isinstance(value, str) or markers.get("task_files") or markers.get("evaluation_files"):
         return value
+    return under(base, value) if markers.get("path") else _resolve_existing(base, value)
+
+
+def _resolve_existing(base: Path, value: str) -> str:
+    """The full path of a value if it exists, else the value, which may be a name."""
     full = under(base, value)
-    return full if markers.get("path") or os.path.exists(full) else value
+    return full if os.path.exists(full) else value
 
 
 def corpora_names(tree: Tree, base: Path) -> set[str]:

@@ -34,12 +34,17 @@ def source(default: Any = None, **rules: Any) -> Any:
     return Field(default, json_schema_extra={"source": True}, **rules)
 
 
+def models(default: Any, **rules: Any) -> Any:
+    """A field with a list of models: paths relative to the YAML file where they exist, else names of the hub."""
+    return Field(default, json_schema_extra={"models": True}, **rules)
+
+
 def per_call(default: Any, **rules: Any) -> Any:
     """A field of one call of a command: a folder that textmill writes does not record it."""
     return Field(default, json_schema_extra={"per_call": True}, **rules)
 
 
 def field_markers(field: FieldInfo) -> dict[str, Any]:
-    """The markers of a field: changeable, path, source, task_files, evaluation_files, free_texts, per_call."""
+    """The markers of a field: changeable, path, source, models, task_files, evaluation_files, free_texts, per_call."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
