@@ -153,7 +153,25 @@ class PositionEmbedding(nn.Embedding):
 
 def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
     """Replace modules of a net on the meta device by this rank's parts of them, as `Weight.split` defines."""
-    column_parallel: dict[nn.Module, None] = {}  # the modules with such matrices, in order
+    for module in _replace_modules(net, tensor):
+        if module is net or any(module is block for block in net.blocks):
+            raise TextmillError(
+                f"engine.mesh.tensor: {net.shape.family} has divided matrices directly in a {type(module).__name__}; "
+                f"give them a module of their own (attention, MLP) whose first argument is their input"
+            )
+        module.register_forward_pre_hook(lambda _, inputs: (tensor.to_parallel_region(inputs[0]), *inputs[1:]))
+    with_dropout: list[Any] = list(net.modules())
+    for dropping in with_dropout:  # dropout needs positions in the full tensor
+        if hasattr(dropping, "tokens_part"):
+            dropping.tokens_part = tensor.rank if tensor.sequence else 0
+        if hasattr(dropping, "heads_part"):
+            dropping.heads_part = tensor.rank
+    net.register_forward_hook(lambda _net, _inputs, x_NTE: tensor.to_parallel_region(x_NTE))
+
+
+def _replace_modules(net: BaseNet, tensor: TensorParallel) -> list[nn.Module]:
+    """Replace the divided modules by this rank's parts; return those, such as an MLP, whose input all ranks need."""
+    column_parallel: dict[nn.Module, None] = {}  # in order, each once
     for weight in weights_of(net.shape):
         module_name, _, parameter_name = weight.parameter.rpartition(".")
         if weight.by_token and len(weight.shape) == 1 and weight.split == 0:  # the head's bias
@@ -169,20 +187,7 @@ def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
         setattr(parent, attribute, part)
         if weight.split == 0 and not weight.by_token:
             column_parallel[parent] = None
-    for module in column_parallel:
-        if module is net or any(module is block for block in net.blocks):
-            raise TextmillError(
-                f"engine.mesh.tensor: {net.shape.family} has divided matrices directly in a {type(module).__name__}; "
-                f"give them a module of their own (attention, MLP) whose first argument is their input"
-            )
-        module.register_forward_pre_hook(lambda _, inputs: (tensor.to_parallel_region(inputs[0]), *inputs[1:]))
-    with_dropout: list[Any] = list(net.modules())
-    for dropping in with_dropout:  # dropout needs positions in the full tensor
-        if hasattr(dropping, "tokens_part"):
-            dropping.tokens_part = tensor.rank if tensor.sequence else 0
-        if hasattr(dropping, "heads_part"):
-            dropping.heads_part = tensor.rank
-    net.register_forward_hook(lambda _net, _inputs, x_NTE: tensor.to_parallel_region(x_NTE))
+    return list(column_parallel)
 
 
 def _part_of(module: nn.Module, weight: Weight, tensor: TensorParallel) -> nn.Module | None:
