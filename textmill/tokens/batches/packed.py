@@ -145,7 +145,10 @@ class PackedLayout:
         stream_starts: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> Spans:
-        """Split ranges of the epoch's token stream at document boundaries; no range may pass the end of the stream."""
+        """Split ranges of the epoch's token stream at document boundaries; no range may pass the end of the stream.
+
+        If documents end at 12, 20 and 30, the range of 15 tokens from 10 on has spans of 2, 8 and 5 tokens.
+        """
         first = np.searchsorted(ends, stream_starts, side="right")
         last = np.searchsorted(ends, stream_starts + counts - 1, side="right")
         per_range = last - first + 1
