@@ -39,16 +39,9 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
 
     The settings are chosen so that `textmill run FOLDER` takes about `minutes`; default: until more does not help.
     """
-    if family not in (AUTO, *SIZES):
-        raise TextmillError(f"--family: no family '{family}'; choose one of {', '.join((AUTO, *SIZES))}")
-    if not folder:
-        raise TextmillError("new: the name of the folder is empty; write: textmill new DIR --text 'texts/*.txt'")
-    masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     path, entries = Path(folder) / PROJECT_YAML, [text] if isinstance(text, str) else list(text)
-    if path.exists():
-        raise TextmillError(f"{path}: exists already; edit it, or name another folder")
-    if minutes is not None and minutes <= 0:
-        raise TextmillError(f"--minutes: found {minutes:g}; give a number above 0")
+    _check_arguments(folder, path, minutes, family)
+    masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     sources = _find_texts(entries, folder)
     records = inspect_records(sources, CorpusConfig())
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
@@ -79,6 +72,17 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
+
+
+def _check_arguments(folder: str, path: Path, minutes: float | None, family: str) -> None:
+    if family not in (AUTO, *SIZES):
+        raise TextmillError(f"--family: no family '{family}'; choose one of {', '.join((AUTO, *SIZES))}")
+    if not folder:
+        raise TextmillError("new: the name of the folder is empty; write: textmill new DIR --text 'texts/*.txt'")
+    if path.exists():
+        raise TextmillError(f"{path}: exists already; edit it, or name another folder")
+    if minutes is not None and minutes <= 0:
+        raise TextmillError(f"--minutes: found {minutes:g}; give a number above 0")
 
 
 def _find_texts(entries: list[str], folder: str) -> list[Source]:
