@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, needed_minutes, search, trial_minutes
+from textmill.planning.tuned_file import table_row
 
 CURRENT = Current(
     learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1
@@ -91,6 +92,26 @@ def test_large_batches_are_left_out_by_name_if_their_trials_would_be_too_short()
     tried = run_all(Lengths(6.0, full_minutes=10.0), outcome, no_better, steps=60)
     assert [trial.changes["train.batch"] for trial in tried if trial.setting == "train.batch"] == [16, 64]
     assert not outcome.skipped
+
+
+@pytest.mark.parametrize(("full_minutes", "is_compared"), [(10.0, False), (0.8, True)])
+def test_a_trial_with_fewer_steps_than_expected_is_not_compared(full_minutes: float, is_compared: bool) -> None:
+    """Half the batch promises 120 steps, but the machine is slow: of a long run the 24 that it did show nothing."""
+    outcome = Outcome()
+    trials = search(CURRENT, Lengths(0.5, full_minutes=full_minutes), outcome)
+    trial = next(trials)
+    rows = []
+    while True:
+        result = Result(0.5, 24, 30.0) if trial.setting == "train.batch" else Result(1.0, 60, 30.0)
+        try:
+            following = trials.send(result)
+        except StopIteration:
+            break
+        rows.append(table_row(1, trial, result, outcome))
+        trial = following
+    assert outcome.changes.get("train.batch") == (16 if is_compared else None)
+    assert outcome.skipped == ({} if is_compared else {"train.batch=16": 24, "train.batch=64": 30})
+    assert any(row.endswith("0.5000  not compared: too few steps") for row in rows) != is_compared
 
 
 def test_settings_that_change_the_speed_of_a_step_get_the_same_time() -> None:

@@ -95,7 +95,7 @@ class Outcome:
     worth: dict[str, float] = field(default_factory=dict)
     """How much lower the loss is with the best value of each setting that was tried; 0: the plan's value is kept."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Values such as `train.batch=64` whose trials would be too short, and how many steps they would have."""
+    """Values such as `train.batch=64` whose trials would be, or were, too short, and how many steps they have."""
     too_short: bool = False
     """Whether even the trial of the plan was too short, so that nothing is tried."""
 
@@ -171,11 +171,15 @@ def _climb(
     is_better = False
     for values in ladder:
         changes = {**outcome.changes, **values}
+        value = name_value(changes, candidate.setting)
         expected_steps = length.samples // changes.get("train.batch", batch)
         if not length.is_full and expected_steps < MIN_STEPS:
-            outcome.skipped[f"{candidate.setting}={describe_value(changes, candidate.setting)}"] = expected_steps
+            outcome.skipped[value] = expected_steps
             break
         result = yield Trial(candidate.setting, changes, length.of(candidate.same_speed))
+        if not length.is_full and result.loss is not None and result.steps < MIN_STEPS:  # slower than expected
+            outcome.skipped[value] = result.steps
+            break
         assert outcome.loss is not None
         if result.loss is None or result.loss > outcome.loss - outcome.noise:
             break
@@ -258,6 +262,11 @@ def _size(width: int) -> Changes:
         "model.shape.layers": layers_of(width),
         "model.shape.heads": heads_of(width),
     }
+
+
+def name_value(changes: Mapping[str, Any], setting: str) -> str:
+    """A setting with the value that a trial tried, such as `train.batch=64`."""
+    return f"{setting}={describe_value(changes, setting)}"
 
 
 def describe_value(changes: Mapping[str, Any], setting: str) -> str:

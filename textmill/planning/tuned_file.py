@@ -10,7 +10,7 @@ from typing import Any
 
 from textmill.config import RunConfig
 from textmill.config.yaml_text import format_yaml
-from textmill.planning.trials import MIN_STEPS, Outcome, Result, Trial, describe_value
+from textmill.planning.trials import MIN_STEPS, Outcome, Result, Trial, describe_value, name_value
 from textmill.planning.tuning import Tuning, change_settings
 from textmill.storage.files import format_path, write_text
 
@@ -28,6 +28,8 @@ def table_row(number: int, trial: Trial, result: Result, outcome: Outcome) -> st
     start = f"{number:>5}  {trial.setting or 'as planned':<30}  {value:>9}  {result.steps:>8,}  {result.seconds:>7.0f}"
     if result.loss is None:
         return f"{start}  failed: {result.error}"
+    if name_value(trial.changes, trial.setting) in outcome.skipped:
+        return f"{start}  {result.loss:.4f}  not compared: too few steps"
     kept = bool(trial.setting) and outcome.loss == result.loss
     return f"{start}  {result.loss:.4f}{'  kept' if kept else ''}"
 
@@ -38,7 +40,7 @@ def describe_outcome(tuning: Tuning) -> list[str]:
     if outcome.loss is None or outcome.plan_loss is None:
         return ["tune: no trial was finished"]
     skipped = [
-        f"not tried: {value}, because its trials would have {steps} steps; at least {MIN_STEPS} are needed: "
+        f"not compared: {value}, because a trial of it has only {steps} steps; at least {MIN_STEPS} are needed: "
         f"--minutes {math.ceil(tuning.minutes * MIN_STEPS / max(1, steps))} --force"
         for value, steps in outcome.skipped.items()
     ]
