@@ -129,7 +129,9 @@ def test_an_untied_head_does_not_make_a_planned_run_undertrained(
         config = RunConfig.model_validate({"folder": str(tmp_path), "model": settings})
         shape = open_family("llama").shape_of(config.model, vocab=512, end=0)
         monkeypatch.setattr(command, "read_shape", lambda folder, shape=shape: shape)
-        sizes[untied] = command._facts_of(config, tmp_path, tmp_path).parameters
+        facts = command._facts_of(config, tmp_path, tmp_path)
+        sizes[untied] = facts.parameters
+        assert facts.all_parameters == facts.parameters + untied * 512 * shape.width, "what the user reads"
     assert sizes[True] == sizes[False]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_overfitting_names_where_it_began() -> None:
     text = describe_state(RunFacts(5_000_000, 2_000_000, 50_000_000, RISING))
     assert "3.5000 to 3.9000 since step 200" in text
     assert "25 epochs" in text
+
+
+def test_the_size_that_is_named_counts_the_embeddings() -> None:
+    facts = RunFacts(130_000, 900_000, 50_000, FALLING, all_parameters=190_000)
+    assert "a net of 0.2M parameters" in describe_state(facts)
+    assert "a net of 0.1M parameters" in describe_state(replace(facts, all_parameters=None))
 
 
 def test_epochs_are_the_last_logged_ones(tmp_path: Path) -> None:

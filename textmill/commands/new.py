@@ -22,7 +22,7 @@ from textmill.planning.inspect_text import inspect_text
 from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
 from textmill.planning.plan import VOCABS, auto_family, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
-from textmill.planning.project_file import project_yaml
+from textmill.planning.project_file import count_model_parameters, project_yaml
 from textmill.storage.files import write_text
 from textmill.storage.stages import PROJECT_YAML
 
@@ -63,7 +63,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     family = auto_family(machine) if family == AUTO else family
     kind = {"masked" if masked else "family": family}
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
-    parameters = plan.stored_parameters(family) / 1e6
+    parameters = count_model_parameters(plan, facts, family) / 1e6
     shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
     files = format_count(len(sources), "file")
     print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")

@@ -194,10 +194,12 @@ def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
     unique_tokens = sum(store.tokens for store in open_splits(config).stores("train"))
     epochs = read_epochs(folder)
     tokens = read_json(last_checkpoint / "progress.json")["tokens"] if epochs is None else round(epochs * unique_tokens)
+    shape = read_shape(checkpoint)
     return RunFacts(
-        parameters=count_blocks_and_head(read_shape(checkpoint)),
+        parameters=count_blocks_and_head(shape),
         unique_tokens=unique_tokens,
         tokens=tokens,
         valid_losses=read_valid_curve(folder),
         from_scratch=config.model.init_from is None,
+        all_parameters=shape.parameters,
     )

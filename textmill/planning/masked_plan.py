@@ -28,13 +28,19 @@ def limit_vocabs(text: TextFacts) -> TextFacts:
     return replace(text, bytes_per_token=allowed or {largest: text.bytes_per_token[largest]})
 
 
+def has_pairs(text: TextFacts) -> bool:
+    """Whether documents are long enough for sentence pairs."""
+    return text.document_bytes >= MIN_PAIR_BYTES
+
+
 def masked_sections(sections: dict[str, list[Row]], text: TextFacts, plan: Plan, family: str) -> dict[str, list[Row]]:
     """The sections of a plan, changed for a model of this family."""
-    has_pairs = text.document_bytes >= MIN_PAIR_BYTES
     pairs: Row = ("  pairs", "next", "sentence pairs: does the second follow the first?")
-    if not has_pairs:
+    if not has_pairs(text):
         pairs = ("  pairs", "none", f"full sentences: documents of {text.document_bytes:.0f} bytes are short for pairs")
-    shape = sections["model"] if has_pairs else [*sections["model"], ("  pair_head", "false", "there are no pairs")]
+    shape = (
+        sections["model"] if has_pairs(text) else [*sections["model"], ("  pair_head", "false", "there are no pairs")]
+    )
     return {
         "corpus": [*sections["corpus"], ("sentences", "split", "one sentence per line")],
         "tokenizer": [("kind", "wordpiece", "as in BERT"), ("vocab", plan.vocab, "holds the characters of the text"),

@@ -91,10 +91,6 @@ class Plan:
         """Whether the head has weights of its own: that of a Llama, in few epochs."""
         return family == "llama" and self.epochs < UNTIED_EPOCHS
 
-    def stored_parameters(self, family: str) -> int:
-        """Parameters of the finished model: with an untied head its embeddings come on top."""
-        return self.parameters + (self.width * self.vocab if self.is_untied(family) else 0)
-
 
 def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: bool = False) -> Plan:
     """The settings for this text on this machine, so that the whole command takes about these minutes.

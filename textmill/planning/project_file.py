@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 
+from textmill.config import ModelConfig
 from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.inspection import RecordFacts
+from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.masked_plan import Row, masked_sections
+from textmill.planning.masked_plan import Row, has_pairs, masked_sections
 from textmill.planning.plan import EMBEDDING_RATE_FACTOR, MAX_EPOCHS, Plan, fitted_fraction
 
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
@@ -20,7 +22,7 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
     `masked` is the family of a model that predicts masked tokens; empty: one of `family`, which predicts the next one.
     """
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
-    quoted, millions = shlex.quote(folder), plan.stored_parameters(family) / 1e6
+    quoted, millions = shlex.quote(folder), count_model_parameters(plan, text, masked or family) / 1e6
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {millions:.1f}M parameters, {_minutes(plan)}.
@@ -41,6 +43,17 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
         lines += [_line(*row) for row in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def count_model_parameters(plan: Plan, text: TextFacts, family: str) -> int:
+    """All parameters of the finished model, as `train` and `show` count them; the rules of a plan count fewer."""
+    numbers: dict[str, object] = {"layers": plan.layers, "heads": plan.heads, "width": plan.width}
+    if plan.is_untied(family):
+        numbers["untied"] = True
+    if open_family(family).OBJECTIVE == "masked":
+        numbers["pair_head"] = has_pairs(text)
+    model = ModelConfig.model_validate({"family": family, "shape": numbers})
+    return open_family(family).shape_of(model, vocab=plan.vocab, end=0, length=plan.length).parameters
 
 
 def second_generation(where: str, run: str) -> str:

@@ -27,7 +27,7 @@ class RunFacts:
     """A finished run, as far as it is judged here."""
 
     parameters: int
-    """Of blocks and head."""
+    """Of blocks and head: the size of a net in the rules of a plan."""
     unique_tokens: int
     tokens: int
     """Tokens seen in training, without padding."""
@@ -35,6 +35,8 @@ class RunFacts:
     """By step."""
     from_scratch: bool = True
     """Whether the weights were random at the start; a model that was trained before needs fewer epochs."""
+    all_parameters: int | None = None
+    """With the embeddings: the size that the user reads; None: as `parameters`."""
 
     @property
     def epochs(self) -> float:
@@ -126,8 +128,9 @@ def describe_state(facts: RunFacts) -> str:
         )
     if state == "undertrained":
         useful_epochs = target_epochs(facts.parameters, facts.unique_tokens)
+        millions = (facts.all_parameters or facts.parameters) / 1e6
         return (
-            f"Undertrained: {seen}, while a net of {facts.parameters / 1e6:.1f}M parameters gains from about "
+            f"Undertrained: {seen}, while a net of {millions:.1f}M parameters gains from about "
             f"{useful_epochs:.2g} epochs. More time or a smaller net help."
         )
     if state == "limited by the text":
