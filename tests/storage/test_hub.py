@@ -75,3 +75,19 @@ def test_a_recipe_without_its_model_does_not_ask_the_hub(
     monkeypatch.chdir(tmp_path)
     assert main(["run", recipe]) == 2
     assert "./pretrained: no such folder; use a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["model.init_from", "tokenizer.use", "train.distil.teachers"])
+def test_a_failed_download_says_where_it_looked(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str, **_: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "quickstart", f"{key}={'[mien]' if key.endswith('s') else 'mien'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{key}: mien: no such folder here, so it was looked up on the Hugging Face hub" in error
+    assert "(no network); name a local folder as ./mien, or check the hub's name" in error
+    assert not list(tmp_path.iterdir())

@@ -212,12 +212,15 @@ def describe_init_model(checkpoint: Checkpoint, name: str) -> str:
     return f"{text}, the best checkpoint; the newest is {format_path(run / f'step-{latest:07d}')}"
 
 
-def open_model(name: str) -> Checkpoint:
+def open_model(name: str, key: str = "model.init_from") -> Checkpoint:
     """Open a model by the folder of a project, run, checkpoint or Hugging Face model, or by hub name.
 
-    Of a run it is the best checkpoint, or the newest if there is no best one.
+    Of a run it is the best checkpoint, or the newest if there is no best one. `key` is the setting that names it.
     """
-    folder = find_model_folder(name)
+    try:
+        folder = find_model_folder(name)
+    except TextmillError as error:
+        raise TextmillError(f"{key}: {error}") from None
     for run in (folder, folder / "run"):
         checkpoint = find_checkpoint(run, None)
         if checkpoint is not None:

@@ -65,8 +65,8 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the client raises many types: offline, not found, gated
         raise TextmillError(
-            f"{name}: no such folder, and downloading it from the hub failed ({first_line(error)}); check the name and "
-            "the network"
+            f"{name}: no such folder here, so it was looked up on the Hugging Face hub, which failed "
+            f"({first_line(error)}); name a local folder as ./{name}, or check the hub's name and the network"
         ) from None
 
 

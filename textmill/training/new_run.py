@@ -39,7 +39,7 @@ from textmill.training.teachers import check_teachers
 
 def start_new_run(config: RunConfig, data: Splits) -> Start:
     """The start of a new run."""
-    init_model = _open_init_model(config.model.init_from) if config.model.init_from else None
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, init_model)
     _check_objective(config.train, shape)
     _check_pairs(config, shape)
@@ -83,13 +83,6 @@ def _adapt_init_model(
     return shape, weights
 
 
-def _open_init_model(name: str) -> Checkpoint:
-    try:
-        return open_model(name)
-    except TextmillError as error:
-        raise TextmillError(f"model.init_from: {error}") from None
-
-
 def check_start(config: RunConfig) -> None:
     """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
     check_trackers(config.track)
@@ -98,7 +91,7 @@ def check_start(config: RunConfig) -> None:
         open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
     family = open_family(config.model.family)
     if config.model.init_from:
-        shape = read_shape(_open_init_model(config.model.init_from).folder)
+        shape = read_shape(open_model(config.model.init_from).folder)
         shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
         chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
         _check_length(config.train, chosen or shape.positions)
