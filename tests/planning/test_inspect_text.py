@@ -143,6 +143,21 @@ def test_two_texts_are_both_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert open_where("mine", []).config.corpus.sources == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
 
 
+@pytest.mark.parametrize(("text", "moved"), [("texts", "work/mine"), ("work/texts", "work")])
+def test_a_moved_project_finds_its_text(text: str, moved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project with a text elsewhere, and a project that is moved together with the text next to it."""
+    from tests.support.machines import TWO_CORES
+
+    monkeypatch.setattr("textmill.commands.new.probe_machine", lambda: TWO_CORES)
+    monkeypatch.chdir(tmp_path)
+    Path(text).mkdir(parents=True)
+    write_documents(Path(text, "a.jsonl"), [f"text {number}" for number in range(30)])
+    assert main(["new", "work/mine", "--text", f"{text}/*.jsonl"]) == 0
+    Path("far/away").mkdir(parents=True)
+    new_place = Path(moved).rename(Path("far/away", Path(moved).name))
+    assert main(["prepare", str(new_place if moved.endswith("mine") else new_place / "mine")]) == 0
+
+
 def test_the_machine_is_measured() -> None:
     facts = probe_machine("cpu")
     (small, slow), (large, fast) = facts.rates

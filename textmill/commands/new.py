@@ -22,7 +22,7 @@ from textmill.planning.inspect_text import inspect_text
 from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
 from textmill.planning.plan import VOCABS, auto_family, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
-from textmill.planning.project_file import count_model_parameters, project_yaml
+from textmill.planning.project_file import count_model_parameters, path_in_project, project_yaml
 from textmill.storage.files import write_text
 from textmill.storage.stages import PROJECT_YAML
 
@@ -148,7 +148,7 @@ def _warn_of_text(facts: TextFacts, encoding: str, path: Path) -> None:
 
 
 def _named(entry: str, folder: str) -> str:
-    """A source as the project's file names it: relative to the file, unless it is a shipped corpus or remote."""
+    """A source as the project's file names it: a path, unless it is a shipped corpus or remote."""
     if (entry in bundled_corpora() and not os.path.exists(entry)) or ":" in entry:
         return entry
-    return os.path.relpath(os.path.expanduser(entry), folder)
+    return path_in_project(os.path.expanduser(entry), folder)

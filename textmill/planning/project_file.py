@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from pathlib import Path
 
 from textmill.config import ModelConfig
 from textmill.config.yaml_text import format_yaml_value
@@ -43,6 +45,13 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
         lines += [_line(*row) for row in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def path_in_project(path: str, folder: str | Path) -> str:
+    """A source's path as the project's file names it: relative to the file in its folder and the folder's parent,
+    which are moved together, else absolute."""
+    relative = os.path.relpath(path, folder)
+    return os.path.abspath(path) if relative.startswith(os.path.join("..", "..")) else relative
 
 
 def count_model_parameters(plan: Plan, text: TextFacts, family: str) -> int:

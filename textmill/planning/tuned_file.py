@@ -10,6 +10,7 @@ from typing import Any
 
 from textmill.config import RunConfig
 from textmill.config.yaml_text import format_yaml
+from textmill.planning.project_file import path_in_project
 from textmill.planning.trials import MIN_STEPS, Outcome, Result, Trial, describe_value, name_value
 from textmill.planning.tuning import Tuning, change_settings
 from textmill.storage.files import format_path, write_text
@@ -76,7 +77,7 @@ def _rows(tuning: Tuning) -> list[str]:
 
 
 def _tree(config: RunConfig) -> dict[str, Any]:
-    """The settings that the user or a trial set; paths inside the project are relative to it."""
+    """The settings that the user or a trial set; paths in and near the project are relative to it."""
     root = Path(config.folder)
     tree: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     tree = {"folder": ".", **{name: section for name, section in tree.items() if name != "folder"}}
@@ -84,6 +85,6 @@ def _tree(config: RunConfig) -> dict[str, Any]:
         if getattr(config, section).folder:
             tree[section]["folder"] = os.path.relpath(getattr(config, section).folder, root)
     if sources := tree.get("corpus", {}).get("sources"):
-        tree["corpus"]["sources"] = [os.path.relpath(one, root) if os.path.isabs(one) else one for one in sources]
+        tree["corpus"]["sources"] = [path_in_project(one, root) if os.path.isabs(one) else one for one in sources]
     tree["train"] = {**tree.get("train", {}), "folder": RUN_FOLDER}
     return tree
