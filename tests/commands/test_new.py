@@ -43,6 +43,49 @@ def test_files_in_an_older_encoding_are_read(capsys: pytest.CaptureFixture[str])
     assert {document.text for document in open_corpus(Path("mine/corpus"))} == set(texts.values())
 
 
+SENTENCES = {
+    "cp949": "물레방아가 강가에서 돌아간다. 방앗간 주인은 곡식을 빻는다. ",
+    "cp1252": "Le café était fermé à l'été, où le garçon a mangé une crêpe près de la forêt. ",
+    "cp1254": "Değirmenin çarkı ırmağın kıyısında ağır ağır dönüyor, şu işçi öğütülmüş buğdayı taşıyor. ",
+}
+
+
+def write_texts(*encodings: str) -> None:
+    Path("texts").mkdir()
+    for encoding in encodings:
+        for n in range(20):
+            Path("texts", f"{encoding}-{n}.txt").write_bytes((f"{n}. " + SENTENCES[encoding] * 5).encode(encoding))
+
+
+def test_two_older_encodings_are_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Read as cp1252, the Korean files would become Latin letters without an error."""
+    write_texts("cp949", "cp1252")
+    assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "the files are in several encodings: texts/cp1252-0.txt looks like cp1252, " in error
+    assert "cp949-0.txt looks like cp949; corpus.encoding names only one, so make a project of each, or" in error
+    assert "iconv -f cp949 -t UTF-8 FILE > NEW" in error
+    assert not Path("mine").exists()
+    assert main(["prepare", "quickstart", "corpus.sources=texts"]) == 2
+    error = capsys.readouterr().err
+    assert "cp949-0.txt looks like cp949; corpus.encoding names only one" in error
+    assert "set corpus.encoding=" not in error, "it would be wrong for some of the files"
+    assert main(["prepare", "quickstart", "corpus.sources=texts", "corpus.encoding=cp1252"]) == 0
+    assert "may become garbled: the files are in several encodings" in capsys.readouterr().out
+
+
+def test_an_encoding_with_the_letters_of_another_is_no_second_one(capsys: pytest.CaptureFixture[str]) -> None:
+    write_texts("cp1252", "cp1254")
+    assert main(["prepare", "quickstart", "corpus.sources=texts"]) == 2
+    assert "the files look like cp1254: set corpus.encoding=cp1254" in capsys.readouterr().err
+    assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
+    assert main(["prepare", "mine"]) == 0
+    assert "garbled" not in capsys.readouterr().out
+    texts = " ".join(document.text for document in open_corpus(Path("mine/corpus")))
+    assert SENTENCES["cp1252"].strip() in texts
+    assert SENTENCES["cp1254"].strip() in texts
+
+
 def test_other_projects_in_the_folder_of_texts_are_not_text() -> None:
     Path("texts").mkdir()
     for n in range(30):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
+from textmill.corpus.encodings import advise_encodings
 from textmill.corpus.inspection import RecordFacts, inspect_records
 from textmill.corpus.source import Source
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
@@ -44,6 +45,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     sources = _find_texts(entries, folder)
     records = inspect_records(sources, CorpusConfig())
+    if len(records.older_encodings) > 1:
+        raise TextmillError(f"--text: {advise_encodings(records.older_encodings)}")
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
     sources = [replace(source, encoding=encoding) for source in sources]
     if masked and records.chat:

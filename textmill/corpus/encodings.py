@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping
 
 SAMPLE_BYTES = 1 << 18
 """First bytes of a file that are examined."""
@@ -80,6 +81,18 @@ def suggest_encoding(head: bytes) -> str | None:
     if is_utf8(head) or invalid < sum(char > "\x7f" for char in decoded) / 2:
         return None  # UTF-8 with a few damaged bytes
     return next((encoding for encoding in OLDER_ENCODINGS if _is_plausible(head, encoding)), None)
+
+
+def advise_encodings(files: Mapping[str, str]) -> str:
+    """What to do with files that are in older encodings; `files` has the name of one for each encoding."""
+    if len(files) < 2:
+        return "".join(f"the files look like {encoding}: set corpus.encoding={encoding}" for encoding in files)
+    *_, last = files
+    listed = ", ".join(f"{file} looks like {encoding}" for encoding, file in files.items())
+    return (
+        f"the files are in several encodings: {listed}; corpus.encoding names only one, so make a project of each, or "
+        f"convert them to UTF-8, such as with: iconv -f {last} -t UTF-8 FILE > NEW"
+    )
 
 
 def _is_plausible(head: bytes, encoding: str) -> bool:

@@ -4,7 +4,7 @@ language."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from textmill.corpus.accounts import format_count
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.conversations import Record, find_layout, read_conversation
 from textmill.corpus.csv_dialect import column_names, find_dialect
-from textmill.corpus.encodings import detect_encoding, mark_length, resolve_encoding, suggest_encoding
+from textmill.corpus.encodings import advise_encodings, detect_encoding, mark_length, resolve_encoding, suggest_encoding
 from textmill.corpus.formats import arrow, parquet
 from textmill.corpus.formats.json import sample_values
 from textmill.corpus.records import UnreadableRecord
@@ -26,6 +26,8 @@ from textmill.storage.remote_folders import is_url
 
 SHOWN_SOURCES = 200
 """Files whose layout is printed before they are read."""
+ENCODING_SOURCES, ENCODING_BYTES = 64, 1 << 14
+"""Files whose encoding is guessed, and how many bytes of each."""
 SAMPLE_SOURCES, SAMPLE_RECORDS = 8, 50
 """Files that are examined, and records of each."""
 USUAL_NAMES = ("text", "content", "body", "article", "document", "form", "paragraph", "sentence")
@@ -50,6 +52,8 @@ class RecordFacts:
     """`corpus.chat`: messages, sharegpt, alpaca or pairs; None if the records are plain text."""
     encoding: str = "utf-8"
     """The encoding of the files, such as utf-16-le or cp949."""
+    older_encodings: Mapping[str, str] = field(default_factory=dict)
+    """The encodings in which files that are not Unicode seem to be, and the name of a file in each."""
     delimiter: str | None = None
     """What separates the columns of CSV files; None if there are none."""
     header: bool = True
@@ -97,9 +101,8 @@ class _Sample:
 
     @property
     def encoding(self) -> str:
-        """The most common encoding; an older one counts before UTF-8, which is recognised in each file."""
-        older = Counter({name: count for name, count in self.encodings.items() if not name.startswith("utf-")})
-        return next((name for name, _ in (older or self.encodings).most_common(1)), "utf-8")
+        """The most common encoding."""
+        return next((name for name, _ in self.encodings.most_common(1)), "utf-8")
 
 
 def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFacts:
@@ -118,16 +121,33 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
         text_key = text_key and _add_other_keys(text_key, sample.by_source, config.text_key)
     else:
         text_key, texts = ("[]" if sample.has_string_list else config.text_key), sample.strings
+    older_encodings = find_older_encodings(sources)
     delimiter, header = sample.dialects.most_common(1)[0][0] if sample.dialects else (None, True)
     return RecordFacts(
         text_key=text_key,
         chat=chat,
-        encoding=sample.encoding,
+        encoding=next(iter(older_encodings), sample.encoding),  # UTF-8 is recognised in each file
+        older_encodings=older_encodings,
         delimiter=delimiter,
         header=header,
         language=_find_language(texts),
         fields=tuple(dict.fromkeys(str(name) for record in records for name in record)),
     )
+
+
+def find_older_encodings(sources: Sequence[Source]) -> dict[str, str]:
+    """The encodings in which files that are not Unicode seem to be, and the name of a file in each; the most common
+    one first."""
+    readable = [source for source in sources if source.format not in (*SELF_COMPRESSED, "mongo")]
+    files: dict[str, list[str]] = {}
+    for source in readable[:: max(1, len(readable) // ENCODING_SOURCES)][:ENCODING_SOURCES]:
+        with suppress(BrokenStream):  # prepare reports it
+            encoding = _read_head(source, ENCODING_BYTES)[1]
+            if not encoding.startswith("utf-"):
+                files.setdefault(encoding, []).append(_format_name(source))
+    if "cp1254" in files:  # it has the letters of French and German too
+        files["cp1254"] += files.pop("cp1252", [])
+    return {encoding: files[encoding][0] for encoding in sorted(files, key=lambda one: -len(files[one]))}
 
 
 def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
@@ -144,17 +164,22 @@ def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[st
             if encoding != "utf-8" and (encoding.startswith("utf-") or not head.isascii()):
                 parts.append(f"encoding {encoding}")
             if parts:
-                name = source.name if is_url(source.name) else format_path(Path(source.name))
-                found.setdefault(", ".join(parts), []).append(name)
+                found.setdefault(", ".join(parts), []).append(_format_name(source))
     of_all = f" of the first {SHOWN_SOURCES:,}" if len(readable) > SHOWN_SOURCES else ""
-    return [
+    lines = [
         f"{format_count(len(names), 'file')}{of_all} read with {how}: {names[0]}{' ...' if len(names) > 1 else ''}"
         for how, names in found.items()
     ]
+    older = find_older_encodings(readable) if config.encoding != "auto" else {}
+    return [*lines, f"some text may become garbled: {advise_encodings(older)}"] if len(older) > 1 else lines
 
 
-def _read_head(source: Source) -> tuple[bytes, str]:
-    head = read_head(source, is_converted=False)
+def _format_name(source: Source) -> str:
+    return source.name if is_url(source.name) else format_path(Path(source.name))
+
+
+def _read_head(source: Source, size: int | None = None) -> tuple[bytes, str]:
+    head = read_head(source, is_converted=False)[:size]
     found = detect_encoding(head)
     return head, (suggest_encoding(head) or found) if found == "utf-8" else found
 

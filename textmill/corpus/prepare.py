@@ -36,7 +36,7 @@ from textmill.corpus.decontamination.evaluation_data import (
 )
 from textmill.corpus.dedup.decisions import decide_documents
 from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
-from textmill.corpus.inspection import describe_layouts
+from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled.build import build_labelled
 from textmill.corpus.passes import ChunkTask, clean_chunk, write_chunk
 from textmill.corpus.records import (
@@ -220,7 +220,8 @@ def _build(
 
     read_counts = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
     quarantine = write_quarantine(folder / QUARANTINE, _read_bad_records(tasks))
-    check_quarantine(folder / QUARANTINE, _read_bad_records(tasks), read_counts, config.corpus.max_unreadable)
+    limit, find_encodings = config.corpus.max_unreadable, lambda: find_older_encodings(sources)
+    check_quarantine(folder / QUARANTINE, _read_bad_records(tasks), read_counts, limit, find_encodings)
 
     decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config.corpus, run)
     counts: Counts = {"skipped_files": skipped}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import READ_BYTES, Document, cut_into_sections
-from textmill.corpus.encodings import suggest_encoding
+from textmill.corpus.encodings import advise_encodings, suggest_encoding
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream
@@ -29,6 +29,8 @@ QUARANTINE = "quarantine.jsonl"
 """The file of the bad records in a corpus folder."""
 RAW_BYTES = 1000
 """Bytes of a bad record that are kept in the quarantine."""
+NOT_UTF8, ENCODING_HINT = "not UTF-8", "; it looks like"
+"""In the reason of a record that is not UTF-8, and before a guess at its encoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,12 @@ def decode_utf8(raw: bytes) -> str:
 
 def describe_encoding_error(raw: bytes, byte: int, place: int) -> str:
     """The error message for bytes that are not UTF-8."""
-    problem = f"not UTF-8: byte 0x{byte:02x} at {place:,}; "
+    problem = f"{NOT_UTF8}: byte 0x{byte:02x} at {place:,}"
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return problem + "it looks like UTF-16: set corpus.encoding=utf-16"
+        return problem + f"{ENCODING_HINT} UTF-16: set corpus.encoding=utf-16"
     if found := suggest_encoding(raw):
-        return problem + f"it looks like {found}: set corpus.encoding={found}"
-    return problem + "if the file has another encoding, name it with corpus.encoding"
+        return problem + f"{ENCODING_HINT} {found}: set corpus.encoding={found}"
+    return problem + "; if the file has another encoding, name it with corpus.encoding"
 
 
 def write_quarantine(path: Path, bad_records: Iterable[BadRecord]) -> dict[str, Any]:
@@ -140,9 +142,13 @@ def json_line(row: dict[str, Any]) -> bytes:
 
 
 def check_quarantine(
-    path: Path, bad_records: Iterable[BadRecord], counts_by_chunk: Iterable[Mapping[str, Any]], max_unreadable: float
-) -> None:
-    """Refuse to go on if too large a part of the records, or of the bytes, is unreadable; `path`: where they are."""
+    path: Path, bad_records: Iterable[BadRecord], counts_by_chunk: Iterable[Mapping[str, Any]], max_unreadable: float,
+    find_encodings: Callable[[], Mapping[str, str]],
+) -> None:  # fmt: skip
+    """Refuse to go on if too large a part of the records, or of the bytes, is unreadable; `path`: where they are.
+
+    `find_encodings` guesses the encodings of all files, which is surer than a guess for one record.
+    """
     total: Counter[str] = Counter()
     for counts in counts_by_chunk:
         total.update({key: counts.get(key, 0) for key in ("records", "quarantined", "bytes", "quarantined_bytes")})
@@ -153,6 +159,8 @@ def check_quarantine(
     else:
         return
     first = str(next(iter(bad_records), ""))
+    if NOT_UTF8 in first and (encodings := find_encodings()):
+        first = f"{first.partition(ENCODING_HINT)[0]}; {advise_encodings(encodings)}"
     some = "corpus.text_key=" in first and total["quarantined"] < total["records"]
     advice = (
         " (corpus.text_key=text+body reads files with the field text and files with the field body)" if some else ""
