@@ -13,6 +13,7 @@ from textmill.planning.verdict import (
     describe_quality,
     describe_state,
     read_epochs,
+    read_train_loss,
     read_valid_curve,
     state_of,
 )
@@ -28,6 +29,8 @@ FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
         # nanochat's law wants 11 tokens for each parameter: 1,364M tokens for 124M parameters.
         (RunFacts(124_000_000, 1_000_000_000, 400_000_000, FALLING), "undertrained"),
         (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING), "finished"),
+        (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.6), "limited by the text"),
+        (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.9), "finished"),
         (RunFacts(124_000_000, 1_000_000, 400_000, FALLING, from_scratch=False), "finished"),
         (RunFacts(5_000_000, 2_000_000, 30_000_000, {}), "unknown"),
     ],
@@ -47,6 +50,19 @@ def test_the_size_that_is_named_counts_the_embeddings() -> None:
     facts = RunFacts(130_000, 900_000, 50_000, FALLING, all_parameters=190_000)
     assert "a net of 0.2M parameters" in describe_state(facts)
     assert "a net of 0.1M parameters" in describe_state(replace(facts, all_parameters=None))
+
+
+def test_what_a_net_knows_by_heart_is_named() -> None:
+    facts = RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.6)
+    assert "its loss is 2.60 on that text and 3.20 on text that is new to it" in describe_state(facts)
+    assert "its loss" not in describe_state(replace(facts, tokens=9_000_000_000, train_loss=3.1))
+
+
+def test_the_training_loss_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    assert read_train_loss(tmp_path) is None
+    rows = [{"step": step, "loss": 5 - step / 100} for step in range(10, 210, 10)] + [{"step": 200, "valid_loss": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_train_loss(tmp_path) == pytest.approx((3.1 + 3.0) / 2)
 
 
 def test_epochs_are_the_last_logged_ones(tmp_path: Path) -> None:

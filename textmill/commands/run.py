@@ -30,6 +30,7 @@ from textmill.planning.verdict import (
     describe_quality,
     describe_state,
     read_epochs,
+    read_train_loss,
     read_valid_curve,
 )
 from textmill.processes.command_time import CommandTime
@@ -195,6 +196,7 @@ def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
     epochs = read_epochs(folder)
     tokens = read_json(last_checkpoint / "progress.json")["tokens"] if epochs is None else round(epochs * unique_tokens)
     shape = read_shape(checkpoint)
+    plain_loss = not (config.train.distil.teachers or config.train.distil.cache or config.train.label_smoothing)
     return RunFacts(
         parameters=count_blocks_and_head(shape),
         unique_tokens=unique_tokens,
@@ -202,4 +204,5 @@ def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
         valid_losses=read_valid_curve(folder),
         from_scratch=config.model.init_from is None,
         all_parameters=shape.parameters,
+        train_loss=read_train_loss(folder) if plain_loss else None,
     )

@@ -16,6 +16,10 @@ from textmill.training.step_log import OVERFITTING_RATIO
 State = Literal["overfitting", "limited by the text", "undertrained", "finished", "unknown"]
 MANY_EPOCHS = 8
 """From here on more text is worth more than more time."""
+BY_HEART = 0.85
+"""A training loss below this fraction of the valid loss: the net has learnt much of its text by heart."""
+LAST_PART = 0.05
+"""The part of the run, at its end, over which the training loss is averaged."""
 ENOUGH = 0.7
 """A run with this fraction of its net's `target_epochs` is not called undertrained."""
 
@@ -37,6 +41,8 @@ class RunFacts:
     """Whether the weights were random at the start; a model that was trained before needs fewer epochs."""
     all_parameters: int | None = None
     """With the embeddings: the size that the user reads; None: as `parameters`."""
+    train_loss: float | None = None
+    """At the end of the run; None: not known, or of another kind than the valid loss."""
 
     @property
     def epochs(self) -> float:
@@ -47,6 +53,11 @@ class RunFacts:
     def last(self) -> float:
         """The last valid loss."""
         return self.valid_losses[max(self.valid_losses)]
+
+    @property
+    def knows_by_heart(self) -> bool:
+        """Whether much of what it learns at the end is of no use for other text."""
+        return self.train_loss is not None and self.train_loss < BY_HEART * self.last
 
     @property
     def best_step(self) -> int:
@@ -61,6 +72,13 @@ def read_valid_curve(run: Path) -> dict[int, float]:
         for row in _read_rows(run)
         if row.get("valid_loss") is not None and math.isfinite(row["valid_loss"])
     }
+
+
+def read_train_loss(run: Path) -> float | None:
+    """The mean training loss of the last steps, from the run's metrics."""
+    losses = {row["step"]: row["loss"] for row in _read_rows(run) if row.get("loss") is not None}
+    last = [loss for step, loss in losses.items() if step >= (1 - LAST_PART) * max(losses) and math.isfinite(loss)]
+    return sum(last) / len(last) if last else None
 
 
 def read_epochs(run: Path) -> float | None:
@@ -81,7 +99,8 @@ def state_of(facts: RunFacts) -> State:
         return "overfitting"
     if facts.from_scratch and facts.epochs < ENOUGH * target_epochs(facts.parameters, facts.unique_tokens):
         return "undertrained"
-    return "limited by the text" if facts.from_scratch and facts.epochs >= MANY_EPOCHS else "finished"
+    limited = facts.epochs >= MANY_EPOCHS or facts.knows_by_heart
+    return "limited by the text" if facts.from_scratch and limited else "finished"
 
 
 def describe_quality(measured: dict[str, Any] | None) -> list[str]:
@@ -134,7 +153,12 @@ def describe_state(facts: RunFacts) -> str:
             f"{useful_epochs:.2g} epochs. More time or a smaller net help."
         )
     if state == "limited by the text":
-        return f"Limited by the text: it saw {seen} without overfitting. More text helps more than more time."
+        text = f"Limited by the text: it saw {seen} without overfitting"
+        if facts.knows_by_heart:
+            text += (
+                f", but its loss is {facts.train_loss:.2f} on that text and {facts.last:.2f} on text that is new to it"
+            )
+        return f"{text}. More text helps more than more time."
     if state == "finished":
         if facts.from_scratch:
             return f"Neither overfitting nor undertrained: it saw {seen}."
