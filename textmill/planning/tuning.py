@@ -31,7 +31,7 @@ from textmill.planning.trials import (
     trial_minutes,
 )
 from textmill.processes.command_time import CommandTime
-from textmill.storage.files import read_json, remove_folder, write_json
+from textmill.storage.files import hash_json, read_json, remove_folder, write_json
 from textmill.storage.stages import list_changes, open_manifest
 from textmill.tokens.splits import Splits
 from textmill.track.jsonl import METRICS_FILE, read_metrics
@@ -72,20 +72,22 @@ class Tuning:
             )
         full_minutes = self.config.train.minutes
         minutes = stored["trial_minutes"] if stored else trial_minutes(self.minutes, full_minutes)
-        finished = [Result(**row["result"]) for row in stored["trials"]] if stored else []
-        earlier_seconds = sum(result.seconds for result in finished)
+        finished = {_key(row): Result(**row["result"]) for row in stored["trials"]} if stored else {}
+        earlier_seconds = sum(result.seconds for result in finished.values())
         lengths = Lengths(minutes, self._full_steps(), full_minutes)
         trials = search(current_settings(self.config), lengths, self.outcome)
         trial: Trial | None = next(trials)
+        is_warm = False
         while trial is not None:
-            number = len(self.trials)
-            is_stored = number < len(finished)
-            spent_seconds = earlier_seconds + time.monotonic() - self.started
-            if number and not is_stored and spent_seconds + self._longest() > 60 * self.minutes:
-                return False
-            if number == len(finished):
-                self._warm_up()
-            result = finished[number] if is_stored else self._run_trial(number + 1, trial)
+            number, result = len(self.trials), finished.get(_key(asdict(trial)))
+            is_stored = result is not None
+            if result is None:
+                spent_seconds = earlier_seconds + time.monotonic() - self.started
+                if number and spent_seconds + self._longest() > 60 * self.minutes:
+                    return False
+                if not is_warm:
+                    self._warm_up()
+                is_warm, result = True, self._run_trial(number + 1, trial)
             self.trials.append((trial, result))
             following = _next_trial(trials, result)
             if self.outcome.too_short:
@@ -198,6 +200,11 @@ class Tuning:
 
     def _store(self, made_from: dict[str, Any], minutes: float) -> None:
         write_json(self.folder / TRIALS_FILE, {"made_from": made_from, "trial_minutes": minutes, **self.summary()})
+
+
+def _key(row: dict[str, Any]) -> str:
+    """What a trial changes: another version may search in another order, so a result is not found by its number."""
+    return hash_json([row["setting"], row["changes"], row["length"]])
 
 
 def _next_trial(trials: Search, result: Result) -> Trial | None:
