@@ -24,13 +24,13 @@ from textmill.planning.plan import (
     COMPILE_SECONDS,
     FIT_RATE,
     FITTED_BYTES,
-    MAX_EPOCHS,
     STAGE_RATES,
     default_minutes,
     fitted_fraction,
     plan_for,
 )
 from textmill.planning.project_file import project_yaml
+from textmill.training.auto_settings import MAX_EPOCHS
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
 FLAT = MachineFacts("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)

@@ -11,7 +11,7 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.presets import TRAIN_PRESETS
 from textmill.errors import TextmillError
 from textmill.training.auto_preset import fill_auto_preset
-from textmill.training.auto_settings import auto_settings
+from textmill.training.auto_settings import auto_settings, target_epochs
 from textmill.training.loop import train
 
 MEASURED = {
@@ -37,6 +37,23 @@ def test_weight_decay_as_measured() -> None:
     """docs/benchmarks.md: 0.3 was the best for six epochs of 124M parameters; docs/train.md: 0.1 for nano."""
     assert auto_settings(*MEASURED["pretrain-muon"][:5]).weight_decay == pytest.approx(0.3, rel=0.1)
     assert auto_settings(*MEASURED["pretrain-nano"][:5]).weight_decay == pytest.approx(0.1, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "unique", "epochs", "is_enough"),
+    [
+        # docs/autopilot.md, "Epochs and sizes": the best net of each set of trials, and the larger one that was worse.
+        (0.66e6, 3.0e6, 2.4, True),
+        (1.7e6, 3.0e6, 0.65, False),
+        (1.5e6, 0.35e6, 7.4, True),
+        (3.4e6, 0.35e6, 3.0, False),
+        (13.7e6, 1.8e6, 20, True),
+        (59.6e6, 17.7e6, 6.5, True),  # "Plans on an H200"
+        (124e6, 0.35e6, 25, True),  # "The rules": more than 25 epochs do not help
+    ],
+)
+def test_epochs_as_measured(parameters: float, unique: float, epochs: float, is_enough: bool) -> None:
+    assert (epochs >= target_epochs(parameters, unique)) == is_enough
 
 
 @pytest.mark.parametrize(("width", "rate"), [(768, 6e-4), (1024, 3e-4), (1536, 2.5e-4), (2048, 2e-4)])

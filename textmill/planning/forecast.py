@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.plan import MAX_EPOCHS, Plan, plan_for
+from textmill.planning.plan import Plan, plan_for
+from textmill.training.auto_settings import MAX_EPOCHS
 
 IRREDUCIBLE = 1.87
 """E, in nats per token."""

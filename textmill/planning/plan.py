@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from textmill.engines import MANY_CORES, shortest_compiled_run
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
-from textmill.training.auto_settings import auto_settings, best_batch_tokens, target_epochs
+from textmill.training.auto_settings import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
 WIDTHS = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
@@ -25,8 +25,6 @@ FLOPS_PER_PARAMETER = 6
 """Multiplications and additions of forward and backward, for each parameter and token."""
 MAX_PARAMETERS_PER_TOKEN = 10
 """The largest net for a text: more parameters for each unique token do not help."""
-MAX_EPOCHS = 25
-"""More epochs than this do not help a net of the largest size."""
 DROPOUT_EPOCHS = 18
 """Dropout pays from this many epochs on; below it costs speed and loss."""
 DROPOUT = 0.1

@@ -12,7 +12,8 @@ from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import Row, has_pairs, masked_sections
-from textmill.planning.plan import EMBEDDING_RATE_FACTOR, MAX_EPOCHS, Plan, fitted_fraction
+from textmill.planning.plan import EMBEDDING_RATE_FACTOR, Plan, fitted_fraction
+from textmill.training.auto_settings import MAX_EPOCHS
 
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 

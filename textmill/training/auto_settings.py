@@ -27,6 +27,8 @@ WARMUP, MAX_WARMUP_STEPS = 0.05, 2000
 TARGET_EPOCHS, TARGET_POWER = 3.2, 0.45
 """Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
 power of its parameters per token."""
+MAX_EPOCHS = 25
+"""More epochs than this do not help a net of any size."""
 TOKENS_PER_PARAMETER = 11
 """Tokens to train on for each parameter of a net that is so small for its text that these take less."""
 SMALL_NET, SMALL_NET_POWER = 1e7, 0.4
@@ -90,7 +92,7 @@ def target_epochs(parameters: float, unique_tokens: float) -> float:
     """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
     ratio = parameters / unique_tokens
     tokens_per_parameter = TOKENS_PER_PARAMETER * math.pow(min(1.0, parameters / SMALL_NET), SMALL_NET_POWER)
-    return min(tokens_per_parameter * ratio, TARGET_EPOCHS * math.pow(ratio, TARGET_POWER))
+    return min(tokens_per_parameter * ratio, TARGET_EPOCHS * math.pow(ratio, TARGET_POWER), MAX_EPOCHS)
 
 
 def round_setting(value: float) -> float:
