@@ -6,13 +6,16 @@ python bench/curves.py OUT.svg TITLE=RUN_FOLDER_OR_METRICS.jsonl ...
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-WIDE, HIGH, LEFT, RIGHT, TOP, BELOW = 420, 300, 46, 14, 34, 40
+WIDE, HIGH, LEFT, RIGHT, TOP, BELOW = 420, 300, 46, 24, 34, 40
 """Pixels of a panel and of its margins."""
+HEADROOM = 1.1
+"""The upper end of a panel, as a multiple of the first valid loss."""
 Points = list[tuple[float, float]]
 
 
@@ -45,21 +48,24 @@ def read_curves(title: str, where: Path) -> Curves:
 def draw_panel(curves: Curves, left: int) -> list[str]:
     """Return the SVG elements of one run."""
     every = [*curves.train, *curves.valid]
-    most_x, most_y = max(x for x, _ in every), max(y for _, y in every)
+    most_x = max(x for x, _ in every)
+    # From the lowest loss to a little above the first valid loss: the first steps would hide the rest.
+    low, high = math.floor(10 * min(y for _, y in every)) / 10, math.ceil(10 * HEADROOM * curves.valid[0][1]) / 10
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         x = left + LEFT + (WIDE - LEFT - RIGHT) * point[0] / most_x
-        return round(x, 1), round(TOP + (HIGH - TOP - BELOW) * (1 - point[1] / most_y), 1)
+        return round(x, 1), round(TOP + (HIGH - TOP - BELOW) * (high - min(point[1], high)) / (high - low), 1)
 
     def line(points: Points, style: str) -> str:
         return f'<polyline fill="none" {style} points="{" ".join(f"{x},{y}" for x, y in map(at, points))}"/>'
 
     elements = [f'<text x="{left + LEFT}" y="20" font-weight="bold">{escape(curves.title)}</text>']
     for number in range(5):
-        (x, _), (_, y) = at((most_x * number / 4, 0)), at((0, most_y * number / 4))
+        value = low + (high - low) * number / 4
+        (x, _), (_, y) = at((most_x * number / 4, low)), at((0, value))
         elements += [
             f'<line x1="{left + LEFT}" x2="{left + WIDE - RIGHT}" y1="{y}" y2="{y}" stroke="#ddd"/>',
-            f'<text x="{left + LEFT - 6}" y="{y + 4}" text-anchor="end">{most_y * number / 4:.1f}</text>',
+            f'<text x="{left + LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.1f}</text>',
             f'<text x="{x}" y="{HIGH - BELOW + 16}" text-anchor="middle">{most_x * number / 4:,.0f}</text>',
         ]
     x, y = at(curves.lowest)
@@ -68,7 +74,7 @@ def draw_panel(curves: Curves, left: int) -> list[str]:
         line(curves.valid, 'stroke="#c40" stroke-width="2"'),
     ]
     elements += [f'<circle cx="{cx}" cy="{cy}" r="3" fill="#c40"/>' for cx, cy in map(at, curves.valid)]
-    elements.append(f'<text x="{x}" y="{y - 9}" text-anchor="middle" fill="#c40">{curves.lowest[1]:.3f}</text>')
+    elements.append(f'<text x="{x}" y="{y - 9}" text-anchor="end" fill="#c40">{curves.lowest[1]:.3f}</text>')
     return elements
 
 
