@@ -54,6 +54,13 @@ def test_the_files_of_a_run(root: Path) -> None:
     assert find_run(str(root / "first" / "step-0000006")).resolve() == root / "first"
 
 
+def test_a_run_is_named_after_its_project(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(root / "first", tmp_path / "mill" / "run")
+    for place, where in ((tmp_path, "mill"), (tmp_path / "mill", "."), (tmp_path / "mill" / "run", ".")):
+        monkeypatch.chdir(place)
+        assert read_run(find_run(where)).name == "mill"
+
+
 def test_epochs_bits_per_byte_and_time_left_are_in_the_files(root: Path) -> None:
     run = read_run(root / "first")
     counts = json.loads((root / "tokens" / "manifest.json").read_text())["splits"]

@@ -49,7 +49,8 @@ class RunFiles:
     @property
     def name(self) -> str:
         """A short name: the run folder, or its project if the folder is called `run`."""
-        return self.folder.parent.name if self.folder.name == STAGE_FOLDERS["train"] else self.folder.name
+        folder = self.folder.resolve()  # `report .` reads `run`
+        return folder.parent.name if folder.name == STAGE_FOLDERS["train"] else folder.name
 
     @property
     def checkpoints(self) -> list[int]:
