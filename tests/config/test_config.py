@@ -174,6 +174,17 @@ def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypat
     assert Path(open_where(str(project / "plain.yaml"), []).config.folder) == elsewhere / "runs" / "plain"
 
 
+def test_a_folder_with_the_name_of_a_family_is_no_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of an earlier run with folder=bert."""
+    monkeypatch.chdir(tmp_path)
+    Path("bert").mkdir()
+    Path("mynet.py").touch()
+    assert open_where("quickstart", ["model.family=bert", "model.size=tiny"]).config.model.family == "bert"
+    Path("own.yaml").write_text("model: {family: bert, size: tiny}\n")
+    assert open_where("own.yaml", []).config.model.family == "bert"
+    assert open_where("own.yaml", ["model.family=mynet.py"]).config.model.family == str(tmp_path / "mynet.py")
+
+
 def test_paths_inside_groups_of_settings_are_relative_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     for folder in (project / "teacher", elsewhere / "other"):

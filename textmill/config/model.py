@@ -93,7 +93,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model: family, size, initial weights, LoRA."""
 
-    family: str = source("gpt2")
+    family: str = source("gpt2", suffix=".py")
     """gpt2: a decoder that predicts the next token; llama: one with rotary positions, RMSNorm and a gated MLP (Llama,
     Qwen2, Qwen3); bert: an encoder that predicts masked tokens; or a Python file with your own model family, such as
     ./mynet.py (docs/own-model.md). The file is executed, so only your own YAML or the command line may name it."""

@@ -55,6 +55,8 @@ def _resolve_value(base: Path, value: Any, markers: dict[str, Any], names: set[s
         return [_resolve_item(base, item, names) for item in value]
     if not isinstance(value, str) or markers.get("task_files") or markers.get("evaluation_files"):
         return value
+    if not value.endswith(markers.get("suffix", "")):
+        return value
     return under(base, value) if markers.get("path") else _resolve_existing(base, value)
 
 

@@ -29,9 +29,12 @@ def path(default: Any = None, **rules: Any) -> Any:
     return Field(default, json_schema_extra={"changeable": True, "path": True}, **rules)
 
 
-def source(default: Any = None, **rules: Any) -> Any:
-    """A field that names an input: a path relative to the YAML file where it exists, else a name."""
-    return Field(default, json_schema_extra={"source": True}, **rules)
+def source(default: Any = None, suffix: str = "", **rules: Any) -> Any:
+    """A field that names an input: a path relative to the YAML file where it exists, else a name.
+
+    With a `suffix`, only a file whose name ends so is a path, whatever folders there are.
+    """
+    return Field(default, json_schema_extra={"source": True, "suffix": suffix}, **rules)
 
 
 def models(default: Any, **rules: Any) -> Any:
@@ -45,6 +48,7 @@ def per_call(default: Any, **rules: Any) -> Any:
 
 
 def field_markers(field: FieldInfo) -> dict[str, Any]:
-    """The markers of a field: changeable, path, source, models, task_files, evaluation_files, free_texts, per_call."""
+    """The markers of a field: changeable, path, source, suffix, models, task_files, evaluation_files, free_texts,
+    per_call."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
