@@ -56,8 +56,8 @@ class RunFacts:
 
     @property
     def knows_by_heart(self) -> bool:
-        """Whether much of what it learns at the end is of no use for other text."""
-        return self.train_loss is not None and self.train_loss < BY_HEART * self.last
+        """Whether much of what it learns at the end is of no use for other text; in its first epoch all text is new."""
+        return self.epochs > 1 and self.train_loss is not None and self.train_loss < BY_HEART * self.last
 
     @property
     def best_step(self) -> int:
@@ -97,7 +97,8 @@ def state_of(facts: RunFacts) -> State:
         return "unknown"
     if facts.last > OVERFITTING_RATIO * facts.valid_losses[facts.best_step]:
         return "overfitting"
-    if facts.from_scratch and facts.epochs < ENOUGH * target_epochs(facts.parameters, facts.unique_tokens):
+    too_few = facts.epochs < ENOUGH * target_epochs(facts.parameters, facts.unique_tokens)
+    if facts.from_scratch and too_few and not facts.knows_by_heart:
         return "undertrained"
     limited = facts.epochs >= MANY_EPOCHS or facts.knows_by_heart
     return "limited by the text" if facts.from_scratch and limited else "finished"
