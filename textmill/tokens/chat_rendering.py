@@ -103,7 +103,9 @@ def render(
 
     Content that looks like a special token is encoded as plain text.
     """
-    roles = {role for turns in conversations for role, _ in turns} | ({"assistant"} if prompt else set())
+    roles = dict.fromkeys(role for turns in conversations for role, _ in turns)  # in their order, for the error
+    if prompt:
+        roles["assistant"] = None
     around = {role: [np.array(half, np.int32) for half in turn_tokens.tokens_around(role)] for role in roles}
     flat, lengths = encoder.encode([text for turns in conversations for _, text in turns])
     ends = np.cumsum(lengths)
