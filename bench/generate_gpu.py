@@ -50,21 +50,22 @@ def main() -> None:
     ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny, family)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {new} new tokens")
     for part in [one for one in arguments if one in ("texts", "server")] or ["texts", "server"]:
-        measure_texts(ours, theirs, new, cuda, "alone" in arguments) if part == "texts" else measure_server(
-            ours, new, tiny, family
-        )
+        if part == "texts":
+            measure_texts(ours, None if "alone" in arguments else theirs, new, cuda)
+        else:
+            measure_server(ours, new, tiny, family)
 
 
-def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool, alone: bool) -> None:
-    """Compare both generators; `alone`: only measure ours."""
+def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
+    """Compare both generators; only measure ours if there is no other."""
     for batch in (1, 64):
         methods: dict[str, Any] = {
             "textmill, greedy": lambda ids: our_tokens(ours, ids, new),
             "textmill, sampled": lambda ids: our_tokens(ours, ids, new, temperature=0.8, top_k=50),
         }
-        if not alone:
+        if theirs is not None:
             methods["transformers"] = lambda ids: their_tokens(theirs, ids, new)
-        if cuda and not alone:
+        if theirs is not None and cuda:
             methods["transformers, static compiled"] = lambda ids: their_tokens(
                 theirs, ids, new, cache_implementation="static"
             )
