@@ -12,9 +12,7 @@ from textmill.planning.verdict import (
     RunFacts,
     describe_quality,
     describe_state,
-    read_epochs,
-    read_train_loss,
-    read_valid_curve,
+    read_curves,
     state_of,
 )
 
@@ -63,18 +61,18 @@ def test_what_a_net_knows_by_heart_is_named() -> None:
 
 
 def test_the_training_loss_is_that_of_the_last_steps(tmp_path: Path) -> None:
-    assert read_train_loss(tmp_path) is None
+    assert read_curves(tmp_path).train_loss is None
     rows = [{"step": step, "loss": 5 - step / 100} for step in range(10, 210, 10)] + [{"step": 200, "valid_loss": 4.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_train_loss(tmp_path) == pytest.approx((3.1 + 3.0) / 2)
+    assert read_curves(tmp_path).train_loss == pytest.approx((3.1 + 3.0) / 2)
 
 
 def test_epochs_are_the_last_logged_ones(tmp_path: Path) -> None:
-    assert read_epochs(tmp_path) is None
+    assert read_curves(tmp_path).epochs is None
     rows = [{"step": 1, "epoch": 0.5}, {"step": 2, "epoch": 1.25}, {"step": 2, "valid_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_epochs(tmp_path) == 1.25
-    assert read_valid_curve(tmp_path) == {2: 3.0}
+    assert read_curves(tmp_path).epochs == 1.25
+    assert read_curves(tmp_path).valid_losses == {2: 3.0}
 
 
 def test_a_continued_model_is_not_called_trained_enough() -> None:
@@ -105,5 +103,5 @@ def test_quality_is_compared_with_counting() -> None:
 def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
     rows = [{"step": 1, "loss": 5.0}, {"step": 2, "valid_loss": 4.5}, {"step": 3, "valid_loss": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_valid_curve(tmp_path) == {2: 4.5}
-    assert read_valid_curve(tmp_path / "none") == {}
+    assert read_curves(tmp_path).valid_losses == {2: 4.5}
+    assert read_curves(tmp_path / "none").valid_losses == {}

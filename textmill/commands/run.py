@@ -29,9 +29,7 @@ from textmill.planning.verdict import (
     describe_forecast,
     describe_quality,
     describe_state,
-    read_epochs,
-    read_train_loss,
-    read_valid_curve,
+    read_curves,
 )
 from textmill.processes.command_time import CommandTime
 from textmill.storage.files import format_path, read_json, write_json
@@ -193,7 +191,7 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
     _, last_checkpoint = max(list_checkpoints(folder).items())
     unique_tokens = sum(store.tokens for store in open_splits(config).stores("train"))
-    epochs = read_epochs(folder)
+    valid_losses, train_loss, epochs = read_curves(folder)
     tokens = read_json(last_checkpoint / "progress.json")["tokens"] if epochs is None else round(epochs * unique_tokens)
     shape = read_shape(checkpoint)
     plain_loss = not (config.train.distil.teachers or config.train.distil.cache or config.train.label_smoothing)
@@ -201,8 +199,8 @@ def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
         parameters=count_blocks_and_head(shape),
         unique_tokens=unique_tokens,
         tokens=tokens,
-        valid_losses=read_valid_curve(folder),
+        valid_losses=valid_losses,
         from_scratch=config.model.init_from is None,
         all_parameters=shape.parameters,
-        train_loss=read_train_loss(folder) if plain_loss else None,
+        train_loss=train_loss if plain_loss else None,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from textmill.planning.forecast import forecast_run
-from textmill.track.jsonl import METRICS_FILE
+from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.training.auto_settings import target_epochs
 from textmill.training.step_log import OVERFITTING_RATIO
 
@@ -65,30 +64,29 @@ class RunFacts:
         return min(self.valid_losses, key=self.valid_losses.__getitem__)
 
 
-def read_valid_curve(run: Path) -> dict[int, float]:
-    """The valid loss by step, from the run's metrics."""
-    return {
-        row["step"]: row["valid_loss"]
-        for row in _read_rows(run)
-        if row.get("valid_loss") is not None and math.isfinite(row["valid_loss"])
-    }
+class Curves(NamedTuple):
+    """What the metrics of a run say of it."""
+
+    valid_losses: dict[int, float]
+    """By step."""
+    train_loss: float | None
+    """The mean of the last steps; None: not logged."""
+    epochs: float | None
+    """How often it has seen its text, without the padding of short samples; None: not logged."""
 
 
-def read_train_loss(run: Path) -> float | None:
-    """The mean training loss of the last steps, from the run's metrics."""
-    losses = {row["step"]: row["loss"] for row in _read_rows(run) if row.get("loss") is not None}
-    last = [loss for step, loss in losses.items() if step >= (1 - LAST_PART) * max(losses) and math.isfinite(loss)]
-    return sum(last) / len(last) if last else None
-
-
-def read_epochs(run: Path) -> float | None:
-    """How often the run has seen its text, as logged; padding of short samples does not count. None: not logged."""
-    return next((row["epoch"] for row in reversed(_read_rows(run)) if "epoch" in row), None)
-
-
-def _read_rows(run: Path) -> list[dict[str, Any]]:
+def read_curves(run: Path) -> Curves:
+    """Read the metrics of a run; nothing is known of a run without them."""
     path = run / METRICS_FILE
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    rows = read_metrics(path) if path.is_file() else []
+    losses, valid_losses = (_finite_by_step(rows, name) for name in ("loss", "valid_loss"))
+    last = [loss for step, loss in losses.items() if step >= (1 - LAST_PART) * max(losses)]
+    epochs = next((row["epoch"] for row in reversed(rows) if "epoch" in row), None)
+    return Curves(valid_losses, sum(last) / len(last) if last else None, epochs)
+
+
+def _finite_by_step(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
+    return {row["step"]: row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])}
 
 
 def state_of(facts: RunFacts) -> State:
