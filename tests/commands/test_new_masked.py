@@ -78,8 +78,14 @@ def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts, size: int,
     assert ("embeddings and biases learn at 0.01" in written) == (not untied)
 
 
-def test_the_family_is_chosen_for_the_machine() -> None:
-    assert (auto_family(TWO_CORES), auto_family(H200)) == ("llama", "gpt2")
+@pytest.mark.parametrize(
+    ("machine", "minutes", "family"),
+    [(TWO_CORES, 5, "llama"), (H200, 5, "llama"), (H200, 0.8, "gpt2")],
+    ids=["cpu", "compiled", "not compiled"],
+)
+def test_the_family_is_chosen_for_the_machine(machine: MachineFacts, minutes: float, family: str) -> None:
+    plan = plan_for(TextFacts(10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}), machine, minutes)
+    assert auto_family(machine, plan) == family
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    family = auto_family(machine) if family == AUTO else family
+    family = auto_family(machine, plan) if family == AUTO else family
     kind = {"masked" if masked else "family": family}
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
     parameters = count_model_parameters(plan, facts, family) / 1e6

@@ -16,7 +16,7 @@ from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
 from textmill.training.auto_settings import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
-WIDTHS = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
+WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
 VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
 BYTES_PER_PIECE = 800
@@ -174,13 +174,13 @@ def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False
     return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
 
 
-def auto_family(machine: MachineFacts) -> str:
+def auto_family(machine: MachineFacts, plan: Plan) -> str:
     """The family that is best for a plan on this machine.
 
-    On a CPU a Llama needs fewer bits per byte in the same time; on a GPU its steps are slower than GPT-2's, and the two
-    were not compared in the same time (docs/autopilot.md).
+    A Llama needs fewer bits per byte in the same time, unless it is not compiled on a GPU: its steps then take twice as
+    long as GPT-2's (docs/autopilot.md).
     """
-    return "llama" if machine.device == "cpu" else "gpt2"
+    return "llama" if machine.device == "cpu" or plan.compiled else "gpt2"
 
 
 def layers_of(width: int) -> int:

@@ -112,6 +112,7 @@ def _sections(
             ("  heads", plan.heads, ""),
             ("  width", plan.width, "the largest net that sees the text often enough in this time"),
             *_dropout_rows(plan),
+            *([("  qk_norm", "true", "queries and keys are normalised, as in Qwen3")] if family == "llama" else []),
             *([("  untied", "true", "a head with weights of its own, which takes no more time")] if untied else []),
         ],
         "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),

@@ -24,7 +24,7 @@ MAX_WEIGHT_DECAY = 3.2
 """The highest weight decay that was the best in a measurement."""
 WARMUP, MAX_WARMUP_STEPS = 0.05, 2000
 """Warm-up: a fraction of the run, but not more than so many steps."""
-TARGET_EPOCHS, TARGET_POWER = 3.2, 0.45
+TARGET_EPOCHS, TARGET_POWER = 2.6, 0.45
 """Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
 power of its parameters per token."""
 MAX_EPOCHS = 25
