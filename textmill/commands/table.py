@@ -96,7 +96,7 @@ MINUTES = Flag(
 FAMILY = Flag(
     "--family",
     "family",
-    "gpt2 (default, as auto) or llama: predicts the next token; bert: predicts masked tokens",
+    "auto (default): llama, or gpt2 on a GPU if not compiled; both predict the next token; bert: masked ones",
     "text",
 )
 TUNE_MINUTES = Flag("--minutes", "minutes", "how long all trials together may take (default: 60)", "minutes")
