@@ -118,6 +118,11 @@ def test_sources(tmp_path: Path) -> None:
     assert partly.level == ADVICE
     assert "b.docx" in partly.found
     assert inputs.check_sources(config_of({}, tmp_path)).level == ADVICE
+    for name in ("renamed.txt", "damaged.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
+        broken = inputs.check_sources(config_of({"corpus": {"sources": [str(tmp_path / name)]}}, tmp_path / "out"))
+        assert broken.level == BAD
+        assert name in broken.found
 
 
 def test_a_mongodb_server_that_does_not_answer(tmp_path: Path) -> None:

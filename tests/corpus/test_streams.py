@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,15 @@ def test_an_older_encoding_leaves_files_in_utf_8_as_they_are(tmp_path: Path) -> 
 def test_a_last_letter_that_could_begin_a_character_of_utf_8(text: str, encoding: str, tmp_path: Path) -> None:
     """Nothing else in the file tells its encoding, so the setting does."""
     assert texts(read(tmp_path / "a.txt", text.encode(encoding), encoding=encoding)) == [text]
+
+
+@pytest.mark.parametrize("name", ["letter.txt", "table.csv", "list.json", "lines.jsonl"])
+def test_a_binary_file_with_the_name_of_a_text_is_no_text_in_any_encoding(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "letter.docx", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", "<w:t>Değirmenin çarkı dönüyor.</w:t>")
+    (bad,) = read(tmp_path / name, (tmp_path / "letter.docx").read_bytes(), encoding="cp1254")
+    assert isinstance(bad, BadRecord)
+    assert "the file is a Word, Excel or zip file: not text" in bad.reason
 
 
 def test_a_line_of_100_mb(tmp_path: Path) -> None:

@@ -16,6 +16,23 @@ MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
 )
 """Byte order marks, and the encoding that each stands for."""
+BINARY_FORMATS = (
+    (b"PK\x03\x04", "a Word, Excel or zip file"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel file"),
+    (b"%PDF-", "a PDF"),
+    (b"{\\rtf", "an RTF document"),
+    (b"\x89PNG", "an image"),
+    (b"\xff\xd8\xff", "an image"),
+    (b"\x1f\x8b", "compressed, but has no .gz in its name"),
+    (b"\xfd7zXZ\0", "compressed, but has no .xz in its name"),
+    (b"\x28\xb5\x2f\xfd", "compressed, but has no .zst in its name"),
+    (b"BZh91AY&SY", "compressed, but has no .bz2 in its name"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"PAR1", "a Parquet file"),
+)
+"""First bytes of files that are not text, and what they are. In an older encoding nearly all bytes are characters, so
+that nothing else keeps such a file out of a corpus."""
 OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1254", "cp1252")
 """Encodings from before Unicode that are suggested, never assumed: the same bytes are valid in several of them."""
 MIN_PLAUSIBLE = 0.9
@@ -51,6 +68,11 @@ def detect_encoding(head: bytes) -> str:
         if head.startswith(mark):
             return encoding
     return _unmarked_utf16(head) or "utf-8"
+
+
+def find_binary_format(head: bytes) -> str | None:
+    """What a file is by its first bytes, if it is not text; None if it may be text."""
+    return next((name for start, name in BINARY_FORMATS if head.startswith(start)), None)
 
 
 def resolve_encoding(setting: str, head: bytes) -> str:

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import pyarrow as pa
 
 from textmill.corpus.archives import is_member, open_member
-from textmill.corpus.encodings import SAMPLE_BYTES, mark_length, resolve_encoding
+from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, mark_length, resolve_encoding
 from textmill.corpus.source import COMPRESSIONS, Source
 from textmill.errors import TextmillError
 
@@ -84,6 +84,9 @@ def open_stream(source: Source) -> io.BufferedReader:
     """
     raw = open_decompressed(source.address)
     head = raw.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
+    if (kind := find_binary_format(head)) is not None:
+        raw.close()
+        raise BrokenStream(f"the file is {kind}: not text, whatever its name says; convert or remove it")
     encoding = resolve_encoding(source.encoding, head)
     if encoding != "utf-8":
         raw.read(mark_length(head))

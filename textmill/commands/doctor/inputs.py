@@ -9,8 +9,9 @@ from pathlib import Path
 from textmill.commands.doctor.findings import ADVICE, BAD, GOOD, Finding
 from textmill.commands.doctor.jobs import run_textmill
 from textmill.config import RunConfig
+from textmill.corpus.source import SELF_COMPRESSED
 from textmill.corpus.sources import find_sources
-from textmill.corpus.streams import is_remote, read_head
+from textmill.corpus.streams import BrokenStream, is_remote, read_head
 from textmill.errors import TextmillError
 from textmill.track import check_trackers
 
@@ -23,6 +24,7 @@ def check_sources(config: RunConfig) -> Finding:
     if not config.corpus.sources:
         return Finding("sources", ADVICE, "corpus.sources is empty", "name your files: corpus.sources=[FILE, ...]")
     skipped: list[str] = []
+    opened = ""
     try:
         sources = find_sources(
             config.corpus.sources,
@@ -33,7 +35,10 @@ def check_sources(config: RunConfig) -> Finding:
         )
         local = [source for source in sources if source.format != "mongo" and not is_remote(source.address)]
         for source in local[:MAX_OPENED]:
-            read_head(source)
+            opened = source.name
+            read_head(source, is_converted=source.format not in SELF_COMPRESSED)
+    except BrokenStream as error:
+        return Finding("sources", BAD, f"{opened}: {error}", "repair, rename or remove the file")
     except TextmillError as error:
         return Finding("sources", BAD, str(error), "correct corpus.sources, or start the server that it names")
     except OSError as error:
