@@ -32,9 +32,10 @@ PLANTED = {
         ["engine.mesh.replicate=2"],
         """
         from textmill.engines import on_torch
+        from textmill.processes.ranks import SingleProcess
         weights = on_torch.token_weights
         def of_means(batch, loss, tokens, samples):
-            own, samples = on_torch.count_loss_tokens(batch)
+            own, samples, _ = on_torch.count_labels(batch, SingleProcess())
             return weights(batch, loss, 2 * own, 2 * samples)
         on_torch.token_weights = of_means
         """,

@@ -24,22 +24,28 @@ from textmill.engines.checksum_torch import checksum_tensors
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
 from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.micro_batch_torch import micro_batch_of
-from textmill.engines.objective.heads_torch import join_sums, split_reported, term_names
-from textmill.engines.objective.labels import count_pairs, named_sums
+from textmill.engines.objective.heads_torch import join_sums, new_report, split_reported, term_names
 from textmill.engines.objective.loss_module_torch import LossModule
 from textmill.engines.objective.micro_batches_torch import micro_batches
 from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
 from textmill.engines.optimizers.step_torch import trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shared_torch import attention_order, check_fields, count_loss_tokens, part_of, token_weights
+from textmill.engines.shared_torch import (
+    attention_order,
+    check_fields,
+    count_labels,
+    dropout_keys_of,
+    part_of,
+    sums_of_all_ranks,
+    token_weights,
+)
 from textmill.engines.spikes import new_spike_guard
 from textmill.engines.step_result_torch import TorchStep
 from textmill.engines.zero_state_deepspeed import MasterWeights
 from textmill.errors import TextmillError
-from textmill.kernels.dropout_torch import dropout_keys
 from textmill.models import Shape, Weight, to_checkpoint
 from textmill.models.base_torch import BaseNet
-from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout
+from textmill.models.lora import count_with_adapters, saved_weights
 from textmill.models.nets_torch import build_net, fill, host_copy, match_moments, new_net, parameters_of
 from textmill.tokens.batches.batch import Batch
 
@@ -59,6 +65,8 @@ class OnDeepSpeed:
         self.net: BaseNet = module.net
         self.train, self.precision, self.micro_batch = module.train_config, module.precision, micro_batch
         self.device = torch.device(engine.device)
+        self.terms = term_names(self.net, self.train.distil)
+        """The names of the terms of the objective besides the loss of the labels."""
         self.trained = sum(
             math.prod(weight.shape) for weight, parameter in parameters_of(self.net).values() if parameter.requires_grad
         )
@@ -76,23 +84,20 @@ class OnDeepSpeed:
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Gradient accumulation over micro-batches, then DeepSpeed's step, unless a spike or NaN skips it."""
         check_fields(batch, self.net.shape)
-        counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
-        loss_tokens, loss_samples, *pairs = (int(count) for count in counts)
-        # DeepSpeed averages over ranks, and scales the fp16 loss after our loss has computed its gradient:
-        # the token weights correct both.
-        scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
-        factor = self.ranks.world * scale
-        weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples) * np.float32(factor)
-        dropout = uses_dropout(self.net.shape, self.net.lora)
-        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if dropout else None
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
-        names = term_names(self.net, self.train.distil)
-        total = torch.zeros((1 + len(names),) if names else (), device=self.device)
-        for last, micro_batch in micro_batches(
-            batch, self.net, self.micro_batch, self.device,
-            weights=weights_NT, keys=keys_N, pair_weight=factor / max([1, *pairs]),
-        ):  # fmt: skip
+        loss_tokens, loss_samples, pairs = count_labels(batch, self.ranks)
+        # DeepSpeed averages over ranks, and scales the fp16 loss after our loss has computed its gradient:
+        # this factor of all weights corrects both.
+        loss_scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
+        factor = self.ranks.world * loss_scale
+        weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples) * np.float32(factor)
+        parts = micro_batches(
+            batch, self.net, self.micro_batch, self.device, weights=weights_NT,
+            keys=dropout_keys_of(self.net, self.train.seed, step, batch), pair_weight=factor / max([1, *pairs]),
+        )  # fmt: skip
+        total = new_report(self.terms, self.device)
+        for last, micro_batch in parts:
             self.engine.set_gradient_accumulation_boundary(last)
             loss, reported = self.engine(*micro_batch)
             total += reported
@@ -100,21 +105,25 @@ class OnDeepSpeed:
                 total /= factor
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
-                label_loss, terms = split_reported(total, names, pairs)
+                label_loss, terms = split_reported(total, self.terms, pairs)
                 spike = self.guard.is_spike(self.guard.state, label_loss) if self.guard else None
-                # DeepSpeed skips an update only if the gradient is not finite.
+                # DeepSpeed skips an update only if the gradient is not finite, so a spike makes it so.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even if the scale is 1: DeepSpeed would otherwise divide `loss` by the accumulation steps.
             with attention_order(self.device):  # activation checkpointing uses the same backend again
-                self.engine.backward(loss / scale, scale_wrt_gas=False)
-        norm = None if self.stage else self._clip()
-        self.engine.step()
-        norm = torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm
+                self.engine.backward(loss / loss_scale, scale_wrt_gas=False)
+        norm = self._update_or_skip()
         if self.guard:
             finite = torch.isfinite(norm)
             self.guard.state = self.guard.next_state(self.guard.state, label_loss, spike, finite, step + 1)
-        loss_scale = torch.tensor(scale) if self.precision == torch.float16 else None
-        return TorchStep(label_loss, norm, loss_tokens, loss_scale, terms=terms)
+        logged_scale = torch.tensor(loss_scale) if self.precision == torch.float16 else None
+        return TorchStep(label_loss, norm, loss_tokens, logged_scale, terms=terms)
+
+    def _update_or_skip(self) -> Tensor:
+        """DeepSpeed's step, which skips the update if the gradient is not finite; returns the gradient norm."""
+        norm = None if self.stage else self._clip()
+        self.engine.step()
+        return torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm
 
     def _clip(self) -> Tensor:
         """The gradient norm, without ZeRO; makes Adam clip by it, and skip the update if it is not finite."""
@@ -135,10 +144,7 @@ class OnDeepSpeed:
         parts = micro_batches(batch, self.net, self.micro_batch, self.device)
         sums = join_sums([self.engine(*micro_batch) for _, micro_batch in parts])
         self.engine.train()
-        counts = [count_loss_tokens(batch)[0], *count_pairs(batch)]
-        totals = self.ranks.all_reduce([*sums, *counts])
-        loss_tokens, *pairs = (int(count) for count in totals[len(sums) :])
-        return named_sums(totals[: len(sums)], loss_tokens, pairs)
+        return sums_of_all_ranks(sums, batch, self.ranks)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the fp32 master weights; with LoRA, of the adapters only."""
@@ -183,13 +189,9 @@ class OnDeepSpeed:
         }
 
     def load(
-        self,
-        weights: Iterable[Named],
-        moments: Iterable[Named],
-        updates: int,
-        where: str,
+        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str,
         scaling: dict[str, float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load weights and moments in checkpoint names and layout; each rank keeps its shards."""
         if scaling and self.scaling():
             scaler = self.engine.optimizer.loss_scaler

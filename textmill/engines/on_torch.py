@@ -23,8 +23,7 @@ from textmill.engines.cuda_graphs_torch import GraphedPass
 from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
-from textmill.engines.objective.heads_torch import join_sums, open_heads, split_reported, term_names
-from textmill.engines.objective.labels import count_pairs, named_sums
+from textmill.engines.objective.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
 from textmill.engines.objective.micro_batches_torch import MicroBatch, micro_batches
 from textmill.engines.optimizers.average_torch import RAW, Average
 from textmill.engines.optimizers.loss_scale_torch import LossScaler
@@ -34,18 +33,19 @@ from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shared_torch import (
     attention_order,
     check_fields,
-    count_loss_tokens,
+    count_labels,
+    dropout_keys_of,
     part_of,
+    sums_of_all_ranks,
     token_weights,
 )
 from textmill.engines.spikes import new_spike_guard
 from textmill.engines.step_result_torch import TorchStep
-from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import PinnedBuffers
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, compiled_execution
-from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout
+from textmill.models.lora import count_with_adapters, saved_weights
 from textmill.models.nets_torch import checkpoint_tensors, fill, match_moments, new_net, parameters_of
 from textmill.storage import faults
 from textmill.tokens.batches.batch import Batch
@@ -100,33 +100,41 @@ class OnTorch:
         return result
 
     def _step(self, batch: Batch, step: int, lr: float, monitor: CompileMonitor) -> TorchStep:
+        """The losses of the global batch and its gradient, then the update."""
         if self.pinned_buffers is None and self.device.type == "cuda" and self.ranks.world == 1:
             # In the first step, where pinning runs while kernels compile.
             self.pinned_buffers = self._new_pinned_buffers()
-        # Tensor-parallel ranks have the same samples: their counts are summed as often as there are such ranks.
-        counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
-        loss_tokens, loss_samples, *pairs = (int(count) // self.parallel.mesh.tensor for count in counts)
+        # Tensor-parallel ranks have the same samples.
+        loss_tokens, loss_samples, pairs = count_labels(batch, self.ranks, copies=self.parallel.mesh.tensor)
         weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples)
         if faults.is_due("nan", step):
             weights_NT = weights_NT * np.float32("nan")
         if faults.is_due("flip", step):
             flip_bit(self.parallel.local(self.optimizer.parameters[0]))
-        keys_N = None
-        if uses_dropout(self.net.shape, self.net.lora):
-            keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy()
+        parts = micro_batches(
+            batch, self.net, self.micro_batch, self.device, weights=weights_NT,
+            keys=dropout_keys_of(self.net, self.train.seed, step, batch), pair_weight=1 / max([1, *pairs]),
+        )  # fmt: skip
         loss_scale = self.scaler.scale if self.scaler else None
-        reported = torch.zeros((1 + len(self.terms),) if self.terms else (), device=self.device)
-        for last, micro_batch in micro_batches(
-            batch, self.net, self.micro_batch, self.device,
-            weights=weights_NT, keys=keys_N, pair_weight=1 / max([1, *pairs]),
-        ):  # fmt: skip
+        loss, terms = split_reported(self._accumulate_gradients(parts, loss_scale, monitor), self.terms, pairs)
+        norm = self._update_or_skip(loss, loss_scale, step, lr)
+        return TorchStep(loss, norm, loss_tokens, loss_scale, terms=terms)
+
+    def _accumulate_gradients(
+        self, parts: Iterator[tuple[bool, MicroBatch]], loss_scale: Tensor | None, monitor: CompileMonitor
+    ) -> Tensor:
+        """A forward and backward pass for each micro-batch; returns the sum of their losses over all ranks."""
+        total = new_report(self.terms, self.device)
+        for last, micro_batch in parts:
             # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
             scaled = micro_batch if loss_scale is None else micro_batch.scaled(loss_scale)
             with self.parallel.during_pass(last):
-                reported += self._run_pass_or_fall_back(monitor, *scaled)
-        reported = self.parallel.sum_loss(reported)
-        reported = reported if loss_scale is None else reported / loss_scale
-        loss, terms = split_reported(reported, self.terms, pairs)
+                total += self._run_pass_or_fall_back(monitor, *scaled)
+        total = self.parallel.sum_loss(total)
+        return total if loss_scale is None else total / loss_scale
+
+    def _update_or_skip(self, loss: Tensor, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
+        """Update the weights, unless the loss is a spike or the gradient is not finite; returns the gradient norm."""
         spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
         norm = self.optimizer.step(lr, loss_scale, spike)
         self.average.update(step)
@@ -134,7 +142,7 @@ class OnTorch:
             self.scaler.update(torch.isfinite(norm))
         if self.guard:
             self.guard.state = self.guard.next_state(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
-        return TorchStep(loss, norm, loss_tokens, loss_scale, terms=terms)
+        return norm
 
     def _new_pinned_buffers(self) -> PinnedBuffers:
         """Memory for all tensors of a checkpoint."""
@@ -182,10 +190,7 @@ class OnTorch:
                 heads = open_heads(self.net, micro_batch, self.precision)
             sums_by_micro_batch.append(heads.sums(self.parallel.tensor))
         self.parallel.reshard()
-        sums, counts = join_sums(sums_by_micro_batch), [count_loss_tokens(batch)[0], *count_pairs(batch)]
-        totals = [value / self.parallel.mesh.tensor for value in self.ranks.all_reduce([*sums, *counts])]
-        loss_tokens, *pairs = (int(count) for count in totals[len(sums) :])
-        return named_sums(totals[: len(sums)], loss_tokens, pairs)
+        return sums_of_all_ranks(join_sums(sums_by_micro_batch), batch, self.ranks, copies=self.parallel.mesh.tensor)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the weights, averaged if `train.average` is set; with LoRA, of the adapters only."""
@@ -218,13 +223,9 @@ class OnTorch:
         return self.scaler.state() if self.scaler else {}
 
     def load(
-        self,
-        weights: Iterable[Named],
-        moments: Iterable[Named],
-        updates: int,
-        where: str,
+        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str,
         scaling: dict[str, float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load weights and moments in checkpoint names and layout, and the loss scaler's state."""
         parallel = self.parallel
         fill(

@@ -1,4 +1,4 @@
-"""What the engines share: attention backends, token weights of the loss, parts of a batch."""
+"""What the engines share: attention backends, counts and weights of labels, dropout keys, parts of a batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from textmill.engines import Ranks, Sums
+from textmill.engines.objective.labels import count_pairs, named_sums
 from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import dropout_keys
 from textmill.models import Shape, open_family
+from textmill.models.base_torch import BaseNet
+from textmill.models.lora import uses_dropout
 from textmill.tokens.batches.batch import IGNORED, OPTIONAL_FIELDS, Batch
 
 
@@ -39,10 +44,23 @@ def check_fields(batch: Batch, shape: Shape) -> None:
         )
 
 
-def count_loss_tokens(batch: Batch) -> tuple[int, int]:
-    """How many tokens have a label, and how many samples have such a token."""
+def count_labels(batch: Batch, ranks: Ranks, copies: int = 1) -> tuple[int, int, list[int]]:
+    """Of the global batch: tokens with a label, samples that have such a token, and `count_pairs`.
+
+    `copies` is how many ranks have the same samples, which would otherwise be counted as often.
+    """
     labelled = batch.labels != IGNORED
-    return int(labelled.sum()), int(np.count_nonzero(labelled.any(1)))
+    counts = [int(labelled.sum()), int(np.count_nonzero(labelled.any(1))), *count_pairs(batch)]
+    tokens, samples, *pairs = (int(count) // copies for count in ranks.all_reduce(counts))
+    return tokens, samples, pairs
+
+
+def sums_of_all_ranks(sums: list[float], batch: Batch, ranks: Ranks, copies: int = 1) -> Sums:
+    """The result of an evaluation from the sums of each rank's part of the batch; `copies` as in `count_labels`."""
+    counts = [int((batch.labels != IGNORED).sum()), *count_pairs(batch)]
+    totals = [total / copies for total in ranks.all_reduce([*sums, *counts])]
+    loss_tokens, *pairs = (int(count) for count in totals[len(sums) :])
+    return named_sums(totals[: len(sums)], loss_tokens, pairs)
 
 
 def token_weights(batch: Batch, loss: str, loss_tokens: int, loss_samples: int) -> NDArray[np.float32]:
@@ -60,6 +78,14 @@ def token_weights(batch: Batch, loss: str, loss_tokens: int, loss_samples: int) 
         divisor = np.float32(max(1, loss_tokens))
     weights: NDArray[np.float32] = (labelled / divisor).astype(np.float32)
     return weights
+
+
+def dropout_keys_of(net: BaseNet, seed: int, step: int, batch: Batch) -> NDArray[np.int64] | None:
+    """The random key of each sample's dropout in this step; None if the net has no dropout."""
+    if not uses_dropout(net.shape, net.lora):
+        return None
+    keys: NDArray[np.int64] = dropout_keys(seed, step, batch.samples).numpy()
+    return keys
 
 
 def part_of(batch: Batch, ranks: int, rank: int) -> Batch:

@@ -149,6 +149,11 @@ def term_names(net: BaseNet, distil: DistilConfig) -> tuple[str, ...]:
     return (*((PAIR_LOSS,) if net.has_pair_head else ()), *(f"distil_{name}" for name in distil.terms))
 
 
+def new_report(names: Sequence[str], device: torch.device) -> Tensor:
+    """Zeros, to which what `training_loss` reports of each micro-batch is added."""
+    return torch.zeros((1 + len(names),) if names else (), device=device)
+
+
 def split_reported(total: Tensor, names: Sequence[str], pairs: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
     """The labels' loss and the other terms by name, from sums of what `training_loss` reports."""
     if not names:
