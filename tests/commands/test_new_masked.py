@@ -19,7 +19,7 @@ from textmill.models.nets_torch import build_net
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.masked_plan import limit_vocabs
 from textmill.planning.plan import auto_family, plan_for
-from textmill.planning.project_file import project_yaml
+from textmill.planning.project_file import Project, project_yaml
 from textmill.where import open_where
 
 BYTES = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
@@ -37,9 +37,8 @@ BYTES = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000
 def test_the_config_accepts_the_plan(text: TextFacts, least: int, pairs: str, machine: MachineFacts) -> None:
     facts = limit_vocabs(text)
     assert min(facts.bytes_per_token) == least
-    written = project_yaml(
-        "x", ["a.txt"], RecordFacts(), facts, machine, plan_for(facts, machine, 5, True), masked="bert"
-    )
+    plan = plan_for(facts, machine, 5, True)
+    written = project_yaml(Project("x", ["a.txt"], RecordFacts(), facts, machine, plan, "bert"))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     assert config.model.family == "bert"
     assert config.tokenizer.vocab >= least
@@ -67,7 +66,7 @@ def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts, size: int,
     """An untied head, in few epochs, comes on top: it takes no more time."""
     text = TextFacts(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
     plan = plan_for(text, machine, 5)
-    written = project_yaml("x", ["a.txt"], RecordFacts(), text, machine, plan, family="llama")
+    written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, "llama"))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     assert config.model.family == "llama"
     shape = open_family("llama").shape_of(config.model, vocab=plan.vocab, end=0)
@@ -131,8 +130,7 @@ def test_the_parameters_that_are_named_are_all_of_the_model(machine: MachineFact
     text = TextFacts(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
     text = limit_vocabs(text) if masked else text
     plan = plan_for(text, machine, 5, masked)
-    kind = {"masked" if masked else "family": family}
-    written = project_yaml("x", ["a.txt"], RecordFacts(), text, machine, plan, **kind)
+    written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, family))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     shape = open_family(family).shape_of(config.model, vocab=plan.vocab, end=0, length=config.train.length)
     with torch.device("meta"):

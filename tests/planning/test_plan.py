@@ -29,7 +29,7 @@ from textmill.planning.plan import (
     fitted_fraction,
     plan_for,
 )
-from textmill.planning.project_file import project_yaml
+from textmill.planning.project_file import Project, project_yaml
 from textmill.training.auto_settings import MAX_EPOCHS
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
@@ -141,7 +141,8 @@ def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() 
     short, long = (plan_for(text, TWO_CORES, minutes) for minutes in (0.2, 600))
     assert not short.ends_early
     assert long.ends_early
-    written = [project_yaml("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan) for plan in (short, long)]
+    projects = [Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan) for plan in (short, long)]
+    written = [project_yaml(project) for project in projects]
     assert "train.distil" not in written[0]
     commands = [line.lstrip("# ") for line in written[1].splitlines() if "train.distil" in line]
     assert commands == ["textmill run x train.folder=x/run-2 'train.distil.teachers=[x/run]' train.seed=2"]
@@ -151,8 +152,8 @@ def test_a_second_generation_is_proposed_if_the_text_needs_less_than_the_time() 
 def test_the_field_with_the_text_reads_back(key: str, tmp_path: Path) -> None:
     text = text_of(1e5)
     plan = plan_for(text, TWO_CORES, 1)
-    written = project_yaml("x", ["*.json", "1e5"], RecordFacts(text_key=key), text, TWO_CORES, plan)
-    (tmp_path / "a.yaml").write_text(written)
+    project = Project("x", ["*.json", "1e5"], RecordFacts(text_key=key), text, TWO_CORES, plan)
+    (tmp_path / "a.yaml").write_text(project_yaml(project))
     corpus = read_yaml(tmp_path / "a.yaml")[0]["corpus"]
     assert (corpus["text_key"], corpus["sources"]) == (key, ["*.json", "1e5"])
 
@@ -160,8 +161,8 @@ def test_the_field_with_the_text_reads_back(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["x", "my text", "a, b", "it's #1", "a*b/*", "- {c}: d", "!tag"])
 def test_proposed_commands_can_be_pasted_for_any_folder(folder: str) -> None:
     text = text_of(1e5)
-    written = project_yaml(folder, ["a.txt"], RecordFacts(), text, TWO_CORES, plan_for(text, TWO_CORES, 600))
-    commands = [line.lstrip("# ") for line in written.splitlines() if line.startswith("#   textmill run")]
+    project = Project(folder, ["a.txt"], RecordFacts(), text, TWO_CORES, plan_for(text, TWO_CORES, 600))
+    commands = [line.lstrip("# ") for line in project_yaml(project).splitlines() if line.startswith("#   textmill run")]
     first, second = (shlex.split(command, comments=True) for command in commands)
     assert first == ["textmill", "run", folder]
     assert second[:3] == first

@@ -23,7 +23,7 @@ from textmill.planning.inspect_text import inspect_text
 from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
 from textmill.planning.plan import VOCABS, auto_family, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
-from textmill.planning.project_file import count_model_parameters, path_in_project, project_yaml
+from textmill.planning.project_file import Project, count_model_parameters, path_in_project, project_yaml
 from textmill.storage.files import write_text
 from textmill.storage.stages import PROJECT_YAML
 
@@ -64,8 +64,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
     family = auto_family(machine, plan) if family == AUTO else family
-    kind = {"masked" if masked else "family": family}
-    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, **kind))
+    project = Project(folder, named, records, facts, machine, plan, family, other_minutes)
+    write_text(path, project_yaml(project))
     parameters = count_model_parameters(plan, facts, family) / 1e6
     shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
     files = format_count(len(sources), "file")

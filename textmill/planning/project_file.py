@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from textmill.config import ModelConfig
@@ -18,30 +19,51 @@ from textmill.training.auto_settings import MAX_EPOCHS
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
-def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: TextFacts, machine: MachineFacts,
-                 plan: Plan, other_minutes: str = "", masked: str = "", family: str = "gpt2") -> str:  # fmt: skip
-    """The content of textmill.yaml; `other_minutes` says what more or fewer minutes would bring.
+@dataclass(frozen=True)
+class Project:
+    """A text, a machine, and the plan to train a model of the text on the machine."""
 
-    `masked` is the family of a model that predicts masked tokens; empty: one of `family`, which predicts the next one.
-    """
+    folder: str
+    sources: list[str]
+    """Where the text is, as the project's file names it; see `path_in_project`."""
+    records: RecordFacts
+    text: TextFacts
+    machine: MachineFacts
+    plan: Plan
+    family: str = "gpt2"
+    other_minutes: str = ""
+    """What more or fewer minutes would bring."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether the model predicts masked tokens, and not the next one."""
+        return open_family(self.family).OBJECTIVE == "masked"
+
+
+def project_yaml(project: Project) -> str:
+    """The content of textmill.yaml."""
+    text, machine, plan, other_minutes = project.text, project.machine, project.plan, project.other_minutes
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
-    quoted, millions = shlex.quote(folder), count_model_parameters(plan, text, masked or family) / 1e6
+    quoted, millions = shlex.quote(project.folder), count_model_parameters(plan, text, project.family) / 1e6
+    stages = "prepare, fit-tokenizer, tokenize, train" if project.masked else STAGES
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {millions:.1f}M parameters, {_minutes(plan)}.
 {f"# Expected {other_minutes}.{chr(10)}#" if other_minutes else "#"}
-#   textmill run {quoted}        # all stages: {"prepare, fit-tokenizer, tokenize, train" if masked else STAGES}
+#   textmill run {quoted}        # all stages: {stages}
 #   textmill COMMAND --help      # every setting with its default
 #
 # Paths are relative to this file. Each stage writes a folder next to it: corpus, tokenizer, tokens, run.
 # Change what you like: a finished stage is not run twice, and a change that would alter its
 # result is reported before anything is overwritten. docs/autopilot.md explains every choice.
 """
-    lines = [head, *([_describe_second_generation(folder)] if plan.ends_early and not masked else [])]
-    sections = _sections(sources, records, text, plan, family)
+    lines = [head, *([_describe_second_generation(project.folder)] if plan.ends_early and not project.masked else [])]
+    sections = _sections(project)
     if machine.device == "cuda" and not plan.compiled:
         sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
-    for section, rows in (masked_sections(sections, text, plan, masked) if masked else sections).items():
+    if project.masked:
+        sections = masked_sections(sections, text, plan, project.family)
+    for section, rows in sections.items():
         lines.append(f"{section}:")
         lines += [_line(*row) for row in rows]
         lines.append("")
@@ -92,13 +114,13 @@ def _minutes(plan: Plan) -> str:
     return f"about {plan.seconds / 60:.1f} min of training" if plan.ends_early else f"about {plan.minutes:g} min"
 
 
-def _sections(
-    sources: list[str], records: RecordFacts, text: TextFacts, plan: Plan, family: str
-) -> dict[str, list[Row]]:
+def _sections(project: Project) -> dict[str, list[Row]]:
+    """The settings by section; those of a model that predicts the next token."""
+    records, text, plan, family = project.records, project.text, project.plan, project.family
     untied = plan.is_untied(family)
     interval = max(20, round(plan.steps / 80) * 10)  # steps between two evaluations
     return {
-        "corpus": _corpus_rows(sources, records, text),
+        "corpus": _corpus_rows(project.sources, records, text),
         "tokenizer": [
             ("vocab", plan.vocab, f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is "
                                   "cheapest"),
