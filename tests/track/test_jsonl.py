@@ -83,3 +83,4 @@ def test_lines_without_a_step_are_dropped(tmp_path: Path, line: bytes) -> None:
 def test_a_missing_file_is_no_error(tmp_path: Path) -> None:
     truncate_after(tmp_path / METRICS_FILE, 3)
     assert not (tmp_path / METRICS_FILE).exists()
+    assert read_metrics(tmp_path / METRICS_FILE) == []

@@ -100,11 +100,10 @@ def _training_rows(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
 
 def _curve(checkpoint: Checkpoint) -> str:
     """Losses up to the exported step, in a few rows."""
-    path = checkpoint.folder.parent / METRICS_FILE
-    if not checkpoint.step or not path.is_file():
+    if not checkpoint.step:
         return ""
     metrics_by_step: dict[int, dict[str, Any]] = {}
-    for row in read_metrics(path):
+    for row in read_metrics(checkpoint.folder.parent / METRICS_FILE):
         if row["step"] <= checkpoint.step:
             metrics_by_step.setdefault(row["step"], {}).update(row)
     if not metrics_by_step:

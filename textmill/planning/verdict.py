@@ -77,8 +77,7 @@ class Curves(NamedTuple):
 
 def read_curves(run: Path) -> Curves:
     """Read the metrics of a run; nothing is known of a run without them."""
-    path = run / METRICS_FILE
-    rows = read_metrics(path) if path.is_file() else []
+    rows = read_metrics(run / METRICS_FILE)
     losses, valid_losses = (_finite_by_step(rows, name) for name in ("loss", "valid_loss"))
     last = [loss for step, loss in losses.items() if step >= (1 - LAST_PART) * max(losses)]
     epochs = next((row["epoch"] for row in reversed(rows) if "epoch" in row), None)

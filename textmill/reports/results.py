@@ -13,6 +13,9 @@ MODELS = {
     "model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)",
 }  # fmt: skip
 COUNTING = ("bigram", "unigram")
+UNITS = {"documents": "documents", "tokens": "tokens", "bytes": "bytes"}
+"""What the counts of an evaluation are called on the page."""
+CHAT_UNITS = {**UNITS, "documents": "conversations", "tokens": "assistant tokens"}
 SHOWN_SOURCES = 20
 """Files of the corpus that a page names."""
 
@@ -23,8 +26,8 @@ def result_sections(run: RunFiles) -> Iterator[dict[str, Any]]:
     yield {"title": f"Verdict at step {step}", "open": True, "texts": run.summary.get("verdict", [])}
     for result in run.evaluations:
         if rows := {name: result[name] for name in MODELS if isinstance(result.get(name), dict)}:
-            title, (columns, *cells) = _title(result), list_columns({MODELS[name]: row for name, row in rows.items()})
-            yield {"title": title, "open": True, "rows": cells, "head": columns}
+            columns, *cells = list_columns({MODELS[name]: row for name, row in rows.items()})
+            yield {"title": _evaluation_title(result), "open": True, "rows": cells, "head": columns}
     texts = run.summary.get("texts", [])
     yield {"title": f"Texts of the model at step {step}, not selected", "open": True, "texts": texts}
 
@@ -46,12 +49,8 @@ def shorten_account(account: dict[str, Any]) -> dict[str, Any]:
     return {**account, "by_source": {name: sources[name] for name in largest}, "other_sources": others}
 
 
-def _title(result: dict[str, Any]) -> str:
-    is_chat = "truncate" in result
-    names = {
-        "documents": "conversations" if is_chat else "documents",
-        "tokens": "assistant tokens" if is_chat else "tokens",
-    }
-    counted = {**names, "bytes": "bytes"}
-    counts = [f"{result[key]:,} {name}" for key, name in counted.items() if isinstance(result.get(key), int)]
+def _evaluation_title(result: dict[str, Any]) -> str:
+    """On what an evaluation was done: "Measured at step 500 on the valid split: 12 documents, 3,456 tokens"."""
+    units = CHAT_UNITS if "truncate" in result else UNITS  # only the evaluation of answers records how it cuts chats
+    counts = [f"{result[key]:,} {unit}" for key, unit in units.items() if isinstance(result.get(key), int)]
     return f"Measured at step {result.get('step') or 0:,} on the {describe_origin(result)}: {', '.join(counts)}"

@@ -148,8 +148,7 @@ class RunFiles:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """The continuations of `train.sample_prompts`, in order."""
-        path = self.folder / SAMPLES_FILE
-        return read_metrics(path) if path.is_file() else []
+        return read_metrics(self.folder / SAMPLES_FILE)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -209,7 +208,7 @@ def read_run(folder: Path) -> RunFiles:
     newest = list(list_checkpoints(folder).values())[-1:]
     metrics = folder / METRICS_FILE
     try:
-        lines = read_metrics(metrics) if metrics.is_file() else []
+        lines = read_metrics(metrics)
     except OSError as error:
         raise TextmillError(f"{format_path(metrics)}: cannot be read: {error.strerror}") from None
     progress = read_json(newest[0] / "progress.json") if newest else {}

@@ -60,8 +60,9 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics.jsonl, in order; an incomplete last line is skipped."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if _read_step(line) is not None]
+    """Every complete line of a metrics.jsonl, in order; none without the file. An incomplete last line is skipped."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    return [json.loads(line) for line in lines if _read_step(line) is not None]
 
 
 def _read_step(line: bytes) -> int | None:

@@ -151,6 +151,5 @@ def check_compile() -> Finding:
 
 def read_losses(run: Path) -> list[float]:
     """The logged losses of a run; NaN where none was finite."""
-    path = run / METRICS_FILE
-    lines = read_metrics(path) if path.is_file() else []
+    lines = read_metrics(run / METRICS_FILE)
     return [math.nan if line["loss"] is None else float(line["loss"]) for line in lines if "loss" in line]
