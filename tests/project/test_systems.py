@@ -72,7 +72,9 @@ def run_block(name: str) -> None:
         for line in BLOCKS[name]:
             words = shlex.split(line, comments=True)
             if words[0] == "curl":
-                reply = get(words[1].replace("http://127.0.0.1:8000", address))
+                option, url, encoded, data = words[1:]
+                assert (option, encoded) == ("-G", "--data-urlencode")  # curl refuses a URL with spaces
+                reply = get(url.replace("http://127.0.0.1:8000", address), params=dict([data.split("=", 1)]))
                 assert reply.status_code == 200, reply.text
             elif words[0] == "torchrun":
                 arguments = small(words[words.index("textmill") + 1 :])
