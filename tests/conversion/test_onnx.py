@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.conversion.test_gguf_llama import CONFIG, KINDS, write_model
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.conversion.formats.onnx import read
@@ -36,9 +37,9 @@ def session(out: Path) -> Any:
     )
 
 
-def empty_past(samples: int) -> dict[str, Any]:
+def empty_past(samples: int, heads: int = HEADS, width: int = WIDTH // HEADS) -> dict[str, Any]:
     names = [f"past_key_values.{layer}.{part}" for layer in range(LAYERS) for part in ("key", "value")]
-    return {name: np.zeros((samples, HEADS, 0, WIDTH // HEADS), np.float32) for name in names}
+    return {name: np.zeros((samples, heads, 0, width), np.float32) for name in names}
 
 
 def test_greedy_tokens_with_past_key_values_equal_transformers(folders: tuple[Path, Path]) -> None:
@@ -75,6 +76,25 @@ def test_padding_on_the_left_changes_nothing(folders: tuple[Path, Path]) -> None
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(folders[0])(torch.tensor([row])).logits.numpy()
     assert np.abs(logits[0][1, 2:] - wanted[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "biases", "yarn", "qwen3"])
+def test_a_llama_token_by_token_has_transformers_logits(kind: str, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", KINDS[kind])
+    assert main(["export", str(source), f"export.folder={tmp_path / 'out'}", "export.kind=onnx"]) == 0
+    net = AutoModelForCausalLM.from_pretrained(source)
+    ids = np.random.default_rng(3).integers(0, net.config.vocab_size, (2, 40))
+    with torch.no_grad():
+        wanted = net(torch.tensor(ids)).logits.numpy()
+    heads, width = net.config.num_key_value_heads, KINDS[kind].get("head_dim", CONFIG["head_dim"])
+    run, past, found = session(tmp_path / "out"), empty_past(2, heads, width), []
+    for start, stop in ((0, 38), (38, 39), (39, 40)):
+        inputs = {"input_ids": ids[:, start:stop], "attention_mask": np.ones((2, stop), np.int64), **past}
+        logits, *present = run.run(None, inputs | {"position_ids": np.tile(np.arange(start, stop), (2, 1))})
+        past = dict(zip(past, present, strict=True))
+        found.append(logits)
+    assert np.abs(np.concatenate(found, 1) - wanted).max() < 1e-5 * np.abs(wanted).max()
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "tanh"])

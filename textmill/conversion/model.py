@@ -75,10 +75,13 @@ def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded:
     return {name: weights[name] for name in expected}
 
 
-def require_family(shape: Shape, family: str, kind: str) -> None:
+def require_family(shape: Shape, kind: str, *families: str) -> None:
     """Refuse a family that a format has no place for."""
-    if shape.family != family:
-        raise TextmillError(f"export.kind: {kind} can hold a {family}, the model is a {shape.family}; use hf")
+    if shape.family not in families:
+        raise TextmillError(
+            f"export.kind: {kind} can hold a {' or '.join(families)}, the model is a {shape.family}; use hf, or train "
+            f"another model with model.family={families[0]}"
+        )
 
 
 def require_gelu(shape: Any, kind: str) -> None:

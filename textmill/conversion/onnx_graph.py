@@ -1,4 +1,7 @@
-"""GPT-2 as an ONNX graph with past key values, under the names that Optimum and onnxruntime-genai use."""
+"""What the ONNX graphs of all families share.
+
+Inputs and outputs have the names that Optimum and onnxruntime-genai use.
+"""
 
 from __future__ import annotations
 
@@ -42,34 +45,8 @@ class Graph:
         return name
 
 
-def build_nodes(graph: Graph, shape: Any) -> None:
-    """All nodes, from input_ids, attention_mask, position_ids and past_key_values.N to logits and present.N."""
-    mask = _mask(graph)
-    x = graph.add(
-        "Add", graph.add("Gather", "transformer.wte.weight", "input_ids"),
-        graph.add("Gather", "transformer.wpe.weight", "position_ids"),
-    )  # fmt: skip
-    for layer in range(shape.layers):
-        h = f"transformer.h.{layer}"
-        x = graph.add("Add", x, _attention(graph, _norm(graph, x, f"{h}.ln_1", shape), layer, shape, mask))
-        inner = _linear(graph, _norm(graph, x, f"{h}.ln_2", shape), f"{h}.mlp.c_fc")
-        active = _activate(graph, inner, shape.activation)
-        x = graph.add("Add", x, _linear(graph, active, f"{h}.mlp.c_proj"))
-    last = _norm(graph, x, "transformer.ln_f", shape)
-    weight = "lm_head.weight" if shape.untied else "transformer.wte.weight"
-    head = graph.add("Transpose", weight, perm=[1, 0], name=HEAD)
-    graph.add("MatMul", last, head, name="logits")
-
-
-def _norm(graph: Graph, x: str, stem: str, shape: Any) -> str:
-    return graph.add("LayerNormalization", x, f"{stem}.weight", f"{stem}.bias", axis=-1, epsilon=shape.epsilon)
-
-
-def _linear(graph: Graph, x: str, stem: str) -> str:
-    return graph.add("Add", graph.add("MatMul", x, f"{stem}.weight"), f"{stem}.bias")
-
-
-def _activate(graph: Graph, x: str, activation: str) -> str:
+def activate(graph: Graph, x: str, activation: str) -> str:
+    """Add the nodes of an activation."""
     if activation == "silu":
         return graph.add("Mul", x, graph.add("Sigmoid", x))
     if activation == "relu2":
@@ -80,7 +57,7 @@ def _activate(graph: Graph, x: str, activation: str) -> str:
     return graph.add("Gelu", x, approximate=GELU_FORMS[activation])
 
 
-def _mask(graph: Graph) -> str:
+def add_causal_mask(graph: Graph) -> str:
     """True where a token may look: not into the future, not at padding; [batch, 1, tokens, past + tokens]."""
     zero, one, axis_0 = (graph.constant(value, np.int64) for value in (0, 1, [0]))
     past = graph.add("Gather", graph.add("Shape", "past_key_values.0.key"), graph.constant(2, np.int64))
@@ -93,30 +70,44 @@ def _mask(graph: Graph) -> str:
     return graph.add("And", is_past, graph.add("Unsqueeze", is_token, graph.constant([1, 2], np.int64)))
 
 
-def _attention(graph: Graph, x: str, layer: int, shape: Any, mask: str) -> str:
-    h, width = f"transformer.h.{layer}.attn", shape.width // shape.heads
-    to_heads = graph.constant([0, 0, shape.heads, width], np.int64)
-    q, k, v = (
-        graph.add("Transpose", graph.add("Reshape", projection, to_heads), perm=[0, 2, 1, 3])
-        for projection in graph.split(_linear(graph, x, f"{h}.c_attn"), 3)
-    )
+def add_attention(graph: Graph, parts: tuple[str, str, str], layer: int, sizes: tuple[int, int, int], mask: str) -> str:
+    """The weighted values of all heads side by side, [batch, tokens, heads x width].
+
+    `parts`: queries, keys and values, [batch, heads, tokens, width]. `sizes`: heads of queries, heads of keys, and the
+    width of a head.
+    """
+    (q, k, v), (heads, key_heads, width) = parts, sizes
     k = graph.add("Concat", f"past_key_values.{layer}.key", k, axis=2, name=f"present.{layer}.key")
     v = graph.add("Concat", f"past_key_values.{layer}.value", v, axis=2, name=f"present.{layer}.value")
+    if heads != key_heads:
+        k, v = (_repeat(graph, part, heads, heads // key_heads, width) for part in (k, v))
     scores = graph.add("MatMul", q, graph.add("Transpose", k, perm=[0, 1, 3, 2]))
     scores = graph.add("Div", scores, graph.constant(width**0.5, np.float32))
     scores = graph.add("Where", mask, scores, graph.constant(np.finfo(np.float32).min, np.float32))
     mixed = graph.add("MatMul", graph.add("Softmax", scores, axis=-1), v)
     by_token = graph.add("Transpose", mixed, perm=[0, 2, 1, 3])
-    heads_joined = graph.add("Reshape", by_token, graph.constant([0, 0, shape.width], np.int64))
-    return _linear(graph, heads_joined, f"{h}.c_proj")
+    return graph.add("Reshape", by_token, graph.constant([0, 0, heads * width], np.int64))
 
 
-def run_in_two_parts(run: Any, shape: Any, ids: Any) -> Array:
+def _repeat(graph: Graph, part: str, heads: int, times: int, width: int) -> str:
+    """Keys or values once for each head of queries."""
+    column = graph.add("Unsqueeze", part, graph.constant([2], np.int64))
+    repeated = graph.add("Expand", column, graph.constant([1, 1, times, 1, 1], np.int64))
+    return graph.add("Reshape", repeated, graph.constant([0, heads, -1, width], np.int64))
+
+
+def add_head(graph: Graph, x: str, weight: str) -> None:
+    """The logits, from the last norm's output and the weight of the head."""
+    graph.add("MatMul", x, graph.add("Transpose", weight, perm=[1, 0], name=HEAD), name="logits")
+
+
+def run_in_two_parts(run: Any, layers: int, cache_shape: tuple[int, int], ids: Any) -> Array:
     """Logits of ids: the first half without past key values, then the second half with those of the first."""
     samples, length = ids.shape
-    empty = np.zeros((samples, shape.heads, 0, shape.width // shape.heads), np.float32)
-    past = [empty] * (2 * shape.layers)
-    past_names = [f"past_key_values.{layer}.{kind}" for layer in range(shape.layers) for kind in ("key", "value")]
+    heads, width = cache_shape
+    empty = np.zeros((samples, heads, 0, width), np.float32)
+    past = [empty] * (2 * layers)
+    past_names = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
     logits_by_half, start = [], 0
     for stop in dict.fromkeys([max(1, length // 2), length]):
         inputs = {

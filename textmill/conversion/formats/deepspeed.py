@@ -37,7 +37,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 
     With `export.megatron.tensor` above 1, for Megatron-DeepSpeed: the modules of Megatron, one file per rank.
     """
-    require_family(model.shape, "gpt2", "deepspeed")
+    require_family(model.shape, "deepspeed", "gpt2")
     (folder / TAG).mkdir(exist_ok=True)
     ranks = config.megatron.tensor
     if config.megatron.pipeline > 1:
@@ -86,7 +86,7 @@ def read(path: Path, hints: Hints) -> Model:
         raise TextmillError(
             f"{path}: DeepSpeed does not record the sizes of a model; name its config.json: --config FILE"
         )
-    shape = read_hf_shape(config)
+    shape = read_hf_shape(config, "gpt2")
     weights = collect_weights(shape, _named(path), str(path))
     folder = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
     return Model(shape, weights, open_tokenizer(folder) if folder else None)

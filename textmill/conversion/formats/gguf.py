@@ -13,7 +13,7 @@ import numpy as np
 from textmill.config import ExportConfig
 from textmill.conversion import gguf_gpt2, gguf_llama
 from textmill.conversion.gguf_tokenizer import keys_of, tokenizer_of
-from textmill.conversion.model import Array, Files, Hints, Model, collect_weights
+from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family
 from textmill.conversion.ollama import modelfile
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import manifest_entry, write_text
@@ -41,10 +41,7 @@ LAYOUTS: dict[str, Any] = {"gpt2": gguf_gpt2, "llama": gguf_llama}
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write NAME.gguf and a Modelfile for Ollama."""
     gguf, shape = _package(), model.shape
-    if shape.family not in LAYOUTS:
-        raise TextmillError(
-            f"export.kind: gguf can hold a {' or '.join(LAYOUTS)}, the model is a {shape.family}; use hf"
-        )
+    require_family(shape, "gguf", *LAYOUTS)
     architecture = LAYOUTS[shape.family].architecture_of(shape)
     if model.tokenizer is None:
         raise TextmillError("export.kind: gguf holds the tokenizer, the model has none; put it next to the weights")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.file_plan import plan_files
-from textmill.config import ExportConfig
+from textmill.config import SIZES, ExportConfig
 from textmill.conversion.model import Files, Hints, Model, collect_weights
 from textmill.conversion.torch_files import read_tensor_tree
 from textmill.errors import TextmillError
-from textmill.models import open_family, read_shape
+from textmill.models import FAMILY_OF, open_family, read_shape
 from textmill.models.pooling import find_pooling, pooling_files
 from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.storage.tensor_files import SHARD_INDEX, Named, Precision, encode_safetensors, read_model
@@ -66,7 +66,7 @@ def matches(path: Path) -> bool:
 def read(path: Path, hints: Hints) -> Model:
     """Read a folder; pickled weights without running code."""
     folder = path if path.is_dir() else path.parent
-    shape = read_hf_shape(hints.config) if hints.config else read_shape(folder)
+    shape = read_hf_shape(hints.config, *SIZES) if hints.config else read_shape(folder)
     weights = collect_weights(shape, _read_weights(folder), str(folder))
     where = hints.tokenizer or folder
     has_tokenizer = any(any(folder.glob(name)) for name in TOKENIZER_FILES)
@@ -74,14 +74,18 @@ def read(path: Path, hints: Hints) -> Model:
     return Model(shape, weights, tokenizer, pooling=find_pooling(folder))
 
 
-def read_hf_shape(path: Path) -> Any:
-    """The shape in a config.json, named as the file or its folder."""
+def read_hf_shape(path: Path, *families: str) -> Any:
+    """The shape in a config.json, named as the file or its folder, of a model of one of these families."""
     path = path / "config.json" if path.is_dir() else path
     hf = read_json(path)
-    kind = hf.get("model_type", "gpt2") if isinstance(hf, dict) else None
-    if kind != "gpt2":
-        raise TextmillError(f"{path}: not the config.json of a GPT-2; name the one that the model was built with")
-    return open_family("gpt2").shape_of_hf(hf, str(path))
+    kind = hf.get("model_type", families[0]) if isinstance(hf, dict) else None
+    family = FAMILY_OF.get(kind, kind) if isinstance(kind, str) else None
+    if family not in families:
+        raise TextmillError(
+            f"{path}: not the config.json of a {' or '.join(families)} (model_type is {kind!r}); "
+            "name the one that the model was built with"
+        )
+    return open_family(family).shape_of_hf(hf, str(path))
 
 
 def _read_weights(folder: Path) -> Iterator[Named]:

@@ -66,7 +66,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 def check_parallel(shape: Any, config: ExportConfig) -> None:
     """Refuse a model that Megatron does not have, or whose sizes the ranks do not divide."""
     settings = config.megatron
-    require_family(shape, "gpt2", "megatron")
+    require_family(shape, "megatron", "gpt2")
     require_gelu(shape, "megatron")
     for name, size, ranks in (
         ("heads", shape.heads, settings.tensor), ("inner", shape.inner, settings.tensor),
@@ -229,7 +229,7 @@ def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: tuple[int, i
             "is missing, or files of different checkpoints are mixed"
         )
     if config is not None:
-        shape = read_hf_shape(config)
+        shape = read_hf_shape(config, "gpt2")
     else:
         is_tied = "output_layer.weight" not in states[0, sizes[1] - 1]
         layers = [_layer_of(name) or 0 for pipeline in range(sizes[1]) for name in states[0, pipeline]]

@@ -29,7 +29,7 @@ EPSILON = 1e-5
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write ckpt.pt, which nanoGPT's sample.py and train.py (init_from=resume) open, and the tokenizer's files."""
     shape = model.shape
-    require_family(shape, "gpt2", "nanogpt")
+    require_family(shape, "nanogpt", "gpt2")
     require_gelu(shape, "nanogpt")
     if shape.untied:
         raise TextmillError("export.kind: nanogpt has a tied head only, the model's is untied; use hf, gguf or onnx")

@@ -1,4 +1,4 @@
-"""ONNX: a GPT-2 as a graph with past key values, through the package onnx."""
+"""ONNX: a GPT-2 or Llama as a graph with past key values, through the package onnx."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ExportConfig
+from textmill.conversion import onnx_gpt2, onnx_llama
 from textmill.conversion.formats.hf import read_hf_shape, text_files
 from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
-from textmill.conversion.onnx_graph import IR_VERSION, OPSET, Graph, build_nodes, run_in_two_parts
+from textmill.conversion.onnx_graph import IR_VERSION, OPSET, Graph, run_in_two_parts
 from textmill.errors import TextmillError
 from textmill.models import weights_of
 from textmill.storage.files import manifest_entry, write_bytes
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
+LAYOUTS: dict[str, Any] = {"gpt2": onnx_gpt2, "llama": onnx_llama}
+"""The nodes of the models of each family."""
 PRECISIONS = ("fp32", "fp16")
 FILE, DATA = "model.onnx", "model.onnx.data"
 LARGE = 1_000_000_000
@@ -27,7 +30,7 @@ HALF = ".fp16"
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write model.onnx, and config.json and the tokenizer's files for the programs that run it."""
     onnx, shape = _package(), model.shape
-    require_family(shape, "gpt2", "onnx")
+    require_family(shape, "onnx", *LAYOUTS)
     graph, half = Graph(onnx.helper), config.precision == "fp16"
     weights = []
     for name, values in model.weights.items():
@@ -38,10 +41,10 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
             stored = stored.astype(np.float16)
             graph.add("Cast", name + HALF, name=name, to=onnx.TensorProto.FLOAT)
         weights.append(onnx.numpy_helper.from_array(stored, name + HALF if half else name))
-    build_nodes(graph, shape)
+    LAYOUTS[shape.family].build_nodes(graph, shape)
     weights += [onnx.numpy_helper.from_array(values, name) for name, values in graph.constants.items()]
     proto = onnx.helper.make_model(
-        onnx.helper.make_graph(graph.nodes, "gpt2", *_interface(onnx, shape), weights), ir_version=IR_VERSION,
+        onnx.helper.make_graph(graph.nodes, shape.family, *_interface(onnx, shape), weights), ir_version=IR_VERSION,
         opset_imports=[onnx.helper.make_opsetid("", OPSET)], producer_name="textmill",
     )  # fmt: skip
     large = sum(weight.raw_data.__len__() for weight in weights) > LARGE
@@ -55,7 +58,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 def _interface(onnx: Any, shape: Any) -> tuple[list[Any], list[Any]]:
     """The inputs and outputs with their types and sizes."""
     value, integer, number = onnx.helper.make_tensor_value_info, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
-    heads, width = shape.heads, shape.width // shape.heads
+    heads, width = LAYOUTS[shape.family].cache_shape(shape)
     names = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
     inputs = [
         value("input_ids", integer, ["batch", "tokens"]), value("attention_mask", integer, ["batch", "total"]),
@@ -77,7 +80,7 @@ def read(path: Path, hints: Hints) -> Model:
     """Read a file that textmill wrote: its weights, and logits computed by the graph itself."""
     onnx, file = _package(), path / FILE if path.is_dir() else path
     config = hints.config or file.parent
-    shape = read_hf_shape(config)
+    shape = read_hf_shape(config, *LAYOUTS)
     try:
         proto = onnx.load(file)
         found = {one.name.removesuffix(HALF): onnx.numpy_helper.to_array(one) for one in proto.graph.initializer}
@@ -97,8 +100,8 @@ def _runner(proto: Any, shape: Any, file: Path) -> Any:
         try:
             from onnx.reference import ReferenceEvaluator
 
-            evaluator = ReferenceEvaluator(proto)
-            return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape, ids)
+            evaluator, cache_shape = ReferenceEvaluator(proto), LAYOUTS[shape.family].cache_shape(shape)
+            return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape.layers, cache_shape, ids)
         except Exception as error:  # a damaged graph fails anywhere
             raise TextmillError(f"{file}: its graph cannot be run ({type(error).__name__}: {error})") from None
 
