@@ -57,6 +57,17 @@ def test_files_with_other_fields_are_read_too(tmp_path: Path) -> None:
     assert key_of(f=both, g=bodies) == "text", "joined fields would change the texts of the first file"
 
 
+def test_one_table_among_many_texts_is_examined(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(PROSE)
+    (tmp_path / "first.jsonl").write_text(lines(*({"content": PROSE.format(n)} for n in range(5))))
+    (tmp_path / "last.csv").write_text(
+        "no,正文\n" + "".join(f"{n},{PROSE.format(n).replace(',', '')}\n" for n in range(5))
+    )
+    sources = find_sources([str(tmp_path / "first.jsonl"), str(tmp_path / "*.txt"), str(tmp_path / "last.csv")])
+    assert inspect_records(sources, CorpusConfig()).text_key == "content+正文"
+
+
 @pytest.mark.parametrize(
     "names", ["Question,ANSWER", "질문,답변", "Soru,Yanıt", "soru,cevap", "问题,回答", "質問,回答"]
 )

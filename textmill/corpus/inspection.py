@@ -106,9 +106,9 @@ class _Sample:
 
 
 def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFacts:
-    """Examine a few records of up to eight sources, spread evenly; the most common finding counts."""
+    """Examine a few records of up to eight sources of each format, spread evenly; the most common finding counts."""
     sample = _Sample()
-    for source in sources[:: max(1, len(sources) // SAMPLE_SOURCES)][:SAMPLE_SOURCES]:
+    for source in _spread_by_format(sources):
         with suppress(BrokenStream):  # prepare reports it
             sample.add(source, config)
     records = [record for part in sample.by_source for record in part]
@@ -133,6 +133,19 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
         language=_find_language(texts),
         fields=tuple(dict.fromkeys(str(name) for record in records for name in record)),
     )
+
+
+def _spread_by_format(sources: Sequence[Source]) -> list[Source]:
+    """Up to SAMPLE_SOURCES of each format, the first and the last of them included: one table among a hundred texts is
+    examined too."""
+    by_format: dict[str, list[Source]] = {}
+    for source in sources:
+        by_format.setdefault(source.format, []).append(source)
+    spread: list[Source] = []
+    for group in by_format.values():
+        count = min(SAMPLE_SOURCES, len(group))
+        spread += [group[number * (len(group) - 1) // max(1, count - 1)] for number in range(count)]
+    return spread
 
 
 def find_older_encodings(sources: Sequence[Source]) -> dict[str, str]:
