@@ -125,57 +125,58 @@ def _order_values(
 
 
 def _choose_words(
-    sizes: NDArray[np.int64], order: NDArray[np.int64], left: NDArray[np.int64], keys: NDArray[np.uint64],
-    max_ngram: int, words: NDArray[np.int64],
+    sizes: NDArray[np.int64], order: NDArray[np.int64], predictions: NDArray[np.int64], keys: NDArray[np.uint64],
+    max_ngram: int, words_per_sample: NDArray[np.int64],
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """[samples, words]: which words are chosen; each sample takes its next word in the random order at a time."""
-    rows, left = np.arange(len(sizes)), left.copy()
+    """[samples, words]: which words are chosen, of the given sizes in tokens.
+
+    All samples go through their words at once, each in its own random order, until no predictions are left.
+    """
+    samples, left = np.arange(len(sizes)), predictions.copy()
     chosen = np.zeros(sizes.shape, np.bool_)
-    ngrams = _draw_ngrams(sizes.shape, keys, max_ngram, words) if max_ngram > 1 else None
-    for word in np.ascontiguousarray(order.T):
+    ngrams = _draw_ngrams(sizes.shape, keys, max_ngram, words_per_sample) if max_ngram > 1 else None
+    for word in np.ascontiguousarray(order.T):  # [samples]: the next word of each
         if ngrams is None:
-            size = sizes[rows, word]
+            size = sizes[samples, word]
             fits = size <= left
-            chosen[rows[fits], word[fits]] = True
+            chosen[samples[fits], word[fits]] = True
             left -= np.where(fits, size, 0)
         else:
-            _choose_ngrams(sizes, rows, word, ngrams[rows, word], chosen, left)
+            left -= _choose_ngrams(sizes, chosen, left, word, ngrams[samples, word])
         if not left.any():
             break
     return chosen
 
 
 def _draw_ngrams(
-    shape: tuple[int, ...], keys: NDArray[np.uint64], max_ngram: int, words: NDArray[np.int64]
+    shape: tuple[int, ...], keys: NDArray[np.uint64], max_ngram: int, words_per_sample: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """[samples, words]: how many words to choose from each word on: n with a probability in proportion to 1 / n."""
     sums = np.cumsum(1 / np.arange(1, max_ngram + 1))
     numbers = np.arange(shape[1])
-    most = np.clip(words[:, None] - numbers, 1, max_ngram)
+    most = np.clip(words_per_sample[:, None] - numbers, 1, max_ngram)
     uniform = to_uniform(draw(keys[:, None], _NGRAM + numbers))
     found: NDArray[np.int64] = np.searchsorted(sums, uniform * sums[most - 1], side="right") + 1
     return found
 
 
 def _choose_ngrams(
-    sizes: NDArray[np.int64], rows: NDArray[np.int64], word: NDArray[np.int64], ngram: NDArray[np.int64],
-    chosen: NDArray[np.bool_], left: NDArray[np.int64],
-) -> None:  # fmt: skip
-    """Choose the n-gram at each sample's word, or the longest shorter one that fits; none of its words twice."""
-    tokens, fitting_words, fitting_tokens = np.zeros_like(left), np.zeros_like(left), np.zeros_like(left)
-    is_free = np.ones(len(rows), np.bool_)
-    for number in range(int(ngram.max())):
-        next_word = np.minimum(word + number, sizes.shape[1] - 1)
-        tokens += sizes[rows, next_word]
-        fits = (number < ngram) & (tokens <= left)
-        is_free &= ~(chosen[rows, next_word] & fits)
-        fitting_words = np.where(fits, number + 1, fitting_words)
-        fitting_tokens = np.where(fits, tokens, fitting_tokens)
-    takes = is_free & (fitting_words > 0)
-    for number in range(int(fitting_words.max())):
-        takes_word = takes & (number < fitting_words)
-        chosen[rows[takes_word], word[takes_word] + number] = True
-    left -= np.where(takes, fitting_tokens, 0)
+    sizes: NDArray[np.int64], chosen: NDArray[np.bool_], left: NDArray[np.int64], first_word: NDArray[np.int64],
+    ngram: NDArray[np.int64],
+) -> NDArray[np.int64]:  # fmt: skip
+    """Choose in each sample the `ngram` words from `first_word` on, or as many of them as fit into `left` tokens.
+
+    A sample chooses none if one of these words is chosen already. Returns how many tokens each sample has chosen.
+    """
+    samples, offsets = np.arange(len(sizes))[:, None], np.arange(ngram.max())
+    words = np.minimum(first_word[:, None] + offsets, sizes.shape[1] - 1)  # [samples, longest n-gram], as all below
+    tokens = np.cumsum(sizes[samples, words], axis=1)
+    fits = (offsets < ngram[:, None]) & (tokens <= left[:, None])
+    is_free = ~(fits & chosen[samples, words]).any(axis=1, keepdims=True)
+    takes = fits & is_free
+    chosen[np.nonzero(takes)[0], words[takes]] = True
+    taken: NDArray[np.int64] = np.where(takes, tokens, 0).max(axis=1)
+    return taken
 
 
 def replace_tokens(
