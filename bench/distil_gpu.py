@@ -36,6 +36,7 @@ from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, T
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.engines import open_engine
 from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput, distillation_loss
+from textmill.engines.losses_torch import WeightedLabels
 from textmill.models import initial_weights, open_family
 from textmill.storage.tensor_files import encode_safetensors
 from textmill.tokens.batches.batch import Batch
@@ -215,8 +216,7 @@ def compare_loss(options: argparse.Namespace) -> None:
         return distillation_loss(
             x,
             head,
-            labels,
-            weights,
+            WeightedLabels(labels, weights),
             VOCAB,
             predictions,
             train,

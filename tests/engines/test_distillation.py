@@ -21,6 +21,7 @@ from textmill.config import (
 )
 from textmill.engines.distillation.terms import matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput, distillation_loss
+from textmill.engines.losses_torch import WeightedLabels
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.tensor_files import encode_safetensors, read_model
@@ -87,8 +88,8 @@ def test_terms_and_gradients(divergence: Any, count: int, top_k: int, monkeypatc
 
     singles, report = [one.clone().requires_grad_() for one in (x, head, bias)], torch.zeros(3)
     loss = distillation_loss(
-        singles[0], singles[1], labels, weights, WORDS, TeacherOutput(teachers), TrainConfig(distil=distil), report,
-        bias_V=singles[2],
+        singles[0], singles[1], WeightedLabels(labels, weights), WORDS, TeacherOutput(teachers),
+        TrainConfig(distil=distil), report, bias_V=singles[2],
     )  # fmt: skip
     (loss * 1).backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.support.kernel_devices import DEVICES, INTERPRETED
 from tests.support.loss_oracle import PADDED, VOCAB, exact, given, relative_difference
 from textmill.engines import losses_torch
-from textmill.engines.losses_torch import loss_and_correct, summed_loss
+from textmill.engines.losses_torch import LossFormula, WeightedLabels, loss_and_correct, summed_loss
 from textmill.tokens.batches.batch import IGNORED
 
 # Relative errors of gradients: fp32 sums, and operands and gradient of the scores rounded to bf16.
@@ -36,7 +36,8 @@ def test_loss_and_gradients(
     x, head, labels, weights = given(23 if INTERPRETED else 73, dtype, device, lean)
     x.requires_grad_()
     head.requires_grad_()
-    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap)
+    weighted, formula = WeightedLabels(labels, weights), LossFormula(VOCAB, smoothing, z, cap)
+    loss = summed_loss(x, head, weighted, formula)
     (3 * loss).backward()  # type: ignore[no-untyped-call]
     wanted, grad_x, grad_head = exact(x.detach(), head.detach(), labels, weights, smoothing, z, cap)
     assert x.grad is not None
@@ -48,7 +49,7 @@ def test_loss_and_gradients(
     assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no gradient"
     assert x.grad[::5].abs().max() == 0, "tokens without a label have no gradient"
     x.grad = head.grad = None
-    again = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap, starts_backward=True)
+    again = summed_loss(x, head, weighted, formula, starts_backward=True)
     again.backward()  # type: ignore[no-untyped-call]
     assert relative_difference(x.grad, grad_x) < bound
     assert relative_difference(head.grad, grad_head) < bound
@@ -62,7 +63,7 @@ def test_any_vocabulary(device: str, vocab: int) -> None:
     x, head = torch.randn(9, 16, generator=dice).to(device), torch.randn(padded, 16, generator=dice).to(device)
     labels = torch.tensor([0, vocab - 1, vocab // 2, IGNORED, 7, 8, 9, 10, 11], dtype=torch.int32, device=device)
     head.requires_grad_()
-    loss = summed_loss(x, head, labels, torch.ones(9, device=device), vocab)
+    loss = summed_loss(x, head, WeightedLabels(labels, torch.ones(9, device=device)), LossFormula(vocab))
     (gradient,) = torch.autograd.grad(loss, head)
     head64 = head.detach().double().requires_grad_()
     wanted = F.cross_entropy((x.double() @ head64.T)[:, :vocab], labels.long(), ignore_index=IGNORED, reduction="sum")

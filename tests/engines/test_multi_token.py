@@ -22,7 +22,7 @@ from tests.support.together import run_together
 from textmill.config import MultiTokenConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.engines import losses_torch
-from textmill.engines.losses_torch import MultiTokenLabels, summed_loss
+from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
 from textmill.engines.objective.micro_batches_torch import micro_batches
 from textmill.errors import TextmillError
 from textmill.schedules import multi_token_weight_at
@@ -48,8 +48,8 @@ def test_the_gradient_is_that_of_both_labels(
     multi_token_weights = torch.where(added == IGNORED, 0, 0.4 * weights)
     x.requires_grad_()
     head.requires_grad_()
-    both = MultiTokenLabels(added, multi_token_weights)
-    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z, cap=cap, multi_token=both)
+    both = WeightedLabels(labels, weights, WeightedLabels(added, multi_token_weights))
+    loss = summed_loss(x, head, both, LossFormula(VOCAB, smoothing, z, cap))
     (3 * loss).backward()  # type: ignore[no-untyped-call]
     wanted, *first_gradients = exact(x.detach(), head.detach(), labels, weights, smoothing, z, cap)
     _, *added_gradients = exact(x.detach(), head.detach(), added, multi_token_weights, smoothing, z, cap)

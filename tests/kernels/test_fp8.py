@@ -20,7 +20,7 @@ from tests.support.loss_oracle import exact, given, relative_difference
 from textmill.config import LoraConfig, ModelConfig, RunConfig
 from textmill.devices import check_fp8, torch_dtype
 from textmill.engines import open_engine
-from textmill.engines.losses_torch import summed_loss
+from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
 from textmill.errors import TextmillError
 from textmill.kernels import fp8_torch
 from textmill.kernels.fp8_torch import (
@@ -320,7 +320,7 @@ def test_the_loss_and_its_gradients(smoothing: float, z: float) -> None:
     x, head, labels, shares = given(73, torch.bfloat16, "cpu")
     x.requires_grad_()
     head.requires_grad_()
-    loss = summed_loss(x, head, labels, shares, SCORES, smoothing, z, fp8=True)
+    loss = summed_loss(x, head, WeightedLabels(labels, shares), LossFormula(SCORES, smoothing, z), fp8=True)
     loss.backward()  # type: ignore[no-untyped-call]
     wanted, slope_x, slope_head = exact(x.detach(), head.detach(), labels, shares, smoothing, z)
     assert x.grad is not None

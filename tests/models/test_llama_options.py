@@ -146,12 +146,13 @@ def test_decoding_equals_transformers_with_hooks(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_equal_transformers_with_hooks(name: str) -> None:
     """The engine's loss and gradients, computed in chunks, against torch's cross-entropy."""
-    from textmill.engines.losses_torch import summed_loss
+    from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
 
     shape, net, theirs = opened(name)
     ids, labels = random_ids(2, 40), random_ids(2, 40).flip(1)
     x_ME = net(ids).flatten(0, 1)
-    summed_loss(x_ME, net.head, labels.flatten(), torch.full((80,), 1 / 80), 160, cap=net.logit_softcap).backward()
+    weighted = WeightedLabels(labels.flatten(), torch.full((80,), 1 / 80))
+    summed_loss(x_ME, net.head, weighted, LossFormula(160, cap=net.logit_softcap)).backward()
     theirs.ids, cap = ids, shape.logit_softcap
     logits = theirs.net(ids).logits
     logits = cap * torch.tanh(logits / cap) if cap else logits

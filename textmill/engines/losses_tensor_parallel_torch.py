@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from textmill.engines.losses_torch import GradientInForward, add_bias, token_chunks
+from textmill.engines.losses_torch import GradientInForward, LossFormula, WeightedLabels, add_bias, token_chunks
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.kernels.matmul_torch import matmul
 from textmill.tokens.batches.batch import IGNORED
@@ -20,17 +20,14 @@ from textmill.tokens.batches.batch import IGNORED
 def tensor_parallel_loss(
     x_ME: Tensor,
     head_VE: Tensor,
-    labels_M: Tensor,
-    weights_M: Tensor,
-    vocab: int,
-    smoothing: float,
-    z: float,
+    labels: WeightedLabels,
+    formula: LossFormula,
     tensor: TensorParallel,
     bias_V: Tensor | None = None,
 ) -> Tensor:
     """`summed_loss` over the rows of all ranks; backward starts here; the gradient of x is this rank's part of it."""
     loss: Tensor = _TensorParallelLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, tensor, True, bias_V
+        x_ME, head_VE, labels, formula, tensor, True, bias_V
     )
     return loss
 
@@ -89,16 +86,18 @@ class _Softmax:
 class _TensorParallelLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, tensor: TensorParallel, starts_backward: bool, bias_V: Tensor | None,
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, formula: LossFormula, tensor: TensorParallel,
+        starts_backward: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         begin = tensor.rank * len(head_VE)
+        vocab, smoothing, z, _ = formula
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             full_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
-            labels, labelled = labels_M[rows], labels_M[rows] != IGNORED
+            labels_M, weights_M, _ = labels.of_chunk(rows)
+            labelled = labels_M != IGNORED
             logits_MV = full_MV[:, : max(0, vocab - begin)].float()
-            softmax, weight_M = _Softmax(logits_MV, labels, begin, tensor), weights_M[rows].where(labelled, 0)
+            softmax, weight_M = _Softmax(logits_MV, labels_M, begin, tensor), weights_M.where(labelled, 0)
             log_sum_M = softmax.log_sum_M
             losses_M = (
                 log_sum_M

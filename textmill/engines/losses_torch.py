@@ -27,33 +27,46 @@ CAPPED_TOKENS = 4096
 """Tokens of a chunk of capped logits on a GPU: there is no kernel for them, so several copies in fp32 exist."""
 
 
-class MultiTokenLabels(NamedTuple):
-    """The labels that multi-token prediction adds: the token after each row's label."""
+class LossFormula(NamedTuple):
+    """How the loss of a token follows from its logits and its label."""
 
-    labels: Tensor
-    weights: Tensor
-    """0 where there is none, and where the row has no label."""
+    vocab: int
+    """The columns of the logits, and the rows of the head, from this one on are padding."""
+    smoothing: float = 0.0
+    """Label smoothing as in torch's cross_entropy."""
+    z: float = 0.0
+    """The weight of z-loss, the square of the log of the softmax's denominator."""
+    cap: float = 0.0
+    """Above 0, logits x are limited to cap * tanh(x / cap)."""
 
-    def rows(self, rows: slice) -> MultiTokenLabels:
-        """Those of a chunk."""
-        return MultiTokenLabels(self.labels[rows], self.weights[rows])
+
+class WeightedLabels(NamedTuple):
+    """What to predict at each token, and how much each loss counts."""
+
+    labels_M: Tensor
+    weights_M: Tensor
+    """0 or more."""
+    multi_token: WeightedLabels | None = None
+    """The labels that multi-token prediction adds, the token after each label; weight 0 where there is none, and where
+    `labels_M` has none. They count in the gradient only: the value is the loss of `labels_M`, as in evaluation."""
+
+    def of_chunk(self, rows: slice) -> WeightedLabels:
+        """Those of some tokens."""
+        multi_token = None if self.multi_token is None else self.multi_token.of_chunk(rows)
+        return WeightedLabels(self.labels_M[rows], self.weights_M[rows], multi_token)
 
 
 def summed_loss(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0,
-    z: float = 0.0, fp8: bool = False, *, starts_backward: bool = False, cap: float = 0.0, bias_V: Tensor | None = None,
-    multi_token: MultiTokenLabels | None = None,
+    x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, formula: LossFormula, *, bias_V: Tensor | None = None,
+    fp8: bool = False, starts_backward: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of the labelled tokens' losses; weights are 0 or more; head rows from `vocab` on are padding.
+    """The weighted sum of the labelled tokens' losses.
 
-    `smoothing` is label smoothing as in torch's cross_entropy; `z` is the weight of z-loss, the square of the log of
-    the softmax's denominator. With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding
-    so wide a matrix would need another pass. Above 0, `cap` limits logits x to
-    cap * tanh(x / cap). `starts_backward`: this loss is what `backward` is called on, so its gradient is 1.
-    `multi_token` labels count in the gradient only: the value is the loss of `labels_M`, as in evaluation.
+    With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding so wide a matrix would need
+    another pass. `starts_backward`: this loss is what `backward` is called on, so its gradient is 1.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, cap, fp8, starts_backward, multi_token, bias_V
+        x_ME, head_VE, labels, formula, fp8, starts_backward, bias_V
     )
     return loss
 
@@ -127,23 +140,22 @@ class GradientInForward(torch.autograd.Function):
 class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, cap: float, fp8: bool, starts_backward: bool, multi_token: MultiTokenLabels | None,
-        bias_V: Tensor | None,
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, formula: LossFormula, fp8: bool,
+        starts_backward: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         head8 = quantize_rows(head_VE) if fp8 else None
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
             logits_MV = add_bias(logits_MV, bias_V)
-            arguments = logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z, cap
-            if multi_token is None:
-                losses_M = label_loss_and_gradient(*arguments)
+            chunk_labels = labels.of_chunk(rows)
+            if chunk_labels.multi_token is None:
+                losses_M = label_loss_and_gradient(logits_MV, chunk_labels, formula)
             else:
-                losses_M = multi_token_gradient(multi_token.rows(rows), *arguments)
-            return (losses_M * weights_M[rows]).sum(), logits_MV
+                losses_M = multi_token_gradient(logits_MV, chunk_labels, chunk_labels.multi_token, formula)
+            return (losses_M * chunk_labels.weights_M).sum(), logits_MV
 
-        chunk = CAPPED_TOKENS if cap and x_ME.is_cuda else None
+        chunk = CAPPED_TOKENS if formula.cap and x_ME.is_cuda else None
         return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V, chunk)
 
 
@@ -153,11 +165,10 @@ def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list
     return [slice(start, start + rows) for start in range(0, len(x_ME), rows)]
 
 
-def label_loss_and_gradient(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0,
-    cap: float = 0.0,
-) -> Tensor:  # fmt: skip
+def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: LossFormula) -> Tensor:
     """The loss of each row; overwrites the logits, before their cap, with the gradient of the weighted sum."""
+    labels_M, weights_M, _ = labels
+    vocab, smoothing, z, cap = formula
     if can_run_kernels(logits_MV) and not cap and (fused := load_kernels(KERNELS)) is not None:
         losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
         return losses
@@ -184,21 +195,22 @@ def label_loss_and_gradient(
 
 
 def multi_token_gradient(
-    multi_token: MultiTokenLabels, logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-    z: float, cap: float,
-) -> Tensor:  # fmt: skip
-    """As `label_loss_and_gradient`, with the gradient of both labels of a row; the losses are those of `labels_M`.
+    logits_MV: Tensor, labels: WeightedLabels, added: WeightedLabels, formula: LossFormula
+) -> Tensor:
+    """As `label_loss_and_gradient`, with the gradient of the added labels too; the losses are those of `labels`.
 
-    Both labels have the same softmax. So the gradient is first computed as if `labels_M` had the weights of both; then
-    the part of the multi-token label, which is a single column, moves from the column of the other label to its own.
+    Both labels of a row have the same softmax. So the gradient is first computed as if `labels` had the weights of
+    both; then the part of the added label, which is a single column, moves from the column of the other label to its
+    own.
     """
-    columns = [labels.where(labels != IGNORED, 0).long()[:, None] for labels in (labels_M, multi_token.labels)]
-    moved_M1 = (1 - smoothing) * multi_token.weights[:, None]
+    columns = [ids.where(ids != IGNORED, 0).long()[:, None] for ids in (labels.labels_M, added.labels_M)]
+    moved_M1 = (1 - formula.smoothing) * added.weights_M[:, None]
     parts = [moved_M1, -moved_M1]
-    if cap:
-        slopes = [1 - torch.tanh(logits_MV.gather(1, column).float() / cap).square() for column in columns]
+    if formula.cap:
+        slopes = [1 - torch.tanh(logits_MV.gather(1, column).float() / formula.cap).square() for column in columns]
         parts = [part * slope for part, slope in zip(parts, slopes, strict=True)]
-    losses_M = label_loss_and_gradient(logits_MV, labels_M, weights_M + multi_token.weights, vocab, smoothing, z, cap)
+    both = WeightedLabels(labels.labels_M, labels.weights_M + added.weights_M)
+    losses_M = label_loss_and_gradient(logits_MV, both, formula)
     for column, part in zip(columns, parts, strict=True):
         logits_MV.scatter_(1, column, (logits_MV.gather(1, column) + part).to(logits_MV.dtype))
     return losses_M

@@ -27,14 +27,17 @@ sys.exit(any(main([command, *sys.argv[1:]]) for command in ("prepare", "fit-toke
 COMPILE = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(4)).sum().item())"
 KERNEL = """
 import torch
-from textmill.engines.losses_torch import summed_loss
+from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
 from textmill.kernels.availability import missing_requirement
 from textmill.storage import faults
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 values = torch.randn(64, 32), torch.randn(128, 32), torch.arange(64), torch.full((64,), 1 / 64)
 faults.break_kernel()
-losses = [summed_loss(*(value.to(place) for value in values), 120).item() for place in ("cpu", device)]
+losses = []
+for place in ("cpu", device):
+    x, head, labels, weights = (value.to(place) for value in values)
+    losses.append(summed_loss(x, head, WeightedLabels(labels, weights), LossFormula(vocab=120)).item())
 print(device, missing_requirement(), *losses, sep="|")
 """
 """The loss of random logits, by torch on the CPU and by our kernel on a GPU."""

@@ -17,7 +17,7 @@ from textmill.config import TrainConfig
 from textmill.engines.distillation.comparison_torch import Columns, Top, chunk_terms, top_of
 from textmill.engines.distillation.sizes import chunk_tokens
 from textmill.engines.distillation.terms import Terms, terms_of
-from textmill.engines.losses_torch import GradientInForward, add_bias, token_chunks
+from textmill.engines.losses_torch import GradientInForward, WeightedLabels, add_bias, token_chunks
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.kernels.matmul_torch import matmul
 
@@ -43,9 +43,9 @@ class TeacherOutput(NamedTuple):
 
 
 def distillation_loss(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, teachers: TeacherOutput,
-    train: TrainConfig, report: Tensor, *, starts_backward: bool = False, bias_V: Tensor | None = None,
-    compiled: bool = False, tensor: TensorParallel | None = None,
+    x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, vocab: int, teachers: TeacherOutput, train: TrainConfig,
+    report: Tensor, *, starts_backward: bool = False, bias_V: Tensor | None = None, compiled: bool = False,
+    tensor: TensorParallel | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labels' losses, and of the divergence and squared difference of logits.
 
@@ -53,11 +53,10 @@ def distillation_loss(
     With `tensor`, the gradient of x is this rank's part of it.
     """
     columns = Columns(tensor.rank * len(head_VE) if tensor else 0, tensor)
-    comparison = _Comparison(
-        terms_of(train), columns, compiled and tensor is None
-    )  # a compiler cannot join collectives
+    # A compiler cannot join collectives.
+    comparison = _Comparison(terms_of(train), vocab, columns, compiled and tensor is None)
     loss: Tensor = _DistillationLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, teachers, comparison, report, starts_backward, bias_V
+        x_ME, head_VE, labels, teachers, comparison, report, starts_backward, bias_V
     )
     return loss
 
@@ -66,6 +65,7 @@ class _Comparison(NamedTuple):
     """How the logits of student and teachers are compared."""
 
     terms: Terms
+    vocab: int
     columns: Columns
     compiled: bool
 
@@ -73,10 +73,10 @@ class _Comparison(NamedTuple):
 class _DistillationLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int,
-        teachers: TeacherOutput, comparison: _Comparison, report: Tensor, starts_backward: bool, bias_V: Tensor | None,
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, teachers: TeacherOutput,
+        comparison: _Comparison, report: Tensor, starts_backward: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        terms, columns, compiled = comparison
+        terms, vocab, columns, compiled = comparison
         predictions = in_matmul_dtype(teachers.predictions)
         compute = _compiled_terms() if compiled else chunk_terms
         begin, real = columns.begin, columns.count_real(len(head_VE), vocab)
@@ -91,9 +91,8 @@ class _DistillationLoss(GradientInForward):
             if predictions and (top is None or terms.mse):
                 local_columns = slice(begin, begin + len(head))
                 teacher_logits = [prediction.logits(rows, local_columns)[:, :real] for prediction in predictions]
-            sums, gradient_MV = compute(
-                logits_MV, teacher_logits, top, labels_M[rows], weights_M[rows], vocab, terms, columns
-            )
+            labels_M, weights_M, _ = labels.of_chunk(rows)
+            sums, gradient_MV = compute(logits_MV, teacher_logits, top, labels_M, weights_M, vocab, terms, columns)
             report.add_(sums)
             return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], gradient_MV
 

@@ -17,7 +17,7 @@ from textmill.config import DistilConfig, TrainConfig
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
 from textmill.engines.distillation.terms_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
-from textmill.engines.losses_torch import MultiTokenLabels, loss_and_correct, summed_loss
+from textmill.engines.losses_torch import LossFormula, WeightedLabels, loss_and_correct, summed_loss
 from textmill.engines.objective.label_heads_torch import LabelStates
 from textmill.engines.objective.labels import PAIR_LOSS
 from textmill.engines.objective.micro_batches_torch import MicroBatch
@@ -81,23 +81,22 @@ class HeadStates:
 
     def _label_loss(self, train: TrainConfig, tensor: TensorParallel | None, starts_backward: bool) -> Tensor:
         """The weighted sum of the cross-entropy of all labels."""
-        net, micro_batch = self.net, self.micro_batch
-        assert micro_batch.weights is not None
-        labels_M, weights_M = micro_batch.labels.flatten(), micro_batch.weights.flatten()
+        net, labels = self.net, self._weighted_labels()
+        formula = LossFormula(net.shape.vocab, train.label_smoothing, train.z_loss, net.logit_softcap)
         if tensor:
-            return tensor_parallel_loss(
-                self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss,
-                tensor, net.head_bias,
-            )  # fmt: skip
-        multi_token = None
+            return tensor_parallel_loss(self.x_ME, net.head, labels, formula, tensor, net.head_bias)
+        return summed_loss(
+            self.x_ME, net.head, labels, formula, bias_V=net.head_bias, fp8=net.fp8, starts_backward=starts_backward
+        )
+
+    def _weighted_labels(self) -> WeightedLabels:
+        micro_batch, multi_token = self.micro_batch, None
         if micro_batch.multi_token_labels is not None and micro_batch.multi_token_weights is not None:
-            multi_token = MultiTokenLabels(
+            multi_token = WeightedLabels(
                 micro_batch.multi_token_labels.flatten(), micro_batch.multi_token_weights.flatten()
             )
-        return summed_loss(
-            self.x_ME, net.head, labels_M, weights_M, net.shape.vocab, train.label_smoothing, train.z_loss, net.fp8,
-            starts_backward=starts_backward, cap=net.logit_softcap, bias_V=net.head_bias, multi_token=multi_token,
-        )  # fmt: skip
+        assert micro_batch.weights is not None
+        return WeightedLabels(micro_batch.labels.flatten(), micro_batch.weights.flatten(), multi_token)
 
     def _distillation_loss(
         self,
@@ -109,11 +108,11 @@ class HeadStates:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
         net, micro_batch, distil = self.net, self.micro_batch, train.distil
         targets = teachers.read(micro_batch, self.execution)
-        assert micro_batch.weights is not None
-        weights_M = micro_batch.weights.flatten()
+        labels = self._weighted_labels()
+        weights_M = labels.weights_M
         sums = weights_M.new_zeros(3)
         loss = distillation_loss(
-            self.x_ME, net.head, micro_batch.labels.flatten(), weights_M, net.shape.vocab, targets.output, train, sums,
+            self.x_ME, net.head, labels, net.shape.vocab, targets.output, train, sums,
             starts_backward=starts_backward, bias_V=net.head_bias, compiled=self.execution is not EAGER, tensor=tensor,
         )  # fmt: skip
         label_loss, kl, mse = sums
