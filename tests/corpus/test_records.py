@@ -72,6 +72,11 @@ def test_json_lines(tmp_path: Path) -> None:
         (b"17", "found a JSON number"),
         (b'{"id": "7", "body": "long words"}', "no field 'text'; found ['body', 'id']; set corpus.text_key=body"),
         (b'{"id": 7}', "no field 'text'; found ['id']"),
+        (
+            b'{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}',
+            "no field 'text'; found ['conversations']; it is a conversation: set corpus.chat=sharegpt, in a project "
+            "without plain text",
+        ),
         (b'{"text": null}', "field 'text' is null, not text"),
         (b'{"text": ["a"]}', "field 'text' is list, not text"),
         (b'{"text": 1e5}', "field 'text' is number, not text"),

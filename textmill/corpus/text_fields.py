@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from textmill.config import CorpusConfig
-from textmill.corpus.conversations import read_conversation
+from textmill.corpus.conversations import find_layout, read_conversation
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
 from textmill.corpus.source import Source
@@ -222,6 +222,8 @@ def _describe_missing(value: dict[str, Any], path: FieldPath) -> str:
     text_lengths = {name: len(text) for name, text in value.items() if isinstance(text, str) and name.isprintable()}
     longest = max(text_lengths, key=text_lengths.__getitem__, default=None)
     advice = f"; set corpus.text_key={longest}" if longest is not None else ""
+    if (layout := find_layout(value)) is not None:
+        advice = f"; it is a conversation: set corpus.chat={layout[0]}, in a project without plain text"
     return f"no field '{key}'; found {sorted(value)[:12]}{advice}"
 
 
