@@ -80,6 +80,16 @@ def test_error_for_a_record_that_is_no_conversation(shape: str, record: Any, mes
         read_conversation(record, shape)
 
 
+@pytest.mark.parametrize(("shape", "record", "turns"), SHAPED)
+@pytest.mark.parametrize("setting", ["messages", "pairs"])
+def test_the_error_for_another_layout_names_the_right_one(
+    setting: str, shape: str, record: dict[str, Any], turns: Any
+) -> None:
+    if setting != shape:
+        with pytest.raises(UnreadableRecord, match=f"set corpus.chat={shape}$"):
+            read_conversation(record, setting)
+
+
 def test_fields_with_other_names() -> None:
     assert read_conversation({"dialog": [{"role": "user", "content": "x"}]}, "messages", "dialog") == (("user", "x"),)
     assert read_conversation({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (

@@ -53,6 +53,20 @@ def read_conversation(value: object, shape: str, key: str = DEFAULT_KEY) -> tupl
     """
     if not isinstance(value, dict):
         raise UnreadableRecord("not an object; a conversation must be an object with fields or a row with columns")
+    try:
+        return _read_turns(value, shape, key)
+    except UnreadableRecord:
+        layout = find_layout(value)
+        if shape == "auto" or layout is None or layout[0] == shape:
+            raise
+        found, turns = layout
+        more = f" corpus.text_key={turns}" if turns != DEFAULT_KEY else ""
+        raise UnreadableRecord(
+            f"a conversation in the layout {found}, found with corpus.chat={shape}; set corpus.chat={found}{more}"
+        ) from None
+
+
+def _read_turns(value: Record, shape: str, key: str) -> tuple[Turn, ...]:
     shape = _detect_shape(value) if shape == "auto" else shape
     if shape == "alpaca":
         turns = _read_alpaca(value)
@@ -81,7 +95,7 @@ def find_layout(value: Record) -> tuple[str, str] | None:
                 return shape, DEFAULT_KEY if name == TURN_LISTS[shape] else str(name)
     try:
         shape = _detect_shape(value)
-        read_conversation(value, shape)
+        _read_turns(value, shape, DEFAULT_KEY)
     except UnreadableRecord:
         return None
     return shape, DEFAULT_KEY
