@@ -82,6 +82,13 @@ def test_when_a_net_is_compiled(
     assert note.startswith("compiles in the first step") == compiled
 
 
+def test_compiled_tensor_parallelism_is_refused_on_a_gpu() -> None:
+    """Two processes on an H200 had half the gradient norm of the eager net."""
+    with pytest.raises(TextmillError, match=r"engine.mesh.tensor .* wrong gradients on a GPU"):
+        decide_compile(TorchEngine(compile=True), LONG, Net(), GPU, Mesh(tensor=2))
+    assert decide_compile(TorchEngine(compile=True), LONG, Net(), torch.device("cpu"), Mesh(tensor=2))[0]
+
+
 @pytest.mark.usefixtures("h200")
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "C compiler (install gcc)")

@@ -28,9 +28,14 @@ def decide_compile(
 ) -> tuple[bool, str]:
     """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run, with
     `train.minutes` the most steps that it may have."""
+    if engine.compile is True and device.type == "cuda" and mesh.tensor > 1:
+        raise TextmillError(
+            "engine.compile: with engine.mesh.tensor a compiled net got wrong gradients on a GPU (docs/parallel.md); "
+            "remove engine.compile"
+        )
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
-    # `engine.deterministic` is promised for eager nets; compiled collectives were never tried on GPUs.
+    # `engine.deterministic` is promised for eager nets.
     if device.type != "cuda" or engine.deterministic or mesh.tensor > 1:
         return False, ""
     if not _is_long(train, shape, device, mesh.data_ranks):
