@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 GPT2 = {"activation": "gelu_new", "dropout": 0.0, "untied": False}
+DSGPT2 = {"activation": "gelu", "dropout": 0.1}
 LLAMA = {
     "kv_heads": None, "head_width": None, "activation": "silu", "qk_norm": False, "qkv_bias": False,
     "rotary_base": 10000.0, "untied": False, "dropout": 0.0, "gated": True, "value_embeddings": 0,
@@ -31,82 +32,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Llama, Qwen2 and Qwen3 models."""
 
+COMMON: dict[str, dict[str, Any]] = {
+    "nano": {"layers": 2, "heads": 3, "width": 96, "positions": 256},
+    "micro": {"layers": 4, "heads": 4, "width": 256, "positions": 512},
+    "mini": {"layers": 8, "heads": 8, "width": 512, "positions": 1024},
+    "small": {"layers": 12, "heads": 12, "width": 768, "positions": 1024},
+    "medium": {"layers": 24, "heads": 16, "width": 1024, "positions": 1024},
+    "large": {"layers": 36, "heads": 20, "width": 1280, "positions": 1024},
+    "xl": {"layers": 48, "heads": 25, "width": 1600, "positions": 1024},
+}
+"""Sizes that gpt2 and llama have, with about as many parameters in both; `small` to `xl` are OpenAI's of GPT-2."""
+
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
-        "nano": {"layers": 2, "heads": 3, "width": 96, "positions": 256, **GPT2},
-        "micro": {"layers": 4, "heads": 4, "width": 256, "positions": 512, **GPT2},
-        "mini": {"layers": 8, "heads": 8, "width": 512, "positions": 1024, **GPT2},
-        "small": {"layers": 12, "heads": 12, "width": 768, "positions": 1024, **GPT2},
-        "medium": {"layers": 24, "heads": 16, "width": 1024, "positions": 1024, **GPT2},
-        "large": {"layers": 36, "heads": 20, "width": 1280, "positions": 1024, **GPT2},
-        "xl": {"layers": 48, "heads": 25, "width": 1600, "positions": 1024, **GPT2},
+        **{name: {**numbers, **GPT2} for name, numbers in COMMON.items()},
         # dsGPT2: erf GELU, short contexts, dropout as its configs leave it.
-        "dsgpt2-112m": {
-            "layers": 12,
-            "heads": 12,
-            "width": 768,
-            "positions": 128,
-            "activation": "gelu",
-            "dropout": 0.0,
-            "untied": False,
-        },
-        "dsgpt2-112m-half": {
-            "layers": 6,
-            "heads": 6,
-            "width": 768,
-            "positions": 64,
-            "activation": "gelu",
-            "dropout": 0.1,
-            "untied": False,
-        },
-        "dsgpt2-345m": {
-            "layers": 24,
-            "heads": 16,
-            "width": 1024,
-            "positions": 64,
-            "activation": "gelu",
-            "dropout": 0.1,
-            "untied": False,
-        },
-        "megatron-345m": {
-            "layers": 24,
-            "heads": 16,
-            "width": 1024,
-            "positions": 1024,
-            "activation": "gelu_new",
-            "dropout": 0.1,
-            "untied": False,
-        },
-        "megatron-8.3b": {
-            "layers": 72,
-            "heads": 24,
-            "width": 3072,
-            "positions": 1024,
-            "activation": "gelu_new",
-            "dropout": 0.1,
-            "untied": False,
-        },
+        "dsgpt2-112m": {"layers": 12, "heads": 12, "width": 768, "positions": 128, **GPT2, "activation": "gelu"},
+        "dsgpt2-112m-half": {"layers": 6, "heads": 6, "width": 768, "positions": 64, **GPT2, **DSGPT2},
+        "dsgpt2-345m": {"layers": 24, "heads": 16, "width": 1024, "positions": 64, **GPT2, **DSGPT2},
+        "megatron-345m": {"layers": 24, "heads": 16, "width": 1024, "positions": 1024, **GPT2, "dropout": 0.1},
+        "megatron-8.3b": {"layers": 72, "heads": 24, "width": 3072, "positions": 1024, **GPT2, "dropout": 0.1},
         # ASC22's task on Inspur's Yuan.
-        "yuan-4.7b": {
-            "layers": 40,
-            "heads": 24,
-            "width": 3072,
-            "positions": 2048,
-            "activation": "gelu_new",
-            "dropout": 0.1,
-            "untied": False,
-        },
+        "yuan-4.7b": {"layers": 40, "heads": 24, "width": 3072, "positions": 2048, **GPT2, "dropout": 0.1},
     },
     "llama": {
-        # The layers, heads and widths of GPT-2's sizes, with about as many parameters.
-        "nano": {"layers": 2, "heads": 3, "width": 96, "positions": 256, **LLAMA},
-        "micro": {"layers": 4, "heads": 4, "width": 256, "positions": 512, **LLAMA},
-        "mini": {"layers": 8, "heads": 8, "width": 512, "positions": 1024, **LLAMA},
-        "small": {"layers": 12, "heads": 12, "width": 768, "positions": 1024, **LLAMA},
-        "medium": {"layers": 24, "heads": 16, "width": 1024, "positions": 1024, **LLAMA},
-        "large": {"layers": 36, "heads": 20, "width": 1280, "positions": 1024, **LLAMA},
-        "xl": {"layers": 48, "heads": 25, "width": 1600, "positions": 1024, **LLAMA},
-        # Published models.
+        **{name: {**numbers, **LLAMA} for name, numbers in COMMON.items()},
         **{name: {**LLAMA, **numbers} for name, numbers in PUBLISHED.items()},
     },
     "bert": {
