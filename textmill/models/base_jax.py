@@ -105,6 +105,17 @@ def matmul(
     return out
 
 
+def embedding_table(weights: Weights, name: str, options: NetOptions) -> Array:
+    """The rows of all tokens; a sharded table is gathered."""
+    return weights[name] if options.gathered is None else options.gathered(name, weights[name])
+
+
+def token_positions(ids_NT: Array, documents_NT: Array | None) -> Array:
+    """The position of each token, [T]; [N, T] and from 0 in every document, if documents are given."""
+    positions = jnp.arange(ids_NT.shape[1])
+    return positions if documents_NT is None else positions - document_starts(documents_NT)
+
+
 def document_starts(documents_NT: Array) -> Array:
     """The position at which each token's document starts."""
     new_NT = jnp.pad(documents_NT[:, 1:] != documents_NT[:, :-1], ((0, 0), (1, 0)))

@@ -55,6 +55,12 @@ def use_block_mask(documents_NT: Tensor, head_width: int) -> bool:
     return documents_NT.is_cuda and torch.compiler.is_compiling() and fills
 
 
+def token_positions(ids_NT: Tensor, positions_NT: Tensor | None, documents_NT: Tensor | None) -> Tensor:
+    """The position of each token, [T] or [N, T]: those given, else 0, 1, 2 ...; from 0 in every document, if given."""
+    positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
+    return positions if documents_NT is None else positions - document_starts(documents_NT)
+
+
 def document_starts(documents_NT: Tensor) -> Tensor:
     """The position at which each token's document starts."""
     positions_T = torch.arange(documents_NT.shape[1], device=documents_NT.device)

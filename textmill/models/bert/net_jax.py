@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from textmill.kernels.dropout_jax import drop
-from textmill.models.base_jax import ACTIVATIONS, Weights, attention, document_starts, linear, norm, run_blocks
+from textmill.models.base_jax import (
+    ACTIVATIONS,
+    Weights,
+    attention,
+    embedding_table,
+    linear,
+    norm,
+    run_blocks,
+    token_positions,
+)
 from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.bert.facts import Shape
 
@@ -43,11 +52,10 @@ def states(
     types_NT: Array | None = None,
 ) -> Array:
     """Hidden states of every token [N, T, E]; `keys_N` turns dropout on, attention stays inside documents if given."""
-    positions, mask_N1TT = jnp.arange(ids_NT.shape[1]), None
+    mask_N1TT = None
     if documents_NT is not None:
         mask_N1TT = (documents_NT[:, :, None] == documents_NT[:, None, :])[:, None]
-        positions = positions - document_starts(documents_NT)
-    table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
+    positions, table = token_positions(ids_NT, documents_NT), embedding_table(weights, EMBEDDING, options)
     types = weights["bert.embeddings.token_type_embeddings.weight"]
     embedded = table[ids_NT] + (types[0] if types_NT is None else types[types_NT])
     embedded = embedded + weights["bert.embeddings.position_embeddings.weight"][positions]

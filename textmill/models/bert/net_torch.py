@@ -17,7 +17,7 @@ from textmill.models.bert.facts import ANSWERS, SEQUENCES, Shape
 from textmill.models.bert.heads_torch import Heads, Pooler
 from textmill.models.cache_torch import Cache
 from textmill.models.lora_torch import apply_linear, join_linears
-from textmill.models.masks_torch import Mask, document_starts, two_way_block_mask, two_way_mask, use_block_mask
+from textmill.models.masks_torch import Mask, token_positions, two_way_block_mask, two_way_mask, use_block_mask
 
 try:
     from textmill.kernels.gelu_triton import bias_gelu
@@ -233,11 +233,8 @@ class Net(BaseNet):
         types_NT: Tensor | None = None,
     ) -> tuple[Tensor, Mask | None]:
         """The residual stream before the first block, and the mask; positions start at 0 in every document."""
-        positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
-        mask: Mask | None = None
-        if documents_NT is not None:
-            mask = self._mask(documents_NT, keys_N)
-            positions = positions - document_starts(documents_NT)
+        mask = None if documents_NT is None else self._mask(documents_NT, keys_N)
+        positions = token_positions(ids_NT, positions_NT, documents_NT)
         types_NT = torch.zeros_like(ids_NT) if types_NT is None else types_NT
         x_NTE = to_matmul_dtype(self.embeddings(ids_NT, types_NT, positions))
         return drop(x_NTE, self.shape.dropout, keys_N, 0, self.tokens_part), mask

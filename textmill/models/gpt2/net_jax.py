@@ -18,12 +18,13 @@ from textmill.models.base_jax import (
     Weights,
     attention,
     document_mask,
-    document_starts,
+    embedding_table,
     linear,
     matmul,
     narrow,
     norm,
     run_blocks,
+    token_positions,
 )
 from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.gpt2.facts import HEAD, Shape
@@ -47,13 +48,9 @@ def states(
     documents_NT: Array | None = None,
 ) -> Array:
     """Hidden states of every token [N, T, E]; `keys_N` turns dropout on, attention stays inside documents if given."""
-    positions = jnp.arange(ids_NT.shape[1])
-    mask_N1TT = None
-    if documents_NT is not None:
-        mask_N1TT = document_mask(documents_NT)
-        positions = positions - document_starts(documents_NT)
-    table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
-    embedded = table[ids_NT] + weights["transformer.wpe.weight"][positions]
+    mask_N1TT = None if documents_NT is None else document_mask(documents_NT)
+    positions = token_positions(ids_NT, documents_NT)
+    embedded = embedding_table(weights, EMBEDDING, options)[ids_NT] + weights["transformer.wpe.weight"][positions]
     x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.embedding_dropout, keys_N, 0))
     x_NTE = run_blocks(_blocks, shape, options, weights, x_NTE, keys_N, mask_N1TT)
     return norm(weights, "transformer.ln_f", shape, x_NTE)

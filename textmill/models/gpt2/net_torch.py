@@ -23,7 +23,7 @@ from textmill.models.masks_torch import (
     causal_mask,
     document_block_mask,
     document_mask,
-    document_starts,
+    token_positions,
     use_block_mask,
 )
 
@@ -202,11 +202,8 @@ class Net(BaseNet):
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
     ) -> tuple[Tensor, Mask | None]:
         """The residual stream before the first block, and the mask."""
-        positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
-        mask: Mask | None = None
-        if documents_NT is not None:
-            mask = self._mask(documents_NT, keys_N)
-            positions = positions - document_starts(documents_NT)
+        mask = None if documents_NT is None else self._mask(documents_NT, keys_N)
+        positions = token_positions(ids_NT, positions_NT, documents_NT)
         x_NTE = to_matmul_dtype(self.wte(ids_NT) + self.wpe(positions))
         return drop(x_NTE, self.shape.embedding_dropout, keys_N, 0, self.tokens_part), mask
 

@@ -18,9 +18,10 @@ from textmill.models.base_jax import (
     Weights,
     attention,
     document_mask,
-    document_starts,
+    embedding_table,
     linear,
     run_blocks,
+    token_positions,
 )
 from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.llama.facts import EMBEDDING, HEAD, Shape
@@ -44,14 +45,9 @@ def states(
     documents_NT: Array | None = None,
 ) -> Array:
     """Hidden states of every token [N, T, E]; `keys_N` turns dropout on, attention stays inside documents if given."""
-    positions = jnp.arange(ids_NT.shape[1])[None]
-    mask_N1TT = None
-    if documents_NT is not None:
-        mask_N1TT = document_mask(documents_NT)
-        positions = positions - document_starts(documents_NT)
-    cos, sin = _angles(shape, positions)
-    table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
-    embedded = table[ids_NT].astype(options.precision)
+    mask_N1TT = None if documents_NT is None else document_mask(documents_NT)
+    cos, sin = _angles(shape, jnp.atleast_2d(token_positions(ids_NT, documents_NT)))
+    embedded = embedding_table(weights, EMBEDDING, options)[ids_NT].astype(options.precision)
     x_NTE = options.by_sample(drop(embedded, shape.dropout, keys_N, 0))
     x_NTE = run_blocks(_blocks, shape, options, weights, x_NTE, keys_N, mask_N1TT, cos, sin)
     return _norm(weights, "model.norm", shape, x_NTE)

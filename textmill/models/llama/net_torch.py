@@ -27,7 +27,7 @@ from textmill.models.masks_torch import (
     causal_mask,
     document_block_mask,
     document_mask,
-    document_starts,
+    token_positions,
     use_block_mask,
 )
 
@@ -261,11 +261,8 @@ class Net(BaseNet):
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
     ) -> tuple[Tensor, Context]:
         """The residual stream before the first block; positions start at 0 in every document."""
-        positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
-        mask: Mask | None = None
-        if documents_NT is not None:
-            mask = self._mask(documents_NT, keys_N)
-            positions = positions - document_starts(documents_NT)
+        mask = None if documents_NT is None else self._mask(documents_NT, keys_N)
+        positions = token_positions(ids_NT, positions_NT, documents_NT)
         angles = (positions[..., None].float() * self.frequencies_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
         x_NTE = drop(to_matmul_dtype(self.embed_tokens(ids_NT)), self.shape.dropout, keys_N, 0, self.tokens_part)
         values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
