@@ -312,6 +312,7 @@ def test_mistakes_of_a_section_with_kinds(runner: object, message: str) -> None:
             {"kind": "deepspeed", "deepspeed_overrides": 5},
             r"engine\.deepspeed_overrides: found 5; give keys with values below it$",
         ),
+        ({"xyzabc": 1}, r"the keys of 'engine' are kind, (?!.*\bkind\b).*\bmesh\.shard\b"),
         ("cuda", r"engine: found 'cuda'; give keys such as kind, micro_batch, recompute, timeout below it$"),
     ],
 )

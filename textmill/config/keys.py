@@ -60,5 +60,5 @@ def suggest_key(key: str) -> str:
     if near:
         return f"did you mean '{near[0]}'?"
     section = key.partition(".")[0]
-    choices = [name.rpartition(".")[2] for name in inside] or sorted(RunConfig.model_fields)
+    choices = list(dict.fromkeys(name.partition(".")[2] for name in inside)) or sorted(RunConfig.model_fields)
     return f"the keys of '{section}' are {', '.join(choices)}" if inside else f"the sections are {', '.join(choices)}"
