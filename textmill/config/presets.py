@@ -75,8 +75,8 @@ TRAIN_PRESETS: dict[str, dict[str, Any]] = {
         **_PRETRAIN, "optimizer": "muon", "learning_rate": 1e-2, "min_learning_rate": 6e-4,
         "muon": {"momentum": 0.9}, "betas": [0.9, 0.99], "batch": 16,
     },
-    # The best of the settings tried on 124M parameters and 52M tokens in samples of 1,024; docs/benchmarks.md lists
-    # them.
+    # The best of the settings tried on 124M parameters and 52M tokens in samples of 1,024, all in
+    # docs/benchmarks-experiments.md.
     "pretrain-muon": {
         **_PRETRAIN, "optimizer": "muon", "learning_rate": 4.5e-3,
         "muon": {"momentum": 0.9, "adamw_rate_factor": 2.2}, "batch": 32,
