@@ -15,7 +15,7 @@ import pytest
 from tests.support.waiting import LONGEST, wait_for
 from textmill.config import LocalRunner
 from textmill.errors import TextmillError
-from textmill.runners import Runner, on_local, open_runner
+from textmill.runners import Runner, on_local, open_runner, share_runner
 from textmill.runners.on_local import SHARDS_PER_WORKER, usable_cores
 
 JOBS = Path(__file__).parent / "jobs"
@@ -213,6 +213,22 @@ def test_workers_are_reused_between_maps(jobs: Any, tmp_path: Path) -> None:
         assert set(runner.map(jobs.process_of, [1])) <= first
         assert all(map(alive, first))
     assert not any(map(alive, first))
+
+
+def test_stages_share_the_workers_of_one_runner(jobs: Any, tmp_path: Path) -> None:
+    """Each stage opens the runner, and may use a `with` block of its own."""
+
+    def used(folder: str) -> set[int]:
+        with open_runner(LocalRunner(workers=2)) as runner:
+            return set(runner.map(jobs.process_of_each, [(0, f"{tmp_path}/{folder}"), (1, f"{tmp_path}/{folder}")]))
+
+    with share_runner(LocalRunner(workers=2)):
+        first, second = used("a"), used("b")
+        assert first == second
+        assert all(map(alive, first))
+        assert set(open_runner(LocalRunner(workers=1)).map(jobs.process_of, range(2))) == {os.getpid()}
+    assert not any(map(alive, first))
+    assert not used("c") & first
 
 
 def test_killed_idle_worker_is_replaced(jobs: Any) -> None:

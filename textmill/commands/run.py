@@ -32,6 +32,7 @@ from textmill.planning.verdict import (
     read_curves,
 )
 from textmill.processes.command_time import CommandTime
+from textmill.runners import share_runner
 from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits, tokenizer_of
@@ -58,13 +59,14 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         open_device(config.engine.device)  # fails here, before any work, if there is none
     imports = import_torch_meanwhile()
     stages = {"prepare": prepare, "fit-tokenizer": fit_tokenizer, "tokenize": tokenize}
-    for number, (name, run_stage) in enumerate(stages.items(), 1):
-        reason = _reason_to_skip(config, name)
-        if reason is not None:
-            _headline(number, f"{name}: not needed: {reason}")
-        else:
-            _headline(number, name)
-            run_stage(config, force)
+    with share_runner(config.runner):
+        for number, (name, run_stage) in enumerate(stages.items(), 1):
+            reason = _reason_to_skip(config, name)
+            if reason is not None:
+                _headline(number, f"{name}: not needed: {reason}")
+            else:
+                _headline(number, name)
+                run_stage(config, force)
     imports.join()
     _headline(4, "train")
     if config.train.distil.cache:

@@ -52,18 +52,19 @@ class ProcessRunner:
     workers: int
     _idle_pool: _Pool | None = field(default=None, init=False, repr=False)
     """The pool that waits for the next map."""
-    _keep_pool: bool = field(default=False, init=False, repr=False)
+    _blocks: int = field(default=0, init=False, repr=False)
+    """`with` blocks that are open, one inside another."""
 
     def __enter__(self) -> Self:
         """Keep the processes of one map for the next: starting one takes a second."""
-        self._keep_pool = True
+        self._blocks += 1
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._keep_pool = False
-        if self._idle_pool:
+        self._blocks -= 1
+        if self._idle_pool and not self._blocks:
             self._idle_pool.stop()
-        self._idle_pool = None
+            self._idle_pool = None
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
         """Yield results in the order of the shards, as early as possible."""
@@ -75,7 +76,7 @@ class ProcessRunner:
         pool, self._idle_pool = self._idle_pool or _Pool(self.workers), None
         shard_map = _ShardMap(function, self.workers, pool)
         yield from shard_map.results(chain(first, stream))
-        if self._keep_pool and not self._idle_pool:
+        if self._blocks and not self._idle_pool:
             self._idle_pool = shard_map.pool
         else:
             shard_map.pool.finish()
