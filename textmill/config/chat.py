@@ -37,28 +37,7 @@ def tokens_in(text: str) -> list[str]:
 def check_turns(turns: Mapping[str, str]) -> None:
     """Refuse a template with which a model cannot learn to answer and to stop."""
     for role, text in turns.items():
-        if role not in ROLES:
-            raise TextmillError(f"tokenizer.chat_turns: no role '{role}'; the roles are {', '.join(ROLES)}")
-        before, found, after = text.partition(CONTENT)
-        if not found or CONTENT in after:
-            raise TextmillError(
-                f"tokenizer.chat_turns: {role} is {text!r}; it needs {CONTENT} exactly once, for the message"
-            )
-        if rest := _TOKEN.sub("", before + after):
-            raise TextmillError(
-                f"tokenizer.chat_turns: {role} has {rest!r}, which would merge with the message next to it; "
-                "use only special tokens, such as <|user|>"
-            )
-        if not before:
-            prompt = (
-                "there is no generation prompt, so the model cannot know when to answer"
-                if role == "assistant"
-                else "nothing shows who speaks"
-            )
-            raise TextmillError(
-                f"tokenizer.chat_turns: {role} begins with {CONTENT}: {prompt}; put a token before it, such "
-                f"as <|{role}|>"
-            )
+        _check_turn(role, text)
     if missing := [role for role in ("user", "assistant") if role not in turns]:
         raise TextmillError(
             f"tokenizer.chat_turns: no turn for the {missing[0]}; add one, such as {missing[0]}: "
@@ -72,4 +51,27 @@ def check_turns(turns: Mapping[str, str]) -> None:
     if turns["assistant"].partition(CONTENT)[0] == turns["user"].partition(CONTENT)[0]:
         raise TextmillError(
             "tokenizer.chat_turns: user and assistant begin alike, so nothing shows who speaks; give each its own token"
+        )
+
+
+def _check_turn(role: str, text: str) -> None:
+    """Refuse a turn that is not special tokens, the message, and perhaps special tokens again."""
+    if role not in ROLES:
+        raise TextmillError(f"tokenizer.chat_turns: no role '{role}'; the roles are {', '.join(ROLES)}")
+    before, found, after = text.partition(CONTENT)
+    if not found or CONTENT in after:
+        raise TextmillError(
+            f"tokenizer.chat_turns: {role} is {text!r}; it needs {CONTENT} exactly once, for the message"
+        )
+    if rest := _TOKEN.sub("", before + after):
+        raise TextmillError(
+            f"tokenizer.chat_turns: {role} has {rest!r}, which would merge with the message next to it; "
+            "use only special tokens, such as <|user|>"
+        )
+    if not before:
+        problem = "nothing shows who speaks"
+        if role == "assistant":
+            problem = "there is no generation prompt, so the model cannot know when to answer"
+        raise TextmillError(
+            f"tokenizer.chat_turns: {role} begins with {CONTENT}: {problem}; put a token before it, such as <|{role}|>"
         )

@@ -61,10 +61,14 @@ class FeatureFile:
 
 
 def count_feature_rows(lengths: NDArray[Any], rule: FeaturesConfig) -> NDArray[np.int64]:
-    """How many rows documents of these lengths give: one every `stride` tokens while enough tokens are left."""
-    starts, starts_with_enough = (
-        -(-tokens // rule.stride) for tokens in (lengths, lengths - (rule.min_length - rule.reserved_tokens))
-    )
+    """How many rows documents of these lengths give: one every `stride` tokens while enough tokens are left.
+
+    With a stride of 4, a document of 10 tokens has starts at 0, 4 and 8, where 10, 6 and 2 tokens are left. If 2 are
+    too few, it gives 2 rows.
+    """
+    too_few = rule.min_length - rule.reserved_tokens
+    starts = -(-lengths // rule.stride)
+    starts_with_enough = -(-(lengths - too_few) // rule.stride)
     rows: NDArray[np.int64] = np.maximum(np.minimum(starts, starts_with_enough), 0).astype(np.int64)
     return rows
 
@@ -74,9 +78,8 @@ def cut_chunks(lengths: NDArray[Any], rule: FeaturesConfig) -> Chunks:
     rows = count_feature_rows(lengths, rule)
     documents = np.repeat(np.arange(len(lengths), dtype=np.int64), rows)
     starts = expand_ranges(0, rows) * rule.stride
-    return Chunks(
-        documents, starts, np.minimum(lengths[documents] - starts, rule.max_length - rule.reserved_tokens + 1)
-    )
+    most = rule.max_length - rule.reserved_tokens + 1
+    return Chunks(documents, starts, np.minimum(lengths[documents] - starts, most))
 
 
 def build_rows(

@@ -32,9 +32,14 @@ MAX_PROCESSES = 4
 LEARNING_RATE, LOW_LEARNING_RATE = 1e-2, 1e-3
 """The low one is for half precision and adapters, where a high one would amplify rounding differences."""
 AXES = ("replicate", "shard", "tensor")
-BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
+LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 """The largest relative difference of losses, by the precision of the matmuls."""
-MUON_BOUND = 5e-3
+MUON_LOSS_BOUND = 5e-3
+"""The same with Muon, in any precision."""
+GRADIENT_BOUNDS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+"""The largest relative difference of gradients."""
+HALF_PRECISIONS = {"auto": "bf16", "bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}
+"""The half precision of the matmuls, by `engine.precision`."""
 REPLACED_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "fp16", "bf16", "optimizer", "scheduler",
@@ -100,11 +105,9 @@ def build_plan(config: RunConfig) -> VerificationPlan:
     for precision in precisions:
         small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
         pairs.append((_on_mesh(small, dict.fromkeys(AXES, 1), rank_batch), _on_mesh(small, sizes, MICRO_BATCH)))
-    muon, replicated = config.train.optimizer == "muon", _replicated(pairs[0][0])
+    replicated, least_bound = _replicated(pairs[0][0]), MUON_LOSS_BOUND if config.train.optimizer == "muon" else 0.0
     trials = [
-        PrecisionTrial(
-            name, max(BOUNDS[name], MUON_BOUND if muon else 0.0), 1e-5 if name == "fp32" else 2e-2, replicated
-        )
+        PrecisionTrial(name, max(LOSS_BOUNDS[name], least_bound), GRADIENT_BOUNDS[name], replicated)
         for name in precisions
     ]
     single, parallel = [one for one, _ in pairs], [many for _, many in pairs]
@@ -112,6 +115,7 @@ def build_plan(config: RunConfig) -> VerificationPlan:
 
 
 def _replicated(small: RunConfig) -> frozenset[str]:
+    """The names of the weights that tensor parallelism does not divide."""
     shape = open_family(small.model.family).shape_of(small.model, vocab=VOCAB, end=0)
     return frozenset(weight.name for weight in weights_with_adapters(shape, small.model.lora) if weight.split is None)
 
@@ -145,8 +149,8 @@ def _accumulation_steps(config: RunConfig, data_ranks: int) -> int:
 
 def _precisions(config: RunConfig) -> list[str]:
     """fp32, whose bounds are tight, and the half precision that the run may use."""
-    kind = getattr(config.engine, "precision", "fp32")
-    return ["fp32"] + [one for one in ("bf16", "fp16") if kind == one or (one == "bf16" and kind in ("auto", "fp8"))]
+    half = HALF_PRECISIONS.get(getattr(config.engine, "precision", "fp32"))
+    return ["fp32", half] if half else ["fp32"]
 
 
 def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: int) -> RunConfig:
@@ -159,22 +163,13 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     small = family.weights_of(family.shape_of(model, vocab=VOCAB, end=0))
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {
-        "batch": batch,
-        "length": LENGTH,
-        "steps": STEPS,
-        "batch_rampup": [],
-        "epochs": None,
-        "samples": None,
-        "tokens": None,
-        "freeze": frozen,
-        "distil": shrink_distil(config.train.distil),
-    }
+        "batch": batch, "length": LENGTH, "steps": STEPS, "epochs": None, "samples": None, "tokens": None,
+        "batch_rampup": [], "freeze": frozen, "distil": shrink_distil(config.train.distil),
+    }  # fmt: skip
     engine = {
-        "device": "cpu",
-        "compile": False,
-        "precision": precision,
+        "device": "cpu", "compile": False, "precision": precision,
         "recompute": min(config.engine.recompute, LAYERS),
-    }
+    }  # fmt: skip
     known = {key: value for key, value in engine.items() if key in type(config.engine).model_fields}
     return config.model_copy(update={
         "model": model,

@@ -40,15 +40,14 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     estimator = Estimator(shape)
     estimate = estimator.estimate(config, target.devices, target.device)
     fits = estimate.memory.total <= target.usable
+    settings_that_fit = [] if fits else _settings_that_fit(config, estimator, target)
     figures: dict[str, Any] = {
         "machine": _describe_target(target),
         "parameters": parameters_by_part(config, shape),
         "trained": sum(weight.size for weight in trained_weights(config, shape)),
         "memory": _describe_memory(config, shape, estimate, target),
         "fits": fits,
-        "settings_that_fit": []
-        if fits
-        else [_describe_fitting(fitting) for fitting in _fitting(config, estimator, target)],
+        "settings_that_fit": [_describe_fitting(fitting) for fitting in settings_that_fit],
         **_describe_work(config, shape, run_length_of(config, shape, data), target, estimate, fits, data.tokens),
     }
     figures["disk"] = disk_of(config, shape, data, figures["steps"])
@@ -58,10 +57,9 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     return figures
 
 
-def _fitting(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
-    return nearest_fitting(
-        config, estimator, target, estimator.estimate(config, target.devices, target.device, exact=False)
-    )
+def _settings_that_fit(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
+    estimate = estimator.estimate(config, target.devices, target.device, exact=False)
+    return nearest_fitting(config, estimator, target, estimate)
 
 
 def _describe_target(target: Target) -> dict[str, Any]:

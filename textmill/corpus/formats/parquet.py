@@ -30,13 +30,15 @@ def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
 
 
 def _row_group_ranges(metadata: Any) -> list[ChunkRange]:
-    ranges_found, start, at, first, row = [], 0, 0, 0, 0
+    """Bytes are counted through the row groups' uncompressed data: a row group belongs to the range where it ends."""
+    ranges_found: list[ChunkRange] = []
+    start = first_row = end = end_row = 0
     for group in range(metadata.num_row_groups):
-        at += metadata.row_group(group).total_byte_size
-        row += metadata.row_group(group).num_rows
-        if at - start >= sources.CHUNK_BYTES or group == metadata.num_row_groups - 1:
-            ranges_found.append((start, at, first))
-            start, first = at, row
+        end += metadata.row_group(group).total_byte_size
+        end_row += metadata.row_group(group).num_rows
+        if end - start >= sources.CHUNK_BYTES or group == metadata.num_row_groups - 1:
+            ranges_found.append((start, end, first_row))
+            start, first_row = end, end_row
     return ranges_found or [(0, 0, 0)]
 
 
@@ -44,11 +46,13 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield the rows of a chunk's row groups; a damaged group becomes one bad record."""
     fields = parse_text_key(chunk.source, config)
     with _open(chunk.source) as file:
-        columns, at, row = fields.columns(file.schema_arrow.names), 0, 0
+        columns = fields.columns(file.schema_arrow.names)
+        end = end_row = 0
         for group in range(file.num_row_groups):
-            group_metadata = file.metadata.row_group(group)
-            at, row, next_row = at + group_metadata.total_byte_size, row + group_metadata.num_rows, row
-            if not chunk.is_entire_source and not chunk.start < at <= chunk.stop:
+            group_metadata, next_row = file.metadata.row_group(group), end_row
+            end += group_metadata.total_byte_size
+            end_row += group_metadata.num_rows
+            if not chunk.is_entire_source and not chunk.start < end <= chunk.stop:
                 continue
             try:
                 for batch in file.iter_batches(
@@ -57,8 +61,8 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                     yield from batch_records(batch, fields, next_row, file.schema_arrow.names)
                     next_row += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                reason = f"damaged from here to row {row}: {_first_line(error)}"[:RAW_BYTES]
-                lost = group_metadata.total_byte_size * (row - next_row) // max(group_metadata.num_rows, 1)
+                reason = f"damaged from here to row {end_row}: {_first_line(error)}"[:RAW_BYTES]
+                lost = group_metadata.total_byte_size * (end_row - next_row) // max(group_metadata.num_rows, 1)
                 yield BadRecord(chunk.source.name, f"row {next_row}", reason, b"", lost)
 
 
@@ -70,33 +74,37 @@ def sample_rows(source: Source, count: int) -> list[dict[str, Any]]:
 
 
 def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) -> Iterator[Document | BadRecord]:
-    """Yield one record per row; without the text column, every row is a bad record, so that each is counted."""
-    if not fields.columns(names) or (not fields.chat and not set(fields.columns(names)) & _text_columns(fields)):
-        texts = [
-            item.name for item in batch.schema if pa.types.is_string(item.type) or pa.types.is_large_string(item.type)
-        ]
-        reason = f"no column '{fields.key}'; found {names[:12]}" + (
-            f"; set corpus.text_key={texts[0]}" if texts else ""
-        )
-        yield from (
-            BadRecord(fields.source, f"row {first + index}", reason[:RAW_BYTES], b"") for index in range(batch.num_rows)
-        )
+    """Yield one record per row; without the text column, every row is a bad record, so that each is counted.
+
+    `first` is the number of the first row in its file, `names` are the file's columns.
+    """
+    found = fields.columns(names)
+    if not found or (not fields.chat and not set(found) & _text_columns(fields)):
+        reason = _describe_missing_column(batch.schema, fields, names)
+        yield from (BadRecord(fields.source, f"row {first + index}", reason, b"") for index in range(batch.num_rows))
         return
     for index, row in enumerate(_rows(batch)):
+        place = f"row {first + index}"
         if isinstance(row, str):
-            yield BadRecord(fields.source, f"row {first + index}", row, b"")
+            yield BadRecord(fields.source, place, row, b"")
         else:
-            yield from fields.documents(
-                row, f"row {first + index}", str(row)[:RAW_BYTES].encode(errors="replace") if row else b""
-            )
+            yield from fields.documents(row, place, str(row)[:RAW_BYTES].encode(errors="replace") if row else b"")
+
+
+def _describe_missing_column(schema: Any, fields: TextFields, names: list[str]) -> str:
+    texts = [item.name for item in schema if pa.types.is_string(item.type) or pa.types.is_large_string(item.type)]
+    advice = f"; set corpus.text_key={texts[0]}" if texts else ""
+    return f"no column '{fields.key}'; found {names[:12]}{advice}"[:RAW_BYTES]
 
 
 def _text_columns(fields: TextFields) -> set[str]:
+    """The names of columns that may hold the text: of a path a.b, `a.b` and `a`."""
     paths = [fields.list_paths[0]] if fields.list_paths else list(fields.text_paths)
     return {fields.key} | {name for path in paths if path for name in (".".join(path), path[0])}
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows; a row that cannot be read is the reason, as text."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:  # one invalid string fails the whole batch; reading row by row loses only its own row
