@@ -8,7 +8,7 @@ Between the passes, prepare decides about all documents together. The files of c
     00012.filtered        pass 1, with corpus.keep_dropped: documents that a filter dropped
     00012.hits            pass 1, with corpus.decontaminate: documents and the n-grams of evaluation data in them
     00012.read.json       the counts of pass 1, written last
-    00012.sides           a byte per document: the index of its split, -1 if it is dropped
+    00012.splits          a byte per document: the index of its split, -1 if it is dropped
     00012.repeats         with corpus.keep_dropped: which document each duplicate repeats
     00012.contaminated    with corpus.decontaminate: the rows of contaminated documents
     00012.written.json    the counts of pass 2, written last
@@ -240,7 +240,7 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
     if task.path("written.json").is_file():
         splits: dict[str, Any] = read_json(task.path("written.json"))
         return splits
-    split_of_row = np.fromfile(task.path("sides"), dtype=np.int8)
+    split_of_row = np.fromfile(task.path("splits"), dtype=np.int8)
     present = {split: index for index, split in enumerate(SPLITS) if (split_of_row == index).any()}
     splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in present}
     names = {split: shard_name(split, task.chunk.number) for split in present}

@@ -21,8 +21,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from textmill.config import STAGE_FOLDERS, RunConfig
 from textmill.corpus.accounts import Counts, build_account, format_account
 from textmill.corpus.clean.cleaner import check_packages
@@ -34,7 +32,7 @@ from textmill.corpus.decontamination.evaluation_data import (
     open_text_data,
     write_index,
 )
-from textmill.corpus.dedup.decisions import decide_documents
+from textmill.corpus.dedup.decisions import decide_documents, write_decisions
 from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled.build import build_labelled
@@ -227,10 +225,7 @@ def _build(
     counts: Counts = {"skipped_files": skipped}
     if index:
         counts["contamination"] = drop_contaminated(tasks, decisions, evaluation_data, index, config.corpus)
-    for task, split_indexes in zip(tasks, decisions.splits, strict=True):
-        write_bytes(task.path("sides"), [split_indexes.tobytes()])
-    for task, repeats in zip(tasks, decisions.repeats, strict=False):  # empty without corpus.keep_dropped
-        write_bytes(task.path("repeats"), [np.sort(repeats, order="row").tobytes()])
+    write_decisions(tasks, decisions)
     write_json(folder / "work" / NAMES_FILE, source_names)
 
     split_counts = run(write_chunk, tasks, "prepare: split and write", "bytes")
@@ -242,11 +237,13 @@ def _build(
         lines = map(json_line, decisions.pairs)
         files["near_duplicates.jsonl"] = write_bytes(folder / "near_duplicates.jsonl", lines)
     files |= {path.name: manifest_entry(path) for path in list_dropped_files(folder)}
-    for splits in split_counts:
-        for split in splits.values():
-            entry = dict(split["file"])
-            files[entry.pop("name")] = entry
-    return counts, files
+    return counts, files | _list_shards(split_counts)
+
+
+def _list_shards(split_counts: list[dict[str, Counts]]) -> dict[str, Any]:
+    """The manifest entry of each Parquet file that `write_chunk` wrote, by name."""
+    files = [dict(split["file"]) for splits in split_counts for split in splits.values()]
+    return {file.pop("name"): file for file in files}
 
 
 def _describe_nothing_kept(tasks: list[ChunkTask], counts: Counts, min_chars: int) -> str:

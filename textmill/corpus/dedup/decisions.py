@@ -61,6 +61,14 @@ class Decisions:
     """With `corpus.keep_dropped`: the dropped duplicates, each with the document that it repeats."""
 
 
+def write_decisions(tasks: Sequence[ChunkTask], decisions: Decisions) -> None:
+    """Write them for `passes.write_chunk`, which reads those of its own chunk."""
+    for task, split_indexes in zip(tasks, decisions.splits, strict=True):
+        write_bytes(task.path("splits"), [split_indexes.tobytes()])
+    for task, repeats in zip(tasks, decisions.repeats, strict=False):  # empty without corpus.keep_dropped
+        write_bytes(task.path("repeats"), [np.sort(repeats, order="row").tobytes()])
+
+
 def decide_documents(
     tasks: Sequence[ChunkTask], declared: Mapping[Source, Split | None], config: CorpusConfig, run: RunTasks
 ) -> Decisions:

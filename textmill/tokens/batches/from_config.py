@@ -22,7 +22,7 @@ from textmill.tokens.batches.masked_tokens import masked_tokens_of
 from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.batches.padded import PaddedLayout
 from textmill.tokens.batches.windows import window_batches
-from textmill.tokens.splits import Splits, WeightedStore
+from textmill.tokens.splits import FeatureRows, Splits, WeightedStore
 from textmill.tokens.token_tables import has_masked_rows
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -84,21 +84,13 @@ def _build_layout(
     seed: int | None,
     folder: Path | None,
 ) -> Layout:
+    """`train.layout` over a store; Parquet files of masked examples need FeaturesLayout too."""
     store, vocab = weighted.store, tokenizer.vocab
     if train.layout == "features" or weighted.features is not None:
-        if weighted.features is None:
-            raise TextmillError(
-                f"{store.prefix.parent}: has no feature rows, which train.layout=features needs; make them with "
-                f"tokens.kind=features, name Parquet files that have them in tokens.use, or set train.layout=packed"
-            )
-        if train.layout == "features" and weighted.features.table.count and has_masked_rows(weighted.features.table):
-            raise TextmillError(
-                f"{weighted.features.table.files[0].parent}: has masked examples; set train.layout=masked"
-            )
-        pairs = train.masked.pairs != "none"
         return FeaturesLayout(
-            weighted.features, store, length=length, seed=seed, vocab=vocab, folder=folder, pairs=pairs
-        )
+            _check_features(train, weighted), store, length=length, seed=seed, vocab=vocab, folder=folder,
+            pairs=train.masked.pairs != "none",
+        )  # fmt: skip
     if train.layout == "packed":
         return PackedLayout(
             store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents,
@@ -114,16 +106,23 @@ def _build_layout(
         return LabelledLayout(store, length=length, seed=seed, pad=pad, separator=tokenizer.separator, vocab=vocab)
     if train.layout == "chat":
         return ChatLayout(
-            store,
-            length=length,
-            seed=seed,
-            pad=pad,
-            truncate=train.chat.truncate,
-            pack=train.chat.pack,
-            vocab=vocab,
+            store, length=length, seed=seed, pad=pad, truncate=train.chat.truncate, pack=train.chat.pack, vocab=vocab,
             folder=folder,
-        )
+        )  # fmt: skip
     return PaddedLayout(
         store, length=length, seed=seed, pad=pad, long_documents=train.padded.long_documents,
         end_token=tokenizer.end if train.padded.end_truncated else None, vocab=vocab, folder=folder,
     )  # fmt: skip
+
+
+def _check_features(train: TrainConfig, weighted: WeightedStore) -> FeatureRows:
+    """The rows of a store; an error if it has none, or masked examples that another layout reads."""
+    features = weighted.features
+    if features is None:
+        raise TextmillError(
+            f"{weighted.store.prefix.parent}: has no feature rows, which train.layout=features needs; make them with "
+            f"tokens.kind=features, name Parquet files that have them in tokens.use, or set train.layout=packed"
+        )
+    if train.layout == "features" and features.table.count and has_masked_rows(features.table):
+        raise TextmillError(f"{features.table.files[0].parent}: has masked examples; set train.layout=masked")
+    return features

@@ -132,12 +132,17 @@ def _open_byte_level(vocab: Path, merges: Path) -> Tokenizer:
     return inner
 
 
-def _open_bert(path: Path, lowercase: bool | None) -> Opened:
+def _read_vocab_txt(path: Path) -> list[str]:
     try:
-        tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise TextmillError(f"{path}: not UTF-8 ({error}); a vocab.txt has one token per line") from None
-    tokens = [token.removesuffix("\r") for token in tokens]
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _open_bert(path: Path, lowercase: bool | None) -> Opened:
+    """A vocab.txt; `lowercase` None: as tokenizer_config.json says, else whether all its tokens are in lower case."""
+    tokens = _read_vocab_txt(path)
     if is_encdec(tokens):
         return open_encdec(tokens)
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -149,9 +154,8 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
         )
     settings = _read_bert_settings(path.parent)
     if lowercase is None:
-        lowercase = settings.get(
-            "do_lower_case", all(token == token.lower() for token in vocab if not token.startswith("["))
-        )
+        has_lower_case_only = all(token == token.lower() for token in vocab if not token.startswith("["))
+        lowercase = settings.get("do_lower_case", has_lower_case_only)
     inner = Tokenizer(
         models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix="##", max_input_chars_per_word=100)
     )
@@ -163,11 +167,8 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
     )
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    roles = {
-        role: USUAL_NAMES[role][-1]
-        for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-        if USUAL_NAMES[role][-1] in vocab
-    }
+    names = {role: USUAL_NAMES[role][-1] for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")}
+    roles = {role: token for role, token in names.items() if token in vocab}
     inner.add_special_tokens(list(roles.values()))
     special = [(token, vocab[token]) for token in ("[CLS]", "[SEP]")]
     inner.post_processor = processors.TemplateProcessing(
