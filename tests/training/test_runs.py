@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice, find_checkpoint, link_best, list_checkpoints
 from textmill.config import TokenizerConfig
@@ -86,6 +86,20 @@ def test_finetuning_with_another_tokenizer_and_more_positions(
     for token, text in checked.items():
         mean = old_net.transformer.wte.weight.detach()[old(text)["input_ids"]].mean(0)
         assert np.allclose(vectors[new.convert_tokens_to_ids(token)], mean, atol=1e-6)
+
+
+def test_more_positions_of_a_net_without_weights_for_them(
+    tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(iter([["The mill stands by the river."] * 4]), TokenizerConfig(vocab=300)).save(tmp_path)
+    numbers = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    before = LlamaForCausalLM(LlamaConfig(**numbers, vocab_size=300, max_position_embeddings=POSITIONS))
+    before.save_pretrained(tmp_path)
+    after = trained(tiny_texts.parent / "out", tmp_path, tiny_texts, 2 * POSITIONS)
+    assert "48 positions instead of 24: the net has no weights for them" in capsys.readouterr().out
+    net = AutoModelForCausalLM.from_pretrained(after)
+    assert net.config.max_position_embeddings == 2 * POSITIONS
+    assert torch.equal(net.model.rotary_emb.inv_freq, before.model.rotary_emb.inv_freq)
 
 
 def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from textmill.models import (
     label_head_of,
     open_family,
     read_shape,
+    weights_of,
     with_label_head,
 )
 from textmill.models.lora import initial_adapters, trained_with_adapters
@@ -175,7 +176,9 @@ def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: 
         warn(transfer.summary)
     before = read_shape(init_model.folder).positions
     if shape.positions != before:
-        method = "interpolated" if shape.positions > before else "the first ones"
+        is_learned = any(weight.by_position for weight in weights_of(shape))
+        longer = "interpolated" if is_learned else "the net has no weights for them; it must learn the new ones"
+        method = longer if shape.positions > before else "the first ones"
         print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
     keeps_end = transfer.kept is None and data.tokenizer.chat is None
     return replace(shape, vocab=transfer.rows, end=shape.end if keeps_end else data.tokenizer.end)
