@@ -23,7 +23,7 @@ from textmill.reports.page import build_page, list_differences
 from textmill.reports.results import shorten_account
 from textmill.reports.run_files import find_run, flatten, read_run
 from textmill.reports.svg import build_svg
-from textmill.reports.texts import describe_progress, describe_run
+from textmill.reports.texts import describe_progress, describe_run, describe_runs
 from textmill.track.notes import read_notes
 
 LOGGED = ("train.log_every=1", "train.evaluate_every=2", "train.save_every=2", "train.warmup=0")
@@ -110,6 +110,18 @@ RESULT = {
     "unigram": {"loss": 4.0, "token_perplexity": 54.598, "bits_per_byte": 3.5},
     "bigram": {"loss": 3.0, "token_perplexity": 20.0855, "bits_per_byte": 2.75},
 }  # fmt: skip
+
+
+def test_bits_per_byte_in_the_table_of_runs_are_of_the_step_of_the_loss(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(root / "first", tmp_path / "copy", symlinks=True))
+    (copy / "evaluation").mkdir(exist_ok=True)
+    (copy / "evaluation" / "step-0000002-valid.json").write_text(json.dumps({**RESULT, "step": 2}))
+    run = read_run(copy)
+    counts = json.loads((root / "tokens" / "manifest.json").read_text())["splits"]["valid"]
+    step = min(run.valid_losses, key=run.valid_losses.__getitem__)
+    bits = run.valid_losses[step] * counts["tokens"] / counts["bytes"] / math.log(2)
+    assert step == 6
+    assert list(describe_runs([run], tmp_path))[1].split()[-3:] == [f"{run.valid_losses[6]:.4f}", "6", f"{bits:.4f}"]
 
 
 def test_the_page_begins_with_the_results_next_to_counting(root: Path, tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def _summary(run: RunFiles) -> list[list[str]]:
     if run.best_step is not None:
         best = run.best_values[run.best_step]
         rows.append([f"best {run.best_rule.name}, step {run.best_step:,}", f"{best:.4f}"])
-    if run.bits_per_byte:
-        rows.append(["bits per byte, last evaluation", f"{run.bits_per_byte:.4f}"])
+    if bits := run.bits_per_byte_at(run.best_step):
+        rows.append([f"bits per byte of the valid split, step {run.best_step:,}", f"{bits:.4f}"])
     if run.stopped:
         rows.append(["stopped", str(run.stopped.get("why", "yes"))])
     return rows

@@ -139,11 +139,14 @@ class RunFiles:
         files = sorted((self.folder / EVALUATIONS).glob("*.json"))
         return sorted((read_json(path) for path in files), key=lambda result: result.get("step") or 0)
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of the last evaluation that measured them."""
-        by_evaluation = [result.get("model", {}).get("bits_per_byte") for result in self.evaluations]
-        return next((bits for bits in reversed(by_evaluation) if bits), None)
+    def bits_per_byte_at(self, step: int | None) -> float | None:
+        """Bits per byte of the valid split after a step, as training or `evaluate` measured them."""
+        evaluated = [
+            (result.get("step"), result.get("model", {}).get("bits_per_byte"))
+            for result in self.evaluations
+            if result.get("split") == "valid"
+        ]
+        return dict([*evaluated, *self.points("valid_bits_per_byte")]).get(step)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:

@@ -71,7 +71,7 @@ def describe_progress(run: RunFiles) -> str:
 
 
 def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
-    """A table of runs: steps, size, best valid loss, bits per byte of the last evaluation."""
+    """A table of runs: steps, size, best valid loss, and bits per byte of the same step."""
     rows = [["run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte"]]
     rows += [_run_row(run, below) for run in runs]
     name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -83,6 +83,7 @@ def _run_row(run: RunFiles, below: Path) -> list[str]:
     folder = run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder
     planned = f"/{run.planned_steps:,}" if run.planned_steps else ""
     best = BestRule().best_of(run.valid_losses)
+    bits = run.bits_per_byte_at(best)
     return [
         str(folder),
         f"{run.last_step:,}{planned}",
@@ -90,7 +91,7 @@ def _run_row(run: RunFiles, below: Path) -> list[str]:
         f"{run.tokens_after(run.last_step):,}",
         "-" if best is None else f"{run.valid_losses[best]:.4f}",
         "-" if best is None else f"{best:,}",
-        f"{run.bits_per_byte:.4f}" if run.bits_per_byte else "-",
+        f"{bits:.4f}" if bits else "-",
     ]
 
 
