@@ -16,7 +16,7 @@ from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
 from textmill.training.auto_settings import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
-WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
+WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
 VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
 BYTES_PER_PIECE = 800
@@ -267,7 +267,7 @@ def _length(text: TextFacts, machine: MachineFacts, net: _Candidate, run_tokens:
     elif machine.device == "cpu":
         longest = 256
     else:
-        longest = 512 if run_tokens < 1e8 else MAX_LENGTH
+        longest = 512 if run_tokens < 5e7 else MAX_LENGTH
     two_documents = 2 * text.document_bytes / text.bytes_per_token[net.vocab]
     next_power_of_two = 1 << math.ceil(math.log2(max(2.0, two_documents)))
     return max(32, min(longest, next_power_of_two))

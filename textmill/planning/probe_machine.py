@@ -25,7 +25,7 @@ GPU_SMALL, GPU_LARGE = 7_500_000, 124_000_000
 GPU_SMALL_FRACTION, GPU_LARGE_FRACTION = 0.25, 0.57
 """Of the speed of large matmuls, reached in training by compiled nets of these sizes (docs/autopilot.md); a net is not
 trained on a GPU for the probe, since it would be compiled first."""
-STARTUP_SECONDS = {"cpu": 8.0, "cuda": 12.0}
+STARTUP_SECONDS = {"cpu": 8.0, "cuda": 28.0}
 """Imports, saving and the last evaluation."""
 
 
