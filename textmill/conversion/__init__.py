@@ -8,10 +8,10 @@ from typing import Any
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import ExportConfig, RunConfig
-from textmill.conversion.compare import check_written
-from textmill.conversion.formats import Format, open_format
+from textmill.conversion.compare import write_and_check
+from textmill.conversion.formats import open_format
 from textmill.conversion.formats.hf import text_files
-from textmill.conversion.model import Files, Hints, Model, collect_weights
+from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import write_card
 from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
 from textmill.conversion.remote_export import export_to_url
@@ -60,7 +60,9 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     pooling = find_pooling(checkpoint.folder) if config.export.kind == "hf" else None
     model = Model(source_shape, weights, tokenizer, card=card, pooling=pooling)
     model = reduce_model(model, reduction) if reduction else model
-    files, figures = _write_and_check(stage, writer, model, config.export)
+    # What a format does not say about a model is given to its reader.
+    hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
+    files, figures = write_and_check(stage, writer, model, config.export, hints, {"precision": precision})
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     only_textmill = "; only textmill opens it" if own_options(shape) else ""
     megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
@@ -69,23 +71,6 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         f"as {config.export.kind} in {precision}, {megabytes:,.1f} MB{only_textmill}\nexport: checked: {figures}"
     )
     return folder
-
-
-def _write_and_check(stage: Stage, writer: Format, model: Model, config: ExportConfig) -> tuple[Files, str]:
-    """Write the model, read it back and compare; the folder appears only if they agree."""
-    shape = model.shape
-    with stage.unfinished_folder() as unfinished:
-        try:
-            files = writer.write(model, unfinished, config)
-            # What a format does not say about a model is given to its reader.
-            hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
-            figures = check_written(model, writer.read(unfinished, hints), config.precision, str(stage.folder))
-        except TextmillError:
-            stage.discard()
-            raise
-        facts = {"precision": config.precision, "parameters": shape.parameters, "check": figures}
-        stage.write_manifest(unfinished, files, facts)
-    return files, figures
 
 
 def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from textmill.conversion.model import Array, Model
+from textmill.config import ExportConfig
+from textmill.conversion.formats import Format
+from textmill.conversion.model import Array, Files, Hints, Model
 from textmill.errors import TextmillError
 from textmill.models.nets_torch import fill, new_net
+from textmill.storage.stages import Stage
 from textmill.tokens.vocabulary.encoders import hard_texts
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -69,6 +73,24 @@ def measure(source: Array, written: Array) -> Difference:
     p, q = (torch.log_softmax(torch.from_numpy(logits.astype(np.float64)), -1) for logits in (source, written))
     divergence = float((p.exp() * (p - q)).sum(-1).mean())
     return Difference(largest, max(1.0, float(np.abs(source).max())), max(0.0, divergence))
+
+
+def write_and_check(
+    stage: Stage, writer: Format, model: Model, config: ExportConfig, hints: Hints, facts: dict[str, Any]
+) -> tuple[Files, str]:
+    """Write the folder of a stage, read it back with these hints and compare; it appears only if they agree.
+
+    Returns the files, and the result of the comparison in words; `facts` are added to the manifest.
+    """
+    with stage.unfinished_folder() as unfinished:
+        try:
+            files = writer.write(model, unfinished, config)
+            figures = check_written(model, writer.read(unfinished, hints), config.precision, str(stage.folder))
+        except TextmillError:
+            stage.discard()
+            raise
+        stage.write_manifest(unfinished, files, {**facts, "parameters": model.shape.parameters, "check": figures})
+    return files, figures
 
 
 def check_written(source: Model, written: Model, precision: str, where: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from textmill.config import ExportConfig
-from textmill.conversion.compare import check_written
-from textmill.conversion.formats import KINDS, find_kind, hf, open_format
+from textmill.conversion.compare import write_and_check
+from textmill.conversion.formats import KINDS, find_kind, open_format
 from textmill.conversion.model import Hints
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path, hash_file, hash_json
@@ -35,15 +35,8 @@ def import_model(
         print(f"import: done already: {format_path(folder)}")
         return folder
     model = open_format(kind).read(path, hints)
-    settings = ExportConfig(folder=str(folder))
-    with stage.unfinished_folder() as unfinished:
-        try:
-            files = hf.write(model, unfinished, settings)
-            figures = check_written(model, hf.read(unfinished, Hints()), "fp32", str(folder))
-        except TextmillError:
-            stage.discard()
-            raise
-        stage.write_manifest(unfinished, files, {"parameters": model.shape.parameters, "check": figures})
+    settings = ExportConfig(folder=str(folder), precision="fp32")
+    _, figures = write_and_check(stage, open_format("hf"), model, settings, Hints(), {})
     print(f"import: {format_path(folder)}: {model.shape.parameters:,} parameters of {what}, read as {kind}")
     print(f"import: checked: {figures}")
     if model.tokenizer is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,7 +119,14 @@ def find_ranks(folder: Path) -> dict[tuple[int, int], Path]:
     return ranks
 
 
-def count_ranks(ranks: dict[tuple[int, int], Path], args: dict[str, Any], folder: Path) -> tuple[int, int]:
+class ParallelSizes(NamedTuple):
+    """How many ranks divide each matrix, and how many divide the layers."""
+
+    tensor: int
+    pipeline: int
+
+
+def count_ranks(ranks: dict[tuple[int, int], Path], args: dict[str, Any], folder: Path) -> ParallelSizes:
     """The tensor- and pipeline-parallel size; an error names a file that is missing."""
     tensor_size = max(
         1 + max(tensor for tensor, _ in ranks),
@@ -139,7 +146,7 @@ def count_ranks(ranks: dict[tuple[int, int], Path], args: dict[str, Any], folder
             f"{folder}: lacks {len(missing)} of {tensor_size * pipeline_size} ranks, such as "
             f"{missing[0]}/model_optim_rng.pt; copy the files of all ranks"
         )
-    return tensor_size, pipeline_size
+    return ParallelSizes(tensor_size, pipeline_size)
 
 
 def _recorded_size(args: dict[str, Any], *names: str) -> int:

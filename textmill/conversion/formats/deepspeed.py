@@ -10,6 +10,7 @@ from typing import Any
 from textmill.config import ExportConfig
 from textmill.conversion.formats import megatron
 from textmill.conversion.formats.hf import read_hf_shape, text_files
+from textmill.conversion.megatron_layout import ParallelSizes
 from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
 from textmill.conversion.torch_files import to_array, to_tensor, write_torch_file
 from textmill.conversion.zero_partitions import (
@@ -99,7 +100,9 @@ def _read_tensor_parallel(path: Path, count: int, hints: Hints) -> Model:
         states[tensor, 0] = megatron.state_of({"model": read_weights(path, tensor)}, path)
     first, _ = read_states(path)
     args = megatron.plain_args(first.get("args"))
-    return megatron.join_ranks(path, path, states, (count, 1), args, first.get("checkpoint_version"), hints)
+    return megatron.join_ranks(
+        path, path, states, ParallelSizes(count, 1), args, first.get("checkpoint_version"), hints
+    )
 
 
 def _named(path: Path) -> Iterator[Named]:

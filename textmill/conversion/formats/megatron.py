@@ -23,6 +23,7 @@ from textmill.conversion.megatron_layout import (
     QKV,
     ROWS,
     VOCABULARY,
+    ParallelSizes,
     count_ranks,
     find_ranks,
     flatten,
@@ -174,12 +175,12 @@ def read(path: Path, hints: Hints) -> Model:
 
 
 def join_ranks(
-    path: Path, folder: Path, states: States, sizes: tuple[int, int], args: dict[str, Any], version: Any, hints: Hints
+    path: Path, folder: Path, states: States, sizes: ParallelSizes, args: dict[str, Any], version: Any, hints: Hints
 ) -> Model:
     """The model of all ranks' weights, by (tensor, pipeline)."""
     shape = _shape_of(path, args, states, sizes, hints)
-    if shape.heads % sizes[0]:
-        raise TextmillError(f"{folder}: {sizes[0]} tensor-parallel ranks do not divide {shape.heads} heads")
+    if shape.heads % sizes.tensor:
+        raise TextmillError(f"{folder}: {sizes.tensor} tensor-parallel ranks do not divide {shape.heads} heads")
     order = order_of(version, str(folder))
     weights = collect_weights(shape, _join_weights(states, sizes, shape, order, folder), str(folder), padded=True)
     tokenizer = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
@@ -216,23 +217,23 @@ def state_of(tree: dict[str, Any], path: Path) -> dict[str, Array]:
     return weights
 
 
-def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: tuple[int, int], hints: Hints) -> Any:
+def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: ParallelSizes, hints: Hints) -> Any:
     config = hints.config or (path if (path / "config.json").is_file() else None)
     table = states[0, 0].get("embedding.word_embeddings.weight")
     positions = states[0, 0].get("embedding.position_embeddings.weight")
     if table is None or positions is None or table.ndim != 2 or positions.ndim != 2:
         raise TextmillError(f"{path}: its first rank has no word and position embeddings; it is not a GPT-2")
-    rows = len(table) * sizes[0]
+    rows = len(table) * sizes.tensor
     if (stated := args.get("padded_vocab_size", rows)) != rows:
         raise TextmillError(
-            f"{path}: its padded vocabulary is {rows:,} rows on {sizes[0]} ranks, its arguments say {stated}; a rank "
-            "is missing, or files of different checkpoints are mixed"
+            f"{path}: its padded vocabulary is {rows:,} rows on {sizes.tensor} ranks, its arguments say {stated}; "
+            "a rank is missing, or files of different checkpoints are mixed"
         )
     if config is not None:
         shape = read_hf_shape(config, "gpt2")
     else:
-        is_tied = "output_layer.weight" not in states[0, sizes[1] - 1]
-        layers = [_layer_of(name) or 0 for pipeline in range(sizes[1]) for name in states[0, pipeline]]
+        is_tied = "output_layer.weight" not in states[0, sizes.pipeline - 1]
+        layers = [_layer_of(name) or 0 for pipeline in range(sizes.pipeline) for name in states[0, pipeline]]
         hf_config = _hf_config(args, hints, rows, positions, max(layers, default=0))
         shape = open_family("gpt2").shape_of_hf({**hf_config, "tie_word_embeddings": is_tied}, str(path))
     vocab = hints.vocab or (shape.vocab if config is not None else rows)
@@ -258,19 +259,19 @@ def _hf_config(args: dict[str, Any], hints: Hints, rows: int, positions: Array, 
     }  # fmt: skip
 
 
-def _join_weights(states: States, sizes: tuple[int, int], shape: Any, order: Any, where: Path) -> Iterator[Named]:
+def _join_weights(states: States, sizes: ParallelSizes, shape: Any, order: Any, where: Path) -> Iterator[Named]:
     """Every weight under GPT-2's name, the slices of all ranks joined, the layers counted over all pipeline stages."""
     transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
     earlier_layers = 0  # those of the pipeline stages before
-    for pipeline in range(sizes[1]):
+    for pipeline in range(sizes.pipeline):
         names = [name for name in states[0, pipeline] if not name.startswith("word_embeddings_for_head")]
         for name in names:
-            slices: list[Any] = [states[tensor, pipeline].get(name) for tensor in range(sizes[0])]
+            slices: list[Any] = [states[tensor, pipeline].get(name) for tensor in range(sizes.tensor)]
             if any(values is None or values.shape != slices[0].shape for values in slices):
                 raise TextmillError(f"{where}: '{name}' differs in size between ranks, or a rank lacks it")
             layer = _layer_of(name)
             module, _, ending = re.sub(r"^layers\.\d+\.", "", name).rpartition(".")
-            values = _join_slices(slices, module, ending, shape.heads // sizes[0], order, str(where))
+            values = _join_slices(slices, module, ending, shape.heads // sizes.tensor, order, str(where))
             gpt2_name = to_gpt2_name(None if layer is None else earlier_layers + layer, module, ending)
             if gpt2_name is None:
                 raise TextmillError(f"{where}: has '{name}', which Megatron's GPT-2 does not have")
