@@ -180,7 +180,8 @@ def _as_model(folder: Path) -> Tree:
 
 def _recorded_tree(folder: Path, file: Path | None = None) -> Tree:
     """The config recorded in a stage's folder; where the folder is now overrides where it was written."""
-    tree, stage = read_recorded_config(file or folder / "run.yaml"), _stage_of(folder)
+    tree = read_recorded_config(file or folder / "run.yaml")
+    stage = _stage_of(folder)
     if stage != "train":
         tree.pop("model", None)  # no command uses it there
     if folder.name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):

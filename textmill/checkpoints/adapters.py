@@ -191,7 +191,8 @@ def open_adapter(folder: Path) -> Adapter:
         raise TextmillError(f"{folder}: no {ADAPTER_MODEL} found; save the adapter as safetensors")
     pairs, full_weights = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
-    base, inputs_first = find_base(folder), bool(settings.get("fan_in_fan_out"))
+    base = find_base(folder)
+    inputs_first = bool(settings.get("fan_in_fan_out"))
     if settings.get("task_type") in LABEL_TASKS and not (folder / MERGED_CONFIG).is_file():
         _check_heads(folder, base, full_weights)
     return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, full_weights)

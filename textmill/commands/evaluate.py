@@ -79,7 +79,8 @@ def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Sco
     from textmill.evaluation.scorer_torch import new_scorer
     from textmill.evaluation.share import Share
 
-    mesh, tokenizer = ScoringMesh(config.engine, ranks), open_tokenizer(checkpoint.tokenizer)
+    mesh = ScoringMesh(config.engine, ranks)
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
     net = mesh.new_net(read_shape(checkpoint.folder), checkpoint.weights(), str(checkpoint.folder))
     return new_scorer(checkpoint, net, tokenizer, config, Share(ranks, *mesh.part))
 

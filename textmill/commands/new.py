@@ -40,7 +40,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
 
     The settings are chosen so that `textmill run FOLDER` takes about `minutes`; default: until more does not help.
     """
-    path, entries = Path(folder) / PROJECT_YAML, [text] if isinstance(text, str) else list(text)
+    path = Path(folder) / PROJECT_YAML
+    entries = [text] if isinstance(text, str) else list(text)
     _check_arguments(folder, path, minutes, family)
     masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     sources = _find_texts(entries, folder)

@@ -161,7 +161,8 @@ def parse_settings(arguments: list[str]) -> Tree:
 
 def _parse_value(text: str, annotation: Any) -> Any:
     """A command-line value: plain text where the field takes text, a comma list where it takes a list, else YAML."""
-    options, origin = get_args(annotation) or (annotation,), getattr(annotation, "__origin__", None)
+    options = get_args(annotation) or (annotation,)
+    origin = getattr(annotation, "__origin__", None)
     if origin is list and not text.startswith("["):
         return [_parse_value(item, options[0]) for item in text.split(",") if item]
     takes_text = str in options and origin is not list and not section_types(annotation)

@@ -97,7 +97,8 @@ def describe_type(annotation: Any) -> str:
         return plain[annotation]
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"keys such as {', '.join(list(annotation.model_fields)[:4])} below it"
-    origin, options = getattr(annotation, "__origin__", None), get_args(annotation)
+    origin = getattr(annotation, "__origin__", None)
+    options = get_args(annotation)
     if origin is list:
         return f"a list, each item {describe_type(options[0])}"
     if origin is dict:

@@ -28,7 +28,8 @@ def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree
     used.
     """
     resolved = deepcopy(tree)
-    in_file, names = names is None, (names or set()) | corpora_names(tree, base)
+    in_file = names is None
+    names = (names or set()) | corpora_names(tree, base)
     for key, field in all_fields():
         markers = field_markers(field)
         *sections, name = key.split(".")

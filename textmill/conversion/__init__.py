@@ -45,7 +45,8 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         )
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
-    source_shape, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    source_shape = read_shape(checkpoint.folder)
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
     _check_own_options(source_shape, config.export.kind, checkpoint)
     shape, reduction = source_shape, None
     if config.export.vocab_used_in:

@@ -75,7 +75,8 @@ def _write(tokenizer: TextTokenizer, folder: Path) -> Files:
 
 
 def _wordpiece_files(tokenizer: TextTokenizer, tree: Tree) -> dict[str, bytes]:
-    normalizer, ids = tree["normalizer"] or {}, tokenizer.inner.get_vocab(with_added_tokens=True)
+    normalizer = tree["normalizer"] or {}
+    ids = tokenizer.inner.get_vocab(with_added_tokens=True)
     if normalizer.get("type") != "BertNormalizer" or not normalizer["clean_text"]:
         raise TextmillError("export.kind: a vocab.txt is for BERT's normalizer; this tokenizer has another one")
     if (tree["pre_tokenizer"] or {}).get("type") != "BertPreTokenizer":

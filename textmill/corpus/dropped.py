@@ -62,7 +62,8 @@ def write_dropped(path: Path, work: Path, number: int, repeats: NDArray[Any], co
         if len(repeats):
             _write_repeats(writer, work, number, repeats, names)
         if len(contaminated):
-            texts, count = _take(work / f"{number:05d}.parquet", ["text", "id"], contaminated), len(contaminated)
+            texts = _take(work / f"{number:05d}.parquet", ["text", "id"], contaminated)
+            count = len(contaminated)
             source = pa.array([names[number]] * count, pa.string())
             rule = pa.array([CONTAMINATED] * count, pa.string())
             empty = pa.nulls(count, pa.string())

@@ -136,7 +136,8 @@ def _check_conversation_formats(config: RunConfig, inputs: Sequence[_Input]) -> 
 def _export_to_mongo(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> Path:
     """Write the finished corpus to MongoDB, if configured; `check`: only check that this is possible."""
     if config.corpus.mongo_write_back or config.corpus.mongo_load:
-        mongo, sources = import_module("textmill.corpus.mongo.export"), [item.source for item in inputs]
+        mongo = import_module("textmill.corpus.mongo.export")
+        sources = [item.source for item in inputs]
         mongo.check_export(config.corpus, sources) if check else mongo.export_to_mongo(config.corpus, folder, sources)
     return folder
 

@@ -48,7 +48,8 @@ def find_sources(
             f"{setting} is empty; give files, globs or folders of {EXTENSIONS}, "
             f"or a bundled corpus: {', '.join(bundled_corpora())}"
         )
-    skipped_folders, skipped_files = [os.path.realpath(folder) for folder in skip], [] if skipped is None else skipped
+    skipped_folders = [os.path.realpath(folder) for folder in skip]
+    skipped_files = [] if skipped is None else skipped
     search = _Search(setting, skipped_folders, read_corpora_file(corpora), skipped_files)
     by_path: dict[str, Source] = {}
     for entry in entries:
@@ -203,7 +204,8 @@ class _Search:
             # The JSON files of a folder that the datasets library saved hold no text.
             is_saved_dataset = "state.json" in files and "dataset_info.json" in files
             for name in sorted(files):
-                file_format, path = format_from_name(name), os.path.join(folder_path, name)
+                file_format = format_from_name(name)
+                path = os.path.join(folder_path, name)
                 if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
                     continue
                 if file_format or archive_kind(name):

@@ -97,7 +97,8 @@ class _TensorParallelLoss(GradientInForward):
             labels_M, weights_M, _ = labels.of_chunk(rows)
             labelled = labels_M != IGNORED
             logits_MV = full_MV[:, : max(0, vocab - begin)].float()
-            softmax, weight_M = _Softmax(logits_MV, labels_M, begin, tensor), weights_M.where(labelled, 0)
+            softmax = _Softmax(logits_MV, labels_M, begin, tensor)
+            weight_M = weights_M.where(labelled, 0)
             log_sum_M = softmax.log_sum_M
             losses_M = (
                 log_sum_M

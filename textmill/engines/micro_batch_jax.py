@@ -23,7 +23,8 @@ def largest_micro_batch(
     config: RunConfig, shape: Shape, device: jax.Device, shardings: Shardings, precision: Any
 ) -> int:
     """The largest divisor of a device's samples that the estimate allows."""
-    length, device_batch = config.train.length or shape.positions, config.train.batch // shardings.data_devices
+    length = config.train.length or shape.positions
+    device_batch = config.train.batch // shardings.data_devices
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.platform != "cpu":
         memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)

@@ -45,7 +45,8 @@ CPU_BATCH_TOKENS = 4096
 
 def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> TorchScorer:
     """Load a checkpoint to score with it; `batch` windows of the model's length are read at a time."""
-    tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
+    device = open_device(engine.device)
     net = open_net(checkpoint.folder, device)
     return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device)))
 

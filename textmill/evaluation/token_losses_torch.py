@@ -79,7 +79,8 @@ def _with_kernel(
     """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
     places, labels = (copy_to_device(array, hidden_SE.device) for array in (places_M, labels_M))
     block_rows = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab)
-    head_VE, bias_V = net.head.to(precision), None if net.head_bias is None else net.head_bias.to(precision)
+    head_VE = net.head.to(precision)
+    bias_V = None if net.head_bias is None else net.head_bias.to(precision)
     blocks: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(places), block_rows):
         block = slice(start, start + block_rows)

@@ -26,7 +26,8 @@ def describe_training_data(scorer: Scorer, config: RunConfig, card: dict[str, An
 
 def describe_corpus(config: RunConfig, sha256: str, progress: dict[str, Any]) -> str:
     """Whether the corpus was checked for a file, if it is the one of a checkpoint's `progress`."""
-    folder, tokens = config.folder_of("corpus"), config.folder_of("tokens") / MANIFEST
+    folder = config.folder_of("corpus")
+    tokens = config.folder_of("tokens") / MANIFEST
     try:
         made = read_json(tokens) if tokens.is_file() else {}
         trained_on = progress["made_from"]["tokens"] == made["fingerprint"] and made["made_from"]["corpus"]

@@ -53,7 +53,8 @@ def sample_prompts(
     from textmill.generation.chat_answers import answer_all, render_question
     from textmill.generation.generator import open_generator
 
-    generator, template = open_generator(checkpoint, engine), open_template(checkpoint.tokenizer)
+    generator = open_generator(checkpoint, engine)
+    template = open_template(checkpoint.tokenizer)
     if not isinstance(template, ChatTemplate):  # base models of others have a template of their tokenizer too
         return [asdict(result) for result in generator.samples(prompts, sample)]
     questions = [render_question(template, prompt) for prompt in prompts]

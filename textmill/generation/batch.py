@@ -86,7 +86,8 @@ class RunningBatch:
         ends = tuple(dict.fromkeys((self.tokenizer.end, *request.stop_ids)))
         vocab, device = self.tokenizer.vocab, self.slots.device
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
-        decoder, stops = self.new_decoder(request.ids), StopStringFilter(request.stop)
+        decoder = self.new_decoder(request.ids)
+        stops = StopStringFilter(request.stop)
         self.waiting.append(RunningText(number, request, max_new, list(request.ids), state, decoder, stops))
 
     def drop(self, number: int, reason: FinishReason, message: str = "") -> Done | None:

@@ -118,7 +118,8 @@ def _extend_beams(logprobs_NV: Tensor, running: list[Beam], count: int) -> list[
 
 
 def _decode_beam(tokenizer: TextTokenizer, request: Request, beam: Beam, ends: tuple[int, ...]) -> Done:
-    decoder, stops = WindowTextDecoder(tokenizer, list(request.ids)), StopStringFilter(request.stop)
+    decoder = WindowTextDecoder(tokenizer, list(request.ids))
+    stops = StopStringFilter(request.stop)
     ended = bool(beam.ids) and beam.ids[-1] in ends
     text = ""
     for id_ in beam.ids[:-1] if ended else beam.ids:

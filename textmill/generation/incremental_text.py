@@ -94,7 +94,8 @@ def read_token_bytes(tokenizer: TextTokenizer) -> list[bytes] | None:
     """Return each token's bytes if the tokenizer is byte-level BPE: a text is then its tokens' bytes joined."""
     if ((json.loads(tokenizer.inner.to_str())["decoder"]) or {}).get("type") != "ByteLevel":
         return None
-    table, signs = byte_level_alphabet(), set(pre_tokenizers.ByteLevel.alphabet())
+    table = byte_level_alphabet()
+    signs = set(pre_tokenizers.ByteLevel.alphabet())
     token_bytes = [b""] * tokenizer.vocab
     for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=True).items():
         # A token with a character outside the byte alphabet is written as it is.

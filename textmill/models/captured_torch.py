@@ -62,7 +62,8 @@ class CapturedSlots(NetSlots):
     @torch.inference_mode()
     def warm_up(self) -> int:
         """Capture every step and prefill that texts can need, so that no text waits for a capture; return how many."""
-        counts, shapes = step_sizes(self.slots), prefill_shapes(self.slots, self.length)
+        counts = step_sizes(self.slots)
+        shapes = prefill_shapes(self.slots, self.length)
         for count in counts:
             self._step_graph(count)
         for rows, tokens in shapes:

@@ -33,7 +33,8 @@ def adapter_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     for weight in target_weights(shape, lora):
         # The same standard deviation as PEFT's initialisation: uniform between +-1/sqrt(inputs).
         std = 1 / math.sqrt(3 * weight.inputs)
-        module, is_divided = weight.parameter.removesuffix(".weight"), weight.split is not None
+        module = weight.parameter.removesuffix(".weight")
+        is_divided = weight.split is not None
         # Tensor parallelism splits A of a row-parallel matrix and B of a column-parallel one. Of the other one each
         # rank has all, but computes a part of its gradient.
         splits_a, splits_b = weight.split == 1, weight.split == 0

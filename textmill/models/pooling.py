@@ -43,7 +43,8 @@ def read_pooling(folder: Path, kind: str | None = None) -> Pooling:
         raise TextmillError(f"{folder / MODULES}: is not a list of modules; save the model again")
     own, normalize = "mean", False
     for module in modules:
-        name, part = str(module.get("type")).rpartition(".")[2], module.get("path")
+        name = str(module.get("type")).rpartition(".")[2]
+        part = module.get("path")
         if name == "Pooling":
             own = kind or _read_kind(folder, part)
         elif name == "Normalize":

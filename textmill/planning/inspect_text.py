@@ -57,7 +57,8 @@ class _Sample:
     def add(self, text: str, limit: int) -> int:
         """Count a document, and keep it; of a long one, pieces of about `limit` bytes in all."""
         encoded = _encoded(text)
-        size, digest = len(encoded), hashlib.blake2b(encoded, digest_size=16).digest()
+        size = len(encoded)
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
         self.documents, self.bytes = self.documents + 1, self.bytes + size
         self.squared_bytes += size * size
         if digest in self.seen:

@@ -96,7 +96,8 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     `masked`: of a model that predicts masked tokens.
     """
     training_seconds = max(5.0, 60 * minutes - _other_seconds(text, machine))
-    predicted, compiled = MASKED if masked else 1.0, _is_compiled(machine, minutes, training_seconds)
+    predicted = MASKED if masked else 1.0
+    compiled = _is_compiled(machine, minutes, training_seconds)
     net = _best_candidate(text, machine, training_seconds, predicted, compiled=compiled)
     if compiled and not _may_be_long(machine, net):
         compiled, net = False, _best_candidate(text, machine, training_seconds, predicted, compiled=False)

@@ -44,7 +44,8 @@ def project_yaml(project: Project) -> str:
     """The content of textmill.yaml."""
     text, machine, plan, other_minutes = project.text, project.machine, project.plan, project.other_minutes
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
-    quoted, millions = shlex.quote(project.folder), count_model_parameters(plan, text, project.family) / 1e6
+    quoted = shlex.quote(project.folder)
+    millions = count_model_parameters(plan, text, project.family) / 1e6
     stages = "prepare, fit-tokenizer, tokenize, train" if project.masked else STAGES
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,

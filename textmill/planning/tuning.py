@@ -138,7 +138,8 @@ class Tuning:
             if number == 1:
                 raise
             return Result(None, 0, time.monotonic() - start, str(error))
-        loss, step_seconds = self._in_bits(found.valid_loss), self._step_seconds(run)
+        loss = self._in_bits(found.valid_loss)
+        step_seconds = self._step_seconds(run)
         remove_folder(run)  # the result is what remains of a trial, and its log
         return Result(loss, found.step, time.monotonic() - start, step_seconds=step_seconds)
 

@@ -172,7 +172,8 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         """Print where this process is, give the other ranks time to do the same, and exit."""
         try:
-            collective, reason = find_collective(self._main_thread), self._reason or "another rank ends the job"
+            collective = find_collective(self._main_thread)
+            reason = self._reason or "another rank ends the job"
             where = f"{self._place}, waiting in {collective}" if collective else self._place
             print(f"textmill: rank {self.rank}: in {where}: {reason}; {verdict}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
@@ -215,7 +216,8 @@ def find_collective(thread: threading.Thread) -> str | None:
     frame: FrameType | None = sys._current_frames().get(thread.ident or -1)
     collective = None
     while frame is not None:
-        path, place = Path(frame.f_code.co_filename), f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        path = Path(frame.f_code.co_filename)
+        place = f"{path.name}:{frame.f_lineno}"
         if path.parts[-3:-1] == ("torch", "distributed"):
             collective = frame.f_code.co_name if path.name == "distributed_c10d.py" else collective
         elif collective:

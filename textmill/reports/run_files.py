@@ -124,7 +124,8 @@ class RunFiles:
     def seconds_left(self) -> float | None:
         """Seconds of training until the end, at the speed of the last logged step; None if that is not known."""
         speeds, epochs = self.points("tokens_per_second"), self.points("epoch")
-        tokens, planned_epochs = self.tokens_after(self.last_step), self.settings.get("train.epochs")
+        tokens = self.tokens_after(self.last_step)
+        planned_epochs = self.settings.get("train.epochs")
         if self.planned_steps:
             tokens_left = self.tokens_after(self.planned_steps) - tokens
         elif planned_epochs and epochs and epochs[-1][1]:

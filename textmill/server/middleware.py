@@ -69,7 +69,8 @@ class RequestLog:
             path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
             method = scope["method"] if scope["method"] in METHODS else "other"
             self.service.metrics.requests[method, path, status] += 1
-            when, seconds = time.strftime("%Y-%m-%d %H:%M:%S"), f"{time.monotonic() - started:.3f}s"
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            seconds = f"{time.monotonic() - started:.3f}s"
             route_fields = [f"{key}={to_json(value)}" for key, value in fields.items()]
             line = " ".join([when, method, path, str(status), seconds, *route_fields])
             print(replace_surrogates(line), file=sys.stderr, flush=True)

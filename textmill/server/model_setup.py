@@ -52,7 +52,8 @@ def find_model_name(checkpoint: Checkpoint) -> str:
 def read_api_key(serve: ServeConfig) -> str | None:
     """Read the API key from the file or the environment; None if there is none."""
     if serve.key_file is None:
-        key, where = os.environ.get(KEY_VARIABLE), f"environment variable {KEY_VARIABLE}"
+        key = os.environ.get(KEY_VARIABLE)
+        where = f"environment variable {KEY_VARIABLE}"
         if key is None:
             return None
     else:

@@ -74,7 +74,8 @@ def _plan_files(config: RunConfig, folder: Path, split: str) -> list[ExampleFile
     settings = config.train.masked.model_copy(update={"pack": False})
     if not has_spans(open_store(folder / split), settings):
         return []
-    length, seed = int(config.train.length or 0), config.train.seed if split == "train" else None
+    length = int(config.train.length or 0)
+    seed = config.train.seed if split == "train" else None
     whole = ExampleFile(
         folder / split, range(0), folder / FOLDER, config.folder_of("tokenizer"), length, seed, settings
     )

@@ -125,7 +125,8 @@ def _plan_files(config: RunConfig, folder: Path, split: str, special: int) -> li
     count = max(1, round(store.tokens / FILE_TOKENS))
     cuts = np.searchsorted(ends, store.tokens * np.arange(1, count) // count, side="right")
     edges = [0, *sorted(set(cuts.tolist()) - {0, len(store)}), len(store)]
-    total, shared = len(edges) - 1, (config.tokens.features, config.tokens.append_end, special)
+    total = len(edges) - 1
+    shared = (config.tokens.features, config.tokens.append_end, special)
     paths = [folder / FOLDER / f"{split}-{number:05d}-of-{total:05d}.parquet" for number in range(total)]
     return [
         FeatureFile(store.prefix, edges[number], edges[number + 1], path, *shared) for number, path in enumerate(paths)
@@ -149,7 +150,8 @@ def _tables(store: TokenStore, task: FeatureFile) -> Iterator[pa.Table]:
     step = max(1, ROW_GROUP_TOKENS // rule.max_length)
     for start in range(0, len(chunks.counts), step):
         part = slice(start, start + step)
-        begins, counts = store.document_starts(chunks.documents[part]) + chunks.starts[part], chunks.counts[part]
+        begins = store.document_starts(chunks.documents[part]) + chunks.starts[part]
+        counts = chunks.counts[part]
         rows = build_rows(gather_ranges(ids, begins, counts), counts, rule, task.special)
         offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max_length
         columns = [

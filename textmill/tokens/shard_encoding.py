@@ -147,7 +147,8 @@ def encode_batch(texts: list[str], task: EncodingTask) -> tuple[Lengths, Encoded
     empty = encoded.sequences == 0
     if empty.any():
         reasons |= dict.fromkeys(map(int, kept[empty]), "no tokens are left after encoding")
-        kept, encoded = kept[~empty], replace(encoded, sequences=encoded.sequences[~empty])
+        kept = kept[~empty]
+        encoded = replace(encoded, sequences=encoded.sequences[~empty])
     return kept, encoded, dict(sorted(reasons.items()))
 
 

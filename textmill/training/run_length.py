@@ -168,7 +168,8 @@ def plan_run_length(
         steps = sizes.full_steps_in(train.tokens // sample_length)
     steps = min(steps, max_steps)
     if not steps:
-        amount, first_step = getattr(train, train.unit), sizes.size_at(0) * sample_length
+        amount = getattr(train, train.unit)
+        first_step = sizes.size_at(0) * sample_length
         raise TextmillError(
             f"train.{train.unit}: {amount:,} is less than one step, which has {first_step:,} tokens; raise it"
         )

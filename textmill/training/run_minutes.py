@@ -73,7 +73,8 @@ class MinutesTimer:
         if done != self._last_timed_step:
             return length
         with self.log.paused(result):
-            speed, costs = self._tokens_per_second(length, done), self.measure_costs()
+            speed = self._tokens_per_second(length, done)
+            costs = self.measure_costs()
         steps = fitting_steps(length, done, self._seconds_for_steps(length, costs.full_pass), speed, costs)
         steps = self.ranks.all_gather(steps)[0]
         return run_on_all(self.ranks, lambda: length.with_measured_steps(steps, done))
@@ -120,7 +121,8 @@ class MinutesTimer:
 
     def _first_estimate(self, length: RunLength, done: int) -> tuple[int | None, int]:
         """(last step to time, estimated number of steps of the run); None if too few steps are timed so far."""
-        seconds_left, seconds_timed = self._seconds_for_steps(length), self._step_clock() - self._timed_from
+        seconds_left = self._seconds_for_steps(length)
+        seconds_timed = self._step_clock() - self._timed_from
         enough = done - self.first >= ESTIMATE_STEPS or seconds_timed >= MEASURED_FRACTION * seconds_left
         if not enough and done < length.max_steps:
             return None, 0

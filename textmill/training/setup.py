@@ -48,7 +48,8 @@ def prepare_run(
     start = replace(choose_start(config, data, force, step, change), sources=data.sources)
     length = config.train.length or start.shape.positions
     _check_batch_memory(config.train, length)
-    folder, history = config.folder_of("train") / INDEX_FOLDER, data_ranges(start.ranges)
+    folder = config.folder_of("train") / INDEX_FOLDER
+    history = data_ranges(start.ranges)
     batches = open_batches(config.train, data, length=length, folder=folder, history=history)
     run_length = plan_run_length(config.train, batches, length, start.run_length)
     if start.changed_now and start.step >= run_length.steps:

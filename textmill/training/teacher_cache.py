@@ -139,7 +139,8 @@ def _write_files(
     with progress(COMMAND, total=total, unit="samples", second_unit="tokens") as bar:
 
         def records(start: int) -> Iterator[bytes]:
-            stop, step = min(samples, start + per_file), predictor.samples_of_pass(record["ids"].shape[0])
+            stop = min(samples, start + per_file)
+            step = predictor.samples_of_pass(record["ids"].shape[0])
             for first in range(start, stop, step):
                 batch = batches.samples_at(np.arange(first, min(stop, first + step), dtype=np.int64))
                 yield encode_records(record, batch, *predictor.predict(batch)).tobytes()

@@ -162,7 +162,8 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
         if gathers:
             sent["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
     if mesh.shard > 1:
-        ring, gathers = (mesh.shard - 1) / mesh.shard, 1 if mesh.keep_gathered else 2
+        ring = (mesh.shard - 1) / mesh.shard
+        gathers = 1 if mesh.keep_gathered else 2
         blocks = state.weights - state.outside_blocks
         sent["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
         sent["FSDP: gradients"] = round(passes * ring * all_gradients)

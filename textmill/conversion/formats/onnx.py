@@ -100,7 +100,8 @@ def _runner(proto: Any, shape: Any, file: Path) -> Any:
         try:
             from onnx.reference import ReferenceEvaluator
 
-            evaluator, cache_shape = ReferenceEvaluator(proto), LAYOUTS[shape.family].cache_shape(shape)
+            evaluator = ReferenceEvaluator(proto)
+            cache_shape = LAYOUTS[shape.family].cache_shape(shape)
             return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape.layers, cache_shape, ids)
         except Exception as error:  # a damaged graph fails anywhere
             raise TextmillError(f"{file}: its graph cannot be run ({type(error).__name__}: {error})") from None

@@ -208,7 +208,8 @@ def confirm_pairs(task: ConfirmTask) -> int:
     """
     if not task.path.is_file():
         starts = np.cumsum([0, *task.counts[:-1]])
-        sets, clusters = ShingleSetCache(task.folder, starts, task.memory), Clusters()
+        sets = ShingleSetCache(task.folder, starts, task.memory)
+        clusters = Clusters()
         offset = task.number * PAIRS_PER_TASK * 8
         pairs = np.fromfile(task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=offset).tolist()
         confirmed = []

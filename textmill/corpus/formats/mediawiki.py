@@ -23,7 +23,8 @@ FILE_NAMESPACE, CATEGORY_NAMESPACE = "6", "14"
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """Yield pages with the fields id, title and text (plain); `title` is kept as metadata by default. Redirects are
     skipped."""
-    fields, hidden = parse_text_key(chunk.source, config, kept_fields=("title",)), set(HIDDEN_PREFIXES)
+    fields = parse_text_key(chunk.source, config, kept_fields=("title",))
+    hidden = set(HIDDEN_PREFIXES)
     with open_stream(chunk.source) as stream:
         for element in _elements(stream):
             if _name(element) == "namespace":

@@ -67,7 +67,8 @@ def _read_records(source: Source, key: str, config: CorpusConfig) -> Iterator[tu
 
 
 def _read_texts(record: Record, source: str, place: str, key: str, label_key: str | None) -> Example:
-    where, names = format_place(source, place), [name.strip() for name in key.split("+")]
+    where = format_place(source, place)
+    names = [name.strip() for name in key.split("+")]
     if len(names) > 2:
         raise TextmillError(f"corpus.text_key: '{key}' names {len(names)} texts; {SEQUENCES} reads one or two")
     for name in names:

@@ -176,7 +176,8 @@ def _run_steps(folder: Path, task: str, steps: Sequence[ExportStep], check: Call
 
     The file after the first of two shards: {"corpus": FINGERPRINT, "tasks": {TASK: {SHARD: {"loaded": 1000}}}}.
     """
-    path, fingerprint = folder / PROGRESS_FILE, open_manifest(folder)["fingerprint"]
+    path = folder / PROGRESS_FILE
+    fingerprint = open_manifest(folder)["fingerprint"]
     progress_record = read_json(path) if path.is_file() else {}
     if progress_record.get("corpus") != fingerprint:
         progress_record = {"corpus": fingerprint, "tasks": {}}

@@ -124,7 +124,8 @@ def _divergence(
 ) -> tuple[Tensor, Tensor]:
     """The divergence times T squared, and its gradient, which is that of logits / T, times T."""
     T = terms.temperature
-    scaled_MV, teacher_logs_MV = student_MV / T, mean_log_probabilities(teachers, T, columns)
+    scaled_MV = student_MV / T
+    teacher_logs_MV = mean_log_probabilities(teachers, T, columns)
     student_logs_MV = scaled_MV - columns.log_sum(scaled_MV)[:, None]
     values_MV, derivatives_MV = _compare(student_logs_MV, teacher_logs_MV, terms.divergence)
     gradient_MV = derivatives_MV - student_logs_MV.exp() * columns.sum(derivatives_MV.sum(1))[:, None]

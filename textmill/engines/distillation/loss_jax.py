@@ -38,7 +38,8 @@ def _forward(
     x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None,
     teacher_output: dict[str, Any], vocab: int, tokens: int, terms: Terms,
 ) -> tuple[tuple[Array, Array], Any]:  # fmt: skip
-    head, heads = head_VE.astype(x_NTE.dtype), teacher_output.get("heads", [])
+    head = head_VE.astype(x_NTE.dtype)
+    heads = teacher_output.get("heads", [])
 
     def compute(sums: tuple[Any, ...], chunk: tuple[Array, ...]) -> tuple[tuple[Any, ...], Array]:
         x, labels, weights, *of_teachers = chunk
@@ -98,7 +99,8 @@ def _chunk_loss(
     terms: Terms, logits_NTV: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The weighted sum of the terms of a chunk, and each without its weight."""
-    real, student = jnp.arange(logits_NTV.shape[-1]) < vocab, _masked(logits_NTV, vocab)
+    real = jnp.arange(logits_NTV.shape[-1]) < vocab
+    student = _masked(logits_NTV, vocab)
     log_sum = jax.nn.logsumexp(student, axis=-1)
     losses = log_sum - (1 - terms.smoothing) * label_logits(student, labels_NT) + terms.z * jnp.square(log_sum)
     losses -= terms.smoothing * jnp.where(real, student, 0).sum(-1) / vocab

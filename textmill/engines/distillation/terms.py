@@ -73,7 +73,8 @@ def check_logits(shape: Shape) -> None:
 def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
     """Refuse a teacher that cannot teach this model."""
     check_logits(teacher)
-    where, length = f"train.distil.teachers: {name}", train.length or student.positions
+    where = f"train.distil.teachers: {name}"
+    length = train.length or student.positions
     if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
         raise TextmillError(
             f"{where}: predicts {teacher.vocab:,} tokens, the model {student.vocab:,}; both need the same tokenizer"

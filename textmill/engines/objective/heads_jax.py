@@ -116,7 +116,8 @@ class Heads:
     def head(self, weights: Arrays) -> tuple[Array, Array | None]:
         """The head's matrix and its bias, gathered from the devices that divide them."""
         gather = self.options.gathered or (lambda _, values: values)
-        name, bias = self.net.head_name(self.shape), getattr(self.net, "HEAD_BIAS", None)
+        name = self.net.head_name(self.shape)
+        bias = getattr(self.net, "HEAD_BIAS", None)
         return gather(name, weights[name]), None if bias is None else gather(bias, weights[bias])
 
 

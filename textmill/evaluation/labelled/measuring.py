@@ -147,7 +147,8 @@ def new_measure(config: RunConfig, task: str, names: tuple[str, ...]) -> Measure
 def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) -> Result:
     """Predict all examples, write the predictions, and return the metrics with how they were measured."""
     start, task = time.monotonic(), predictor.task
-    measure, counts = new_measure(config, task, predictor.names), {"examples": 0, "labelled": 0}
+    measure = new_measure(config, task, predictor.names)
+    counts = {"examples": 0, "labelled": 0}
 
     def rows() -> Iterator[Row]:
         for example, samples, logits in predictor.predict(open_examples(config, task)):

@@ -87,7 +87,8 @@ class Embedder:
 
 def open_embedder(checkpoint: Checkpoint, engine: EngineConfig, config: EmbedConfig) -> Embedder:
     """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
-    tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
+    device = open_device(engine.device)
     net = open_net(checkpoint.folder, device)
     texts, pooling = new_text_encoder(net.shape, tokenizer, config, checkpoint.folder)
     return Embedder(net.to(torch_dtype(engine.precision, device)), texts, pooling, str(checkpoint.folder))

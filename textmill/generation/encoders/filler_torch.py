@@ -87,7 +87,8 @@ class Filler:
 
 def open_filler(checkpoint: Checkpoint, engine: EngineConfig, choices: int) -> Filler:
     """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
-    tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
+    device = open_device(engine.device)
     net = open_net(checkpoint.folder, device)
     check_masked_head(net.shape, checkpoint.folder)
     texts = new_masked_texts(tokenizer, net.shape.positions, checkpoint.folder)

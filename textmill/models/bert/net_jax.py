@@ -55,7 +55,8 @@ def states(
     mask_N1TT = None
     if documents_NT is not None:
         mask_N1TT = (documents_NT[:, :, None] == documents_NT[:, None, :])[:, None]
-    positions, table = token_positions(ids_NT, documents_NT), embedding_table(weights, EMBEDDING, options)
+    positions = token_positions(ids_NT, documents_NT)
+    table = embedding_table(weights, EMBEDDING, options)
     types = weights["bert.embeddings.token_type_embeddings.weight"]
     embedded = table[ids_NT] + (types[0] if types_NT is None else types[types_NT])
     embedded = embedded + weights["bert.embeddings.position_embeddings.weight"][positions]

@@ -117,7 +117,8 @@ def llama3_factors(frequencies_D: Array, numbers: dict[str, Any]) -> Array:
 def _yarn(powers_D: Array, base: float, numbers: dict[str, Any]) -> Array:
     """Pairs that rotate often within the original context keep their frequency; for those that rotate less than once it
     is divided by the factor."""
-    width, original = 2 * len(powers_D), numbers["original_max_position_embeddings"]
+    width = 2 * len(powers_D)
+    original = numbers["original_max_position_embeddings"]
 
     def pair_with(rotations: float) -> float:
         """The pair that rotates so often within the original context."""

@@ -61,7 +61,8 @@ def blends_of(ranges: Sequence[DataRange], sizes: BatchSizes) -> list[BlendRange
     taken: Counter[tuple[str, int]] = Counter()
     blends: list[BlendRange] = []
     for number, data_range in enumerate(changes):
-        stores, blend = _store_keys(data_range), Blend([weight for _, weight in data_range.sources])
+        stores = _store_keys(data_range)
+        blend = Blend([weight for _, weight in data_range.sources])
         blends.append(
             BlendRange(
                 starts[number],

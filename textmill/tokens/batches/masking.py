@@ -80,7 +80,8 @@ def choose_tokens(
     sizes, sort_values = np.full(table, _NO_WORD, np.int64), np.full(table, np.inf)
     sizes[words.sample, words.number] = words.tokens
     sort_values[words.sample, words.number] = _order_values(ids, words, keys, rule)
-    order, predictions = np.argsort(sort_values, axis=1), rule.predictions(lengths)
+    order = np.argsort(sort_values, axis=1)
+    predictions = rule.predictions(lengths)
     chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words.per_sample)
     chosen = words.may_mask.copy()
     chosen[chosen] = chosen_words[words.sample, words.number][words.of_token]

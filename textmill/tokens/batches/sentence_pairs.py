@@ -127,7 +127,8 @@ class SentencePairs:
         as many tokens as the own B if the pair is truncated, else at most as many, so that neither a pair's length nor
         its truncated ends reveal where B is from.
         """
-        own_length, is_truncated = lengths[:, 1], lengths.sum(axis=1) > spans[:, 2]
+        own_length = lengths[:, 1]
+        is_truncated = lengths.sum(axis=1) > spans[:, 2]
         documents = self._other_documents(self.sentences.document_of(spans[:, 0]), keys)
         begins, ends = self.sentences.first_of(documents), self.sentences.first_of(documents + 1)
         random_firsts = np.minimum(begins + _below(draw(keys, _SENTENCE), np.maximum(ends - begins, 1)), ends)

@@ -110,7 +110,8 @@ def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer
         return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if config.kind == "wordpiece":
         return [pre_tokenizers.BertPreTokenizer(), *digits]
-    lines, punctuation = pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Punctuation("isolated")
+    lines = pre_tokenizers.Split("\n", "isolated")
+    punctuation = pre_tokenizers.Punctuation("isolated")
     return [
         split_reserved([*special_tokens_of(config), *BYTE_TOKENS]),
         lines,
@@ -198,7 +199,8 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
 
 
 def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
-    byte_fallback, unknown = config.byte_fallback is not False, _unknown(tokens)
+    byte_fallback = config.byte_fallback is not False
+    unknown = _unknown(tokens)
     reserved = [*tokens, *(BYTE_TOKENS if byte_fallback else [])]
     alphabet = _alphabet(words, config.character_coverage)
     _check_vocab_size(config, len(reserved) + len(alphabet), len(alphabet))

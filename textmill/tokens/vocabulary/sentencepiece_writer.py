@@ -55,7 +55,8 @@ def sentencepiece_files(tokenizer: TextTokenizer) -> tuple[bytes, str]:
 
 
 def _pieces_of(tree: Tree, tokenizer: TextTokenizer) -> list[SentencePiece]:
-    model, ids = tree["model"], tokenizer.inner.get_vocab(with_added_tokens=True)
+    model = tree["model"]
+    ids = tokenizer.inner.get_vocab(with_added_tokens=True)
     if sorted(ids.values()) != list(range(len(ids))):
         raise TextmillError("a sentencepiece model numbers its tokens from 0 without gaps; this vocabulary has gaps")
     unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")

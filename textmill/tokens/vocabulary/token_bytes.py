@@ -26,7 +26,8 @@ class TokenBytes:
 
 def read_token_bytes(tokenizer: TextTokenizer) -> dict[int, TokenBytes]:
     """The bytes of every id. A token that starts a word has a space before it, also for WordPiece."""
-    tree, added = json.loads(tokenizer.inner.to_str()), tokenizer.inner.get_added_tokens_decoder()
+    tree = json.loads(tokenizer.inner.to_str())
+    added = tokenizer.inner.get_added_tokens_decoder()
     to_bytes = _byte_converter(tree)
     found = {
         id_: TokenBytes(to_bytes(token)) for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=False).items()
@@ -38,7 +39,8 @@ def _byte_converter(tree: dict[str, Any]) -> Any:
     """A function from a token to its bytes, for the kind of vocabulary in a tokenizer.json."""
     model = tree["model"]
     if is_byte_level(tree):
-        table, alphabet = byte_level_alphabet(), set(pre_tokenizers.ByteLevel.alphabet())
+        table = byte_level_alphabet()
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
         # A token with a character outside the byte-level alphabet is plain UTF-8.
         return lambda token: (
             bytes(table[character] for character in token) if alphabet.issuperset(token) else token.encode()

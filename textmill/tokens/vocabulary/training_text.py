@@ -63,7 +63,8 @@ class SourcePart:
 
     def texts(self) -> Iterator[str]:
         """The texts of its records; unreadable records are skipped, because `prepare` reports them."""
-        cleaner, into_lines = Cleaner(self.config), SENTENCE_SPLITTERS.get(self.config.sentences)
+        cleaner = Cleaner(self.config)
+        into_lines = SENTENCE_SPLITTERS.get(self.config.sentences)
         for record in read_records(self.chunk, self.config):
             text = None if isinstance(record, BadRecord) else cleaner.clean(record.text, record.url)
             if text is not None:

@@ -51,7 +51,8 @@ def _match_tokens(folder: Path, before: TextTokenizer, tokenizer: TextTokenizer,
     old = {id_: token for id_, token in read_token_bytes(before).items() if id_ < rows}
     # A byte may occur twice, as normal token and as fallback token <0x..>; only the normal token was trained.
     order = sorted(old, key=lambda id_: (not str(before.inner.id_to_token(id_)).startswith("<0x"), -id_))
-    old_ids, now = {old[id_]: id_ for id_ in order}, read_token_bytes(tokenizer)
+    old_ids = {old[id_]: id_ for id_ in order}
+    now = read_token_bytes(tokenizer)
     kept = {id_: old_ids[token] for id_, token in now.items() if token in old_ids}
     for role in ROLES:
         mine, theirs = getattr(tokenizer, role), getattr(before, role)
