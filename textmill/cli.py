@@ -15,6 +15,7 @@ import re
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from textmill.commands.table import COMMANDS, Command, Flag
@@ -64,6 +65,8 @@ def _report(error: TextmillError) -> int:
     """Print the error, even if a signal arrives meanwhile; return its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+    with suppress(OSError, ValueError, OutputLost):  # in a log with both streams the error comes last
+        sys.stdout.flush()
     if str(error):
         print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -108,3 +110,16 @@ def test_a_store_that_is_truncated_during_the_run_ends_it_with_a_message(
     monkeypatch.setattr(Batches, "batch_at", read_and_truncate)
     with pytest.raises(TextmillError, match=r"train\.bin.*(was truncated from .* to 64 bytes|has 64 bytes)"):
         train(config_for(copy, copy / "run", 400, *SMALL))
+
+
+def test_in_a_log_of_both_streams_the_error_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> NoReturn:
+        print("import: done")
+        raise TextmillError("tokenizer.use: is not set")
+
+    log = io.BytesIO()
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(log))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(log, write_through=True))
+    assert cli.main(["train"]) == 2
+    assert log.getvalue().splitlines() == [b"import: done", b"textmill: tokenizer.use: is not set"]
