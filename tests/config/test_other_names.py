@@ -93,3 +93,8 @@ def test_the_command_line_says_it(option: str, part: str, capsys: pytest.Capture
 def test_letters_alone_are_not_enough_for_a_suggestion() -> None:
     assert "did you mean" not in suggest_key("train.use_swa")
     assert suggest_key("train.stepz") == "did you mean 'train.steps'?"
+
+
+def test_the_advice_for_a_subset_of_a_dataset_is_a_source() -> None:
+    """As docs/corpus.md has it: NAME may have a slash itself."""
+    assert "[hf:NAME:SUBSET]" in str(suggest_key("dataset_sub_name"))

@@ -99,6 +99,15 @@ def commands_of(page: Path) -> list[str]:
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
 
 
+def test_tasks_that_read_a_file_are_written_with_one() -> None:
+    """In tables too, whose commands do not run here."""
+    with_file = set(re.findall(r"^\| `(\w+):FILE", (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8"), re.M))
+    assert {"wikitext", "hellaswag", "arc"} <= with_file
+    for page in PAGES:
+        for tasks in re.findall(r"evaluate\.tasks=\[?([^\s`\]']+)", page.read_text(encoding="utf-8")):
+            assert not with_file & set(tasks.split(",")), f"{page.name}: evaluate.tasks={tasks}"
+
+
 def test_the_tables_name_lines_and_pages_that_exist() -> None:
     lines = [line for page in PAGES for line in commands_of(page)]
     assert len(lines) > 50

@@ -91,7 +91,8 @@ class RunConfig(Section):
             )
         if train.optimizer in self.engine.refused:
             raise TextmillError(
-                f"train.optimizer: {self.engine.refused[train.optimizer]}; set adamw, or engine.kind=torch"
+                f"train.optimizer: {self.engine.refused[train.optimizer]}; set engine.kind=torch, or "
+                f"train.optimizer=adamw with a train.learning_rate for it, such as 6e-4: Muon's are too high"
             )
         if train.average.memory is not None and "average" in self.engine.refused:
             raise TextmillError(

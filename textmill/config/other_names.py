@@ -135,7 +135,7 @@ ADVICE = {
     "no_cache": "not needed: every stage has its own folder; nothing is cached elsewhere",
     "dataloader_num_workers": "not needed: batches are built in a thread while the device computes",
     "dataset_split_type": "not needed: prepare splits into train, valid and test by corpus.split",
-    "dataset_sub_name": "put it into the source: corpus.sources=[hf:NAME/SUBSET]",
+    "dataset_sub_name": "put it into the source: corpus.sources=[hf:NAME:SUBSET]",
     "enable_bos": "not needed: textmill's documents end with an end-of-text token and have no other marker",
     "enable_padding": "use train.layout=padded",
     "fp32_embedding": "not needed: weights and their updates are in fp32 in every precision",
