@@ -67,10 +67,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     family = auto_family(machine, plan) if family == AUTO else family
     project = Project(folder, named, records, facts, machine, plan, family, other_minutes)
     write_text(path, project_yaml(project))
-    parameters = count_model_parameters(plan, facts, family) / 1e6
-    shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
-    files = format_count(len(sources), "file")
-    print(f"new: {files}, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
+    print(f"new: {format_count(len(sources), 'file')}, {_describe_project(project)}")
     _warn_of_text(facts, encoding, path)
     if other_minutes:
         print(f"new: expected {other_minutes}")
@@ -99,7 +96,7 @@ def _find_texts(entries: list[str], folder: str) -> list[Source]:
 
 
 def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextFacts:
-    """The facts of the text."""
+    """The facts of the text; plain text and a few long records are to be cut into sections, others are not."""
     shortest = MIN_SECTION if masked else 200
     corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
     section = 0
@@ -112,6 +109,13 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
         few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
         facts = replace(facts, cut_records=True, section=section, documents=few)
     return limit_vocabs(facts) if masked else facts
+
+
+def _describe_project(project: Project) -> str:
+    plan, text = project.plan, project.text
+    parameters = count_model_parameters(plan, text, project.family) / 1e6
+    shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
+    return f"{text.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs"
 
 
 def _section_chars(size: int, shortest: int) -> int:

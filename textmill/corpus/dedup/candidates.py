@@ -24,6 +24,8 @@ MAX_TASK_HASHES = 1 << 20
 """The most hashes that one task sorts; small corpora get several bands per task."""
 SORT_BYTES_PER_DOCUMENT = 96
 """Memory per document while a band is sorted."""
+PAIR_BYTES = 8
+"""A pair in a file: the numbers of its documents as first << 32 | second."""
 MERGE_PAIRS = 1 << 20
 """Pairs merged at a time, approximately."""
 
@@ -71,7 +73,7 @@ def find_candidate_pairs(task: BandTask) -> int:
     if not task.path.is_file():
         pairs = [_pairs_in_buckets(*_read_band(task, band)) for band in range(task.first, task.stop)]
         write_bytes(task.path, [np.unique(np.concatenate(pairs)).tobytes()])
-    return task.path.stat().st_size // 8
+    return _count_pairs(task.path)
 
 
 def band_hashes_path(folder: Path, chunk: int) -> Path:
@@ -80,6 +82,7 @@ def band_hashes_path(folder: Path, chunk: int) -> Path:
 
 
 def _read_band(task: BandTask, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
+    """The hashes of a band in the task's partition, and the numbers of their documents."""
     hashes, numbers, start = [], [], 0
     for chunk, count in enumerate(task.counts):
         band_values = np.fromfile(band_hashes_path(task.folder, chunk), np.uint64, count, offset=band * count * 8)
@@ -115,7 +118,7 @@ def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np
 def merge_pairs(tasks: list[BandTask], path: Path, marks_path: Path) -> int:
     """Merge all pairs into one sorted file; write a second file with one byte per document, 1 if it is in a pair."""
     if path.is_file() and marks_path.is_file():
-        return path.stat().st_size // 8
+        return _count_pairs(path)
     is_in_pair = np.zeros(sum(tasks[0].counts), dtype=np.uint8)
     with atomic_writer(path) as stream:
         for pairs in _merge_sorted(tasks):
@@ -123,7 +126,11 @@ def merge_pairs(tasks: list[BandTask], path: Path, marks_path: Path) -> int:
             is_in_pair[(pairs >> np.uint64(32)).astype(np.int64)] = 1
             is_in_pair[(pairs & np.uint64(2**32 - 1)).astype(np.int64)] = 1
     write_bytes(marks_path, [is_in_pair.tobytes()])
-    return path.stat().st_size // 8
+    return _count_pairs(path)
+
+
+def _count_pairs(path: Path) -> int:
+    return path.stat().st_size // PAIR_BYTES
 
 
 def _merge_sorted(tasks: list[BandTask]) -> Iterator[NDArray[np.uint64]]:
@@ -131,17 +138,16 @@ def _merge_sorted(tasks: list[BandTask]) -> Iterator[NDArray[np.uint64]]:
 
     Values up to the smallest last value of all blocks are complete: no later block can hold one of them.
     """
-    remaining = {task.path: task.path.stat().st_size // 8 for task in tasks if task.path.stat().st_size}
-    blocks = {path: np.zeros(0, np.uint64) for path in remaining}
-    pairs_per_read = max(MERGE_PAIRS // max(len(remaining), 1), 1)
-    while blocks:
-        for path in list(blocks):
+    paths = [task.path for task in tasks if _count_pairs(task.path)]
+    read = dict.fromkeys(paths, 0)  # how many pairs of each file have been read
+    blocks = {path: np.zeros(0, np.uint64) for path in paths}
+    pairs_per_read = max(MERGE_PAIRS // max(len(paths), 1), 1)
+    while True:
+        for path in [path for path, block in blocks.items() if not len(block)]:
+            blocks[path] = np.fromfile(path, np.uint64, pairs_per_read, offset=read[path] * PAIR_BYTES)
+            read[path] += len(blocks[path])
             if not len(blocks[path]):
-                size = path.stat().st_size // 8
-                blocks[path] = np.fromfile(path, np.uint64, pairs_per_read, offset=(size - remaining[path]) * 8)
-                remaining[path] -= len(blocks[path])
-                if not len(blocks[path]):
-                    del blocks[path]
+                del blocks[path]
         if not blocks:
             return
         limit = min(block[-1] for block in blocks.values())
