@@ -96,9 +96,11 @@ def check_divides_net(shape: Shape, tensor: int) -> None:
     for name, size in sizes.items():
         if size % tensor:
             fitting = [str(ranks) for ranks in range(2, size + 1) if not any(other % ranks for other in sizes.values())]
+            key = "heads" if name == "kv_heads" and shape.heads == size else name  # one follows the other
+            change = f"set engine.mesh.tensor=1, or for a new model model.shape.{key}={nearest(size, tensor)}"
             raise TextmillError(
                 f"engine.mesh.tensor: {tensor} does not divide model.shape.{name}={size}; "
-                + (f"{', '.join(fitting[:6])} would" if fitting else f"set model.shape.{name}={nearest(size, tensor)}")
+                + (f"{', '.join(fitting[:6])} would" if fitting else change)
             )
 
 
