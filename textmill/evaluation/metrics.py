@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from textmill.corpus.accounts import format_count
 from textmill.errors import TextmillError
 from textmill.evaluation.statistics import Interval, transform
 
@@ -93,7 +94,7 @@ def describe_windows(result: dict[str, Any]) -> str:
     """How the losses of a split were measured, in a few sentences."""
     window, stride = result["window"], result["stride"]
     sizes = ", ".join(
-        f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes") if name in result
+        format_count(result[name + "s"], name) for name in ("document", "token", "word", "byte") if name + "s" in result
     )
     context = f" all but the first {window:,} have at least {window - stride:,} tokens of context;"
     origin = f"Text {', '.join(result['text'])}" if "text" in result else f"Split {result['split']}"

@@ -15,7 +15,7 @@ from textmill.server.request_models import expected_value, known_fields
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 STATUS_MESSAGES = {
-    400: "the request cannot be read; send JSON as described at /docs",
+    400: "the request cannot be read; send JSON in UTF-8, as described at /docs",
     404: "{path}: unknown path; /docs lists all paths",
     405: "{path}: does not accept {method}; see /docs",
 }
