@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -197,6 +199,21 @@ def test_a_binary_file_with_the_name_of_a_text_is_no_text_in_any_encoding(tmp_pa
     (bad,) = read(tmp_path / name, (tmp_path / "letter.docx").read_bytes(), encoding="cp1254")
     assert isinstance(bad, BadRecord)
     assert "the file is a Word, Excel or zip file: not text" in bad.reason
+
+
+def test_a_text_that_begins_like_a_binary_file_is_text(tmp_path: Path) -> None:
+    for text in ("PAR1 is a receptor.", "%PDF-Dateien sind keine Texte.", "PK ist eine Abkürzung.", "BZh, Nr. 9"):
+        (document,) = read(tmp_path / "text.txt", text.encode())
+        assert isinstance(document, Document)
+        assert document.text == text
+
+
+def test_parquet_files_are_recognised_by_their_first_bytes(tmp_path: Path) -> None:
+    for rows in ([], ["PAR1"]):
+        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / "texts.parquet")
+        (bad,) = read(tmp_path / "text.txt", (tmp_path / "texts.parquet").read_bytes(), encoding="cp1254")
+        assert isinstance(bad, BadRecord)
+        assert "a Parquet file" in bad.reason
 
 
 def test_a_line_of_100_mb(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ MARKS = (
 BINARY_FORMATS = (
     (b"PK\x03\x04", "a Word, Excel or zip file"),
     (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel file"),
-    (b"%PDF-", "a PDF"),
+    (b"%PDF-1.", "a PDF"),
+    (b"%PDF-2.", "a PDF"),
     (b"{\\rtf", "an RTF document"),
     (b"\x89PNG", "an image"),
     (b"\xff\xd8\xff", "an image"),
@@ -29,10 +30,10 @@ BINARY_FORMATS = (
     (b"BZh91AY&SY", "compressed, but has no .bz2 in its name"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (b"SQLite format 3\0", "an SQLite database"),
-    (b"PAR1", "a Parquet file"),
+    (b"PAR1\x15", "a Parquet file"),  # without the byte after it, the name of a receptor
 )
 """First bytes of files that are not text, and what they are. In an older encoding nearly all bytes are characters, so
-that nothing else keeps such a file out of a corpus."""
+that nothing else keeps such a file out of a corpus. No text begins with them: it would be kept out too."""
 OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1254", "cp1252")
 """Encodings from before Unicode that are suggested, never assumed: the same bytes are valid in several of them."""
 MIN_PLAUSIBLE = 0.9
