@@ -19,6 +19,7 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import parse_settings, read_yaml
 from textmill.corpus.inspection import RecordFacts
 from textmill.engines import compile_torch
+from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.plan import (
     COMPILE_SECONDS,
@@ -29,7 +30,7 @@ from textmill.planning.plan import (
     fitted_fraction,
     plan_for,
 )
-from textmill.planning.project_file import Project, project_yaml
+from textmill.planning.project_file import Project, count_model_parameters, project_yaml
 from textmill.training.auto_settings import MAX_EPOCHS
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
@@ -156,6 +157,19 @@ def test_the_field_with_the_text_reads_back(key: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(project_yaml(project))
     corpus = read_yaml(tmp_path / "a.yaml")[0]["corpus"]
     assert (corpus["text_key"], corpus["sources"]) == (key, ["*.json", "1e5"])
+
+
+@pytest.mark.parametrize("minutes", [0.2, 600])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_the_parameters_of_a_plan_are_those_of_its_file(family: str, minutes: float, tmp_path: Path) -> None:
+    text = text_of(1e5)
+    plan = plan_for(text, TWO_CORES, minutes)
+    (tmp_path / "a.yaml").write_text(
+        project_yaml(Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan, family))
+    )
+    model = RunConfig.model_validate(read_yaml(tmp_path / "a.yaml")[0]).model
+    shape = open_family(family).shape_of(model, vocab=plan.vocab, end=0, length=plan.length)
+    assert count_model_parameters(plan, text, family) == shape.parameters
 
 
 @pytest.mark.parametrize("folder", ["x", "my text", "a, b", "it's #1", "a*b/*", "- {c}: d", "!tag"])

@@ -81,8 +81,8 @@ def path_in_project(path: str, folder: str | Path) -> str:
 def count_model_parameters(plan: Plan, text: TextFacts, family: str) -> int:
     """All parameters of the finished model, as `train` and `show` count them; the rules of a plan count fewer."""
     numbers: dict[str, object] = {"layers": plan.layers, "heads": plan.heads, "width": plan.width}
-    if plan.is_untied(family):
-        numbers["untied"] = True
+    if family == "llama":
+        numbers |= {"qk_norm": True, "untied": plan.is_untied(family)}
     if open_family(family).OBJECTIVE == "masked":
         numbers["pair_head"] = has_pairs(text)
     model = ModelConfig.model_validate({"family": family, "shape": numbers})
