@@ -1,4 +1,4 @@
-"""Tables of measurements say how to repeat them: a date, a script or command, the machine and versions."""
+"""Tables have a header, and those of measurements say how to repeat them: a date, a script, the machine, versions."""
 
 from __future__ import annotations
 
@@ -55,3 +55,11 @@ def test_what_is_lacking_is_found() -> None:
     context = "# Page\n\nOne H200, 2026-11-18, torch 2.11, `python bench/train_gpu.py`\n\n"
     assert not lacking(f"{context}## Speed\n\n{table}")
     assert lacking(f"## Other\n\n{context[8:]}## Speed\n\n{table}").keys() == {"Speed"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_has_a_header(page: Path) -> None:
+    """Without one, as after an empty line between two rows, rows are shown as lines of text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert not [table for table in tables if not re.match(r"\|.*\n\|[-:| ]+\|\n", table)]
