@@ -164,12 +164,11 @@ def test_the_field_with_the_text_reads_back(key: str, tmp_path: Path) -> None:
 def test_the_parameters_of_a_plan_are_those_of_its_file(family: str, minutes: float, tmp_path: Path) -> None:
     text = text_of(1e5)
     plan = plan_for(text, TWO_CORES, minutes)
-    (tmp_path / "a.yaml").write_text(
-        project_yaml(Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan, family))
-    )
+    project = Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan, family)
+    (tmp_path / "a.yaml").write_text(project_yaml(project))
     model = RunConfig.model_validate(read_yaml(tmp_path / "a.yaml")[0]).model
     shape = open_family(family).shape_of(model, vocab=plan.vocab, end=0, length=plan.length)
-    assert count_model_parameters(plan, text, family) == shape.parameters
+    assert count_model_parameters(project) == shape.parameters
 
 
 @pytest.mark.parametrize("folder", ["x", "my text", "a, b", "it's #1", "a*b/*", "- {c}: d", "!tag"])

@@ -7,12 +7,14 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from textmill.config import ModelConfig
 from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
 from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.masked_plan import Row, has_pairs, masked_sections
+from textmill.planning.masked_plan import Row, masked_sections
 from textmill.planning.plan import EMBEDDING_RATE_FACTOR, Plan, fitted_fraction
 from textmill.training.auto_settings import MAX_EPOCHS
 
@@ -45,7 +47,7 @@ def project_yaml(project: Project) -> str:
     text, machine, plan, other_minutes = project.text, project.machine, project.plan, project.other_minutes
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
     quoted = shlex.quote(project.folder)
-    millions = count_model_parameters(plan, text, project.family) / 1e6
+    millions = count_model_parameters(project) / 1e6
     stages = "prepare, fit-tokenizer, tokenize, train" if project.masked else STAGES
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
@@ -59,12 +61,7 @@ def project_yaml(project: Project) -> str:
 # result is reported before anything is overwritten. docs/autopilot.md explains every choice.
 """
     lines = [head, *([_describe_second_generation(project.folder)] if plan.ends_early and not project.masked else [])]
-    sections = _sections(project)
-    if machine.device == "cuda" and not plan.compiled:
-        sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
-    if project.masked:
-        sections = masked_sections(sections, text, plan, project.family)
-    for section, rows in sections.items():
+    for section, rows in _sections(project).items():
         lines.append(f"{section}:")
         lines += [_line(*row) for row in rows]
         lines.append("")
@@ -78,15 +75,15 @@ def path_in_project(path: str, folder: str | Path) -> str:
     return os.path.abspath(path) if relative.startswith(os.path.join("..", "..")) else relative
 
 
-def count_model_parameters(plan: Plan, text: TextFacts, family: str) -> int:
+def count_model_parameters(project: Project) -> int:
     """All parameters of the finished model, as `train` and `show` count them; the rules of a plan count fewer."""
-    numbers: dict[str, object] = {"layers": plan.layers, "heads": plan.heads, "width": plan.width}
-    if family == "llama":
-        numbers |= {"qk_norm": True, "untied": plan.is_untied(family)}
-    if open_family(family).OBJECTIVE == "masked":
-        numbers["pair_head"] = has_pairs(text)
-    model = ModelConfig.model_validate({"family": family, "shape": numbers})
-    return open_family(family).shape_of(model, vocab=plan.vocab, end=0, length=plan.length).parameters
+    rows = _sections(project)["model"]
+    model = ModelConfig.model_validate(yaml.safe_load("\n".join(_line(*row) for row in rows)))
+    return (
+        open_family(project.family)
+        .shape_of(model, vocab=project.plan.vocab, end=0, length=project.plan.length)
+        .parameters
+    )
 
 
 def second_generation(where: str, run: str) -> str:
@@ -116,7 +113,17 @@ def _minutes(plan: Plan) -> str:
 
 
 def _sections(project: Project) -> dict[str, list[Row]]:
-    """The settings by section; those of a model that predicts the next token."""
+    """The settings by section."""
+    sections = _common_sections(project)
+    if project.machine.device == "cuda" and not project.plan.compiled:
+        sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
+    if project.masked:
+        sections = masked_sections(sections, project.text, project.plan, project.family)
+    return sections
+
+
+def _common_sections(project: Project) -> dict[str, list[Row]]:
+    """Those of a model that predicts the next token."""
     records, text, plan, family = project.records, project.text, project.plan, project.family
     untied = plan.is_untied(family)
     interval = max(20, round(plan.steps / 80) * 10)  # steps between two evaluations
