@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.dedup.candidates import band_hashes_path
+from textmill.corpus.dedup.candidates import PAIR_BYTES, band_hashes_path
 from textmill.corpus.dedup.clusters import Clusters
 from textmill.corpus.dedup.minhash import band_hashes, choose_bands
 from textmill.corpus.dedup.shingles import SEGMENT_CHARACTERS, Hashes, Unit, distinct, jaccard, shingle, shingle_set
@@ -210,7 +210,7 @@ def confirm_pairs(task: ConfirmTask) -> int:
         starts = np.cumsum([0, *task.counts[:-1]])
         sets = ShingleSetCache(task.folder, starts, task.memory)
         clusters = Clusters()
-        offset = task.number * PAIRS_PER_TASK * 8
+        offset = task.number * PAIRS_PER_TASK * PAIR_BYTES
         pairs = np.fromfile(task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=offset).tolist()
         confirmed = []
         for pair in pairs:
