@@ -133,7 +133,8 @@ def _describe_ends(result: dict[str, Any]) -> str:
 def describe_answers(result: dict[str, Any]) -> str:
     """How the losses of a chat model's answers were measured, in a few sentences."""
     lines = [
-        f"Split {result['split']}: {result['documents']:,} conversations, {result['tokens']:,} assistant tokens.",
+        f"Split {result['split']}: {format_count(result['documents'], 'conversation')}, "
+        f"{format_count(result['tokens'], 'assistant token')}.",
         f"Only assistant tokens count, stop tokens included. Each conversation is read alone, in a window of "
         f"{result['window']:,} tokens; a longer one is truncated at its {result['truncate']}.",
         "accuracy: the fraction of these tokens that are the model's most likely ones.",

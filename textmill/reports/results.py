@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from textmill.corpus.accounts import format_count
 from textmill.evaluation.metrics import list_columns
 from textmill.reports.run_files import RunFiles
 from textmill.reports.texts import describe_origin
@@ -13,9 +14,9 @@ MODELS = {
     "model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)",
 }  # fmt: skip
 COUNTING = ("bigram", "unigram")
-UNITS = {"documents": "documents", "tokens": "tokens", "bytes": "bytes"}
-"""What the counts of an evaluation are called on the page."""
-CHAT_UNITS = {**UNITS, "documents": "conversations", "tokens": "assistant tokens"}
+UNITS = {"documents": "document", "tokens": "token", "bytes": "byte"}
+"""What the counts of an evaluation are counts of, as the page names it."""
+CHAT_UNITS = {**UNITS, "documents": "conversation", "tokens": "assistant token"}
 SHOWN_SOURCES = 20
 """Files of the corpus that a page names."""
 
@@ -52,5 +53,5 @@ def shorten_account(account: dict[str, Any]) -> dict[str, Any]:
 def _evaluation_title(result: dict[str, Any]) -> str:
     """On what an evaluation was done: "Measured at step 500 on the valid split: 12 documents, 3,456 tokens"."""
     units = CHAT_UNITS if "truncate" in result else UNITS  # only the evaluation of answers records how it cuts chats
-    counts = [f"{result[key]:,} {unit}" for key, unit in units.items() if isinstance(result.get(key), int)]
+    counts = [format_count(result[key], unit) for key, unit in units.items() if isinstance(result.get(key), int)]
     return f"Measured at step {result.get('step') or 0:,} on the {describe_origin(result)}: {', '.join(counts)}"
