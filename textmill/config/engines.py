@@ -71,7 +71,7 @@ class TorchEngine(EngineSection):
     compile: Literal["auto"] | bool = changeable("auto")
     """Compile the net with torch.compile: the first step takes longer, later steps about half the time on a GPU.
     auto: on GPUs without tensor parallelism, for runs of more than about a minute and a half (2.5 minutes with fewer
-    than 8 cores), unless `engine.deterministic` is set."""
+    than 8 cores), unless `engine.deterministic` is set. true is refused with tensor parallelism on a GPU."""
     mesh: MeshConfig = changeable(MeshConfig())
     """How many processes share the work."""
     deterministic: bool = changeable(False)
