@@ -216,6 +216,7 @@ def test_appending_changes_only_the_last_document(text: str, more: str, limits: 
 
 
 @given(st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), max_size=20), st.integers(1, 60))
+@example([b"PK\x03\x04", b"\0"], 1)  # a zip file, which is one bad record
 def test_chunks_give_the_records_of_the_file(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], chunk_size: int
 ) -> None:

@@ -105,11 +105,12 @@ def read_head(source: Source, *, is_converted: bool = True) -> bytes:
 
 
 def is_splittable(source: Source) -> bool:
-    """True if reading can start in the middle: a local file, not compressed, in UTF-8."""
+    """True if reading can start in the middle: a local file of text, not compressed, in UTF-8."""
     if is_remote(source.address) or stored_name(source.address).endswith(COMPRESSIONS):
         return False
     with open(source.address, "rb") as stream:
-        return resolve_encoding(source.encoding, stream.read(SAMPLE_BYTES)) == "utf-8"
+        head = stream.read(SAMPLE_BYTES)
+    return find_binary_format(head) is None and resolve_encoding(source.encoding, head) == "utf-8"
 
 
 def _open_decompressor(raw: BinaryIO, extension: str, address: str) -> Callable[[int], bytes]:
