@@ -144,10 +144,13 @@ class Bench:
         changes = {at: float(change) * (-1 if way == "less" else 1) for at, change, way in found}
         after = re.search(r"half the training time: about (\d+\.\d+).*four times: about (\d+\.\d+)", out)
         return {
-            "bits": self.test_bits(str(root)), "seconds": seconds, "minutes": minutes,
-            "last_minus_best": self.last_minus_best(root), "forecast_changes": changes,
+            "bits": self.test_bits(str(root)),
+            "seconds": seconds,
+            "minutes": minutes,
+            "last_minus_best": self.last_minus_best(root),
+            "forecast_changes": changes,
             "forecast_after": [float(one) for one in after.groups()] if after else None,
-        }  # fmt: skip
+        }
 
     def last_minus_best(self, root: Path) -> float:
         """How much worse the last valid loss is than the lowest one, in bits per byte."""
@@ -185,18 +188,35 @@ class Bench:
         shape: Any = config.model.shape
         device = self.options.get("device", "cuda")
         settings = {
-            "dataset": data, "out_dir": out, "device": device, "compile": device != "cpu", "n_layer": shape.layers,
-            "n_head": shape.heads, "n_embd": shape.width, "block_size": config.train.length, "bias": True,
-            "batch_size": config.train.batch, "gradient_accumulation_steps": 1, "dropout": shape.dropout,
-            "learning_rate": rate, "min_lr": float(rate) / 10, "warmup_iters": max(1, steps // 20), "max_iters": steps,
-            "lr_decay_iters": steps, "eval_interval": steps, "eval_iters": 1, "always_save_checkpoint": True,
-            "log_interval": 1 if steps == TIMED_STEPS else 1000, "dtype": "bfloat16" if device != "cpu" else "float32",
-        }  # fmt: skip
+            "dataset": data,
+            "out_dir": out,
+            "device": device,
+            "compile": device != "cpu",
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_embd": shape.width,
+            "block_size": config.train.length,
+            "bias": True,
+            "batch_size": config.train.batch,
+            "gradient_accumulation_steps": 1,
+            "dropout": shape.dropout,
+            "learning_rate": rate,
+            "min_lr": float(rate) / 10,
+            "warmup_iters": max(1, steps // 20),
+            "max_iters": steps,
+            "lr_decay_iters": steps,
+            "eval_interval": steps,
+            "eval_iters": 1,
+            "always_save_checkpoint": True,
+            "log_interval": 1 if steps == TIMED_STEPS else 1000,
+            "dtype": "bfloat16" if device != "cpu" else "float32",
+        }
         words = [f"--{key}={value}" for key, value in settings.items()]
         start = time.monotonic()
         program = str(Path(self.options["nanogpt"]) / "train.py")
-        done = subprocess.run([sys.executable, program, *words], cwd=self.options["nanogpt"], capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, program, *words], cwd=self.options["nanogpt"], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             sys.exit(f"nanoGPT: {done.stderr[-2000:]}")
         logged = [float(one) / 1e3 for one in re.findall(r"^iter \d+: .*time ([\d.]+)ms", done.stdout, re.MULTILINE)]
@@ -222,8 +242,10 @@ class Bench:
                 before = defaults[0]["forecast_changes"].get(f"{one['minutes']:g}", 0.0)
                 after = defaults[0]["forecast_after"]
                 calibrated = f"{after[factor > 1] - one['bits']:+.3f}" if after and factor in (0.5, 4.0) else "-"
-                lines.append(f"| {factor:g} x the minutes: change, error of `new`'s forecast, of `run`'s | "
-                             f"{change:+.3f}, {float(before) - change:+.3f}, {calibrated} |")  # fmt: skip
+                lines.append(
+                    f"| {factor:g} x the minutes: change, error of `new`'s forecast, of `run`'s | "
+                    f"{change:+.3f}, {float(before) - change:+.3f}, {calibrated} |"
+                )
         return "\n".join(lines)
 
     def run(self) -> None:

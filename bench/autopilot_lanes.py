@@ -34,8 +34,17 @@ from textmill.planning.trials import first_changes
 from textmill.planning.tuning import current_settings
 from textmill.where import open_where
 
-OPTIONS = {"data": "", "lanes": "7", "cores": "2", "first": "2", "seeds": "2", "minutes": "", "only": "", "also": "",
-           "gpu": "0"}  # fmt: skip
+OPTIONS = {
+    "data": "",
+    "lanes": "7",
+    "cores": "2",
+    "first": "2",
+    "seeds": "2",
+    "minutes": "",
+    "only": "",
+    "also": "",
+    "gpu": "0",
+}
 
 
 class Lanes:
@@ -93,8 +102,12 @@ class Lanes:
             bits[split] = json.loads(out.splitlines()[-1])["model"]["bits_per_byte"]
         rows = [json.loads(row) for row in (root / "run" / "metrics.jsonl").read_text().splitlines()]
         losses = [row["valid_loss"] for row in rows if row.get("valid_loss") is not None]
-        return {**bits, "seconds": round(seconds, 1), "steps": max(row["step"] for row in rows if "step" in row),
-                "valid_losses": [round(loss, 4) for loss in losses]}  # fmt: skip
+        return {
+            **bits,
+            "seconds": round(seconds, 1),
+            "steps": max(row["step"] for row in rows if "step" in row),
+            "valid_losses": [round(loss, 4) for loss in losses],
+        }
 
     def trials(self, config: RunConfig) -> dict[str, dict[str, Any]]:
         """Changes by name."""
@@ -104,8 +117,9 @@ class Lanes:
             found += [{"tokenizer.vocab": round(config.tokenizer.vocab * factor)} for factor in (0.5, 2, 4)]
         named = {
             " ".join(f"{key.split('.')[-1]} {value:g}" for key, value in one.items() if key not in shape): one
-            for one in found if None not in one.values()
-        }  # fmt: skip
+            for one in found
+            if None not in one.values()
+        }
         wanted = [part for part in self.options["only"].split(",") if part]
         return {name: one for name, one in named.items() if not wanted or any(part in name for part in wanted)}
 

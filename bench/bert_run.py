@@ -152,11 +152,14 @@ class Bench:
         curves.main([str(self.out / "curve.svg"), f"BERT, {self.minutes:g} minutes={run}"])
         vocab = json.loads((self.root / "tokens" / MANIFEST).read_text()).get("vocab")
         return {
-            "curve": curve, "best": best, "last": curve[-1], "vocab": vocab,
+            "curve": curve,
+            "best": best,
+            "last": curve[-1],
+            "vocab": vocab,
             "net": net_of(rank_checkpoints(run, None)[0]),
             "tokens_per_second": rates[len(rates) // 2] if rates else None,
             "filled": output.partition("[6/6]")[2].splitlines()[1:8],
-        }  # fmt: skip
+        }
 
     def compare_pairs(self) -> Numbers:
         """Accuracy of minimal pairs, next to models that count tokens."""
@@ -246,10 +249,17 @@ def run_config(text: Path, layers: int, width: int, minutes: float) -> Numbers:
         "tokens": {"level": "sentence", "append_end": False},
         "model": {"family": "bert", "shape": {"layers": layers, "width": width, "heads": max(1, width // 64)}},
         "train": {
-            "layout": "masked", "masked": {"pairs": "next"}, "length": 128, "batch": 256, "minutes": minutes,
-            "preset": "auto", "evaluate_every": 750, "evaluate_batches": 40, "save_every": 3000,
+            "layout": "masked",
+            "masked": {"pairs": "next"},
+            "length": 128,
+            "batch": 256,
+            "minutes": minutes,
+            "preset": "auto",
+            "evaluate_every": 750,
+            "evaluate_batches": 40,
+            "save_every": 3000,
         },
-    }  # fmt: skip
+    }
 
 
 def net_of(folder: Path) -> Numbers:

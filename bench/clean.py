@@ -72,11 +72,16 @@ def measured_functions() -> dict[str, Callable[[str], Any]]:
         if name != "none"
     }
     return {
-        "default rules": Cleaner(CorpusConfig()).clean, **presets, **RULES,
-        "symbols, digits": character_fractions, "words": split_words, "repeated lines": repeated_line_fraction,
+        "default rules": Cleaner(CorpusConfig()).clean,
+        **presets,
+        **RULES,
+        "symbols, digits": character_fractions,
+        "words": split_words,
+        "repeated lines": repeated_line_fraction,
         "repetition": lambda text: (repeated_line_fraction(text), repeated_ngram_fraction(find_words(text))),
-        "language": detect_language, "sentences": split_sentences,
-    }  # fmt: skip
+        "language": detect_language,
+        "sentences": split_sentences,
+    }
 
 
 def main(megabytes: int = 4) -> None:

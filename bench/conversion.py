@@ -41,9 +41,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     LARGE: {"layers": 12, "heads": 12, "width": 768, "positions": 1024},
 }
 FORMATS: dict[str, list[str]] = {
-    "hf": ["fp32", "bf16", "fp16"], "gguf": ["fp32", "fp16", "bf16", "q8_0", "q4_0"], "nanogpt": ["fp32"],
-    "megatron": ["fp32", "bf16"], "deepspeed": ["fp32", "bf16"], "onnx": ["fp32", "fp16"],
-}  # fmt: skip
+    "hf": ["fp32", "bf16", "fp16"],
+    "gguf": ["fp32", "fp16", "bf16", "q8_0", "q4_0"],
+    "nanogpt": ["fp32"],
+    "megatron": ["fp32", "bf16"],
+    "deepspeed": ["fp32", "bf16"],
+    "onnx": ["fp32", "fp16"],
+}
 MORE = {"megatron": ["export.megatron.tensor=2"]}
 HINTS = {"nanogpt": ["--activation", "gelu_new"]}
 NOT_WRITTEN = {("nanogpt", "wide"): "no such MLP", ("nanogpt", "untied"): "tied heads only"}
@@ -61,8 +65,10 @@ def write_model(folder: Path, name: str, bpe: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
     dice = np.random.default_rng(1)
-    named = [(one, values + dice.normal(0, 0.05, values.shape).astype(np.float32))
-             for one, values in initial_weights(shape, 1)]  # fmt: skip
+    named = [
+        (one, values + dice.normal(0, 0.05, values.shape).astype(np.float32))
+        for one, values in initial_weights(shape, 1)
+    ]
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(named)))
     tokenizer.save(folder)
 
@@ -121,10 +127,18 @@ def measure(name: str, kind: str, precision: str, source: Path, work: Path, ids:
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e6
     bytes_equal = files_of(out) == files_of(again)
     cells = [
-        kind, precision, name, written, f"{difference:.2g}", f"{float(wanted.abs().max()):.3g}",
-        "yes" if equal else "rounded", "yes" if bytes_equal else "no", f"{size:,.1f}", f"{seconds:.1f}",
+        kind,
+        precision,
+        name,
+        written,
+        f"{difference:.2g}",
+        f"{float(wanted.abs().max()):.3g}",
+        "yes" if equal else "rounded",
+        "yes" if bytes_equal else "no",
+        f"{size:,.1f}",
+        f"{seconds:.1f}",
         f"{memory:.2f}" if own_process else "",
-    ]  # fmt: skip
+    ]
     return f"| {' | '.join(cells)} |"
 
 

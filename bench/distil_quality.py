@@ -39,9 +39,15 @@ import textmill
 from textmill.where import open_where
 
 OPTIONS: dict[str, Any] = {
-    "data": "", "out": "", "teacher_seconds": 100.0, "student_seconds": 60.0, "limit": 330.0, "layers": 12,
-    "blocks": "0,2,4,7,9,11", "megabytes": 0.0,
-}  # fmt: skip
+    "data": "",
+    "out": "",
+    "teacher_seconds": 100.0,
+    "student_seconds": 60.0,
+    "limit": 330.0,
+    "layers": 12,
+    "blocks": "0,2,4,7,9,11",
+    "megabytes": 0.0,
+}
 START_SECONDS = 25.0
 """Added to the seconds of steps for the start of a run and compiling."""
 EVALUATION_SECONDS = 8.0
@@ -51,10 +57,15 @@ PARTS = 16
 """Files of text: `prepare` reads each in its own process."""
 RECIPE = "gpt2-small"
 COLUMNS = {
-    "model": "model", "parameters": "parameters", "steps": "steps", "tokens": "tokens", "step_seconds": "s of steps",
-    "valid_loss": "valid loss", "wikitext_word_perplexity": "WikiText-2 word ppl",
+    "model": "model",
+    "parameters": "parameters",
+    "steps": "steps",
+    "tokens": "tokens",
+    "step_seconds": "s of steps",
+    "valid_loss": "valid loss",
+    "wikitext_word_perplexity": "WikiText-2 word ppl",
     "wikitext_token_perplexity": "token ppl",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -88,13 +99,24 @@ class Trials:
         given = [one for one in self.settings if not (one.startswith("model.") and "model.init_from" in str(settings))]
         data, first = Path(self.options["data"]).resolve(), f"folder={self.out}"
         test = f"wikitext:{data / 'wikitext2' / 'test.txt'}"
-        return open_where(RECIPE, [
-            first, f"corpus.sources=[{self.out / 'texts'}]", f"corpus.decontaminate=[{test}]",
-            f"tokenizer.use={data / 'gpt2_bpe'}", "train.epochs=null", "engine.compile=true",
-            "train.save_every=1000000", "train.evaluate_every=1000000", "train.log_every=50",
-            f"evaluate.tasks=[perplexity,{test}]",
-            "evaluate.baselines=false", *settings, *given,
-        ]).config  # fmt: skip
+        return open_where(
+            RECIPE,
+            [
+                first,
+                f"corpus.sources=[{self.out / 'texts'}]",
+                f"corpus.decontaminate=[{test}]",
+                f"tokenizer.use={data / 'gpt2_bpe'}",
+                "train.epochs=null",
+                "engine.compile=true",
+                "train.save_every=1000000",
+                "train.evaluate_every=1000000",
+                "train.log_every=50",
+                f"evaluate.tasks=[perplexity,{test}]",
+                "evaluate.baselines=false",
+                *settings,
+                *given,
+            ],
+        ).config
 
     def run(self, name: str, *settings: str) -> dict[str, Any]:
         """Train and evaluate a model; return its row of the table."""

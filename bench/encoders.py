@@ -48,9 +48,7 @@ def main() -> None:
     texts = [dice.integers(200, VOCAB, int(length)) for length in dice.integers(3, 121, int(count))]
     tokens = sum(map(len, texts))
     print(f"bert {size}, {count} texts, {tokens:,} tokens, {dtype} on {device}")
-    scorer = MaskedScorer(
-        Checkpoint(Path("random"), 0, {}), ours, special_tokens(), 64, dtype
-    )  # fmt: skip
+    scorer = MaskedScorer(Checkpoint(Path("random"), 0, {}), ours, special_tokens(), 64, dtype)
     some = texts[: max(len(texts) // 20, 1)]
     masks = sum(map(len, some))
     report("pseudo-log-likelihood, textmill", masks, lambda: scorer.score_tokens([((), text) for text in some]))

@@ -17,10 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SETTINGS = [
-    "tokenizer.vocab=300", "model.shape.heads=2", "model.shape.width=32", "train.length=32", "train.batch=4",
-    "train.warmup=0", "train.evaluate_batches=1", "train.checkpoints.keep=1", "train.optimizer=adamw",
-    "train.learning_rate=3e-3", "engine.device=cpu",
-]  # fmt: skip
+    "tokenizer.vocab=300",
+    "model.shape.heads=2",
+    "model.shape.width=32",
+    "train.length=32",
+    "train.batch=4",
+    "train.warmup=0",
+    "train.evaluate_batches=1",
+    "train.checkpoints.keep=1",
+    "train.optimizer=adamw",
+    "train.learning_rate=3e-3",
+    "engine.device=cpu",
+]
 ENGINES = {
     "torch": (1, ["engine.kind=torch"]),
     "torch on 2 processes": (2, ["engine.kind=torch", "engine.mesh.shard=2"]),

@@ -165,10 +165,14 @@ def open_hf_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Calla
     os.environ.update({**one_rank, "MASTER_PORT": str(free_port())})
     net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape)))
     config = {
-        "train_batch_size": batch, "train_micro_batch_size_per_gpu": batch, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         **({"bf16": {"enabled": True}} if options["precision"] == "bf16" else {}),
-    }  # fmt: skip
+    }
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     ids = torch.from_numpy(random_batch(batch, options["length"]).inputs).long().to(engine.device)

@@ -100,8 +100,10 @@ def open_other(folder: Path, scorer: TorchScorer) -> tuple[str, ScorePairs]:
         model: Any = HFLM(pretrained=str(folder), device=str(device), dtype=scorer.precision, batch_size=1)
 
         def score(pairs: list[Pair], batch: int) -> list[float]:
-            requests = [((str(number), ""), list(context), list(continuation)) for number, (context, continuation) in
-                        enumerate(pairs)]  # fmt: skip
+            requests = [
+                ((str(number), ""), list(context), list(continuation))
+                for number, (context, continuation) in enumerate(pairs)
+            ]
             found = model._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=batch)
             return [value for value, _ in found]
 

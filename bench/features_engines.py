@@ -77,7 +77,7 @@ def settings_of(data: Path, out: Path, options: dict[str, str]) -> list[str]:
         *(f"train.length={LENGTH}", f"model.size={options['size']}", f"train.batch={options['batch']}"),
         *(f"train.steps={options['steps']}", "train.preset=none", "train.learning_rate=3e-4", "train.warmup=0"),
         *("train.log_every=1", f"train.evaluate_every={options['steps']}", f"train.save_every={options['steps']}"),
-    ]  # fmt: skip
+    ]
 
 
 def train(engine: str, common: list[str], out: Path, options: dict[str, str]) -> Trained:

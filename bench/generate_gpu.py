@@ -84,8 +84,7 @@ def measure_server(ours: Generator, new: int, tiny: bool, family: str) -> None:
     for streamed, rate in measure_clients(new, tiny, family).items():
         kind = "streamed" if streamed else "complete texts"
         print(
-            f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator",
-            flush=True,
+            f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator", flush=True
         )
 
 

@@ -99,12 +99,7 @@ def run_ranks(
     started, processes = time.monotonic(), []
     for rank in range(ranks):
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [
-            sys.executable,
-            "-c",
-            f"{before}\nfrom textmill.cli import command; command()",
-            *arguments,
-        ]
+        command = [sys.executable, "-c", f"{before}\nfrom textmill.cli import command; command()", *arguments]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )

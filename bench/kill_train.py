@@ -22,10 +22,20 @@ from typing import Any
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
 SETTINGS = [
-    "model.shape.heads=2", "model.shape.width=32", "model.shape.dropout=0.1", "train.length=32", "train.batch=8",
-    "train.log_every=1", "train.save_every=5", "train.evaluate_every=10", "train.evaluate_batches=4", "train.warmup=5",
-    "train.optimizer=adamw", "train.learning_rate=3e-3", "engine.device=cpu",
-]  # fmt: skip
+    "model.shape.heads=2",
+    "model.shape.width=32",
+    "model.shape.dropout=0.1",
+    "train.length=32",
+    "train.batch=8",
+    "train.log_every=1",
+    "train.save_every=5",
+    "train.evaluate_every=10",
+    "train.evaluate_batches=4",
+    "train.warmup=5",
+    "train.optimizer=adamw",
+    "train.learning_rate=3e-3",
+    "engine.device=cpu",
+]
 
 
 def textmill(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

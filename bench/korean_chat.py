@@ -26,10 +26,21 @@ from textmill.config import ModelConfig
 from textmill.models.gpt2 import facts as gpt2
 
 SETTINGS: dict[str, Any] = {
-    "size": "small", "minutes": 8.0, "rate": 520_000.0, "batch": 32, "length": 1024, "vocab": 32_000,
-    "learning_rate": 6e-3, "dropout": 0.1, "compile": 1, "chat_steps": 900, "chat_batch": 16, "chat_length": 256,
-    "chat_rate": 2e-4, "questions": 30,
-}  # fmt: skip
+    "size": "small",
+    "minutes": 8.0,
+    "rate": 520_000.0,
+    "batch": 32,
+    "length": 1024,
+    "vocab": 32_000,
+    "learning_rate": 6e-3,
+    "dropout": 0.1,
+    "compile": 1,
+    "chat_steps": 900,
+    "chat_batch": 16,
+    "chat_length": 256,
+    "chat_rate": 2e-4,
+    "questions": 30,
+}
 
 
 def shape_of(out: Path, options: dict[str, Any]) -> Path:
@@ -45,28 +56,42 @@ def configs_of(text: Path, pairs: Path, out: Path, options: dict[str, Any]) -> t
     engine = {"compile": bool(options["compile"])}
     steps = max(2, int(options["minutes"] * 60 * options["rate"] / (options["batch"] * options["length"])))
     base = {
-        "folder": str(out / "base"), "corpus": {"sources": [str(text)], "split": "99,1,0"},
-        "tokenizer": {"vocab": options["vocab"]}, "model": {"shape": str(shape_of(out, options))},
+        "folder": str(out / "base"),
+        "corpus": {"sources": [str(text)], "split": "99,1,0"},
+        "tokenizer": {"vocab": options["vocab"]},
+        "model": {"shape": str(shape_of(out, options))},
         "engine": engine,
         "train": {
-            "length": options["length"], "batch": options["batch"], "steps": steps, "optimizer": "muon",
-            "learning_rate": options["learning_rate"], "evaluate_every": max(1, steps // 10),
+            "length": options["length"],
+            "batch": options["batch"],
+            "steps": steps,
+            "optimizer": "muon",
+            "learning_rate": options["learning_rate"],
+            "evaluate_every": max(1, steps // 10),
             "save_every": max(1, steps // 10),
-            "log_every": max(1, steps // 100), "evaluate_batches": 16,
+            "log_every": max(1, steps // 100),
+            "evaluate_batches": 16,
         },
-    }  # fmt: skip
+    }
     chat_steps = options["chat_steps"]
     chat = {
-        "folder": str(out / "chat"), "corpus": {"sources": [str(pairs)], "chat": "pairs", "split": "95,5,0"},
+        "folder": str(out / "chat"),
+        "corpus": {"sources": [str(pairs)], "chat": "pairs", "split": "95,5,0"},
         "tokenizer": {"use": str(out / "base" / "tokenizer"), "chat": "default"},
-        "model": {"init_from": str(out / "base" / "run" / "best")}, "engine": engine,
+        "model": {"init_from": str(out / "base" / "run" / "best")},
+        "engine": engine,
         "train": {
-            "layout": "chat", "length": options["chat_length"], "batch": options["chat_batch"], "steps": chat_steps,
-            "learning_rate": options["chat_rate"], "evaluate_every": max(1, chat_steps // 6),
+            "layout": "chat",
+            "length": options["chat_length"],
+            "batch": options["chat_batch"],
+            "steps": chat_steps,
+            "learning_rate": options["chat_rate"],
+            "evaluate_every": max(1, chat_steps // 6),
             "save_every": max(1, chat_steps // 3),
-            "log_every": max(1, chat_steps // 30), "checkpoints": {"keep": 3},
+            "log_every": max(1, chat_steps // 30),
+            "checkpoints": {"keep": 3},
         },
-    }  # fmt: skip
+    }
     return base, chat
 
 
@@ -144,10 +169,23 @@ def main(arguments: list[str]) -> None:
     after = answers_of(out / "chat", chat["train"]["steps"], options["questions"])
     stages = ", ".join(f"{name} {taken:.0f} s" for name, taken in seconds.items())
     report = [
-        f"Seconds: {stages}", "", "Pretraining:", "", *loss_table(out / "base" / "run"), "",
-        "Chat:", "", *loss_table(out / "chat" / "run"), "",
-        f"Before: {before[-1]}", f"After: {after[-1]}", "", "```", *after[:-1], "```",
-    ]  # fmt: skip
+        f"Seconds: {stages}",
+        "",
+        "Pretraining:",
+        "",
+        *loss_table(out / "base" / "run"),
+        "",
+        "Chat:",
+        "",
+        *loss_table(out / "chat" / "run"),
+        "",
+        f"Before: {before[-1]}",
+        f"After: {after[-1]}",
+        "",
+        "```",
+        *after[:-1],
+        "```",
+    ]
     curves.main(
         [str(out / "curves.svg"), f"pretraining={out / 'base' / 'run'}", f"conversations={out / 'chat' / 'run'}"]
     )

@@ -33,16 +33,30 @@ from textmill.schedules import lr_at
 
 CHARACTERS, VOCAB, VALID = 8e6, 4096, 40_000
 SMALL = {
-    "family": "llama", "shape": "3x2x64", "length": 64, "valid": 32768, "compile": 0, "precision": "fp32", "batch": 16,
-    "learning_rate": 1e-2, "adamw_rate_factor": 1.0, "vocab": VOCAB,
-}  # fmt: skip
+    "family": "llama",
+    "shape": "3x2x64",
+    "length": 64,
+    "valid": 32768,
+    "compile": 0,
+    "precision": "fp32",
+    "batch": 16,
+    "learning_rate": 1e-2,
+    "adamw_rate_factor": 1.0,
+    "vocab": VOCAB,
+}
 FAST = "embedding_rate_factor=8"
 TABLE = [
-    "tied:", "tied, value embeddings:set=value_embeddings:1", f"the same, {FAST}:set=value_embeddings:1/{FAST}",
-    "tied, no gate, relu2:set=gated:false,activation:relu2", "tied, embeddings again:set=embedding_residual:true",
-    "untied:set=untied:true", "untied, embeddings again:set=untied:true,embedding_residual:true",
-    "untied, zeros:set=untied:true,zero_init:true", "untied, softcap:set=untied:true,logit_softcap:15",
-    f"untied, {FAST}:set=untied:true/{FAST}", "untied, factor 24:set=untied:true/embedding_rate_factor=24",
+    "tied:",
+    "tied, value embeddings:set=value_embeddings:1",
+    f"the same, {FAST}:set=value_embeddings:1/{FAST}",
+    "tied, no gate, relu2:set=gated:false,activation:relu2",
+    "tied, embeddings again:set=embedding_residual:true",
+    "untied:set=untied:true",
+    "untied, embeddings again:set=untied:true,embedding_residual:true",
+    "untied, zeros:set=untied:true,zero_init:true",
+    "untied, softcap:set=untied:true,logit_softcap:15",
+    f"untied, {FAST}:set=untied:true/{FAST}",
+    "untied, factor 24:set=untied:true/embedding_rate_factor=24",
     f"untied, {FAST}, qk_norm:set=untied:true,qk_norm:true/{FAST}",
     f"untied, {FAST}, embeddings again:set=untied:true,embedding_residual:true/{FAST}",
     f"untied, {FAST}, no gate, relu2:set=untied:true,gated:false,activation:relu2/{FAST}",
@@ -50,7 +64,7 @@ TABLE = [
     f"untied, {FAST}, value embeddings, qk_norm:set=untied:true,value_embeddings:1,qk_norm:true/{FAST}",
     f"untied, {FAST}, zeros:set=untied:true,zero_init:true/{FAST}",
     f"untied, {FAST}, softcap:set=untied:true,logit_softcap:15/{FAST}",
-]  # fmt: skip
+]
 
 
 def read_tokens(corpus: Path) -> Any:

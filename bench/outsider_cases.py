@@ -18,17 +18,82 @@ SENTENCES = [
     for number in range(120)
 ]
 STRANGE_VALUES = [
-    "", " ", "0", "-1", "1e9", "1e400", "nan", "inf", "true", "null", "[]", "{}", "[1,2", "{a: 1", "x", "'", '"', "é물",
-    "\udcff", "a" * 5000, "1,2,3", "/dev/null", "/proc/nope/x", "..", "~", "$HOME", "*", "!!python/object:os.system x",
-    "&a [*a]", "0x10", "1_000", "auto", "2.5", "\n", "\t", "999999999999", "%s", "latest", "1", "2", "3", "0.5", "100",
+    "",
+    " ",
+    "0",
+    "-1",
+    "1e9",
+    "1e400",
+    "nan",
+    "inf",
+    "true",
+    "null",
+    "[]",
+    "{}",
+    "[1,2",
+    "{a: 1",
+    "x",
+    "'",
+    '"',
+    "é물",
+    "\udcff",
+    "a" * 5000,
+    "1,2,3",
+    "/dev/null",
+    "/proc/nope/x",
+    "..",
+    "~",
+    "$HOME",
+    "*",
+    "!!python/object:os.system x",
+    "&a [*a]",
+    "0x10",
+    "1_000",
+    "auto",
+    "2.5",
+    "\n",
+    "\t",
+    "999999999999",
+    "%s",
+    "latest",
+    "1",
+    "2",
+    "3",
+    "0.5",
+    "100",
     "false",
-]  # fmt: skip
+]
 STRANGE_ARGUMENTS = [
-    "", "-", "--", "--force", "--step", "--step=best", "--step=-1", "--json", "--help", "-h", "--change", "--minutes=x",
-    "--dropped", "train.stepz=3", "=", "train=", ".=1", "train.=1", "train..steps=1", "nothing", "sample.prompt=é",
-    "corpus.sources=nowhere.txt", "engine.kind=jaxx", "model.family=./none.py", "train.batch=1000000000",
-    "model.shape.width=7", "train.schedule=sinus", "tokenizer.use=nowhere", "model.init_from=nowhere",
-]  # fmt: skip
+    "",
+    "-",
+    "--",
+    "--force",
+    "--step",
+    "--step=best",
+    "--step=-1",
+    "--json",
+    "--help",
+    "-h",
+    "--change",
+    "--minutes=x",
+    "--dropped",
+    "train.stepz=3",
+    "=",
+    "train=",
+    ".=1",
+    "train.=1",
+    "train..steps=1",
+    "nothing",
+    "sample.prompt=é",
+    "corpus.sources=nowhere.txt",
+    "engine.kind=jaxx",
+    "model.family=./none.py",
+    "train.batch=1000000000",
+    "model.shape.width=7",
+    "train.schedule=sinus",
+    "tokenizer.use=nowhere",
+    "model.init_from=nowhere",
+]
 
 
 def random_config(dice: random.Random) -> dict[str, Any]:
@@ -37,20 +102,34 @@ def random_config(dice: random.Random) -> dict[str, Any]:
     batch = dice.choice([1, 2, 4, 6])
     width, heads = dice.choice([(8, 1), (8, 2), (12, 3), (16, 4)])
     train: dict[str, Any] = {
-        "length": length, "batch": batch, "log_every": dice.choice([1, 2, 50]), "seed": dice.randrange(2**40),
-        "learning_rate": dice.choice([1e-4, 3e-3, 2e-2]), "warmup": dice.choice([0, 1, 0.3]),
+        "length": length,
+        "batch": batch,
+        "log_every": dice.choice([1, 2, 50]),
+        "seed": dice.randrange(2**40),
+        "learning_rate": dice.choice([1e-4, 3e-3, 2e-2]),
+        "warmup": dice.choice([0, 1, 0.3]),
         "schedule": dice.choice(["cosine", "linear", "constant", "stable", "inverse_sqrt"]),
-        "optimizer": dice.choice(["adamw", "adamw", "muon"]), "clip": dice.choice([0.0, 1.0]),
-        "save_every": dice.choice([1, 2, 500, "epoch"]), "evaluate_every": dice.choice([2, 3, 500, "epoch"]),
-        "evaluate_batches": dice.choice([1, 2]), "weight_decay": dice.choice([0.0, 0.1]),
-    }  # fmt: skip
+        "optimizer": dice.choice(["adamw", "adamw", "muon"]),
+        "clip": dice.choice([0.0, 1.0]),
+        "save_every": dice.choice([1, 2, 500, "epoch"]),
+        "evaluate_every": dice.choice([2, 3, 500, "epoch"]),
+        "evaluate_batches": dice.choice([1, 2]),
+        "weight_decay": dice.choice([0.0, 0.1]),
+    }
     train |= dice.choice([{"steps": dice.randint(2, 6)}, {"samples": 5 * batch}, {"tokens": 4 * batch * length}])
     train |= dice.choice([{}, {"layout": "padded"}, {"packed": {"isolate_documents": True}}])
     extras: list[dict[str, Any]] = [
-        {"average": {"memory": 20.0}}, {"spikes": {"threshold": 6.0, "window": 2}}, {"freeze": ["wpe"]},
-        {"layer_decay": 0.8}, {"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"loss": "sample_mean"},
-        {"checkpoints": {"keep": 1}}, {"no_weight_decay": ["wte"]}, {"sample_prompts": ["The mill"]},
-    ]  # fmt: skip
+        {"average": {"memory": 20.0}},
+        {"spikes": {"threshold": 6.0, "window": 2}},
+        {"freeze": ["wpe"]},
+        {"layer_decay": 0.8},
+        {"label_smoothing": 0.1},
+        {"z_loss": 1e-4},
+        {"loss": "sample_mean"},
+        {"checkpoints": {"keep": 1}},
+        {"no_weight_decay": ["wte"]},
+        {"sample_prompts": ["The mill"]},
+    ]
     for extra in dice.sample(extras, dice.randint(0, 3)):
         train |= extra
     if batch > 2 and dice.random() < 0.2:
@@ -83,14 +162,24 @@ def input_files() -> dict[str, bytes]:
     )
     wiki = "".join(f'<doc id="{n}" url="u" title="T">\n{s}\n</doc>\n' for n, s in enumerate(SENTENCES))
     files = {
-        "a.txt": text, "utf16.txt": text.decode().encode("utf-16"), "cp949.txt": text.decode().encode("cp949"),
-        "a.md": text, "a.jsonl": jsonl, "a.json": json.dumps(rows).encode(), "a.csv": comma.encode(),
-        "a.tsv": tab.encode(), "a.parquet": parquet.getvalue(), "a.arrow": arrow.getvalue(),
-        "a.xml": f"<mediawiki>{pages}</mediawiki>".encode(), "wiki_00": wiki.encode(),
-    }  # fmt: skip
+        "a.txt": text,
+        "utf16.txt": text.decode().encode("utf-16"),
+        "cp949.txt": text.decode().encode("cp949"),
+        "a.md": text,
+        "a.jsonl": jsonl,
+        "a.json": json.dumps(rows).encode(),
+        "a.csv": comma.encode(),
+        "a.tsv": tab.encode(),
+        "a.parquet": parquet.getvalue(),
+        "a.arrow": arrow.getvalue(),
+        "a.xml": f"<mediawiki>{pages}</mediawiki>".encode(),
+        "wiki_00": wiki.encode(),
+    }
     packed: list[tuple[str, Callable[[bytes], bytes]]] = [
-        (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)
-    ]  # fmt: skip
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+    ]
     for end, compress in packed:
         files |= {f"{name}{end}": compress(files[name]) for name in ("a.txt", "a.jsonl", "a.csv", "a.xml", "wiki_00")}
     try:
@@ -126,33 +215,70 @@ def mutate_bytes(data: bytes, dice: random.Random) -> bytes:
         for _ in range(dice.choice([1, 1, 8, 64])):
             if flipped:
                 flipped[dice.randrange(len(flipped))] ^= 1 << dice.randrange(8)
-        data = dice.choice([
-            bytes(flipped), bytes(flipped), data[:place], data[place:], data[:low] + data[high:],
-            data[:high] + data[low:],
-            data[:place] + dice.randbytes(dice.choice([1, 3, 500])) + data[place:], data + dice.randbytes(40),
-            data[:low] + bytes(min(200, high - low)) + data[high:], data[:place] + b'"' + data[place:],
-            data[:place] + b"\xff\xfe" + data[place:], data.replace(b"\n", b"\r", 30), b"", data * 2,
-            data[:place] + b"{" * 3000 + data[place:], data[:place] + b"\n" + data[place:],
-        ])  # fmt: skip
+        data = dice.choice(
+            [
+                bytes(flipped),
+                bytes(flipped),
+                data[:place],
+                data[place:],
+                data[:low] + data[high:],
+                data[:high] + data[low:],
+                data[:place] + dice.randbytes(dice.choice([1, 3, 500])) + data[place:],
+                data + dice.randbytes(40),
+                data[:low] + bytes(min(200, high - low)) + data[high:],
+                data[:place] + b'"' + data[place:],
+                data[:place] + b"\xff\xfe" + data[place:],
+                data.replace(b"\n", b"\r", 30),
+                b"",
+                data * 2,
+                data[:place] + b"{" * 3000 + data[place:],
+                data[:place] + b"\n" + data[place:],
+            ]
+        )
     return data
 
 
 PREPARE_SETTINGS = [
-    "corpus.text_key=id", "corpus.text_key=id+text", "corpus.documents=line", "corpus.documents=block",
-    "corpus.documents=file", "corpus.preset=web", "corpus.preset=books", "corpus.dedup=near", "corpus.chat=auto",
-    "corpus.encoding=utf-8", "corpus.encoding=cp949", "corpus.sentences=split", "corpus.keep_dropped=true",
-    *["corpus.max_unreadable=1"] * 10, "corpus.delimiter=tab", "corpus.header=false", "corpus.quoting=none",
-]  # fmt: skip
+    "corpus.text_key=id",
+    "corpus.text_key=id+text",
+    "corpus.documents=line",
+    "corpus.documents=block",
+    "corpus.documents=file",
+    "corpus.preset=web",
+    "corpus.preset=books",
+    "corpus.dedup=near",
+    "corpus.chat=auto",
+    "corpus.encoding=utf-8",
+    "corpus.encoding=cp949",
+    "corpus.sentences=split",
+    "corpus.keep_dropped=true",
+    *["corpus.max_unreadable=1"] * 10,
+    "corpus.delimiter=tab",
+    "corpus.header=false",
+    "corpus.quoting=none",
+]
 COMMAND_LINES = [
-    ["prepare", "small.yaml", "corpus.min_chars=5"], ["fit-tokenizer", "small.yaml", "tokenizer.vocab=300"],
-    ["tokenize", "small.yaml"], ["train", "small.yaml", "train.steps=2", "train.batch=2"],
-    ["train", "run", "train.steps=4", "--step", "2"], ["train", "run", "--change", "train.batch=3", "train.steps=4"],
-    ["run", "small.yaml", "train.steps=2"], ["evaluate", "run", "evaluate.batch=4", "--json"],
-    ["generate", "run", "sample.prompt=The", "sample.max_tokens=5"], ["generate", "run/step-0000002", "--json"],
-    ["chat", "run", "sample.max_tokens=3"], ["export", "run", "export.folder=out"], ["show", "small.yaml"],
-    ["show", "run", "--step", "1"], ["show", "corpus", "--dropped", "all"], ["check", "run"], ["check", "tokens"],
-    ["recipes"], ["new", "mine", "--text", "text.txt", "--minutes", "1"], ["merge", "joined", "tokens", "tokens"],
-]  # fmt: skip
+    ["prepare", "small.yaml", "corpus.min_chars=5"],
+    ["fit-tokenizer", "small.yaml", "tokenizer.vocab=300"],
+    ["tokenize", "small.yaml"],
+    ["train", "small.yaml", "train.steps=2", "train.batch=2"],
+    ["train", "run", "train.steps=4", "--step", "2"],
+    ["train", "run", "--change", "train.batch=3", "train.steps=4"],
+    ["run", "small.yaml", "train.steps=2"],
+    ["evaluate", "run", "evaluate.batch=4", "--json"],
+    ["generate", "run", "sample.prompt=The", "sample.max_tokens=5"],
+    ["generate", "run/step-0000002", "--json"],
+    ["chat", "run", "sample.max_tokens=3"],
+    ["export", "run", "export.folder=out"],
+    ["show", "small.yaml"],
+    ["show", "run", "--step", "1"],
+    ["show", "corpus", "--dropped", "all"],
+    ["check", "run"],
+    ["check", "tokens"],
+    ["recipes"],
+    ["new", "mine", "--text", "text.txt", "--minutes", "1"],
+    ["merge", "joined", "tokens", "tokens"],
+]
 
 
 def mutate_line(line: list[str], dice: random.Random) -> list[str]:

@@ -103,10 +103,14 @@ def make_template(campaign: Campaign) -> None:
 def write_config(folder: Path, settings: dict[str, Any]) -> None:
     """Write small.yaml."""
     tree: dict[str, Any] = {
-        "folder": ".", "corpus": {"sources": ["text.txt"], "documents": "block"}, "tokenizer": {"vocab": 300},
-        "runner": {"workers": 1}, "model": {"shape": TINY}, "engine": {"device": "cpu"},
+        "folder": ".",
+        "corpus": {"sources": ["text.txt"], "documents": "block"},
+        "tokenizer": {"vocab": 300},
+        "runner": {"workers": 1},
+        "model": {"shape": TINY},
+        "engine": {"device": "cpu"},
         "train": {"steps": 2, "batch": 2, "warmup": 0, "evaluate_batches": 1},
-    }  # fmt: skip
+    }
     (folder / "small.yaml").write_text(yaml.safe_dump(tree | settings, allow_unicode=True), encoding="utf-8")
 
 

@@ -48,12 +48,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "medium, recompute": {**GPT2, "size": "medium", "batch": 32, "engine": {"recompute": 1}},
     "large": {**GPT2, "size": "large", "batch": 8},
     "xl, recompute, Muon": {
-        **GPT2, "size": "xl", "batch": 16, "train": {"optimizer": "muon"}, "engine": {"recompute": 2},
+        **GPT2,
+        "size": "xl",
+        "batch": 16,
+        "train": {"optimizer": "muon"},
+        "engine": {"recompute": 2},
     },
     "BERT base": {**BERT, "size": "base", "batch": 64},
     "BERT base, 128 tokens": {**BERT, "size": "base", "length": 128, "batch": 256},
     "BERT large": {**BERT, "size": "large", "batch": 32},
-}  # fmt: skip
+}
 
 
 def config_of(one: dict[str, Any], small: bool) -> tuple[RunConfig, Any]:

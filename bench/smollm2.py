@@ -31,9 +31,11 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = (
-    "The capital of France is", "Once upon a time, in a small village by the river,", "def fibonacci(n):\n",
+    "The capital of France is",
+    "Once upon a time, in a small village by the river,",
+    "def fibonacci(n):\n",
     "The three laws of thermodynamics say that",
-)  # fmt: skip
+)
 TALK = [{"role": "user", "content": "What is the capital of France?"}]
 NEW = 40
 SHORT = ["train.batch=2", "train.length=64", "train.warmup=0", "train.evaluate_batches=2", "train.learning_rate=1e-4"]

@@ -39,15 +39,25 @@ def tune_config(
     return {
         "folder": str(folder / name),
         "corpus": {
-            "labels": "sequence-classification", "sources": [str(folder / "train.csv"), str(folder / "valid.csv")],
+            "labels": "sequence-classification",
+            "sources": [str(folder / "train.csv"), str(folder / "valid.csv")],
             "source_splits": {"*train.csv": "train", "*valid.csv": "valid"},
         },
         "tokenizer": {"use": str(tokenizer)},
         "model": {"family": "bert", **net},
         "engine": {"compile": False},
         "train": {
-            "layout": "labelled", "length": length, "batch": 32, "minutes": minutes, "warmup": 0.1,
-            "learning_rate": RATE if name == "pretrained" else RANDOM_RATE, "betas": [0.9, 0.999],
-            "schedule": "linear", "weight_decay": 0.01, "evaluate_every": 200, "save_every": 200, "log_every": 20,
+            "layout": "labelled",
+            "length": length,
+            "batch": 32,
+            "minutes": minutes,
+            "warmup": 0.1,
+            "learning_rate": RATE if name == "pretrained" else RANDOM_RATE,
+            "betas": [0.9, 0.999],
+            "schedule": "linear",
+            "weight_decay": 0.01,
+            "evaluate_every": 200,
+            "save_every": 200,
+            "log_every": 20,
         },
-    }  # fmt: skip
+    }

@@ -69,12 +69,29 @@ def preset_settings(optimizer: str) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, Any] = {
-    "seconds": "60", "target": 4.416, "optimizer": "muon", **preset_settings("muon"), "weight_decay": 0.1,
-    "beta2": 0.95, "embedding_rate_factor": 1.0, "family": "gpt2", "size": "small", "shape": "", "set": "",
-    "vocab": END + 1, "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1,
-    "schedule": "cosine", "warmup": 0.05, "ramp": "", "multi_token": "",
+    "seconds": "60",
+    "target": 4.416,
+    "optimizer": "muon",
+    **preset_settings("muon"),
+    "weight_decay": 0.1,
+    "beta2": 0.95,
+    "embedding_rate_factor": 1.0,
+    "family": "gpt2",
+    "size": "small",
+    "shape": "",
+    "set": "",
+    "vocab": END + 1,
+    "length": 1024,
+    "valid": 524288,
+    "precision": "auto",
+    "compile": 1,
+    "seed": 1,
+    "schedule": "cosine",
+    "warmup": 0.05,
+    "ramp": "",
+    "multi_token": "",
     "evaluations": "0.1,0.25,0.4,0.55,0.7,0.75,0.8,0.85,0.9,0.95,1",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -138,12 +155,18 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     """Open an engine with initial weights."""
     length = settings["length"]
     train = TrainConfig(
-        batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["learning_rate"],
-        warmup=settings["warmup"], schedule=settings["schedule"], optimizer=settings["optimizer"],
+        batch=settings["batch"],
+        length=length,
+        steps=TICKS,
+        learning_rate=settings["learning_rate"],
+        warmup=settings["warmup"],
+        schedule=settings["schedule"],
+        optimizer=settings["optimizer"],
         muon=MuonConfig(adamw_rate_factor=settings["adamw_rate_factor"], momentum=settings["momentum"]),
-        weight_decay=settings["weight_decay"], betas=[0.9, settings["beta2"]],
+        weight_decay=settings["weight_decay"],
+        betas=[0.9, settings["beta2"]],
         embedding_rate_factor=settings["embedding_rate_factor"],
-    )  # fmt: skip
+    )
     engine = TorchEngine(
         compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"]
     )

@@ -38,9 +38,17 @@ from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 OPTIONS: dict[str, Any] = {
-    "family": "gpt2", "precision": "bf16", "document_tokens": "0", "length": 1024, "steps": 30, "optimizer": "adamw",
-    "dropout": 0.0, "compare": 1, "kernels": 0, "compile": 1,
-}  # fmt: skip
+    "family": "gpt2",
+    "precision": "bf16",
+    "document_tokens": "0",
+    "length": 1024,
+    "steps": 30,
+    "optimizer": "adamw",
+    "dropout": 0.0,
+    "compare": 1,
+    "kernels": 0,
+    "compile": 1,
+}
 VOCABS = {"bert": 30522}
 LABELLED, PAIR_CLASSES = 0.15, 2
 

@@ -20,18 +20,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SHORT = {
-    "layers": "model.shape.layers", "width": "model.shape.width", "heads": "model.shape.heads",
+    "layers": "model.shape.layers",
+    "width": "model.shape.width",
+    "heads": "model.shape.heads",
     "length": "train.length",
-    "batch": "train.batch", "epochs": "train.epochs", "steps": "train.steps", "lr": "train.learning_rate",
-    "wd": "train.weight_decay", "dropout": "model.shape.dropout", "rest": "train.muon.adamw_rate_factor",
-    "momentum": "train.muon.momentum", "seed": "train.seed", "optimizer": "train.optimizer",
-}  # fmt: skip
+    "batch": "train.batch",
+    "epochs": "train.epochs",
+    "steps": "train.steps",
+    "lr": "train.learning_rate",
+    "wd": "train.weight_decay",
+    "dropout": "model.shape.dropout",
+    "rest": "train.muon.adamw_rate_factor",
+    "momentum": "train.muon.momentum",
+    "seed": "train.seed",
+    "optimizer": "train.optimizer",
+}
 """Short names of the settings that trials change most."""
 ALWAYS = [
-    "train.optimizer=muon", "train.muon.momentum=0.9", "train.betas=[0.9,0.95]", "train.warmup=0.05",
+    "train.optimizer=muon",
+    "train.muon.momentum=0.9",
+    "train.betas=[0.9,0.95]",
+    "train.warmup=0.05",
     "train.log_every=50",
-    "train.evaluate_every=1000000", "train.save_every=1000000", "train.checkpoints.keep=1", "model.size=small",
-]  # fmt: skip
+    "train.evaluate_every=1000000",
+    "train.save_every=1000000",
+    "train.checkpoints.keep=1",
+    "model.size=small",
+]
 
 
 def textmill(*words: str, log: Path, limit: float | None = None) -> bool:

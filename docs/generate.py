@@ -19,13 +19,34 @@ from textmill.config.other_names import ADVICE, OTHER_NAMES
 
 DOCS = Path(__file__).parent
 TOPICS = {
-    "new": "autopilot", "run": "index", "prepare": "corpus", "fit-tokenizer": "tokenizers", "tokenize": "tokens",
-    "tune": "autopilot", "plan": "plan", "merge": "batches", "train": "train", "verify": "parallel",
-    "evaluate": "evaluate", "generate": "generate", "chat": "generate", "serve": "serve", "export": "export",
-    "import": "export", "show": "tokens", "watch": "report", "report": "report", "runs": "report", "doctor": "doctor",
-    "check": "batches", "recipes": "index", "completion": "completion", "fill": "bert", "embed": "bert",
+    "new": "autopilot",
+    "run": "index",
+    "prepare": "corpus",
+    "fit-tokenizer": "tokenizers",
+    "tokenize": "tokens",
+    "tune": "autopilot",
+    "plan": "plan",
+    "merge": "batches",
+    "train": "train",
+    "verify": "parallel",
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "chat": "generate",
+    "serve": "serve",
+    "export": "export",
+    "import": "export",
+    "show": "tokens",
+    "watch": "report",
+    "report": "report",
+    "runs": "report",
+    "doctor": "doctor",
+    "check": "batches",
+    "recipes": "index",
+    "completion": "completion",
+    "fill": "bert",
+    "embed": "bert",
     "cache-teacher": "distil",
-}  # fmt: skip
+}
 """The page that explains each command; other commands have none."""
 EXAMPLES = 3
 OPTIONS = {

@@ -45,24 +45,45 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FIRST = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py",
-         "verification/test_verify.py",
-        "training/test_loop.py", "engines/test_on_jax.py", "project/test_launch_recipes.py", "training/test_ranks.py",
-        "project/test_recipes.py",
-        "training/test_engine_changes.py", "corpus/test_mongo_delivery.py", "commands/test_cli.py")  # fmt: skip
+FIRST = (
+    "engines/test_layouts.py",
+    "engines/test_on_deepspeed.py",
+    "engines/test_contract.py",
+    "verification/test_verify.py",
+    "training/test_loop.py",
+    "engines/test_on_jax.py",
+    "project/test_launch_recipes.py",
+    "training/test_ranks.py",
+    "project/test_recipes.py",
+    "training/test_engine_changes.py",
+    "corpus/test_mongo_delivery.py",
+    "commands/test_cli.py",
+)
 """Slow files run first: a file goes to one worker, and the other would wait for a slow one at the end."""
 
 SENTENCES = {
-    "english": ["The mill stands by the river.", "Every morning the wheel begins to turn.",
-                "Who brought the grain last night?", "A child counts the sacks and forgets the number.",
-                "In winter the water is slow, but it never stops."],
-    "korean": ["물레방아는 강가에 서 있다.", "아침마다 바퀴가 천천히 돌기 시작한다.",
-               "어젯밤에 누가 곡식을 가져왔을까?",
-               "아이는 자루를 세다가 숫자를 잊어버린다.", "겨울에는 물이 느리지만 멈추지 않는다."],
-    "turkish": ["Değirmen ırmağın kıyısında duruyor.", "Her sabah çark ağır ağır dönmeye başlar.",
-                "Dün gece buğdayı kim getirdi?", "Çocuk çuvalları sayar, sonra sayıyı unutur.",
-                "Kışın su yavaştır, ama hiç durmaz."],
-}  # fmt: skip
+    "english": [
+        "The mill stands by the river.",
+        "Every morning the wheel begins to turn.",
+        "Who brought the grain last night?",
+        "A child counts the sacks and forgets the number.",
+        "In winter the water is slow, but it never stops.",
+    ],
+    "korean": [
+        "물레방아는 강가에 서 있다.",
+        "아침마다 바퀴가 천천히 돌기 시작한다.",
+        "어젯밤에 누가 곡식을 가져왔을까?",
+        "아이는 자루를 세다가 숫자를 잊어버린다.",
+        "겨울에는 물이 느리지만 멈추지 않는다.",
+    ],
+    "turkish": [
+        "Değirmen ırmağın kıyısında duruyor.",
+        "Her sabah çark ağır ağır dönmeye başlar.",
+        "Dün gece buğdayı kim getirdi?",
+        "Çocuk çuvalları sayar, sonra sayıyı unutur.",
+        "Kışın su yavaştır, ama hiç durmaz.",
+    ],
+}
 
 
 @pytest.hookimpl(tryfirst=True)

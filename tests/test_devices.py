@@ -24,8 +24,11 @@ def test_a_cpu_without_bf16_is_reported_in_one_line(
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert [torch_dtype(name, CPU) for name in ("bf16", "bf16", "auto", "fp32")] == [
-            torch.bfloat16, torch.bfloat16, torch.float32, torch.float32,
-        ]  # fmt: skip
+            torch.bfloat16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float32,
+        ]
         warnings.warn("mkldnn_matmul failed, switching to BLAS gemm: no\nframe #0: c10::Error", stacklevel=1)
     printed = capsys.readouterr().err.splitlines()
     assert len(seen) == int(supported), "the stack of C++ functions is left out"

@@ -90,7 +90,8 @@ def _run(argv: list[str], command_time: CommandTime) -> int:
 
         print(f"textmill {__version__}")
         return EXIT_DONE
-    name, rest = argv[0], argv[1:]
+    name = argv[0]
+    rest = argv[1:]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         advice = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"

@@ -14,15 +14,43 @@ from textmill.errors import TextmillError, rank_of_launcher, warn
 
 # Dense bf16 FLOP/s from the data sheets, for MFU; other GPUs show no MFU.
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
-    "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-    "RTX 5090": 210e12, "V100": 125e12, "T4": 65e12,
-}  # fmt: skip
+    "RTX 5090": 210e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
 GPU_GB = {
-    "H200": 140, "H100 PCIe": 80, "H100": 80, "GH200": 96, "B200": 180, "A100": 80, "A800": 80, "L40S": 48, "L40": 48,
-    "L4": 24, "A40": 48, "A10": 24, "RTX 4090": 24, "RTX 3090": 24, "RTX 5090": 32, "V100": 32, "T4": 16,
-}  # fmt: skip
+    "H200": 140,
+    "H100 PCIe": 80,
+    "H100": 80,
+    "GH200": 96,
+    "B200": 180,
+    "A100": 80,
+    "A800": 80,
+    "L40S": 48,
+    "L40": 48,
+    "L4": 24,
+    "A40": 48,
+    "A10": 24,
+    "RTX 4090": 24,
+    "RTX 3090": 24,
+    "RTX 5090": 32,
+    "V100": 32,
+    "T4": 16,
+}
 """Memory of the largest version of each GPU."""
 
 
@@ -119,7 +147,8 @@ def memory_of(device: torch.device) -> int:
 
 def measure_matmul(device: torch.device) -> float:
     """FLOP/s of a large matmul in the precision that training uses, the best of a few measurements."""
-    size, dtype = 8192, torch_dtype("auto", device)
+    size = 8192
+    dtype = torch_dtype("auto", device)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0
     for _ in range(5):

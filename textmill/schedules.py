@@ -32,7 +32,9 @@ def lr_at(
     A decay that ends with the run does not start before the step `decay_from`. `samples_before` returns how many
     samples are before a step; without it, all steps have `train.batch`.
     """
-    warmup, low, high = warmup_steps(train), train.min_learning_rate, train.learning_rate
+    warmup = warmup_steps(train)
+    low = train.min_learning_rate
+    high = train.learning_rate
     if train.schedule == "range_test":
         return _range_test(step, train)
     if step < warmup and train.warmup_shape == "linear":
@@ -44,7 +46,8 @@ def lr_at(
     start = warmup if train.decay_steps or train.decay_samples else max(warmup, decay_from)
     if step < start:
         return high
-    decayed, decay_length = float(step - start), decay_end(train) - start
+    decayed = float(step - start)
+    decay_length = decay_end(train) - start
     if train.decay_samples and samples_before:  # counted in samples, since steps have different batch sizes
         decayed = samples_before(step) - samples_before(start)
         decay_length = train.decay_samples - samples_before(start)
@@ -92,6 +95,9 @@ def _stable(step: float, steps: float, train: TrainConfig) -> float:
 
 
 DECAYS: dict[str, Callable[[float, float, TrainConfig], float]] = {
-    "cosine": _cosine, "linear": _linear, "constant": _constant, "stable": _stable,
-}  # fmt: skip
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "stable": _stable,
+}
 """Remaining fraction of (max - min) learning rate after `step` of `steps` decay steps, or samples."""

@@ -236,10 +236,7 @@ def test_retention(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [30, 40, 60, 70], "the best, every 40th, the last two"
     assert [
         step for step, folder in list_checkpoints(tmp_path).items() if (folder / "optimizer.safetensors").exists()
-    ] == [
-        60,
-        70,
-    ]
+    ] == [60, 70]
     assert all(find_checkpoint_damage(folder) == [] for folder in list_checkpoints(tmp_path).values()), (
         "without its optimizer state it is still intact"
     )

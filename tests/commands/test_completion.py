@@ -78,8 +78,13 @@ def test_the_tab_key(script: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "TERM": "dumb", "PS1": "", "HISTFILE": "", "INPUTRC": os.devnull}
     process = subprocess.Popen(
         [str(BASH), "--norc", "--noprofile", "-i"],
-        stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, env=environment, start_new_session=True,
-    )  # fmt: skip
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+    )
     os.close(slave)
     lines = f'source {script}; textmill() {{ echo "got: $*"; }}\ntextmill tra\tquicks\ttrain.optimiz\tmu\t\nexit\n'
     os.write(master, lines.encode())

@@ -164,9 +164,10 @@ def test_texts_that_cannot_be_used(name: str, content: str, message: str, capsys
 
 
 @pytest.mark.parametrize(
-    ("machine", "all_cores", "busy"), [(TWO_CORES, 2, True), (TWO_CORES, 64, False), (H200, 2, False)],
+    ("machine", "all_cores", "busy"),
+    [(TWO_CORES, 2, True), (TWO_CORES, 64, False), (H200, 2, False)],
     ids=["CPU", "container with two of 64 cores", "GPU"],
-)  # fmt: skip
+)
 def test_a_busy_cpu_is_reported(
     machine: MachineFacts,
     all_cores: int,

@@ -19,15 +19,33 @@ from textmill.models import open_family
 from textmill.storage.tensor_files import read_model
 
 YUAN = [
-    "plan", "gpt2-small", "train.optimizer=adamw", "train.batch=512", "train.length=2048", "tokenizer.vocab=53228",
-    "model.size=yuan-4.7b", "plan.gpu=V100", "plan.memory_gb=16", "plan.devices=4", "engine.mesh.tensor=4",
+    "plan",
+    "gpt2-small",
+    "train.optimizer=adamw",
+    "train.batch=512",
+    "train.length=2048",
+    "tokenizer.vocab=53228",
+    "model.size=yuan-4.7b",
+    "plan.gpu=V100",
+    "plan.memory_gb=16",
+    "plan.devices=4",
+    "engine.mesh.tensor=4",
     "plan.tokens=100000000000",
-]  # fmt: skip
+]
 MEGATRON = [
-    "plan", "gpt2-small", "train.optimizer=adamw", "train.batch=512", "train.length=1024", "tokenizer.vocab=50257",
-    "model.size=megatron-8.3b", "plan.gpu=V100", "plan.devices=512", "engine.mesh.tensor=8", "plan.price=2",
+    "plan",
+    "gpt2-small",
+    "train.optimizer=adamw",
+    "train.batch=512",
+    "train.length=1024",
+    "tokenizer.vocab=50257",
+    "model.size=megatron-8.3b",
+    "plan.gpu=V100",
+    "plan.devices=512",
+    "engine.mesh.tensor=8",
+    "plan.price=2",
     "train.steps=300000",
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -150,9 +168,12 @@ def test_memory_is_known_before_the_tokens(planned: Any, capsys: pytest.CaptureF
     ],
 )
 def test_mistakes(
-    settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     first = ["plan", "gpt2-small", "engine.mesh.tensor=2", "plan.memory_gb=16"]
     assert main([*first, *settings]) == 2

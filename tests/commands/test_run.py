@@ -69,9 +69,20 @@ def test_a_longer_run_has_all_of_the_text(count: int, tmp_path: Path) -> None:
     assert len(named) == (5 if count == 5 else 0)
 
 
-QUICK = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "model.shape.layers=1",
-         "model.shape.width=32", "model.shape.heads=2", "train.evaluate_batches=1", "tokenizer.vocab=400",
-         "engine.device=cpu", "runner.workers=1", "sample.max_tokens=3"]  # fmt: skip
+QUICK = [
+    "train.steps=2",
+    "train.warmup=0",
+    "train.batch=2",
+    "train.length=32",
+    "model.shape.layers=1",
+    "model.shape.width=32",
+    "model.shape.heads=2",
+    "train.evaluate_batches=1",
+    "tokenizer.vocab=400",
+    "engine.device=cpu",
+    "runner.workers=1",
+    "sample.max_tokens=3",
+]
 
 
 def printed_commands(out: str) -> list[list[str]]:

@@ -24,9 +24,16 @@ from textmill.storage.tensor_files import read_model
 
 CONFIG = {"vocab_size": 60, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2, "model_type": "gpt2"}
 MORE = {
-    "n_inner": 96, "activation_function": "gelu_new", "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5, "eos_token_id": 5, "scale_attn_weights": True, "tie_word_embeddings": True,
-}  # fmt: skip
+    "n_inner": 96,
+    "activation_function": "gelu_new",
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "eos_token_id": 5,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}
 
 
 def net() -> Any:
@@ -44,9 +51,11 @@ def saved(folder: Path, zero: int, half: bool) -> Any:
     started(config_of("deepspeed"))  # opens the group of one process
     model = net()
     settings = {
-        "train_batch_size": 2, "zero_optimization": {"stage": zero}, "zero_force_ds_cpu_optimizer": False,
+        "train_batch_size": 2,
+        "zero_optimization": {"stage": zero},
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": half},
-    }  # fmt: skip
+    }
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
     ids = torch.arange(32).view(2, 16)
@@ -126,10 +135,12 @@ class Hostile:
 def test_a_hostile_file_runs_nothing(tmp_path: Path, old: bool) -> None:
     canary = tmp_path / "canary"
     calls = [
-        Hostile(os.system, f"touch {canary}"), Hostile(exec, f"open({str(canary)!r}, 'w').close()"),
+        Hostile(os.system, f"touch {canary}"),
+        Hostile(exec, f"open({str(canary)!r}, 'w').close()"),
         Hostile(open, str(canary), "w"),
-        Hostile(getattr, Hostile(__import__, "os"), "system"), Hostile(torch.save, {}, str(canary)),
-    ]  # fmt: skip
+        Hostile(getattr, Hostile(__import__, "os"), "system"),
+        Hostile(torch.save, {}, str(canary)),
+    ]
     given = {"module": {"transformer.wte.weight": torch.ones(2)}, "epoch": 3, "calls": calls}
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save(given, path, _use_new_zipfile_serialization=not old)
@@ -186,7 +197,7 @@ def test_any_damage_is_reported_in_one_line(
     aligned = {"partition_count": 1, "param_alignment_paddings": [[0] * len(state)]}
     model, optim = (
         tmp_path / "tag" / name for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    )  # fmt: skip
+    )
     model.parent.mkdir()
     dice, messages, wrong = random.Random(7), [], (*WRONG, torch.zeros(3), torch.Size([2, 10**30]), Placeholder())
     for number in range(200):

@@ -53,8 +53,13 @@ def test_transformers_opens_it_with_the_same_logits(
     out = tmp_path / "out"
     assert export(checkpoint, out, f"export.precision={precision}") == 0
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json", "README.md"
-    }  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "manifest.json",
+        "README.md",
+    }
     before, after = AutoModelForCausalLM.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(out)
     assert after.dtype == dtype
     ids = torch.randint(0, before.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -25,8 +25,17 @@ from textmill.models.nets_torch import open_net
 pytest.importorskip("gguf", reason="needs the extra export")
 
 MORE = ("fp16", "bf16", "q4_0")
-SCRIPTS = [(0x20, 0x7F), (0xA0, 0x250), (0x400, 0x460), (0xAC00, 0xD7A4), (0x4E00, 0x9FFF), (0x3041, 0x30FF),
-           (0x5D0, 0x5EB), (0x621, 0x64B), (0x1F600, 0x1F640)]  # fmt: skip
+SCRIPTS = [
+    (0x20, 0x7F),
+    (0xA0, 0x250),
+    (0x400, 0x460),
+    (0xAC00, 0xD7A4),
+    (0x4E00, 0x9FFF),
+    (0x3041, 0x30FF),
+    (0x5D0, 0x5EB),
+    (0x621, 0x64B),
+    (0x1F600, 0x1F640),
+]
 
 
 def multilingual(count: int) -> list[str]:
@@ -48,8 +57,11 @@ def ask_llama_cpp(file: Path, **request: Any) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.llama_cpp", str(file)],
         input=json.dumps({"texts": [], "prompts": [], "tokens": 1, "context": 96, **request}),
-        capture_output=True, text=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
     answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     assert answers, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(answers[0].removeprefix("ANSWER "))
@@ -112,16 +124,21 @@ def test_the_chat_template_and_the_modelfile(tmp_path: Path) -> None:
     tokenizer = korean_tokenizer(chat="default")
     folder, out = write_folder(tmp_path / "model", tokenizer), tmp_path / "out"
     assert main(["export", str(folder), f"export.folder={out}", "export.kind=gguf", "export.name=My mill"]) == 0
-    talk = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "content": "강가에."},
-            {"role": "user", "content": "왜?"}]  # fmt: skip
+    talk = [
+        {"role": "user", "content": "물레방아는?"},
+        {"role": "assistant", "content": "강가에."},
+        {"role": "user", "content": "왜?"},
+    ]
     from transformers import AutoTokenizer
 
     wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert ask_llama_cpp(out / "My-mill.gguf", talk=talk)["talk"] == wanted
     lines = (out / "Modelfile").read_text().splitlines()
     assert lines[0] == "FROM ./My-mill.gguf"
-    assert lines[1].endswith('<|user|>{{ .Content }}<|endoftext|>{{ else if eq .Role "assistant" }}<|assistant|>'
-                             '{{ .Content }}<|endoftext|>{{ end }}{{ end }}<|assistant|>"""')  # fmt: skip
+    assert lines[1].endswith(
+        '<|user|>{{ .Content }}<|endoftext|>{{ else if eq .Role "assistant" }}<|assistant|>'
+        '{{ .Content }}<|endoftext|>{{ end }}{{ end }}<|assistant|>"""'
+    )
     assert lines[2:] == ["PARAMETER num_ctx 96", 'PARAMETER stop "<|endoftext|>"']
 
 

@@ -25,23 +25,35 @@ from textmill.storage.tensor_files import encode_safetensors
 gguf = pytest.importorskip("gguf", reason="needs the extra export")
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "tie_word_embeddings": True,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 24,
-}  # fmt: skip
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": LLAMA3},
     "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "num_key_value_heads": 4},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1e6},
-    "yarn": {"model_type": "qwen2", "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-                                                     "original_max_position_embeddings": 24}},
+    "yarn": {
+        "model_type": "qwen2",
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
-}  # fmt: skip
+}
 SOME = [pytest.param(kind, marks=() if kind in ("llama", "qwen3") else pytest.mark.long) for kind in KINDS]
 
 
@@ -123,15 +135,23 @@ def test_what_llama_cpp_does_not_have_is_refused(
     [
         ({"attention.head_count": [4, 2], "attention.key_length": None}, r"num_attention_heads is \[4, 2\]"),
         ({"rope.dimension_count": 8}, "rope.dimension_count is 8; textmill turns all 16"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 0.5},
-         "yarn_attn_factor is 0.5"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 0.5},
+            "yarn_attn_factor is 0.5",
+        ),
     ],
-)  # fmt: skip
+)
 def test_keys_of_other_files_are_refused(keys: dict[str, Any], message: str) -> None:
     given = {
-        "block_count": 2, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16, **keys,
-    }  # fmt: skip
+        "block_count": 2,
+        "context_length": 96,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        **keys,
+    }
     named = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in given.items()}}
     with pytest.raises(TextmillError, match=message):
         gguf_llama.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))

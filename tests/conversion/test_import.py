@@ -118,8 +118,16 @@ def write_llmc(path: Path, net: Any, half: bool, rows: int = 384) -> None:
     """As llm.c's train_gpt2.py describes its file: 256 numbers, then all layers of one kind of weight after another."""
     state, config = net.state_dict(), net.config
     header = np.zeros(256, np.int32)
-    header[:8] = [20240326, 5 if half else 3, config.n_positions, config.vocab_size, config.n_layer, config.n_head,
-                  config.n_embd, rows]  # fmt: skip
+    header[:8] = [
+        20240326,
+        5 if half else 3,
+        config.n_positions,
+        config.vocab_size,
+        config.n_layer,
+        config.n_head,
+        config.n_embd,
+        rows,
+    ]
     table = state["transformer.wte.weight"]
     tensors = [torch.cat([table, torch.zeros(rows - len(table), config.n_embd)]), state["transformer.wpe.weight"]]
     for module in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):

@@ -12,8 +12,16 @@ import yaml
 from tests.support.model_folders import TEXT
 from textmill.cli import main
 
-TRAIN = ["train.steps=4", "train.warmup=0", "train.batch=2", "train.length=16", "train.evaluate_every=2",
-         "train.log_every=1", "train.save_every=2", "train.evaluate_batches=1"]  # fmt: skip
+TRAIN = [
+    "train.steps=4",
+    "train.warmup=0",
+    "train.batch=2",
+    "train.length=16",
+    "train.evaluate_every=2",
+    "train.log_every=1",
+    "train.save_every=2",
+    "train.evaluate_batches=1",
+]
 MODEL = ["model.size=nano", "model.shape.layers=1", "model.shape.heads=2", "model.shape.width=16"]
 
 
@@ -49,7 +57,12 @@ def test_a_run_with_its_data_curve_and_scores(tmp_path: Path) -> None:
     figures = json.loads(measured.read_text())
     assert "## Scores" in card
     assert "Protocol: " in card
-    found = [value for part in figures.values() if isinstance(part, dict) for value in part.values()
-             if isinstance(value, float)]  # fmt: skip
+    found = [
+        value
+        for part in figures.values()
+        if isinstance(part, dict)
+        for value in part.values()
+        if isinstance(value, float)
+    ]
     assert any(f"| {value:.6g} |" in card for value in found)
     assert str(tmp_path) not in card, "no folder of the machine"

@@ -56,8 +56,13 @@ def test_an_export_to_a_url_is_complete_or_continued(
     assert "export: copied" in capsys.readouterr().out
     names = {path.rpartition("/")[2] for path in memory.find("/mill/out")}
     assert names == {
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md", "manifest.json"
-    }  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+        "manifest.json",
+    }
     assert memory.cat("/mill/out/model.safetensors")[-4096:] == (source / "model.safetensors").read_bytes()[-4096:]
     assert export(source, "memory://mill/out") == 0
     assert "export: done already: memory://mill/out" in capsys.readouterr().out

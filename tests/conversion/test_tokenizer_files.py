@@ -21,10 +21,22 @@ from textmill.where import PACKAGE
 
 MORE_UNIGRAM: list[dict[str, Any]] = [{"split_digits": True}, {"byte_fallback": False, "character_coverage": 1.0}]
 TRICKY = [
-    "", " ", "  two  spaces ", "tab\there\nnewline\n\n", "emoji 🙂👩‍👩‍👧", "<s> </s> <unk> <0x41> x", "a\u00a0b\u3000c",
-    "▁under ▁▁", "x" * 300, " lead", "한글 각 1483", "İstanbul ıİ", "don't, 12,345!", "ＡＢＣ　ｶｷ",
+    "",
+    " ",
+    "  two  spaces ",
+    "tab\there\nnewline\n\n",
+    "emoji 🙂👩‍👩‍👧",
+    "<s> </s> <unk> <0x41> x",
+    "a\u00a0b\u3000c",
+    "▁under ▁▁",
+    "x" * 300,
+    " lead",
+    "한글 각 1483",
+    "İstanbul ıİ",
+    "don't, 12,345!",
+    "ＡＢＣ　ｶｷ",
     "天地玄黃，宇宙洪荒。",
-]  # fmt: skip
+]
 
 
 def lines() -> list[str]:
@@ -35,8 +47,10 @@ def lines() -> list[str]:
 def many_texts() -> list[str]:
     """Lines of all scripts, cut and joined at random places."""
     dice, source = random.Random(4), lines()
-    picked = ["".join(dice.choice(source)[dice.randrange(8) :] + dice.choice(["", " ", "\n"]) for _ in range(3))
-              for _ in range(150)]  # fmt: skip
+    picked = [
+        "".join(dice.choice(source)[dice.randrange(8) :] + dice.choice(["", " ", "\n"]) for _ in range(3))
+        for _ in range(150)
+    ]
     return [*TEXTS, *TRICKY, *picked]
 
 
@@ -84,11 +98,17 @@ def test_sentencepiece_files_in_sentencepiece(tmp_path: Path, settings: dict[str
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     assert theirs.get_piece_size() == tokenizer.vocab
     assert (theirs.unk_id(), theirs.bos_id(), theirs.eos_id(), theirs.pad_id()) == (
-        tokenizer.unknown, tokenizer.begin, tokenizer.end, tokenizer.pad
-    )  # fmt: skip
+        tokenizer.unknown,
+        tokenizer.begin,
+        tokenizer.end,
+        tokenizer.pad,
+    )
     assert [line.split("\t")[0] for line in (out / "tokenizer.vocab").read_text("utf-8").split("\n")[:4]] == [
-        "<unk>", "<s>", "</s>", "<pad>"
-    ]  # fmt: skip
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<pad>",
+    ]
     texts = many_texts() if not settings.get("byte_fallback", True) else [*many_texts(), "Значок ѫ 🙂🙂"]
     known = [text for text in texts if tokenizer.unknown not in tokenizer.encode(text)]
     assert len(known) > 50

@@ -92,9 +92,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.csv.gz", "a.json.gz"])
 def test_what_follows_gzip_data_costs_no_record(tmp_path: Path, name: str) -> None:
     text = {
-        "a.jsonl.gz": '{"text": "first"}\n{"text": "last"}', "a.txt.gz": "first\nlast", "a.csv.gz": "text\nfirst\nlast",
+        "a.jsonl.gz": '{"text": "first"}\n{"text": "last"}',
+        "a.txt.gz": "first\nlast",
+        "a.csv.gz": "text\nfirst\nlast",
         "a.json.gz": '[{"text": "first"}, {"text": "last"}]',
-    }[name]  # fmt: skip
+    }[name]
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) + b"garbage")
     config = CorpusConfig(documents="line")
     (chunk,) = split_into_chunks(find_sources([str(tmp_path / name)]), "line")

@@ -46,9 +46,12 @@ DROPPED = {
     "nothing but controls": b'{"text": "\\u0000\\u0001"}',
 }
 KEPT = {
-    "BOM": b'\xef\xbb\xbf{"text": "bom %d"}', "CRLF": b'{"text": "crlf %d"}\r', "NaN": b'{"text": "nan %d", "x": NaN}',
-    "the last of two keys": b'{"text": "no", "text": "last %d"}', "NUL inside": b'{"text": "nul \\u0000 %d"}',
-}  # fmt: skip
+    "BOM": b'\xef\xbb\xbf{"text": "bom %d"}',
+    "CRLF": b'{"text": "crlf %d"}\r',
+    "NaN": b'{"text": "nan %d", "x": NaN}',
+    "the last of two keys": b'{"text": "no", "text": "last %d"}',
+    "NUL inside": b'{"text": "nul \\u0000 %d"}',
+}
 
 
 def corpus(rng: random.Random, count: int) -> tuple[bytes, Counter[str], set[str]]:
@@ -102,9 +105,12 @@ def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count
     lines = account["by_source"]["texts/lines.jsonl"]
     lines.pop("changed")  # what the rules did to kept lines is another test's
     assert lines == {
-        "records": count, "kept": outcomes["kept"], "dropped": {"empty": outcomes["empty"]},
-        "quarantined": outcomes["quarantined"], "quarantined_bytes": outcomes["quarantined_bytes"],
-    }  # fmt: skip
+        "records": count,
+        "kept": outcomes["kept"],
+        "dropped": {"empty": outcomes["empty"]},
+        "quarantined": outcomes["quarantined"],
+        "quarantined_bytes": outcomes["quarantined_bytes"],
+    }
     assert len(texts) == outcomes["kept"]
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     found = [row for split in SPLITS for path in list_shards(folder, split) for row in read_documents(path)]

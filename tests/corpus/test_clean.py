@@ -110,17 +110,70 @@ def test_the_order_of_names_does_not_matter() -> None:
     assert clean("e\x01\u0301 \u2028 \r", ALL) == clean("e\x01\u0301 \u2028 \r", ALL[::-1]) == "é"
 
 
-PIECES = st.lists(st.sampled_from([
-    "<n>", "<", ">", "&", "lt;", "amp;", "gt;", "b", "<b>", "<p", "/p>", "<!--", "-->", "script>", "Ã", "Â", "â€™", "©",
-    " ", "\n", "\r",
-    "\x00", "\x85",
-    "é", "e\u0301", "\u00ad", "\u200b", "“", "…", "１", "＜", "＆", "＠", "\uff1b",
-    "a@b.co", "http://x.y", "www.", "#",
-    "+82 10-1234-5678", "010-", "1234",
-    "-5678", "로그인", "Read more", "Home", " | ", "©", "2020", "\x9d", "ﬁ", "한",
-    "中", "\u3000", "\xa0", "&#13;", "&#128;",
-    "&nbsp;",
-]), max_size=14).map("".join)  # fmt: skip
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "<n>",
+            "<",
+            ">",
+            "&",
+            "lt;",
+            "amp;",
+            "gt;",
+            "b",
+            "<b>",
+            "<p",
+            "/p>",
+            "<!--",
+            "-->",
+            "script>",
+            "Ã",
+            "Â",
+            "â€™",
+            "©",
+            " ",
+            "\n",
+            "\r",
+            "\x00",
+            "\x85",
+            "é",
+            "e\u0301",
+            "\u00ad",
+            "\u200b",
+            "“",
+            "…",
+            "１",
+            "＜",
+            "＆",
+            "＠",
+            "\uff1b",
+            "a@b.co",
+            "http://x.y",
+            "www.",
+            "#",
+            "+82 10-1234-5678",
+            "010-",
+            "1234",
+            "-5678",
+            "로그인",
+            "Read more",
+            "Home",
+            " | ",
+            "©",
+            "2020",
+            "\x9d",
+            "ﬁ",
+            "한",
+            "中",
+            "\u3000",
+            "\xa0",
+            "&#13;",
+            "&#128;",
+            "&nbsp;",
+        ]
+    ),
+    max_size=14,
+).map("".join)
 
 
 @given(st.one_of(NASTY, PIECES), st.one_of(st.sets(st.sampled_from(sorted(RULES))), st.just(set(RULES))))
@@ -173,10 +226,22 @@ def test_configured_markers() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<" * 50_000, "<b " * 20_000, "<!--" * 20_000, "<script>" * 9_000, "&" + "amp;" * 20_000, "a@" * 30_000,
-             "+1 1 " * 15_000,
-             "a|" * 30_000, "Ã© " * 20_000, "www." * 20_000, " " * 50_000], ids=lambda text: text[:4],
-)  # fmt: skip
+    "text",
+    [
+        "<" * 50_000,
+        "<b " * 20_000,
+        "<!--" * 20_000,
+        "<script>" * 9_000,
+        "&" + "amp;" * 20_000,
+        "a@" * 30_000,
+        "+1 1 " * 15_000,
+        "a|" * 30_000,
+        "Ã© " * 20_000,
+        "www." * 20_000,
+        " " * 50_000,
+    ],
+    ids=lambda text: text[:4],
+)
 def test_adversarial_text_is_fast(text: str) -> None:
     start = time.process_time()
     clean(text, RULES)

@@ -17,19 +17,34 @@ from textmill.corpus.shards import list_shards, read_documents
 
 GOOD = "The mill by the river had been silent for years when the two brothers came back to open its doors."
 TEXTS = [
-    GOOD, GOOD + " ", "", "x", "cafÃ© <b>bold</b>\r\n" + GOOD,
+    GOOD,
+    GOOD + " ",
+    "",
+    "x",
+    "cafÃ© <b>bold</b>\r\n" + GOOD,
     GOOD.replace("silent", "very silent") + "\u200b\x07<n>https://a.b/c\nRead more",
-    "--- *** " * 20, "12345 " * 30, "one line of text\n" * 30, "buy it now and again " * 30,
+    "--- *** " * 20,
+    "12345 " * 30,
+    "one line of text\n" * 30,
+    "buy it now and again " * 30,
     "강가의 방앗간은 여러 해 동안 조용히 서 있었다. 그러다가 두 형제가 돌아왔다.",
     "Irmağın kıyısındaki değirmen yıllarca sessiz kalmıştı, sonra iki kardeş geldi.",
-    GOOD * 40, GOOD + " Write to a@b.com or 010-1234-5678.",
-]  # fmt: skip
+    GOOD * 40,
+    GOOD + " Write to a@b.com or 010-1234-5678.",
+]
 EVERYTHING = {
-    "rules": sorted(set(RULES) - {"dsgpt2"}), "min_chars": 2, "max_chars": 3000, "min_words": 3, "max_words": 900,
+    "rules": sorted(set(RULES) - {"dsgpt2"}),
+    "min_chars": 2,
+    "max_chars": 3000,
+    "min_words": 3,
+    "max_words": 900,
     "max_symbols": 0.5,
-    "max_digits": 0.5, "max_repeated_lines": 0.5, "max_repeated_words": 0.5, "languages": ["en", "ko"],
+    "max_digits": 0.5,
+    "max_repeated_lines": 0.5,
+    "max_repeated_words": 0.5,
+    "languages": ["en", "ko"],
     "sentences": "split",
-}  # fmt: skip
+}
 
 
 def prepare_corpus(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any], list[str]]:

@@ -19,10 +19,7 @@ from textmill.storage.stages import find_stage_damage
 
 LONG = "The quick brown fox jumps over the lazy dog while the cat watches from the warm window sill. " * 3
 OTHER = "Nothing at all in this second text has words in common with what stands in the first one. " * 3
-FILES = {
-    "a.jsonl": [LONG, "no", OTHER, LONG],
-    "b.jsonl": [LONG + "Indeed.", OTHER, "x", "a text that is kept"],
-}
+FILES = {"a.jsonl": [LONG, "no", OTHER, LONG], "b.jsonl": [LONG + "Indeed.", OTHER, "x", "a text that is kept"]}
 
 
 @pytest.fixture
@@ -34,9 +31,13 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(folder: Path, dedup: str = "near", workers: int = 1) -> RunConfig:
     corpus = {
-        "sources": [str(folder / name) for name in FILES], "folder": str(folder / "corpus"), "min_chars": 5,
-        "dedup": dedup, "keep_dropped": True, "split": [1],
-    }  # fmt: skip
+        "sources": [str(folder / name) for name in FILES],
+        "folder": str(folder / "corpus"),
+        "min_chars": 5,
+        "dedup": dedup,
+        "keep_dropped": True,
+        "split": [1],
+    }
     return RunConfig.model_validate({"corpus": corpus, "runner": {"workers": workers}})
 
 
@@ -47,9 +48,11 @@ def test_every_dropped_document_is_kept_with_its_rule(folder: Path, dedup: str) 
     account = json.loads((result / "account.json").read_text(encoding="utf-8"))
     assert Counter(row["rule"] for row in rows) == {rule: count for rule, count in account["dropped"].items() if count}
     found = {
-        (Path(row["source"]).name, row["id"], row["rule"]): (row["duplicate_of_id"] and
-        (Path(row["duplicate_of_source"]).name, row["duplicate_of_id"])) for row in rows
-    }  # fmt: skip
+        (Path(row["source"]).name, row["id"], row["rule"]): (
+            row["duplicate_of_id"] and (Path(row["duplicate_of_source"]).name, row["duplicate_of_id"])
+        )
+        for row in rows
+    }
     expected: dict[tuple[str, str, str], tuple[str, str] | None]
     expected = {("a.jsonl", "line 2", "short"): None, ("b.jsonl", "line 3", "short"): None}
     if dedup != "none":
@@ -97,8 +100,14 @@ def test_show_says_how_to_keep_them(folder: Path, capsys: pytest.CaptureFixture[
 def test_a_file_can_be_opened_with_any_parquet_reader(folder: Path) -> None:
     table = pq.read_table(prepare(config_of(folder)) / "dropped-00000.parquet")
     assert table.column_names == [
-        "text", "source", "id", "rule", "duplicate_of_source", "duplicate_of_id", "similarity"
-    ]  # fmt: skip
+        "text",
+        "source",
+        "id",
+        "rule",
+        "duplicate_of_source",
+        "duplicate_of_id",
+        "similarity",
+    ]
 
 
 def test_presets_with_much_cleaning_drop_near_duplicates() -> None:

@@ -141,14 +141,22 @@ def test_words_are_found_and_repeated_as_defined(parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("url", "blocked"),
     [
-        ("https://www.example.co.uk/a.html", True), ("http://example.org", True), ("https://example.news.com/", False),
-        ("https://blog.site.io/x", True), ("https://site.io:8080", True),
-        ("https://othersite.io/x", False), ("https://a.io/b.PDF?x=1", True),
-        ("https://a.io/b?x=1.pdf", False), ("http://localhost/x", True), ("not an address", True),
-        ("ftp://a.io/x", True), ("", True),
-        ("http://10.0.0.1/x", False), ("https://한국.kr/글", False),
+        ("https://www.example.co.uk/a.html", True),
+        ("http://example.org", True),
+        ("https://example.news.com/", False),
+        ("https://blog.site.io/x", True),
+        ("https://site.io:8080", True),
+        ("https://othersite.io/x", False),
+        ("https://a.io/b.PDF?x=1", True),
+        ("https://a.io/b?x=1.pdf", False),
+        ("http://localhost/x", True),
+        ("not an address", True),
+        ("ftp://a.io/x", True),
+        ("", True),
+        ("http://10.0.0.1/x", False),
+        ("https://한국.kr/글", False),
     ],
-)  # fmt: skip
+)
 def test_url(url: str, blocked: bool) -> None:
     assert is_blocked(url, ["example", "site.io"], [".pdf"]) is blocked
 

@@ -24,13 +24,14 @@ from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sources import find_sources, split_into_chunks
 
 NIKL = {
-    "id": "N1", "metadata": {"title": "모음"},
+    "id": "N1",
+    "metadata": {"title": "모음"},
     "document": [
         {"id": "d1", "paragraph": [{"form": "첫째"}, {"form": "둘째"}]},
         {"id": "d2", "paragraph": [{"form": "셋째"}, {"note": "없음"}]},
         {"id": "d3", "paragraph": []},
     ],
-}  # fmt: skip
+}
 
 
 def read(path: Path, data: bytes | str | None = None, **settings: Any) -> list[Document | BadRecord]:
@@ -125,8 +126,9 @@ def test_json_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=8,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
 
 
 @given(st.lists(JSON, max_size=5), st.integers(1, 40), st.booleans())
@@ -151,10 +153,14 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
         ("\ufeff[]", []),
         ('{"text": "one"}', [("value 1", "one")]),
         ('{\n"text": "a"\n}\n{\n"text": "b"\n}', [("value 1", "a"), ("value 2", "b")]),
-        ('\ufeff{"text": "a"}\nbroken\n{"text": "b"}\n',
-         [("line 1", "a"), ("line 2", "! not JSON: Expecting value"), ("line 3", "b")]),
-        ('[{"text": "a"}, 3, {"x": 1}]', [("item 0", "a"), ("item 1", "! found a JSON number"),
-                                          ("item 2", "! no field 'text'")]),
+        (
+            '\ufeff{"text": "a"}\nbroken\n{"text": "b"}\n',
+            [("line 1", "a"), ("line 2", "! not JSON: Expecting value"), ("line 3", "b")],
+        ),
+        (
+            '[{"text": "a"}, 3, {"x": 1}]',
+            [("item 0", "a"), ("item 1", "! found a JSON number"), ("item 2", "! no field 'text'")],
+        ),
         ('[{"text": "a"}, {"text": "b"', [("item 0", "a"), ("item 0", "! not JSON: Expecting ',' delimiter")]),
         ('[{"text": "a"} {"text": "b"}]', [("item 0", "a"), ("item 0", "! not JSON: found '{'; expected one of")]),
         ('[{"text": "a"},', [("item 0", "a"), ("item 0", "! unexpected end of file")]),
@@ -162,7 +168,7 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
         ("[" * 100_000, [("beginning", "! JSON nested too deep")]),
         ('[{"text": "\\ud800"}]', [("item 0", "! a lone surrogate")]),
     ],
-)  # fmt: skip
+)
 def test_json_layouts(tmp_path: Path, data: str, expected: list[tuple[str, str]]) -> None:
     found = summarise(read(tmp_path / "a.json", data))
     assert len(found) == len(expected), found
@@ -212,10 +218,15 @@ def test_csv_damage(tmp_path: Path) -> None:
     data = b'text,n\r\ngood,1\r\nmore,2,3\r\nfew\r\n\r\n\xff,4\r\n"a"b,5\r\nend,6\r\n"open,7\r\nnever closed,8\r\n'
     found = summarise(read(tmp_path / "a.csv", data))
     assert [(place, text[:11]) for place, text in found] == [
-        ("line 2", "good"), ("line 3", "! found 3 f"), ("line 4", "! found 1 f"), ("line 6", "! not UTF-8"),
+        ("line 2", "good"),
+        ("line 3", "! found 3 f"),
+        ("line 4", "! found 1 f"),
+        ("line 6", "! not UTF-8"),
         ("line 7", "! not CSV: "),
-        ("line 8", "end"), ("line 9", "! not CSV: "), ("line 10", "never close"),
-    ]  # fmt: skip
+        ("line 8", "end"),
+        ("line 9", "! not CSV: "),
+        ("line 10", "never close"),
+    ]
 
 
 def test_csv_wrong_column(tmp_path: Path) -> None:
@@ -229,9 +240,13 @@ def test_csv_wrong_column(tmp_path: Path) -> None:
 
 
 def table(count: int = 1000) -> pa.Table:
-    return pa.table({"text": [f"satır {number}" for number in range(count)],
-                     "url": [f"u{number}" for number in range(count)],
-                     "inner": [{"form": [f"f{number}", "g"]} for number in range(count)]})  # fmt: skip
+    return pa.table(
+        {
+            "text": [f"satır {number}" for number in range(count)],
+            "url": [f"u{number}" for number in range(count)],
+            "inner": [{"form": [f"f{number}", "g"]} for number in range(count)],
+        }
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 4000, 1 << 30])
@@ -309,9 +324,11 @@ def test_wikiextractor(tmp_path: Path) -> None:
     )
     found = read(tmp_path / "AA" / "wiki_00", data)
     assert [(place, text.strip()) for place, text in summarise(found)] == [
-        ("page 12", "A & B\n\n1 < 2"), ("page 13", "C"), ("line 11", "! text outside a <doc> block"),
+        ("page 12", "A & B\n\n1 < 2"),
+        ("page 13", "C"),
+        ("line 11", "! text outside a <doc> block"),
         ("line 12", "! <doc> block without </doc>"),
-    ]  # fmt: skip
+    ]
     assert found[0].meta == '{"title": "A & B"}'  # type: ignore[union-attr]
     lines = '{"id": "1", "url": "u", "title": "T", "text": "one"}\n{"id": "2", "title": "U", "text": "two"}\n'
     (tmp_path / "AA" / "wiki_01").write_text(lines)
@@ -386,11 +403,13 @@ def test_damaged_files_never_crash(tmp_path: Path) -> None:
     rng = random.Random(5)
     pq.write_table(table(50), tmp_path / "seed.parquet")
     seeds = {
-        "a.parquet": (tmp_path / "seed.parquet").read_bytes(), "a.json": json.dumps(NIKL).encode(),
+        "a.parquet": (tmp_path / "seed.parquet").read_bytes(),
+        "a.json": json.dumps(NIKL).encode(),
         "a.xml": dump(PAGES).encode(),
-        "a.csv": b'text,n\n"a\nb",1\nc,2\n', "wiki_00": b'<doc id="1" title="x">\nx\n</doc>\n',
+        "a.csv": b'text,n\n"a\nb",1\nc,2\n',
+        "wiki_00": b'<doc id="1" title="x">\nx\n</doc>\n',
         "a.jsonl": b'{"text": "x"}\n' * 5,
-    }  # fmt: skip
+    }
     for name, data in seeds.items():
         for _ in range(25):
             spoilt = bytearray(data)

@@ -76,11 +76,19 @@ def test_conll_and_json_lines_give_the_same_words(tmp_path: Path) -> None:
 def test_squad_and_json_lines_give_the_same_questions(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(squad(question("q1", "Seoul", 13), question("q2", None))))
     rows = [
-        {"id": "q1", "context": "Kim lives in Seoul.", "question": "Where?",
-         "answers": {"text": ["Seoul"], "answer_start": [13]}},
-        {"id": "q2", "context": "Kim lives in Seoul.", "question": "Where?",
-         "answers": {"text": [], "answer_start": []}},
-    ]  # fmt: skip
+        {
+            "id": "q1",
+            "context": "Kim lives in Seoul.",
+            "question": "Where?",
+            "answers": {"text": ["Seoul"], "answer_start": [13]},
+        },
+        {
+            "id": "q2",
+            "context": "Kim lives in Seoul.",
+            "question": "Where?",
+            "answers": {"text": [], "answer_start": []},
+        },
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = [
         [(one.texts, one.answers, one.id) for one in read(tmp_path / f"a.{end}", ANSWERS)] for end in ("json", "jsonl")
@@ -135,37 +143,66 @@ def test_questions_about_a_context_are_in_one_split(tmp_path: Path) -> None:
 
 CSV = "text,label\ngood,a\nbad,b\n"
 MISTAKES = {
-    "no text column": (SEQUENCES, {"train.csv": "review,label\ngood,a\n"},
-                       r"train\.csv:2: the field 'text' is missing; found label, review; set corpus\.text_key"),
+    "no text column": (
+        SEQUENCES,
+        {"train.csv": "review,label\ngood,a\n"},
+        r"train\.csv:2: the field 'text' is missing; found label, review; set corpus\.text_key",
+    ),
     "no label": (SEQUENCES, {"train.csv": CSV + "fine,\n"}, r"train\.csv:4: has no label"),
-    "no label column": (SEQUENCES, {"train.csv": "text,class\ngood,a\n"},
-                        r"train\.csv:2: has no label; found the fields class, text; add it, or set corpus\.label_key"),
+    "no label column": (
+        SEQUENCES,
+        {"train.csv": "text,class\ngood,a\n"},
+        r"train\.csv:2: has no label; found the fields class, text; add it, or set corpus\.label_key",
+    ),
     "too few columns": (SEQUENCES, {"train.csv": CSV + "fine\n"}, r"train\.csv:4: found 1 fields; the header has 2"),
-    "unknown label": (SEQUENCES, {"train.csv": CSV, "valid.csv": "text,label\nx,a\ny,c\n"},
-                      r"valid\.csv:3: the valid split has the label 'c', which the train split does not .* a, b"),
+    "unknown label": (
+        SEQUENCES,
+        {"train.csv": CSV, "valid.csv": "text,label\nx,a\ny,c\n"},
+        r"valid\.csv:3: the valid split has the label 'c', which the train split does not .* a, b",
+    ),
     "one label": (SEQUENCES, {"train.csv": "text,label\ngood,a\n"}, r"one label only, 'a'"),
     "no json": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": 1}\n{"text": \n'}, r"train\.jsonl:2: not JSON"),
     "a list as label": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": [1]}'}, r"jsonl:1: the label is \[1\]"),
     "a label that is no number": (SEQUENCES, {"train.jsonl": '{"text": "x", "label": NaN}'}, r"the label is nan"),
     "plain text": (SEQUENCES, {"train.txt": "good\n"}, r"train\.txt: corpus\.labels=sequence-class.* reads CSV"),
-    "unequal words": (WORDS, {"train.jsonl": '{"words": ["a", "b"], "labels": ["O"]}'},
-                      r"train\.jsonl:1: 2 words but 1 labels; each word needs one label"),
-    "no words": (WORDS, {"train.jsonl": '{"text": "a b", "labels": ["O"]}'},
-                 r"jsonl:1: has no list of words in 'words'"),
-    "no label in conll": (WORDS, {"train.conll": "Kim B-PER\nlives\n"},
-                          r"train\.conll:2: found 1 columns, the lines before have 2"),
+    "unequal words": (
+        WORDS,
+        {"train.jsonl": '{"words": ["a", "b"], "labels": ["O"]}'},
+        r"train\.jsonl:1: 2 words but 1 labels; each word needs one label",
+    ),
+    "no words": (
+        WORDS,
+        {"train.jsonl": '{"text": "a b", "labels": ["O"]}'},
+        r"jsonl:1: has no list of words in 'words'",
+    ),
+    "no label in conll": (
+        WORDS,
+        {"train.conll": "Kim B-PER\nlives\n"},
+        r"train\.conll:2: found 1 columns, the lines before have 2",
+    ),
     "no utf-8": (WORDS, {"train.conll": b"Kim B-PER\n\xff\xfe O\n"}, r"train\.conll:2: not UTF-8"),
-    "wrong offset": (ANSWERS, {"train.json": json.dumps(squad(question("q1", "Seoul", 12)))},
-                     r"\(id q1\): the answer 'Seoul' is not at character 12 of its context, where ' Seou' is; correct"),
+    "wrong offset": (
+        ANSWERS,
+        {"train.json": json.dumps(squad(question("q1", "Seoul", 12)))},
+        r"\(id q1\): the answer 'Seoul' is not at character 12 of its context, where ' Seou' is; correct",
+    ),
     "wrong offset in a line": (
-        ANSWERS, {"train.jsonl": json.dumps({"id": "q", "context": "x", "question": "y",
-                                             "answers": {"text": ["x"], "answer_start": [5]}})},
-        r"train\.jsonl:1 \(id q\): the answer 'x' is not at character 5"),
-    "an id twice": (ANSWERS, {"train.json": json.dumps(squad(question("q1", "Kim"), question("q1", "Kim")))},
-                    r"the id 'q1' occurs twice"),
+        ANSWERS,
+        {
+            "train.jsonl": json.dumps(
+                {"id": "q", "context": "x", "question": "y", "answers": {"text": ["x"], "answer_start": [5]}}
+            )
+        },
+        r"train\.jsonl:1 \(id q\): the answer 'x' is not at character 5",
+    ),
+    "an id twice": (
+        ANSWERS,
+        {"train.json": json.dumps(squad(question("q1", "Kim"), question("q1", "Kim")))},
+        r"the id 'q1' occurs twice",
+    ),
     "no question": (ANSWERS, {"train.json": json.dumps(squad({"id": "q1"}))}, r"qas\[0\]: has no text 'question'"),
     "no squad": (ANSWERS, {"train.json": '{"articles": []}'}, r"no list 'data\[\]'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

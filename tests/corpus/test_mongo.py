@@ -70,9 +70,12 @@ def test_random_batches_keep_the_requested_order(database: MongoDatabase) -> Non
 
 @pytest.mark.parametrize(
     ("speeds", "tried", "best"),
-    [({24: 9, 96: 5, 384: 99, 1536: 99}, [24, 96], 24), ({24: 1, 96: 2, 384: 3, 1536: 4}, [24, 96, 384, 1536], 1536),
-     ({24: 1, 96: 8, 384: 3, 1536: 4}, [24, 96, 384], 96)],
-)  # fmt: skip
+    [
+        ({24: 9, 96: 5, 384: 99, 1536: 99}, [24, 96], 24),
+        ({24: 1, 96: 2, 384: 3, 1536: 4}, [24, 96, 384, 1536], 1536),
+        ({24: 1, 96: 8, 384: 3, 1536: 4}, [24, 96, 384], 96),
+    ],
+)
 def test_query_size_grows_while_the_server_gets_faster(speeds: dict[int, float], tried: list[int], best: int) -> None:
     query_size, sizes = mongo.QuerySize(), []
     for _ in range(20):
@@ -149,10 +152,14 @@ def test_irregularities_are_reported(database: MongoDatabase, capsys: pytest.Cap
 
 def test_text_fields(database: MongoDatabase) -> None:
     rows: list[dict[str, Any]] = [
-        {"form": "raw", "filt_text": "clean"}, {"form": "raw"}, {"form": "raw", "filt_text": None},
-        {"q": "hi", "a": "ho"}, {"form": 3},
-        {"filt_text": "", "form": "raw"}, {"body": "other"},
-    ]  # fmt: skip
+        {"form": "raw", "filt_text": "clean"},
+        {"form": "raw"},
+        {"form": "raw", "filt_text": None},
+        {"q": "hi", "a": "ho"},
+        {"form": 3},
+        {"filt_text": "", "form": "raw"},
+        {"body": "other"},
+    ]
     database.db["kinds"].create_index("idx", unique=True)
     database.db["kinds"].insert_many([{"idx": idx, **row} for idx, row in enumerate(rows)])
     path = database.write_config("kinds.json", COLLECTIONS=["kinds"])
@@ -285,10 +292,13 @@ def test_no_part_of_the_connection_string_is_printed(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [([], "found a list"), ({}, "MONGO_CONNECTION_DB is missing"),
-     ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS must be a list"),
-     ({"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a", "a"]}, "twice")],
-)  # fmt: skip
+    [
+        ([], "found a list"),
+        ({}, "MONGO_CONNECTION_DB is missing"),
+        ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS must be a list"),
+        ({"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a", "a"]}, "twice"),
+    ],
+)
 def test_error_names_a_wrong_setting(settings: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "db_config.json"
     path.write_text(json.dumps(settings))

@@ -55,10 +55,16 @@ def new_corpus(database: MongoDatabase, tmp_path: Path, name: str) -> list[str]:
         f"{name}_to.json", COLLECTIONS=["other", f"{name}_clean"], MONGO_CONNECTION_STRING=None
     )
     return [
-        "prepare", "quickstart", f"folder={tmp_path / name}", f"corpus.sources=mongo:{source}", "runner.workers=1",
+        "prepare",
+        "quickstart",
+        f"folder={tmp_path / name}",
+        f"corpus.sources=mongo:{source}",
+        "runner.workers=1",
         "corpus.split=8,1,1",
-        "corpus.mongo_write_back=true", f"corpus.mongo_load={name}_clean", f"corpus.mongo_config={target}",
-    ]  # fmt: skip
+        "corpus.mongo_write_back=true",
+        f"corpus.mongo_load={name}_clean",
+        f"corpus.mongo_config={target}",
+    ]
 
 
 def read_rows(database: MongoDatabase, name: str) -> list[dict[str, Any]]:

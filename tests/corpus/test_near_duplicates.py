@@ -275,8 +275,9 @@ def test_longest_is_kept_and_pairs_are_listed(tmp_path: Path, monkeypatch: pytes
     assert account["dropped"] == {"near_duplicate": 2}
     rows = [json.loads(line) for line in (folder / "near_duplicates.jsonl").read_text().splitlines()]
     assert [(row["first"]["file"], row["second"]["file"]) for row in rows] == [
-        ("texts/0.jsonl", "texts/1.jsonl"), ("texts/0.jsonl", "texts/2.jsonl"),
-    ]  # fmt: skip
+        ("texts/0.jsonl", "texts/1.jsonl"),
+        ("texts/0.jsonl", "texts/2.jsonl"),
+    ]
     assert rows[0]["second"] == {"file": "texts/1.jsonl", "place": "line 1", "kept": True, "text": texts[1][:200]}
     assert not rows[0]["first"]["kept"]
     assert 0.8 <= rows[0]["jaccard"] < 1

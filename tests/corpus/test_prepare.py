@@ -22,9 +22,13 @@ from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 LINES = [
-    {"text": "bir metin"}, {"text": "bir  metin\n"}, {"text": ""}, {"text": "x"}, {"body": "no text"},
+    {"text": "bir metin"},
+    {"text": "bir  metin\n"},
+    {"text": ""},
+    {"text": "x"},
+    {"body": "no text"},
     {"text": "한국어 문장"},
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -81,16 +85,25 @@ def test_quarantine_and_origins(workspace: Path) -> None:
     folder = prepare(config_of())
     rows = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
     assert rows == [
-        {"file": "texts/lines.jsonl", "place": "line 5",
-         "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
-         "raw": '{"body": "no text"}\n'},
-        {"file": "texts/lines.jsonl", "place": "line 7", "raw": "\\xff\\xff\n",
-         "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, name it with corpus.encoding"},
-    ]  # fmt: skip
+        {
+            "file": "texts/lines.jsonl",
+            "place": "line 5",
+            "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
+            "raw": '{"body": "no text"}\n',
+        },
+        {
+            "file": "texts/lines.jsonl",
+            "place": "line 7",
+            "raw": "\\xff\\xff\n",
+            "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, name it with corpus.encoding",
+        },
+    ]
     everything = [row for split in documents(folder).values() for row in split]
     assert {(row.text, row.id) for row in everything if row.source == "texts/lines.jsonl"} == {
-        ("bir metin", "line 1"), ("x", "line 4"), ("한국어 문장", "line 6"),
-    }  # fmt: skip
+        ("bir metin", "line 1"),
+        ("x", "line 4"),
+        ("한국어 문장", "line 6"),
+    }
     assert {row.source for row in everything} == {
         f"texts/{name}" for name in ("english.txt", "korean.txt", "turkish.txt", "lines.jsonl")
     }

@@ -244,11 +244,14 @@ def test_named_corpora(corpora: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "not readable"), ("- a", "found a list"), ("a: {source: x}", "found \\['source'\\]; expected 'sources'"),
-        ("a: {sources: [1]}", "a list of strings"), ("a: 3", "found 3"),
+        ("[", "not readable"),
+        ("- a", "found a list"),
+        ("a: {source: x}", "found \\['source'\\]; expected 'sources'"),
+        ("a: {sources: [1]}", "a list of strings"),
+        ("a: 3", "found 3"),
         ("a: {sources: x, text_key: 3}", "'text_key' a string"),
     ],
-)  # fmt: skip
+)
 def test_wrong_corpora_file(corpora: str, text: str, message: str) -> None:
     Path(corpora).write_text(text)
     with pytest.raises(TextmillError, match=message):

@@ -83,8 +83,9 @@ def test_wrapped_lines_are_joined() -> None:
     )
     assert split_sentences(text).split("\n") == [
         "It was the best of times, it was the worst of times, it was the age of Wisdom, and the age of foolishness.",
-        "Chapter 2", "Next.",
-    ]  # fmt: skip
+        "Chapter 2",
+        "Next.",
+    ]
 
 
 def test_lines_that_are_already_split() -> None:

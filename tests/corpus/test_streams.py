@@ -27,9 +27,11 @@ from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sources import find_sources, split_into_chunks
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress, "bz2": bz2.compress, "xz": partial(lzma.compress, preset=0),
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": partial(lzma.compress, preset=0),
     "zst": zstandard.ZstdCompressor().compress,
-}  # fmt: skip
+}
 LINES = [f"{number} satır, 줄 {number * 7919 % 1000}" for number in range(3000)]
 DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
 KINDS = pytest.mark.parametrize("kind", list(COMPRESS))

@@ -86,13 +86,26 @@ def test_pages(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     folder = prepare(config(tmp_path, lines, download=True))
     rows = pq.read_table(folder / "train-00000.parquet").to_pylist()
     assert {row["id"]: row["text"] for row in rows} == {
-        "line 1": "Değirmen döner.", "line 2": "Mühle", "line 3": "물레방아", "line 4": "It has moved.",
+        "line 1": "Değirmen döner.",
+        "line 2": "Mühle",
+        "line 3": "물레방아",
+        "line 4": "It has moved.",
         "line 5": "By the river.",
-    }  # fmt: skip
+    }
     assert json.loads(next(row for row in rows if row["id"] == "line 1")["meta"]) == {"url": f"{site}/mill"}
     reasons = {row["place"]: row["reason"] for row in map(json.loads, (folder / "quarantine.jsonl").open())}
-    wanted = ["answered 404", "image/png", "not utf-8", "not undefined", "more than 1,000 bytes", "", "robots.txt",
-              "not a web address", "not a web address", "not a web address"]  # fmt: skip
+    wanted = [
+        "answered 404",
+        "image/png",
+        "not utf-8",
+        "not undefined",
+        "more than 1,000 bytes",
+        "",
+        "robots.txt",
+        "not a web address",
+        "not a web address",
+        "not a web address",
+    ]
     assert len(reasons) == len(wanted)
     for number, reason in enumerate(wanted, 6):
         assert reason in reasons[f"line {number}"], reasons

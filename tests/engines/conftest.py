@@ -8,8 +8,12 @@ from tests.support import engine_runs
 from tests.support.engine_runs import ENGINES, MYNET, engines_of
 from textmill.config import SIZES
 
-LONG = [pytest.param(f"{engine}-{family}", marks=pytest.mark.long)
-        for family in SIZES for engine in engines_of(family) if family != "gpt2"]  # fmt: skip
+LONG = [
+    pytest.param(f"{engine}-{family}", marks=pytest.mark.long)
+    for family in SIZES
+    for engine in engines_of(family)
+    if family != "gpt2"
+]
 
 
 @pytest.fixture(params=[*ENGINES, "torch-mynet", *LONG])

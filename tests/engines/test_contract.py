@@ -18,8 +18,11 @@ from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 
 LAST_NORMS = (
-    "ln_f.weight", "layers.1.norm_2.weight", "layer.1.output.LayerNorm.weight", "1.post_attention_layernorm.weight",
-)  # fmt: skip
+    "ln_f.weight",
+    "layers.1.norm_2.weight",
+    "layer.1.output.LayerNorm.weight",
+    "1.post_attention_layernorm.weight",
+)
 
 
 @pytest.mark.long_with("jax")

@@ -19,8 +19,12 @@ from textmill.engines.cuda_graphs_torch import GraphedPass
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that do nothing."""
     stream: Any = SimpleNamespace(wait_stream=lambda other: None)
-    for name, fake in (("Stream", lambda: stream), ("current_stream", lambda: stream),
-                       ("stream", lambda one: nullcontext()), ("graph_pool_handle", lambda: None)):  # fmt: skip
+    for name, fake in (
+        ("Stream", lambda: stream),
+        ("current_stream", lambda: stream),
+        ("stream", lambda one: nullcontext()),
+        ("graph_pool_handle", lambda: None),
+    ):
         monkeypatch.setattr(torch.cuda, name, fake)
 
 

@@ -18,37 +18,60 @@ from textmill.errors import TextmillError
 
 # The JSON in dsGPT2's README: fp16, a logarithmic warm-up and a decay to a tenth.
 DSGPT2 = {
-    "train_batch_size": 650, "gradient_accumulation_steps": 1, "fp16": {"enabled": True}, "gradient_clipping": 0.25,
+    "train_batch_size": 650,
+    "gradient_accumulation_steps": 1,
+    "fp16": {"enabled": True},
+    "gradient_clipping": 0.25,
     "optimizer": {"type": "AdamW", "params": {"lr": 3.5e-4, "betas": [0.95, 0.999], "eps": 1e-8, "weight_decay": 1e-5}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 300000, "warmup_min_lr": 3.5e-5, "warmup_max_lr": 3.5e-4,
-                   "warmup_num_steps": 1000},
+        "params": {
+            "total_num_steps": 300000,
+            "warmup_min_lr": 3.5e-5,
+            "warmup_max_lr": 3.5e-4,
+            "warmup_num_steps": 1000,
+        },
     },
-}  # fmt: skip
+}
 OURS = {
-    "batch": 650, "clip": 0.25, "learning_rate": 3.5e-4, "min_learning_rate": 3.5e-5, "betas": [0.95, 0.999],
-    "weight_decay": 1e-5, "schedule": "linear", "steps": 300000, "warmup": 1000, "warmup_shape": "log",
-}  # fmt: skip
+    "batch": 650,
+    "clip": 0.25,
+    "learning_rate": 3.5e-4,
+    "min_learning_rate": 3.5e-5,
+    "betas": [0.95, 0.999],
+    "weight_decay": 1e-5,
+    "schedule": "linear",
+    "steps": 300000,
+    "warmup": 1000,
+    "warmup_shape": "log",
+}
 # A typical JSON for Hugging Face's trainer: ZeRO-3, both offloads, most values "auto".
 HUGGING = {
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True},
-        "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "sub_group_size": 1e9,
     },
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
-}  # fmt: skip
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
 
 
 BLOCK = 1000
 SIZES = {
-    "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000,
-    "stage3_max_live_parameters": 2000, "stage3_max_reuse_distance": 2000,
-}  # fmt: skip
+    "reduce_bucket_size": 1000,
+    "stage3_prefetch_bucket_size": 1000,
+    "stage3_max_live_parameters": 2000,
+    "stage3_max_reuse_distance": 2000,
+}
 
 
 def built(
@@ -118,20 +141,32 @@ def test_a_hugging_face_json_is_accepted_unchanged(tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 2}, {}, {}, ["gradient_accumulation_steps is 2", "is 1"]),
         ({}, {"weight_decay": 0.1}, {}, ["optimizer.params.weight_decay is 1e-05", "train.weight_decay is 0.1"]),
         ({}, {"betas": [0.9, 0.999]}, {}, ["optimizer.params.betas", "train.betas is [0.9, 0.999]"]),
-        ({}, {"warmup_shape": "linear"}, {},
-         ['scheduler.params.warmup_type is "log"', 'train.warmup_shape is "linear"']),
+        (
+            {},
+            {"warmup_shape": "linear"},
+            {},
+            ['scheduler.params.warmup_type is "log"', 'train.warmup_shape is "linear"'],
+        ),
         ({}, {"steps": 10000}, {}, ["scheduler.params.total_num_steps is 300000", "is 10000"]),
         ({}, {"schedule": "cosine"}, {}, ['scheduler.type is "WarmupDecayLR"', 'train.schedule is "cosine"']),
         ({"optimizer": {"type": "Lamb"}}, {}, {}, ['optimizer.type is "Lamb"', "train.optimizer"]),
         ({}, {}, {"precision": "fp32"}, ["fp16.enabled is true", "engine.precision"]),
-        ({"gradient_allreduce_op": "sum"}, {}, {},
-         ['gradient_allreduce_op is "sum"', 'the only supported value is "mean"']),
-        ({"fp16": {"fp16_master_weights_and_grads": True}}, {}, {},
-         ["fp16_master_weights_and_grads is true", "is false"]),
+        (
+            {"gradient_allreduce_op": "sum"},
+            {},
+            {},
+            ['gradient_allreduce_op is "sum"', 'the only supported value is "mean"'],
+        ),
+        (
+            {"fp16": {"fp16_master_weights_and_grads": True}},
+            {},
+            {},
+            ["fp16_master_weights_and_grads is true", "is false"],
+        ),
         ({"torch_autocast": {"enabled": True}}, {}, {}, ["torch_autocast.enabled is true", "value is false"]),
         ({"zero_optimization": {"stage": 2}}, {}, {"zero": 1}, ["zero_optimization.stage is 2", "engine.zero is 1"]),
     ],
-)  # fmt: skip
+)
 def test_a_json_that_contradicts_our_settings_is_refused(
     tmp_path: Path, user: dict[str, Any], ours: dict[str, Any], engine: dict[str, Any], parts: list[str]
 ) -> None:

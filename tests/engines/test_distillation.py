@@ -14,11 +14,7 @@ from torch import Tensor
 
 from tests.support.engine_runs import VOCAB, batch_of, config_of, rows_of, started
 from tests.support.teachers import distilling, write_teacher
-from textmill.config import (
-    DistilConfig,
-    TorchEngine,
-    TrainConfig,
-)
+from textmill.config import DistilConfig, TorchEngine, TrainConfig
 from textmill.engines.distillation.terms import matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput, distillation_loss
 from textmill.engines.losses_torch import WeightedLabels
@@ -49,8 +45,9 @@ def reference(
         "reverse": F.kl_div(target.log(), own, reduction="none").sum(1),
         "jensen_shannon": (
             F.kl_div(mixed.log(), target, reduction="none") + F.kl_div(mixed.log(), own, reduction="none")
-        ).sum(1) / 2,
-    }[distil.divergence]  # fmt: skip
+        ).sum(1)
+        / 2,
+    }[distil.divergence]
     terms = {
         "labels": F.cross_entropy(student, labels, ignore_index=IGNORED, reduction="none"),
         "kl": divergence * heat**2,
@@ -88,9 +85,15 @@ def test_terms_and_gradients(divergence: Any, count: int, top_k: int, monkeypatc
 
     singles, report = [one.clone().requires_grad_() for one in (x, head, bias)], torch.zeros(3)
     loss = distillation_loss(
-        singles[0], singles[1], WeightedLabels(labels, weights), WORDS, TeacherOutput(teachers),
-        TrainConfig(distil=distil), report, bias_V=singles[2],
-    )  # fmt: skip
+        singles[0],
+        singles[1],
+        WeightedLabels(labels, weights),
+        WORDS,
+        TeacherOutput(teachers),
+        TrainConfig(distil=distil),
+        report,
+        bias_V=singles[2],
+    )
     (loss * 1).backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert report.tolist() == pytest.approx([one.item() for one in terms.values()], rel=1e-6)
@@ -167,8 +170,10 @@ def test_compiled_teachers_and_loss_equal_the_cpu(tmp_path: Path) -> None:
 def test_padding_rows_of_a_teacher_are_left_out(tmp_path: Path) -> None:
     plain, padded = (write_teacher(tmp_path / str(vocab), vocab=vocab) for vocab in (VOCAB, VOCAB + 10))
     weights = dict(read_model(Path(plain)))
-    wide = {name: values if name != "transformer.wte.weight" else np.concatenate([values, 9 + values[:10]])
-            for name, values in weights.items()}  # fmt: skip
+    wide = {
+        name: values if name != "transformer.wte.weight" else np.concatenate([values, 9 + values[:10]])
+        for name, values in weights.items()
+    }
     (Path(padded) / "model.safetensors").write_bytes(b"".join(encode_safetensors(wide.items())))
     found = [started(distilling("torch", [name])).train_step(batch_of(0), 0, 0.0).terms for name in (plain, padded)]
     assert found[0] == pytest.approx(found[1], rel=1e-6)

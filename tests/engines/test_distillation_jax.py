@@ -21,11 +21,7 @@ MESH_SETTINGS: list[dict[str, Any]] = [{"cosine": 0.5, "mse": 0.001}, {"top_k": 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"divergence": "reverse", "top_k": 4},
-        {"divergence": "jensen_shannon"},
-        {"top_k": 7, "temperature": 1.5},
-    ],
+    [{"divergence": "reverse", "top_k": 4}, {"divergence": "jensen_shannon"}, {"top_k": 7, "temperature": 1.5}],
 )
 def test_jax_equals_torch(settings: dict[str, Any], tmp_path: Path) -> None:
     """The torch engine is compared with straight torch above; labels are smoothed and have z-loss too."""

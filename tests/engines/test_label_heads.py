@@ -69,9 +69,10 @@ def theirs_of(shape: Any) -> Any:
 def their_loss(theirs: Any, shape: Any, batch: Batch) -> torch.Tensor:
     """The loss of transformers' class; of answers in padded rows, its formula over the tokens that are no padding."""
     given = {
-        "input_ids": torch.tensor(batch.inputs), "token_type_ids": torch.tensor(batch.types),
+        "input_ids": torch.tensor(batch.inputs),
+        "token_type_ids": torch.tensor(batch.types),
         "attention_mask": torch.tensor(batch.documents),
-    }  # fmt: skip
+    }
     labels = torch.tensor(batch.labels).long()
     if shape.task == TASKS[0]:
         return theirs(**given, labels=labels[:, 0]).loss

@@ -21,14 +21,26 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 @pytest.mark.parametrize(
     ("smoothing", "z", "lean", "cap"),
     [
-        (0.0, 0.0, 0, 0), (0.1, 0.0, 0, 0), (0.0, 1e-2, 0, 0), (0.2, 1e-3, 0, 0), (0.0, 0.5, 16, 0), (0.2, 0.5, 16, 0),
-        (0.0, 0.0, 0, 3.0), (0.2, 1e-3, 0, 3.0), (0.2, 0.5, 16, 20.0),
+        (0.0, 0.0, 0, 0),
+        (0.1, 0.0, 0, 0),
+        (0.0, 1e-2, 0, 0),
+        (0.2, 1e-3, 0, 0),
+        (0.0, 0.5, 16, 0),
+        (0.2, 0.5, 16, 0),
+        (0.0, 0.0, 0, 3.0),
+        (0.2, 1e-3, 0, 3.0),
+        (0.2, 0.5, 16, 20.0),
     ],
-)  # fmt: skip
+)
 def test_loss_and_gradients(
-    device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, cap: float,
+    device: str,
+    dtype: torch.dtype,
+    smoothing: float,
+    z: float,
+    lean: float,
+    cap: float,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """With a lean some tokens have a denominator whose log is far below zero: there the square's grad outweighs the
     loss's own."""
     monkeypatch.setattr(losses_torch, "CPU_LOGITS", 20 * PADDED)

@@ -119,36 +119,58 @@ def test_the_detokeniser_equals_lm_evals() -> None:
 
 RECORDS: dict[str, dict[str, Any]] = {
     "hellaswag": {
-        "activity_label": "Milling", "ctx_a": "[header] How to mill [title] Take grain.", "ctx_b": "then you",
-        "endings": ["grind [step] it.", "swim  away."], "label": "0",
+        "activity_label": "Milling",
+        "ctx_a": "[header] How to mill [title] Take grain.",
+        "ctx_b": "then you",
+        "endings": ["grind [step] it.", "swim  away."],
+        "label": "0",
     },
     "piqa": {"goal": "Grind grain", "sol1": "Use a mill.", "sol2": "Use a river.", "label": 0},
     "arc_easy": {
-        "question": "What turns?", "choices": {"text": ["a wheel", "a wall"], "label": ["A", "B"]}, "answerKey": "A",
+        "question": "What turns?",
+        "choices": {"text": ["a wheel", "a wall"], "label": ["A", "B"]},
+        "answerKey": "A",
     },
     "winogrande": {
-        "sentence": "The wheel beat the wall because _ was strong.", "option1": "the wheel", "option2": "the wall",
+        "sentence": "The wheel beat the wall because _ was strong.",
+        "option1": "the wheel",
+        "option2": "the wall",
         "answer": "2",
     },
     "commonsense_qa": {
         "question": " Where is a mill? ",
-        "choices": {"text": ["river", "sky", "sea", "cup", "ear"], "label": list("ABCDE")}, "answerKey": "C",
+        "choices": {"text": ["river", "sky", "sea", "cup", "ear"], "label": list("ABCDE")},
+        "answerKey": "C",
     },
     "kobest_boolq": {"paragraph": "방아가 있다.", "question": "있나?", "label": 1},
-    "kobest_copa": {"premise": "비가 왔다.", "question": "결과", "alternative_1": "젖었다.", "alternative_2": "말랐다.",
-                    "label": 0},
-    "kobest_hellaswag": {"context": "물이 흐른다.", "ending_1": "돈다.", "ending_2": "난다.", "ending_3": "산다.",
-                         "ending_4": "간다.", "label": 3},
+    "kobest_copa": {
+        "premise": "비가 왔다.",
+        "question": "결과",
+        "alternative_1": "젖었다.",
+        "alternative_2": "말랐다.",
+        "label": 0,
+    },
+    "kobest_hellaswag": {
+        "context": "물이 흐른다.",
+        "ending_1": "돈다.",
+        "ending_2": "난다.",
+        "ending_3": "산다.",
+        "ending_4": "간다.",
+        "label": 3,
+    },
     "kobest_sentineg": {"sentence": "좋아요", "label": 1},
     "kobest_wic": {"word": "배", "context_1": "배가 고프다.", "context_2": "배를 탔다.", "label": 0},
-}  # fmt: skip
+}
 """A record of each published task, in the fields of the hub."""
 
 
 READERS = {
-    "hellaswag": hellaswag.read_item, "piqa": piqa.read_item, "arc_easy": arc.read_item,
-    "winogrande": winogrande.read_item, "commonsense_qa": commonsenseqa.read_item,
-}  # fmt: skip
+    "hellaswag": hellaswag.read_item,
+    "piqa": piqa.read_item,
+    "arc_easy": arc.read_item,
+    "winogrande": winogrande.read_item,
+    "commonsense_qa": commonsenseqa.read_item,
+}
 
 
 @pytest.mark.parametrize("name", RECORDS)

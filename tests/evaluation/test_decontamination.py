@@ -115,9 +115,7 @@ ENTRIES = {
         {"activity_label": "Milling", "ctx_a": SECRET, "ctx_b": "he", "endings": ["a", "b", "c", "d"], "label": 0}
     ],
     "piqa": [{"goal": SECRET, "sol1": "yes", "sol2": "no"}],
-    "arc": [
-        {"question": {"stem": SHORT, "choices": [{"text": t, "label": t} for t in "AB"]}, "answerKey": "A"},
-    ],
+    "arc": [{"question": {"stem": SHORT, "choices": [{"text": t, "label": t} for t in "AB"]}, "answerKey": "A"}],
 }
 
 

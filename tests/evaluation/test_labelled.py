@@ -112,9 +112,13 @@ def test_scores_of_both_versions() -> None:
     second.add("", ["Seoul"])
     second.add("seoul", ["Seoul", "the"])
     assert second.metrics() == {
-        "exact_match": 50.0, "f1": 50.0, "has_answer_exact_match": 50.0, "has_answer_f1": 50.0,
-        "no_answer_exact_match": 50.0, "no_answer_f1": 50.0,
-    }  # fmt: skip
+        "exact_match": 50.0,
+        "f1": 50.0,
+        "has_answer_exact_match": 50.0,
+        "has_answer_f1": 50.0,
+        "no_answer_exact_match": 50.0,
+        "no_answer_f1": 50.0,
+    }
 
 
 def best_by_trial(samples: list[Sample], logits: list[Any], longest: int) -> tuple[float, str, str]:

@@ -66,9 +66,13 @@ def use_a_bert(project: Path) -> None:
     write_quiz(project, GOOD)
     tokenizer = fit(iter([["another text"]]), TokenizerConfig(vocab=260))
     small = BertConfig(
-        vocab_size=tokenizer.vocab, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        vocab_size=tokenizer.vocab,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
         max_position_embeddings=24,
-    )  # fmt: skip
+    )
     BertForMaskedLM(small).save_pretrained(project / "model")
     tokenizer.save(project / "model")
 

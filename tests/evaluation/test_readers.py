@@ -95,8 +95,9 @@ def test_piqa_with_its_file_of_labels(config: RunConfig, tmp_path: Path) -> None
     (tmp_path / "valid-labels.lst").write_text("\n".join(map(str, labels)) + "\n")
     tasks = EvaluateConfig(tasks=[f"piqa:{tmp_path / 'valid.jsonl'}", f"piqa:{tmp_path / 'own.jsonl'}"])
     result = evaluate(config.model_copy(update={"evaluate": tasks}))
-    figures = [{key: result[f"piqa-{name}"][key] for key in ("acc", "acc_norm", "bits_per_byte")} for name in
-               ("valid", "own")]  # fmt: skip
+    figures = [
+        {key: result[f"piqa-{name}"][key] for key in ("acc", "acc_norm", "bits_per_byte")} for name in ("valid", "own")
+    ]
     assert figures[0] == figures[1]
     (tmp_path / "valid-labels.lst").write_text("0\n1\n")
     with pytest.raises(TextmillError, match=r"valid-labels.lst: has 2 labels, .* has 4 items"):

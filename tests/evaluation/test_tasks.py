@@ -134,8 +134,9 @@ def test_lambada_last_word_and_last_token(run: Run, model: Any, tokenizer: TextT
     assert result["bits_per_byte"] == pytest.approx(sum(word) / math.log(2) / octets)
 
 
-def test_text_without_a_project(checkpoint: Checkpoint, model: Any, tokenizer: TextTokenizer, tmp_path: Path,
-                                capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_text_without_a_project(
+    checkpoint: Checkpoint, model: Any, tokenizer: TextTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint.folder, bare, ignore=lambda *_: ["progress.json", "manifest.json"])
     text = "the mill stands by a river\n\nand its wheel turns\n"
@@ -187,9 +188,10 @@ def test_a_task_in_ten_lines_of_yaml(run: Run, tmp_path: Path) -> None:
     quiz = {"ask": {"what": "mill"}, "options": ["turns", "river"], "right": "B"}
     write_lines(tmp_path / "quiz.jsonl", quiz, {**quiz, "right": "A"})
     write_lines(
-        tmp_path / "own.jsonl", {"context": "the mill", "choices": ["turns", "river"], "answer": 1},
+        tmp_path / "own.jsonl",
+        {"context": "the mill", "choices": ["turns", "river"], "answer": 1},
         {"context": "the mill", "choices": ["turns", "river"], "answer": "turns"},
-    )  # fmt: skip
+    )
     (tmp_path / "quiz.yaml").write_text(
         'task: choices\nfile: quiz.jsonl\ncontext: "the {ask.what}"\nchoices: options\nanswer: right\n'
     )
@@ -198,8 +200,10 @@ def test_a_task_in_ten_lines_of_yaml(run: Run, tmp_path: Path) -> None:
         'choices: ["{options.0}", "{options.1}"]\nanswer: right\n'
     )
     result = run(str(tmp_path / "quiz.yaml"), str(tmp_path / "listed.yaml"), f"choices:{tmp_path / 'own.jsonl'}")
-    metrics = [{key: one[key] for key in ("acc", "acc_norm", "bits_per_byte")} for one in
-               (result["quiz"], result["own-name"], result["choices"])]  # fmt: skip
+    metrics = [
+        {key: one[key] for key in ("acc", "acc_norm", "bits_per_byte")}
+        for one in (result["quiz"], result["own-name"], result["choices"])
+    ]
     assert metrics[0] == metrics[1] == metrics[2]
     assert metrics[0]["acc"] == 0.5
 
@@ -255,8 +259,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("task", "content", "message"), BAD)
-def test_bad_files_get_one_clear_message(run: Run, life: Path, tmp_path: Path, task: str, content: str,
-                                         message: str) -> None:  # fmt: skip
+def test_bad_files_get_one_clear_message(
+    run: Run, life: Path, tmp_path: Path, task: str, content: str, message: str
+) -> None:
     (tmp_path / "data.jsonl").write_text(content, encoding="utf-8")
     before = sorted(path for path in life.rglob("*"))
     with pytest.raises(TextmillError) as error:

@@ -64,12 +64,18 @@ def test_greedy_text_equals_transformers_for_fifty_prompts(generator: Generator,
 ALL_TOKENS = SampleConfig(max_tokens=1000, temperature=0)
 DRAWS = 20_000
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {}, "temperature": {"temperature": 0.6}, "top_k": {"top_k": 7},
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 7},
     "top_p": {"temperature": 1.3, "top_p": 0.8},
-    "min_p": {"min_p": 0.1}, "typical_p": {"typical_p": 0.6}, "repetition_penalty": {"repetition_penalty": 1.8},
-    "presence_penalty": {"presence_penalty": 2.0}, "frequency_penalty": {"frequency_penalty": 1.0}, "bias": {},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.6},
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 1.0},
+    "bias": {},
     "min_tokens": {"min_tokens": 9},
-}  # fmt: skip
+}
 NEW_IDS = [5, 9, 5]
 """The new text before the sampled token."""
 
@@ -100,9 +106,10 @@ def reference_probabilities(scores: torch.Tensor, option: str, prompt: list[int]
     kept, mass = [], 0.0
     for rank, id_ in enumerate(order):
         out = (
-            (option == "top_k" and rank >= 7) or (option in ("top_p", "typical_p") and mass >= values[option])
+            (option == "top_k" and rank >= 7)
+            or (option in ("top_p", "typical_p") and mass >= values[option])
             or (option == "min_p" and chances[id_] < 0.1 * max(chances))
-        )  # fmt: skip
+        )
         mass += chances[id_]
         if not out:
             kept.append(id_)

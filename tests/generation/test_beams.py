@@ -32,12 +32,16 @@ def expected_ids(theirs: Any, ids: list[int], sample: SampleConfig, end: int) ->
 def expected_beams(theirs: Any, ids: list[int], sample: SampleConfig, end: int) -> list[list[int]]:
     """Return the new tokens of the `sample.count` best beams by transformers, without the end token."""
     options = {
-        "num_beams": sample.beams, "length_penalty": sample.length_penalty, "max_new_tokens": sample.max_tokens,
+        "num_beams": sample.beams,
+        "length_penalty": sample.length_penalty,
+        "max_new_tokens": sample.max_tokens,
         "do_sample": False,
-        "min_new_tokens": sample.min_tokens, "repetition_penalty": sample.repetition_penalty, "pad_token_id": end,
+        "min_new_tokens": sample.min_tokens,
+        "repetition_penalty": sample.repetition_penalty,
+        "pad_token_id": end,
         "eos_token_id": end,
         "num_return_sequences": sample.count,
-    }  # fmt: skip
+    }
     start = torch.tensor([ids])
     found: list[list[int]] = theirs.generate(start, attention_mask=torch.ones_like(start), **options)[
         :, len(ids) :
@@ -50,10 +54,12 @@ def test_best_beam_equals_transformers(generator: Generator, theirs: Any, number
     dice = random.Random(number)
     tokenizer = generator.tokenizer
     sample = SampleConfig(
-        beams=dice.choice([2, 3, 5]), length_penalty=dice.choice([-1.0, 0.0, 0.6, 1.0, 2.0]),
+        beams=dice.choice([2, 3, 5]),
+        length_penalty=dice.choice([-1.0, 0.0, 0.6, 1.0, 2.0]),
         max_tokens=dice.choice([8, 20]),
-        min_tokens=dice.choice([0, 0, 4]), repetition_penalty=dice.choice([1.0, 1.0, 1.3]),
-    )  # fmt: skip
+        min_tokens=dice.choice([0, 0, 4]),
+        repetition_penalty=dice.choice([1.0, 1.0, 1.3]),
+    )
     prompt = " ".join(dice.choices(WORDS, k=dice.randint(1, 5)))
     ids = tokenizer.encode(prompt)
     # An end of text that these weights like: some beams must end early for the search to have a choice.

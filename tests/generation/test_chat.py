@@ -152,10 +152,15 @@ class Screen:
         self.master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": str(root)}
         self.program = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=root,
+            [sys.executable, "-c", code],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            cwd=root,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        )
         os.close(slave)
         self.shown = ""
 

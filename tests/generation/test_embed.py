@@ -32,19 +32,21 @@ from textmill.tokens.vocabulary.tokenizer import fit
 from textmill.where import open_where
 
 SENTENCES = [
-    "The mill stands by the river.", "A wheel turns.", "", "Who is there?",
+    "The mill stands by the river.",
+    "A wheel turns.",
+    "",
+    "Who is there?",
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
-    "물레방아는 강가에 서 있다.", "a " * 400,
-]  # fmt: skip
+    "물레방아는 강가에 서 있다.",
+    "a " * 400,
+]
 
 
 def opened(folder: Path, **numbers: Any) -> Embedder:
     return open_embedder(open_model(str(folder)), TorchEngine(device="cpu"), EmbedConfig(**numbers))
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 64), st.integers(1, 300)
-)  # fmt: skip
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 64), st.integers(1, 300))
 @settings(max_examples=60, deadline=None)
 def test_packing_keeps_every_token_once(lengths: list[int], row_tokens: int, batch_tokens: int) -> None:
     texts = [np.arange(length) + 1000 * number + 1 for number, length in enumerate(lengths)]

@@ -203,11 +203,7 @@ def test_unknown_family_is_named_in_the_error(checkpoint: Checkpoint, engine: To
 
 
 def test_missing_or_too_large_tokenizer_is_refused(
-    checkpoint: Checkpoint,
-    engine: TorchEngine,
-    tokenizer: TextTokenizer,
-    shape: gpt2.Shape,
-    tmp_path: Path,
+    checkpoint: Checkpoint, engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, tmp_path: Path
 ) -> None:
     small = write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab - 1))
     with pytest.raises(TextmillError, match="the embedding has only 299 rows"):

@@ -23,14 +23,16 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 PROMPTS = ["The mill", "물레방아는", "", "Değirmen köprünün üstünde", "a"] * 4
 SAMPLES = [
-    SampleConfig(temperature=0, max_tokens=40), SampleConfig(max_tokens=40, seed=3),
+    SampleConfig(temperature=0, max_tokens=40),
+    SampleConfig(max_tokens=40, seed=3),
     SampleConfig(max_tokens=150, min_tokens=150, temperature=0),
     SampleConfig(max_tokens=60, min_tokens=20, temperature=0.7, top_k=9),
     SampleConfig(max_tokens=60, temperature=1.3, top_k=0, seed=11),
-    SampleConfig(max_tokens=30, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3,
-                 stop=["e"]),
+    SampleConfig(
+        max_tokens=30, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, stop=["e"]
+    ),
     SampleConfig(max_tokens=12, beams=3),
-]  # fmt: skip
+]
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -115,12 +115,18 @@ def test_min_tokens_equals_transformers(number: int) -> None:
 @given(seeds)
 def test_rules_apply_in_the_order_of_transformers(seed: int) -> None:
     logits, seen = logits_of(seed)
-    rules = theirs.LogitsProcessorList([
-        theirs.SequenceBiasLogitsProcessor([[[7], 1.5], [[9], -2.0]]), theirs.RepetitionPenaltyLogitsProcessor(1.3),
-        theirs.MinNewTokensLengthLogitsProcessor(T - 1, 2, END), theirs.TemperatureLogitsWarper(0.7),
-        theirs.TopKLogitsWarper(20),
-        theirs.TopPLogitsWarper(0.83), theirs.MinPLogitsWarper(0.02), theirs.TypicalLogitsWarper(0.9),
-    ])  # fmt: skip
+    rules = theirs.LogitsProcessorList(
+        [
+            theirs.SequenceBiasLogitsProcessor([[[7], 1.5], [[9], -2.0]]),
+            theirs.RepetitionPenaltyLogitsProcessor(1.3),
+            theirs.MinNewTokensLengthLogitsProcessor(T - 1, 2, END),
+            theirs.TemperatureLogitsWarper(0.7),
+            theirs.TopKLogitsWarper(20),
+            theirs.TopPLogitsWarper(0.83),
+            theirs.MinPLogitsWarper(0.02),
+            theirs.TypicalLogitsWarper(0.9),
+        ]
+    )
     sample = SampleConfig(
         repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02, typical_p=0.9
     )
@@ -163,12 +169,13 @@ def test_random_numbers_near_0_and_1_give_possible_tokens() -> None:
 
 
 MANY = [
-    SampleConfig(temperature=0), SampleConfig(seed=5, top_p=0.9, repetition_penalty=1.2),
+    SampleConfig(temperature=0),
+    SampleConfig(seed=5, top_p=0.9, repetition_penalty=1.2),
     SampleConfig(seed=6, top_k=5, min_p=0.1),
     SampleConfig(seed=7, typical_p=0.5, temperature=2.0),
     SampleConfig(seed=8, presence_penalty=1.0, frequency_penalty=0.5, top_k=7),
     SampleConfig(temperature=0, repetition_penalty=1.5, min_tokens=100),
-]  # fmt: skip
+]
 
 
 @settings(max_examples=40, deadline=None)

@@ -88,16 +88,21 @@ def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
     ]
     samples = [
         SampleConfig(
-            seed=number, max_tokens=dice.randint(1, 120), temperature=dice.choice([0.0, 0.8, 1.5]),
+            seed=number,
+            max_tokens=dice.randint(1, 120),
+            temperature=dice.choice([0.0, 0.8, 1.5]),
             top_k=dice.choice([0, 20]),
             top_p=dice.choice([1.0, 0.9]),
-            min_p=dice.choice([0.0, 0.1]), typical_p=dice.choice([1.0, 0.8]), min_tokens=dice.choice([0, 9]),
-            repetition_penalty=dice.choice([1.0, 1.2]), presence_penalty=dice.choice([0.0, 0.5]),
+            min_p=dice.choice([0.0, 0.1]),
+            typical_p=dice.choice([1.0, 0.8]),
+            min_tokens=dice.choice([0, 9]),
+            repetition_penalty=dice.choice([1.0, 1.2]),
+            presence_penalty=dice.choice([0.0, 0.5]),
             frequency_penalty=dice.choice([0.0, 0.2]),
             slide_context=dice.random() < 0.5,
         ).model_copy(update={"stop": dice.choice([[], ["e"], ["물", "th"]])})
         for number in range(40)
-    ]  # fmt: skip
+    ]
     chosen = [dice.choice(prompts) for _ in samples]
     scheduler = Scheduler(generator, slots=7, queue=100)
     readers = [Reader() for _ in samples]
@@ -122,13 +127,16 @@ def test_computing_ahead_changes_no_text(generator: Generator) -> None:
         generator.new_request(
             dice.choice(["The mill", "물레방아는", "", "a"]),
             SampleConfig(
-                seed=number, max_tokens=dice.choice([1, 2, 7, 20, 99]), temperature=dice.choice([0.0, 0.9]),
+                seed=number,
+                max_tokens=dice.choice([1, 2, 7, 20, 99]),
+                temperature=dice.choice([0.0, 0.9]),
                 min_tokens=dice.choice([0, 5]),
-                repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.0, 1.3]), slide_context=dice.random() < 0.5,
+                repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.0, 1.3]),
+                slide_context=dice.random() < 0.5,
             ),
         )
         for number in range(30)
-    ]  # fmt: skip
+    ]
     requests = [
         dataclasses.replace(one, stop=dice.choice([(), ("e",)]), logprobs=dice.choice([0, 0, 2])) for one in requests
     ]
@@ -350,8 +358,14 @@ def test_no_slot_leaks_after_five_hundred_cancelled_requests(generator: Generato
         readers.append(reader)
     assert all(reader.done().reason == "cancelled" for reader in readers)
     assert scheduler.stats() | {"tokens": 0} == {
-        "active": 0, "waiting": 0, "slots": 5, "queue": 20, "tokens": 0, "requests": 500, "cancelled": 500,
-    }  # fmt: skip
+        "active": 0,
+        "waiting": 0,
+        "slots": 5,
+        "queue": 20,
+        "tokens": 0,
+        "requests": 500,
+        "cancelled": 500,
+    }
     assert scheduler._batch.free == 5
     after = [Reader() for _ in range(5)]
     sample = SampleConfig(max_tokens=6, seed=9)

@@ -124,9 +124,15 @@ def test_fused_linear(dtype: torch.dtype, outputs: int, name: str, monkeypatch: 
     ],
 )
 def test_attend(
-    dtype: torch.dtype, rows: int, spread: int, heads: int, key_heads: int, head: int, settings: str,
+    dtype: torch.dtype,
+    rows: int,
+    spread: int,
+    heads: int,
+    key_heads: int,
+    head: int,
+    settings: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Texts of different lengths; the cache has the new keys and values afterwards, and other slots are unchanged.
 
     With a spread of 1 a text's positions are not divided among programs."""

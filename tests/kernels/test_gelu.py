@@ -14,13 +14,16 @@ pytestmark = pytest.mark.kernels
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("shape", "programs"),
-    [on_gpu_only((3000, 3072), None), ((37, 200), None), ((37, 600), 2), ((1, 64), None)],
+    ("shape", "programs"), [on_gpu_only((3000, 3072), None), ((37, 200), None), ((37, 600), 2), ((1, 64), None)]
 )
 def test_values_and_gradients(
-    approximate: str, dtype: torch.dtype, bound: float, shape: tuple[int, int], programs: int | None,
+    approximate: str,
+    dtype: torch.dtype,
+    bound: float,
+    shape: tuple[int, int],
+    programs: int | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """With few programs each has several rows, and some have one more than others."""
     from textmill.kernels import gelu_triton
 

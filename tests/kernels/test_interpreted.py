@@ -27,9 +27,13 @@ def test_kernels_match_their_formulas_in_the_interpreter(which: str, root: Path)
     assert len(files) > 5
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m"]
     done = subprocess.run(
-        [*command, f"kernels and ({which})", *files], cwd=root, capture_output=True, text=True, check=False,
+        [*command, f"kernels and ({which})", *files],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

@@ -63,9 +63,13 @@ def test_the_op_passes_torchs_opcheck() -> None:
     [on_gpu_only((4096, 768), 528), on_gpu_only((1000, 1600), 528), ((7, 48), 528), ((7, 100), 3), ((1, 1024), 528)],
 )
 def test_the_kernel_matches_fp64(
-    shape: tuple[int, int], programs: int, kind: torch.dtype, bound: float, biases: bool,
+    shape: tuple[int, int],
+    programs: int,
+    kind: torch.dtype,
+    bound: float,
+    biases: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Against autograd through torch's LayerNorm in fp64; every run gives the same bits."""
     monkeypatch.setattr(norms_torch.norms_triton, "PROGRAMS", programs)
     dy, x, means, inverse_stds, weight, stream = _given(*shape, kind, DEVICE)

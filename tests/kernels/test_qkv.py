@@ -49,9 +49,14 @@ def test_the_op_passes_torchs_opcheck() -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("shape", "programs"),
-    [on_gpu_only((3, 12, 1000, 64), 660), ((2, 3, 29, 32), 660), ((2, 5, 29, 32), 4), ((1, 5, 7, 80), 660),
-     ((1, 1, 1, 16), 660)],
-)  # fmt: skip
+    [
+        on_gpu_only((3, 12, 1000, 64), 660),
+        ((2, 3, 29, 32), 660),
+        ((2, 5, 29, 32), 4),
+        ((1, 5, 7, 80), 660),
+        ((1, 1, 1, 16), 660),
+    ],
+)
 def test_the_kernel_joins_and_sums(
     layout: str, kind: torch.dtype, shape: tuple[int, int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

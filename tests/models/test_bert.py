@@ -247,9 +247,14 @@ def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
     family = open_family("bert")
     hf = family.hf_config_of(shape_of("tiny", {}, 300))
     for key, value in (
-        ("position_embedding_type", "relative_key"), ("is_decoder", True), ("hidden_act", "mish"),
-        ("num_hidden_layers", 0), ("hidden_dropout_prob", 2), ("type_vocab_size", "two"), ("num_attention_heads", 3),
-    ):  # fmt: skip
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+        ("hidden_act", "mish"),
+        ("num_hidden_layers", 0),
+        ("hidden_dropout_prob", 2),
+        ("type_vocab_size", "two"),
+        ("num_attention_heads", 3),
+    ):
         with pytest.raises(TextmillError, match=f"{value} heads" if key == "num_attention_heads" else f"{key} is "):
             family.shape_of_hf({**hf, key: value}, "config.json")
     with pytest.raises(TextmillError, match=r"model\.shape\.norm: the family gpt2 does not have it"):

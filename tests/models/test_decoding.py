@@ -42,10 +42,17 @@ LENGTHS = [9, 1, 20, 31, 2, 33, 3, 17, 8]
 def new_random_net(device: str, model_type: str = "llama", lora: LoraConfig | None = None, **changes: Any) -> BaseNet:
     """A small GPT-2 with changes of its shape, or a small Llama with changes of its config.json."""
     hf = {
-        "model_type": model_type, "vocab_size": 300, "hidden_size": 72, "intermediate_size": 100,
-        "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 48,
-        "tie_word_embeddings": True, **changes,
-    }  # fmt: skip
+        "model_type": model_type,
+        "vocab_size": 300,
+        "hidden_size": 72,
+        "intermediate_size": 100,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 48,
+        "tie_word_embeddings": True,
+        **changes,
+    }
     gpt2 = model_type == "gpt2"
     shape = shape_of("nano", changes, 300) if gpt2 else open_family("llama").shape_of_hf(hf, "config.json")
     net = new_net(shape, torch.device(device), lora)

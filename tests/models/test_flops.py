@@ -40,9 +40,10 @@ OURS = {
 def test_the_formula_matches_torchs_counter(freeze: list[str], lora: LoraConfig | None) -> None:
     shape_config = ShapeConfig(layers=LAYERS, heads=2, width=WIDTH, positions=LENGTH, dropout=0.0)
     config = RunConfig(
-        model=ModelConfig(size="nano", shape=shape_config), train=TrainConfig(batch=ROWS, length=LENGTH, freeze=freeze),
+        model=ModelConfig(size="nano", shape=shape_config),
+        train=TrainConfig(batch=ROWS, length=LENGTH, freeze=freeze),
         engine=TorchEngine(device="cpu", micro_batch=ROWS),
-    )  # fmt: skip
+    )
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)

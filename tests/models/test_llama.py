@@ -20,14 +20,25 @@ from textmill.models.nets_torch import fill, new_net
 CPU = torch.device("cpu")
 FAMILY = open_family("llama")
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
-    "eos_token_id": 0, "bos_token_id": 0,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FAR = {"max_position_embeddings": 9000, "num_hidden_layers": 1}
 """Far positions show rounding errors of rates that near ones hide."""
@@ -44,14 +55,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": {**FAR, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 2000}},
     "llama3 in a new config": {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
     "yarn": {**FAR, "rope_scaling": {**YARN, "original_max_position_embeddings": 2000}},
-    "yarn with options": {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False,
-                                           "mscale": 0.7, "mscale_all_dim": 1.2}},
+    "yarn with options": {
+        "rope_scaling": {
+            **YARN,
+            "beta_fast": 16,
+            "beta_slow": 2,
+            "truncate": False,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+        }
+    },
     "yarn's attention": {"rope_scaling": {**YARN, "attention_factor": 0.8}},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1e6},
     "qwen2 with yarn": {"model_type": "qwen2", "rope_scaling": YARN, "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3 with biases": {"model_type": "qwen3", "head_dim": 8, "attention_bias": True},
-}  # fmt: skip
+}
 
 
 def opened(changes: dict[str, Any]) -> tuple[Any, BaseNet, Any]:

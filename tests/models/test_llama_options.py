@@ -36,10 +36,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "embeddings again": {"embedding_residual": True},
     "softcap": {"logit_softcap": 2.0},
     "all": {
-        "gated": False, "activation": "relu2", "value_embeddings": 2, "embedding_residual": True, "logit_softcap": 2.0,
-        "qk_norm": True, "untied": True,
+        "gated": False,
+        "activation": "relu2",
+        "value_embeddings": 2,
+        "embedding_residual": True,
+        "logit_softcap": 2.0,
+        "qk_norm": True,
+        "untied": True,
     },
-}  # fmt: skip
+}
 
 
 def shape_of(name: str) -> Any:
@@ -175,8 +180,9 @@ def new_engine(name: str) -> Any:
     shape = ShapeConfig(layers=2, width=32, heads=4, kv_heads=2, positions=LENGTH, **OPTIONS[name], zero_init=True)
     config = RunConfig(
         model=ModelConfig(family="llama", size="nano", shape=shape),
-        train=TrainConfig(batch=8, length=LENGTH, optimizer="muon"), engine=TorchEngine(device="cpu", micro_batch=4),
-    )  # fmt: skip
+        train=TrainConfig(batch=8, length=LENGTH, optimizer="muon"),
+        engine=TorchEngine(device="cpu", micro_batch=4),
+    )
     return open_engine(config, FAMILY.shape_of(config.model, vocab=VOCAB, end=0))
 
 

@@ -38,11 +38,20 @@ def test_logits_equal_transformers_llama() -> None:
 
     shape = shape_of()
     named = noisy_weights(shape)
-    theirs = LlamaForCausalLM(LlamaConfig(
-        vocab_size=100, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-6, rope_theta=10000.0,
-        tie_word_embeddings=False,
-    )).eval()  # fmt: skip
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=100,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            tie_word_embeddings=False,
+        )
+    ).eval()
     theirs.load_state_dict(dict(llama_weights(named)))
     ids = torch.randint(0, 100, (3, 32), generator=torch.Generator().manual_seed(1))
     net = filled(shape, named)
@@ -55,10 +64,16 @@ def test_logits_equal_transformers_llama() -> None:
 def llama_weights(named: Any) -> Any:
     """The weights under Llama's names, with separate queries, keys and values."""
     names = {
-        "embed": "model.embed_tokens", "norm": "model.norm", "unembed": "lm_head", "norm_1": "input_layernorm",
-        "norm_2": "post_attention_layernorm", "out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
+        "embed": "model.embed_tokens",
+        "norm": "model.norm",
+        "unembed": "lm_head",
+        "norm_1": "input_layernorm",
+        "norm_2": "post_attention_layernorm",
+        "out": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
         "down": "mlp.down_proj",
-    }  # fmt: skip
+    }
     for name, values in named:
         words, tensor = name.split("."), torch.from_numpy(values)
         block = f"model.layers.{words[1]}." if words[0] == "layers" else ""

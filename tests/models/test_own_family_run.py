@@ -21,12 +21,21 @@ from textmill.server.model_setup import open_service
 from textmill.where import open_where
 
 SMALL = [
-    "model.shape.layers=2", "model.shape.heads=4", "model.shape.width=32", "model.shape.inner=64",
+    "model.shape.layers=2",
+    "model.shape.heads=4",
+    "model.shape.width=32",
+    "model.shape.inner=64",
     "model.shape.extra={kv_heads: 2}",
-    "model.size=small", "train.length=32", "train.batch=8", "train.evaluate_every=3", "train.evaluate_batches=2",
-    "train.log_every=1", "train.schedule=constant",
-    "train.warmup=0", "engine.device=cpu",
-]  # fmt: skip
+    "model.size=small",
+    "train.length=32",
+    "train.batch=8",
+    "train.evaluate_every=3",
+    "train.evaluate_batches=2",
+    "train.log_every=1",
+    "train.schedule=constant",
+    "train.warmup=0",
+    "engine.device=cpu",
+]
 GENERATE = ["sample.prompt=KING", "sample.min_tokens=0", "sample.max_tokens=8", "engine.device=cpu"]
 
 

@@ -50,7 +50,9 @@ def test_token_vectors_are_kept_moved_or_averaged() -> None:
 def test_a_head_bias_is_resized_like_the_embedding() -> None:
     family = open_family("bert")
     shapes = [family.shape_of(ModelConfig(family="bert", size="tiny"), vocab=vocab, end=0) for vocab in (6, 9)]
-    weights = {name: np.arange(values.size, dtype=np.float32).reshape(values.shape) for name, values in
-               initial_weights(shapes[0], 1)}  # fmt: skip
+    weights = {
+        name: np.arange(values.size, dtype=np.float32).reshape(values.shape)
+        for name, values in initial_weights(shapes[0], 1)
+    }
     found = dict(resize_weights(weights.items(), shapes[1], {0: 5, 7: 0}, {1: [0, 1]}))["cls.predictions.bias"]
     assert found.tolist() == [5.0, 0.5, 2.5, 2.5, 2.5, 2.5, 2.5, 0.0, 2.5]

@@ -35,8 +35,11 @@ def test_published_counts(size: str, vocab: int, published: float, places: int) 
 @pytest.mark.parametrize(("family", "size"), [("gpt2", "nano"), ("llama", "nano"), ("bert", "tiny")])
 def test_attention_may_have_a_dropout_rate_of_its_own(family: str, size: str) -> None:
     """config.json has both rates, under the names that transformers reads."""
-    names = {"gpt2": ("resid_pdrop", "attn_pdrop"), "llama": ("residual_dropout", "attention_dropout"),
-             "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob")}  # fmt: skip
+    names = {
+        "gpt2": ("resid_pdrop", "attn_pdrop"),
+        "llama": ("residual_dropout", "attention_dropout"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    }
     opened = open_family(family)
     for own, expected in ((None, [0.1, 0.1]), (0.0, [0.1, 0.0])):
         model = ModelConfig(family=family, size=size, shape=ShapeConfig(dropout=0.1, attention_dropout=own))

@@ -44,8 +44,8 @@ def text_of(size: float, **more: float) -> TextFacts:
 
 @pytest.mark.parametrize(
     ("million_tokens", "seconds", "million_parameters"),
-    [(20, 60, 19), (20, 170, 63), (52, 60, 19), (52, 170, 32), (250, 170, 32), (250, 540, 58)]
-)  # fmt: skip
+    [(20, 60, 19), (20, 170, 63), (52, 60, 19), (52, 170, 32), (250, 170, 32), (250, 540, 58)],
+)
 def test_sizes_are_near_those_of_the_scaling_laws(million_tokens: int, seconds: int, million_parameters: int) -> None:
     """Compute-optimal sizes at 4e14 FLOP/s, where repeated text allows them; the rules choose from a few widths."""
     text = text_of(million_tokens * 1e6 * 4.3 / 0.9)
@@ -59,12 +59,21 @@ def test_sizes_are_near_those_of_the_scaling_laws(million_tokens: int, seconds: 
 def test_every_text_gets_a_plan_that_the_config_accepts(size: float, minutes: float, machine: MachineFacts) -> None:
     plan = plan_for(text_of(size), machine, minutes)
     shape = {"layers": plan.layers, "heads": plan.heads, "width": plan.width, "dropout": plan.dropout}
-    RunConfig.model_validate({
-        "model": {"shape": shape}, "tokenizer": {"vocab": plan.vocab},
-        "train": {"length": plan.length, "batch": plan.batch, "steps": plan.steps, "optimizer": "muon",
-                  "learning_rate": plan.learning_rate, "weight_decay": plan.weight_decay,
-                  "muon": {"adamw_rate_factor": plan.adamw_rate_factor}},
-    })  # fmt: skip
+    RunConfig.model_validate(
+        {
+            "model": {"shape": shape},
+            "tokenizer": {"vocab": plan.vocab},
+            "train": {
+                "length": plan.length,
+                "batch": plan.batch,
+                "steps": plan.steps,
+                "optimizer": "muon",
+                "learning_rate": plan.learning_rate,
+                "weight_decay": plan.weight_decay,
+                "muon": {"adamw_rate_factor": plan.adamw_rate_factor},
+            },
+        }
+    )
     assert plan.width % plan.heads == 0
     assert plan.epochs <= MAX_EPOCHS
     assert math.isfinite(plan.weight_decay)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, needed_minutes, search, trial_minutes
 from textmill.planning.tuned_file import table_row
 
-CURRENT = Current(
-    learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1
-)  # fmt: skip
+CURRENT = Current(learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1)
 BEST = {"train.learning_rate": 0.02, "train.weight_decay": 0.5, "train.batch": 16.0, "model.shape.width": 384.0}
 START = {"train.learning_rate": 0.01, "train.weight_decay": 1.0, "train.batch": 32.0, "model.shape.width": 256.0}
 

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.planning.verdict import (
-    RunFacts,
-    describe_quality,
-    describe_state,
-    read_curves,
-    state_of,
-)
+from textmill.planning.verdict import RunFacts, describe_quality, describe_state, read_curves, state_of
 
 FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
 
@@ -88,9 +82,11 @@ def test_answers_are_compared_with_counting_by_their_loss() -> None:
 
 def test_quality_is_compared_with_counting() -> None:
     measured = {
-        "split": "test", "model": {"bits_per_byte": 2.0}, "unigram": {"bits_per_byte": 3.5},
+        "split": "test",
+        "model": {"bits_per_byte": 2.0},
+        "unigram": {"bits_per_byte": 3.5},
         "bigram": {"bits_per_byte": 2.75},
-    }  # fmt: skip
+    }
     text = " ".join(describe_quality(measured))
     assert "2.000 bits per byte" in text
     assert "25% of its size" in text

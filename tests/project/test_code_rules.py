@@ -1,4 +1,4 @@
-"""Rules of the codebase: imports, length of files and functions, and text that must not appear."""
+"""Rules of the codebase: imports, docstrings, and text that must not appear."""
 
 from __future__ import annotations
 
@@ -55,28 +55,11 @@ def test_import_contracts() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_files_and_functions_are_short_and_files_have_a_docstring() -> None:
+def test_every_file_has_a_docstring() -> None:
     for path in MODULES:
-        name, lines = name_of(path), path.read_text(encoding="utf-8").count("\n")
-        assert lines <= 300, f"{name}: {lines} lines; a file has one job and at most 300"
         docstring = ast.get_docstring(tree_of(path))
-        assert docstring, f"{name}: no docstring; one sentence on the module's job"
-        assert "TBD" not in docstring, name
-    for path, node in nodes():
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 60, f"{name_of(path)}: {node.name} has {length} lines; at most 60"
-
-
-def test_training_loop_is_short() -> None:
-    assert (PACKAGE / "training" / "loop.py").read_text(encoding="utf-8").count("\n") < 160
-
-
-def test_folders_are_small() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= 12
-    for folder in {path.parent for path in MODULES}:
-        files = [path for path in folder.iterdir() if path.is_file()]
-        assert len(files) <= 25, f"{name_of(folder)}: {len(files)} files; a folder has at most 25"
+        assert docstring, f"{name_of(path)}: no docstring; one sentence on why the module exists"
+        assert "TBD" not in docstring, name_of(path)
 
 
 @pytest.mark.parametrize("package", ["engines", "runners", "models", "track"])
@@ -128,8 +111,9 @@ def test_no_pickle() -> None:
     for path, node in nodes():
         where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ImportFrom) and str(node.module) in (
-            "textmill.conversion.safe_unpickle", "textmill.conversion.torch_files"
-        ):  # fmt: skip
+            "textmill.conversion.safe_unpickle",
+            "textmill.conversion.torch_files",
+        ):
             assert name_of(path).startswith("textmill/conversion/"), where
         if name_of(path) == reader:
             continue

@@ -33,11 +33,16 @@ NOT_RUN = {
 }
 SHORT = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "train.evaluate_batches=1"]
 SMALLER = {
-    "run": [*SHORT, "sample.max_tokens=5"], "train": SHORT, "cache-teacher": SHORT, "generate": ["sample.max_tokens=5"],
-    "chat": ["sample.max_tokens=5"], "serve": ["sample.max_tokens=5", "serve.port=0"],
-    "fit-tokenizer": ["tokenizer.vocab=300"], "tune": [*SHORT, "--minutes", "0.6"],
+    "run": [*SHORT, "sample.max_tokens=5"],
+    "train": SHORT,
+    "cache-teacher": SHORT,
+    "generate": ["sample.max_tokens=5"],
+    "chat": ["sample.max_tokens=5"],
+    "serve": ["sample.max_tokens=5", "serve.port=0"],
+    "fit-tokenizer": ["tokenizer.vocab=300"],
+    "tune": [*SHORT, "--minutes", "0.6"],
     "plan": ["plan.probe_steps=2", "train.batch=8"],
-}  # fmt: skip
+}
 """What is appended to each command. A server takes any free port, because another one may use the printed port."""
 SMALLER_LINES = {
     "evaluate.tasks=pseudo_perplexity": ["evaluate.split=train"],  # the small text has no valid split
@@ -153,10 +158,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hellaswag_val.jsonl").write_text(json.dumps(question | {"label": 0}) + "\n", encoding="utf-8")
     tokenizer = fit(iter([sentences]), TokenizerConfig(vocab=300))
     net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=tokenizer.vocab))
-    llama = LlamaForCausalLM(LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=64,
-        max_position_embeddings=64, vocab_size=tokenizer.vocab, bos_token_id=tokenizer.end, eos_token_id=tokenizer.end,
-    ))  # fmt: skip
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            hidden_size=32,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            vocab_size=tokenizer.vocab,
+            bos_token_id=tokenizer.end,
+            eos_token_id=tokenizer.end,
+        )
+    )
     for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files", "SmolLM2-135M"):
         (folder / name).mkdir(parents=True)
         tokenizer.save(folder / name)

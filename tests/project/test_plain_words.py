@@ -19,9 +19,7 @@ VAGUE = frozenset({"copies", "through", "whole"})
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 ON_DISK = {"commands/run.py": {"asked"}, "config/renamed.py": {"apart"}}
 """Names in files written by earlier versions, which must stay readable."""
-ALLOWED = {
-    "tests/engines": 1,
-}  # fmt: skip
+ALLOWED = {"tests/engines": 1}
 """How often private words still occur, by folder; a number may only fall."""
 
 

@@ -21,9 +21,13 @@ from textmill.cli import main; sys.exit(main())"""
 def test_a_forked_process_is_like_any_other(tmp_path: Path, root: Path) -> None:
     command = [sys.executable, "-c", SHOW, "train", "no-such-file.yaml"]
     options: dict[str, Any] = {
-        "env": {**os.environ, "PYTHONPATH": str(root), "NEW": "1"}, "cwd": tmp_path, "text": True,
-        "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
-    }  # fmt: skip
+        "env": {**os.environ, "PYTHONPATH": str(root), "NEW": "1"},
+        "cwd": tmp_path,
+        "text": True,
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     found = []
     for popen in (PreloadedPopen, UsualPopen):
         process = popen(command, **options)

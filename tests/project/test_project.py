@@ -82,9 +82,11 @@ def test_readme_commands_exist() -> None:
         elif not word.startswith("-"):
             subcommands.add(word)
     for subcommand in sorted(subcommands):
-        done = subprocess.run([sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())",
-                               subcommand, "--help"],
-                              capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", subcommand, "--help"],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, f"README.md: textmill {subcommand}: {done.stderr}"
 
 

@@ -27,11 +27,16 @@ PAGE = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
 SHORT = ["train.length=32", "train.batch=4", "train.steps=2", "train.warmup=0", "train.evaluate_batches=1"]
 SHORT += ["train.log_every=1", "engine.device=cpu"]
 SMALLER = {
-    "prepare": [], "fit-tokenizer": [], "tokenize": [], "train": SHORT, "run": [*SHORT, "sample.max_tokens=3"],
-    "evaluate": ["engine.device=cpu"], "fill": ["engine.device=cpu"],
+    "prepare": [],
+    "fit-tokenizer": [],
+    "tokenize": [],
+    "train": SHORT,
+    "run": [*SHORT, "sample.max_tokens=3"],
+    "evaluate": ["engine.device=cpu"],
+    "fill": ["engine.device=cpu"],
     "generate": ["sample.max_tokens=3", "engine.device=cpu"],
     "serve": ["sample.max_tokens=3", "serve.port=0", "engine.device=cpu"],
-}  # fmt: skip
+}
 """What is appended to a command. `plan` sees the net of the recipe itself, with the size of Yuan's vocabulary."""
 USES_A_RUN = ("evaluate", "fill", "generate", "serve")
 VALID = ["corpus.split=8,1,1", "corpus.section_chars=300"]

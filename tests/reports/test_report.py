@@ -105,11 +105,15 @@ def test_the_page_has_every_figure_and_no_text_can_end_its_script(root: Path, tm
 
 
 RESULT = {
-    "step": 6, "split": "valid", "documents": 3, "tokens": 1234, "bytes": 4000,
+    "step": 6,
+    "split": "valid",
+    "documents": 3,
+    "tokens": 1234,
+    "bytes": 4000,
     "model": {"loss": 2.0, "token_perplexity": 7.389, "bits_per_byte": 1.25},
     "unigram": {"loss": 4.0, "token_perplexity": 54.598, "bits_per_byte": 3.5},
     "bigram": {"loss": 3.0, "token_perplexity": 20.0855, "bits_per_byte": 2.75},
-}  # fmt: skip
+}
 
 
 def test_bits_per_byte_in_the_table_of_runs_are_of_the_step_of_the_loss(root: Path, tmp_path: Path) -> None:
@@ -199,9 +203,13 @@ def test_without_a_run_the_command_that_trains_it_is_named(tmp_path: Path, capsy
     ],
 )
 def test_mistakes_get_one_line(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-) -> None:  # fmt: skip
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([argument.format(run=root / "first") for argument in arguments]) == 2
     assert message in capsys.readouterr().err

@@ -20,13 +20,18 @@ from textmill.server.model_setup import read_api_key
 KEY = "a-long-secret"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 GUARDED: list[tuple[str, str, Any]] = [
-    ("GET", "/v1/models", None), ("GET", "/v1/models/mill", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/mill", None),
     ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}),
-    ("POST", "/v1/chat/completions", CHAT), ("POST", "/tokenize", {"text": "x"}),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/tokenize", {"text": "x"}),
     ("POST", "/detokenize", {"tokens": [1]}),
-    ("GET", "/generate?sentence=x", None), ("GET", "/metrics", None), ("GET", "/tokenizer_info", None),
-    ("POST", "/v1/embeddings", {"input": "x"}), ("POST", "/fill", {"prompt": "[MASK]"}),
-]  # fmt: skip
+    ("GET", "/generate?sentence=x", None),
+    ("GET", "/metrics", None),
+    ("GET", "/tokenizer_info", None),
+    ("POST", "/v1/embeddings", {"input": "x"}),
+    ("POST", "/fill", {"prompt": "[MASK]"}),
+]
 NOT_FOR_THE_ECHO_MODEL = ("/v1/embeddings", "/fill")
 
 

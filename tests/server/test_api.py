@@ -46,8 +46,15 @@ def test_streamed_chunks_join_to_the_full_text(live: Live) -> None:
     full = post(live, "/v1/completions", body).json()
     chunks = streamed(live, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == full["choices"][0]["text"]
-    assert chunks[-1]["usage"] == full["usage"] == {"prompt_tokens": len(ids_of(live, HANGUL)), "completion_tokens": 40,
-                                                     "total_tokens": len(ids_of(live, HANGUL)) + 40}  # fmt: skip
+    assert (
+        chunks[-1]["usage"]
+        == full["usage"]
+        == {
+            "prompt_tokens": len(ids_of(live, HANGUL)),
+            "completion_tokens": 40,
+            "total_tokens": len(ids_of(live, HANGUL)) + 40,
+        }
+    )
     assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1] == "length"
     assert full["choices"][0]["text"].startswith(HANGUL), "the model echoes its prompt"
 
@@ -208,8 +215,12 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {"prompt": [-1]}, 400, "prompt: -1 is not a token id"),
     ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt: must be a text"),
     ("/v1/completions", {"prompt": "a" * 5000}, 400, "tokens; the limit is 511; send a shorter one"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 99999}, 400,
-     "max_tokens: 99999 is above the server's limit of 4096"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "max_tokens": 99999},
+        400,
+        "max_tokens: 99999 is above the server's limit of 4096",
+    ),
     ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens: must be at least 0; found -1"),
     ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens: must be a valid integer; found '5'"),
     ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n: 17 texts in one request (prompts times n); the limit is 16"),
@@ -229,35 +240,67 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed: must be less than"),
     ("/v1/completions", {"prompt": "x", "max_token": 5}, 400, "max_token: unknown field; did you mean 'max_tokens'?"),
     ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "model: unknown model 'gpt-9'; this server has 'mill'"),
-    ("/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400,
-     "stream: log-probabilities of an echoed"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "stream": True, "echo": True, "logprobs": 1},
+        400,
+        "stream: log-probabilities of an echoed",
+    ),
     ("/v1/chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
-    ("/v1/chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, 400,
-     "messages.0.role: must be 'system'"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "cook", "content": "x"}]},
+        400,
+        "messages.0.role: must be 'system'",
+    ),
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content: is missing"),
     ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs: needs logprobs to be true"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400,
-     "max_tokens: differs from max_completion_tokens"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "max_tokens": 3, "max_completion_tokens": 4},
+        400,
+        "max_tokens: differs from max_completion_tokens",
+    ),
     ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: is not supported; remove it"),
     ("/v1/chat/completions", {**CHAT, "reasoning_effort": "low"}, 400, "reasoning_effort: is not supported; remove it"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: must be 'none' or 'auto'"),
-    ("/v1/chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400,
-     "modalities.1: must be 'text'; found 'audio'"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400,
-     "response_format.type: must be 'text'"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, 400,
-     "messages.0.name: is not supported"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400,
-     "messages.0.mood: unknown field"),
-    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400,
-     "messages.0.role: must be 'system'"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "modalities": ["text", "audio"]},
+        400,
+        "modalities.1: must be 'text'; found 'audio'",
+    ),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_object"}},
+        400,
+        "response_format.type: must be 'text'",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+        400,
+        "messages.0.name: is not supported",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x", "mood": 1}]},
+        400,
+        "messages.0.mood: unknown field",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        400,
+        "messages.0.role: must be 'system'",
+    ),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported; remove it"),
     ("/v1/completions", {"prompt": "x", "tools": None}, 400, "tools: unknown field; remove it"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is not a token id"),
     ("/tokenize", {"text": None}, 400, "text: send either text or prompt"),
     ("/tokenize", {"text": "x", "prompt": "y"}, 400, "send either text or prompt"),
     ("/tokenize", {"text": 5}, 400, "text: must be a valid string; found 5"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), MISTAKES, ids=[message for *_, message in MISTAKES])

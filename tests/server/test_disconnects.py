@@ -34,13 +34,7 @@ def leave(live: Live, number: int) -> int:
     dice = random.Random(number)
     texts, started = dice.choice([1, 1, 3]), False
     body = json.dumps(
-        {
-            "prompt": "The mill",
-            "max_tokens": ENDLESS,
-            "min_tokens": ENDLESS,
-            "stream": number % 2 == 0,
-            "n": texts,
-        }
+        {"prompt": "The mill", "max_tokens": ENDLESS, "min_tokens": ENDLESS, "stream": number % 2 == 0, "n": texts}
     ).encode()
     head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=LONGEST) as line:

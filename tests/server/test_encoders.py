@@ -142,11 +142,9 @@ def test_filled_masks_equal_transformers(bert: Live, reference: tuple[Any, Any],
         ("/v1/completions", {"prompt": "a"}, "cannot continue texts or chat; use POST /fill or POST /v1/embeddings"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "use POST /fill or"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_sentence(bert: Live, path: str, body: Any, message: str) -> None:
-    reply = web.post(
-        bert.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"}
-    )  # fmt: skip
+    reply = web.post(bert.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
     assert web.get(f"{bert.url}/health").status_code == 200

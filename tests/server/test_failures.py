@@ -124,10 +124,13 @@ async def health_during_request(
         return (await request).status_code, health
 
 
-@pytest.mark.parametrize(("path", "body", "work"), [
-    ("/tokenize", {"text": "The mill " * 3000}, "encode_many"),
-    ("/detokenize", {"tokens": [100] * 30_000}, "decode_many"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "work"),
+    [
+        ("/tokenize", {"text": "The mill " * 3000}, "encode_many"),
+        ("/detokenize", {"tokens": [100] * 30_000}, "decode_many"),
+    ],
+)
 def test_tokenizing_long_texts_does_not_block_the_server(
     service: Service, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str
 ) -> None:

@@ -135,8 +135,11 @@ def test_generate_until_a_stop_string(served: Live, tokenizer: Any) -> None:
 def split_windows(ids: list[int], end: int, length: int) -> list[tuple[list[int], int]]:
     """Split a long text into windows as the harness does; return each with its number of scored tokens."""
     first = ([end, *ids[:length]], min(length, len(ids)))
-    rest = [(ids[max(stop - length - 1, 0) : stop], stop - begin) for begin in range(length, len(ids), length)
-            for stop in (min(begin + length, len(ids)),)]  # fmt: skip
+    rest = [
+        (ids[max(stop - length - 1, 0) : stop], stop - begin)
+        for begin in range(length, len(ids), length)
+        for stop in (min(begin + length, len(ids)),)
+    ]
     return [first, *rest]
 
 

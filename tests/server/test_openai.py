@@ -25,9 +25,21 @@ def test_list_models(client: Any) -> None:
 
 def test_completion(client: Any) -> None:
     reply = client.completions.create(
-        model="mill", prompt=HANGUL, max_tokens=20, n=2, temperature=0.5, top_p=0.9, seed=5, stop=["zzz"], logprobs=2,
-        presence_penalty=0.1, frequency_penalty=0.1, logit_bias={"5": 1}, user="someone", extra_body={"top_k": 5},
-    )  # fmt: skip
+        model="mill",
+        prompt=HANGUL,
+        max_tokens=20,
+        n=2,
+        temperature=0.5,
+        top_p=0.9,
+        seed=5,
+        stop=["zzz"],
+        logprobs=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={"5": 1},
+        user="someone",
+        extra_body={"top_k": 5},
+    )
     assert [choice.index for choice in reply.choices] == [0, 1]
     assert all(choice.text.startswith(HANGUL[:5]) and choice.finish_reason == "length" for choice in reply.choices)
     assert reply.usage.completion_tokens == 40
@@ -94,12 +106,19 @@ def test_streamed_choices_with_logprobs_and_usage(client: Any) -> None:
 def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any) -> None:
     body = {"model": "mill", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2}
     fine = {
-        "response_format": {"type": "text"}, "modalities": ["text"], "tools": None, "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "tools": None,
+        "tool_choice": "none",
         "parallel_tool_calls": False,
-        "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
-        "prompt_cache_key": "k", "seed": 1,
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "seed": 1,
         "stop": ["q", "z"],
-    }  # fmt: skip
+    }
     assert client.chat.completions.create(**body, **fine).choices[0].message.content
     with client.chat.completions.stream(**{**body, "max_completion_tokens": 40}, stop=["\n"]) as events:
         assert events.get_final_completion().choices[0].message.content == "user: x"

@@ -45,11 +45,15 @@ def test_a_save_killed_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_pat
 def test_fault_syntax() -> None:
     assert parse("") == []
     assert parse("kill@disk:7,nan@step:5:1,stop@step:2") == [
-        Fault("kill", "disk", 7, 0), Fault("nan", "step", 5, 1), Fault("stop", "step", 2, 0),
-    ]  # fmt: skip
+        Fault("kill", "disk", 7, 0),
+        Fault("nan", "step", 5, 1),
+        Fault("stop", "step", 2, 0),
+    ]
     assert parse("hang@start:1,slow@disk:2,kill@start") == [
-        Fault("hang", "start", 0, 1), Fault("slow", "disk", 2, 0), Fault("kill", "start", 0, 0),
-    ]  # fmt: skip
+        Fault("hang", "start", 0, 1),
+        Fault("slow", "disk", 2, 0),
+        Fault("kill", "start", 0, 0),
+    ]
     assert parse("spike@step:3") == [Fault("spike", "step", 3, 0)]
     for word in (
         "kill",

@@ -41,10 +41,14 @@ def test_only_names_without_a_local_folder_go_to_the_hub(tmp_path: Path, request
 @pytest.mark.parametrize(
     "file",
     [
-        "mine/run.yaml", "run.yaml", "textmill.yaml", "step-0000010/config.json",
-        "mine/run/run.yaml", "mine/textmill.yaml",
+        "mine/run.yaml",
+        "run.yaml",
+        "textmill.yaml",
+        "step-0000010/config.json",
+        "mine/run/run.yaml",
+        "mine/textmill.yaml",
     ],
-)  # fmt: skip
+)
 def test_a_mistyped_run_is_not_sent_to_the_hub(file: str, tmp_path: Path, requested: list[str]) -> None:
     path = tmp_path / "runs" / file
     path.parent.mkdir(parents=True)

@@ -20,9 +20,15 @@ def write_bert(folder: Path, kind: str = "BertForMaskedLM", positions: int = 48)
 
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(kind="wordpiece", vocab=300))
     config = transformers.BertConfig(
-        vocab_size=tokenizer.vocab, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=positions, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=tokenizer.vocab,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=positions,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     torch.manual_seed(3)
     net = getattr(transformers, kind)(config).eval()
     with torch.no_grad():

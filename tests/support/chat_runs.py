@@ -11,11 +11,15 @@ from textmill.corpus.prepare import prepare
 from textmill.tokens.tokenize import tokenize
 
 PAIRS = {
-    "안녕?": "반가워요.", "뭐 해?": "책을 읽어요.", "이름이 뭐야?": "방아라고 해요.", "배고파": "밥 먹으러 가요!",
+    "안녕?": "반가워요.",
+    "뭐 해?": "책을 읽어요.",
+    "이름이 뭐야?": "방아라고 해요.",
+    "배고파": "밥 먹으러 가요!",
     "잘 자": "좋은 꿈 꿔요. 🙂",
-    "What is two plus two?": "Four.", "Who turns the wheel?": "The river does.",
+    "What is two plus two?": "Four.",
+    "Who turns the wheel?": "The river does.",
     "Bye": "See you tomorrow, by the mill.",
-}  # fmt: skip
+}
 
 
 def write_pairs(folder: Path, name: str, pairs: list[tuple[str, str]]) -> Path:

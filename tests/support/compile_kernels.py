@@ -43,9 +43,11 @@ VOCAB, TOKENS, CACHE = 50257, 1 << 16, 1024
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 DEVICE = torch.device("cpu")  # torch without CUDA has no gradients of fake tensors on a GPU
 SAMPLES = [
-    {"temperature": 0}, {"temperature": 0, "min_tokens": 5}, {"top_k": 50},
+    {"temperature": 0},
+    {"temperature": 0, "min_tokens": 5},
+    {"top_k": 50},
     {"temperature": 0.8, "top_k": 0, "min_tokens": 5},
-]  # fmt: skip
+]
 
 
 class Driver:

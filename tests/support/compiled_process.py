@@ -52,10 +52,8 @@ def on_gpu(name: str, ranks: Any, *, compiled: bool) -> tuple[Numbers, bool]:
     config = RunConfig(
         model=ModelConfig(size="nano", shape=shape),
         train=TrainConfig(batch=ROWS, length=LENGTH, learning_rate=3e-3),
-        engine=TorchEngine(
-            device="cuda", precision="bf16", micro_batch=2, compile=compiled, mesh=MeshConfig(**mesh)
-        ),
-    )  # fmt: skip
+        engine=TorchEngine(device="cuda", precision="bf16", micro_batch=2, compile=compiled, mesh=MeshConfig(**mesh)),
+    )
     engine: Any = started(config, ranks)
     ids = np.random.default_rng(1).integers(0, GPU_VOCAB, (ROWS, LENGTH + 1), dtype=np.int32)
     batch, found = rows_of(Batch(ids[:, :-1], ids[:, 1:], np.arange(ROWS)), engine.samples_of(ROWS)), []

@@ -18,9 +18,12 @@ from textmill.models.captured_torch import CapturedSlots
 
 MAX_FUSED_TEXTS, MAX_FUSED_WIDTH = 4, 8192
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda x: x, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "silu": F.silu,
+    "": lambda x: x,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
     "relu2": lambda x: F.relu(x) ** 2,
-}  # fmt: skip
+}
 
 
 def embed(ids: Tensor, positions: Tensor, tokens: Tensor, by_position: Tensor | None = None) -> Tensor:

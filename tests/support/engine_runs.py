@@ -44,8 +44,9 @@ def config_of(
     kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
 ) -> RunConfig:
     own: dict[str, dict[str, Any]] = {
-        MYNET: {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}}, "llama": {"heads": 4, "kv_heads": 2}
-    }  # fmt: skip
+        MYNET: {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}},
+        "llama": {"heads": 4, "kv_heads": 2},
+    }
     shape = ShapeConfig(layers=2, width=32, positions=LENGTH, dropout=dropout, **own.get(FAMILY[0], {"heads": 2}))
     model = ModelConfig(family=FAMILY[0], size={"gpt2": "nano", "bert": "tiny"}.get(FAMILY[0], "small"), shape=shape)
     if lora is not None and FAMILY[0] == "bert":

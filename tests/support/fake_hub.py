@@ -57,15 +57,20 @@ def fake_hub() -> Iterator[Hub]:
             elif self.path == "/api/validate-yaml":
                 self.answer({"errors": [], "warnings": []})
             elif "/preupload/" in self.path:
-                files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                         for one in json.loads(body)["files"]]  # fmt: skip
+                files = [
+                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for one in json.loads(body)["files"]
+                ]
                 self.answer({"files": files})
             elif "/commit/" in self.path:
                 lines = [json.loads(line) for line in body.splitlines()]
-                hub.commits.append({
-                    line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                    for line in lines if line["key"] == "file"
-                })  # fmt: skip
+                hub.commits.append(
+                    {
+                        line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                        for line in lines
+                        if line["key"] == "file"
+                    }
+                )
                 self.answer({"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/me/mill/commit/{COMMIT}"})
             else:
                 self.answer({"error": f"unknown: {self.path}"}, 404)

@@ -71,10 +71,8 @@ def config_of(mesh: dict[str, Any], world: int, family: str = "gpt2", **engine: 
     return RunConfig(
         model=ModelConfig(family=family, size="nano" if family == "gpt2" else "small", shape=shape),
         train=TrainConfig(batch=PASSES * MICRO_BATCH * world // mesh.get("tensor", 1), length=LENGTH),
-        engine=TorchEngine(
-            device="cpu", precision="fp32", micro_batch=MICRO_BATCH, mesh=MeshConfig(**mesh), **engine
-        ),
-    )  # fmt: skip
+        engine=TorchEngine(device="cpu", precision="fp32", micro_batch=MICRO_BATCH, mesh=MeshConfig(**mesh), **engine),
+    )
 
 
 def shape_of(config: RunConfig) -> Any:

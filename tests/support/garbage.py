@@ -8,13 +8,47 @@ from typing import Any
 
 Tree = dict[str, Any]
 STRANGE: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**64), 10**30, 0.5, -0.5, 1e308, float("nan"), float("inf"), "", "x",
-    "\x00", "\ud800",
-    "강", "👩‍👩‍👧", "a" * 3000, "'; DROP TABLE", "{{7*7}}", "../../etc/passwd", [], [[]], [None], ["x"], [1], [[1]],
-    [1, "x"], {}, {"a": 1},
-    {"": None}, {"\ud800": 1}, {"5": 1.0}, [{"role": "user", "content": "x"}], [{"role": "user"}],
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    -(2**64),
+    10**30,
+    0.5,
+    -0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\x00",
+    "\ud800",
+    "강",
+    "👩‍👩‍👧",
+    "a" * 3000,
+    "'; DROP TABLE",
+    "{{7*7}}",
+    "../../etc/passwd",
+    [],
+    [[]],
+    [None],
+    ["x"],
+    [1],
+    [[1]],
+    [1, "x"],
+    {},
+    {"a": 1},
+    {"": None},
+    {"\ud800": 1},
+    {"5": 1.0},
+    [{"role": "user", "content": "x"}],
+    [{"role": "user"}],
     [{"role": None, "content": []}],
-]  # fmt: skip
+]
 
 
 def random_value(schema: Tree, schemas: Tree, dice: random.Random, depth: int = 0) -> Any:
@@ -30,8 +64,11 @@ def random_value(schema: Tree, schemas: Tree, dice: random.Random, depth: int = 
     kind = schema.get("type")
     if kind == "object":
         names = schema.get("properties", {})
-        tree = {name: random_value(field, schemas, dice, depth + 1) for name, field in names.items()
-                if name in schema.get("required", []) or dice.random() < 0.2}  # fmt: skip
+        tree = {
+            name: random_value(field, schemas, dice, depth + 1)
+            for name, field in names.items()
+            if name in schema.get("required", []) or dice.random() < 0.2
+        }
         if isinstance(schema.get("additionalProperties"), dict):
             tree |= {
                 str(dice.choice([0, 5, 299, 300, -1, "x"])): random_value(
@@ -96,14 +133,20 @@ def random_bytes(dice: random.Random) -> bytes:
         b'Content-Length: 15\r\n\r\n{"prompt": "x"}'
     )
     swaps = [
-        (b"15", b"-5"), (b"15", b"99"), (b"15", b"1e3"), (b"15", b"15\r\nContent-Length: 16"),
+        (b"15", b"-5"),
+        (b"15", b"99"),
+        (b"15", b"1e3"),
+        (b"15", b"15\r\nContent-Length: 16"),
         (b"15", b"15\r\nTransfer-Encoding: chunked"),
-        (b"HTTP/1.1", b"HTTP/9.9"), (b"Host: localhost\r\n", b""), (b"/v1", b"/" + b"a" * 70_000),
+        (b"HTTP/1.1", b"HTTP/9.9"),
+        (b"Host: localhost\r\n", b""),
+        (b"/v1", b"/" + b"a" * 70_000),
         (b"localhost", b"[::1"),
-        (b"Host", b"X: " + b"b" * 70_000 + b"\r\nHost"), (b"localhost", b"\xff\xff"),
+        (b"Host", b"X: " + b"b" * 70_000 + b"\r\nHost"),
+        (b"localhost", b"\xff\xff"),
         (b"Content-Type", b"Transfer-Encoding: chunked\r\nA"),
         (b"Content-Type", b"Expect: 100-continue\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nContent-Type"),
-    ]  # fmt: skip
+    ]
     paths = [b"/\xff\xfe", b"http://[", b"/generate?%zz=%u1234&sentence=%C3", b"*", b"/" + b"%00" * 50]
     strange = [
         dice.randbytes(dice.randint(1, 400)),

@@ -45,16 +45,28 @@ def logits(folder: Path, tensor: int, pipeline: int, ids: Tensor) -> Tensor:
     tables = [model["embedding"]["word_embeddings"]["weight"] for model in models[0]]
     assert sum(map(len, tables)) == args.padded_vocab_size
     x = sum(
-        (torch.where(((ids >= at * len(table)) & (ids < (at + 1) * len(table)))[..., None],
-                     table[(ids - at * len(table)).clamp(0, len(table) - 1)], 0.0) for at, table in enumerate(tables)),
+        (
+            torch.where(
+                ((ids >= at * len(table)) & (ids < (at + 1) * len(table)))[..., None],
+                table[(ids - at * len(table)).clamp(0, len(table) - 1)],
+                0.0,
+            )
+            for at, table in enumerate(tables)
+        ),
         torch.zeros(()),
-    )  # fmt: skip
+    )
     x = x + models[0][0]["embedding"]["position_embeddings"]["weight"][: ids.shape[1]]
     part, attention = ("encoder", "self_attention") if version >= 2 else ("transformer", "attention")
     for stage in models:
         for layer in range(layers):
-            ranks = [{name.removeprefix(f"layers.{layer}."): value for name, value in one[part].items()
-                      if name.startswith(f"layers.{layer}.")} for one in stage]  # fmt: skip
+            ranks = [
+                {
+                    name.removeprefix(f"layers.{layer}."): value
+                    for name, value in one[part].items()
+                    if name.startswith(f"layers.{layer}.")
+                }
+                for one in stage
+            ]
             x = block(x, ranks, attention, heads, version, args.layernorm_epsilon)
     last = models[-1][0][part]
     x = layer_norm(

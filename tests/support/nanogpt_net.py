@@ -55,10 +55,12 @@ class NanoGPT(nn.Module):
         blocks = [Block(width, args["n_head"], bias) for _ in range(args["n_layer"])]
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(args["vocab_size"], width), "wpe": nn.Embedding(args["block_size"], width),
-                "h": nn.ModuleList(blocks), "ln_f": nn.LayerNorm(width, bias=bias),
+                "wte": nn.Embedding(args["vocab_size"], width),
+                "wpe": nn.Embedding(args["block_size"], width),
+                "h": nn.ModuleList(blocks),
+                "ln_f": nn.LayerNorm(width, bias=bias),
             }
-        )  # fmt: skip
+        )
         self.lm_head = nn.Linear(width, args["vocab_size"], bias=False)
         self.lm_head.weight = self.transformer["wte"].weight
 

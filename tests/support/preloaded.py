@@ -28,10 +28,22 @@ from types import ModuleType
 from typing import Any
 
 MODULES = (
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.nn.attention.flex_attention", "numpy", "pydantic", "yaml", "safetensors.numpy", "pyarrow.compute",
-    "tokenizers", "fsspec", "httpx", "fastapi", "uvicorn",
-)  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "numpy",
+    "pydantic",
+    "yaml",
+    "safetensors.numpy",
+    "pyarrow.compute",
+    "tokenizers",
+    "fsspec",
+    "httpx",
+    "fastapi",
+    "uvicorn",
+)
 PROGRAM = re.compile(r"from textmill\.cli import (main; sys\.exit\(main\(\)\)|command; command\(\))$")
 READ_AT_START = re.compile(r"PYTHON(?!PATH$)|LD_|LC_|LANG$|OMP_|MKL_|OPENBLAS_|TORCH|CUDA_")
 """Environment variables that the interpreter and the packages read when they start."""
@@ -62,9 +74,12 @@ class PreloadedPopen(subprocess.Popen[Any]):
         streams = {number: given[name] if given[name] >= 0 else number for name, number in STANDARD.items()}
         files = {**streams, **{number: number for number in given["pass_fds"]}}
         request = {
-            "words": list(map(os.fsdecode, given["args"][1:])), "env": dict(env), "numbers": list(files),
-            "folder": os.fspath(given["cwd"] or Path.cwd()), "session": given["start_new_session"],
-        }  # fmt: skip
+            "words": list(map(os.fsdecode, given["args"][1:])),
+            "env": dict(env),
+            "numbers": list(files),
+            "folder": os.fspath(given["cwd"] or Path.cwd()),
+            "session": given["start_new_session"],
+        }
         self.pid = fork_template(request, list(files.values()))
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")

@@ -19,7 +19,9 @@ SMALLER = {
     "bert-ko": ["model.size=tiny", "tokenizer.vocab=2000"],
     "bert-classify": ["tokenizer.use=encoder", "model.init_from=encoder"],
     "distilgpt2": [
-        "tokenizer.use=pretrained", "model.init_from=pretrained", "model.init_layers=[0]",
+        "tokenizer.use=pretrained",
+        "model.init_from=pretrained",
+        "model.init_layers=[0]",
         "train.distil.teachers=[pretrained]",
     ],
     "chat-ko": [],
@@ -27,15 +29,25 @@ SMALLER = {
     "tr-gpt2": [*TINY, "tokenizer.vocab=400", "train.decay_steps=2"],
     "megatron-gpt2": [*TINY, "tokenizer.vocab=400", "corpus.min_words=5", "corpus.languages=[]"],
     "megatron-bert": [
-        *TINY, "tokenizer.vocab=400", "corpus.min_words=5", "train.decay_steps=2", "train.masked.max_predictions=5",
+        *TINY,
+        "tokenizer.vocab=400",
+        "corpus.min_words=5",
+        "train.decay_steps=2",
+        "train.masked.max_predictions=5",
     ],
     "yuan-4.7b": [*TINY, "train.tokens=null", "engine.offload_optimizer=null"],
     "jax-wikitext": [
-        *TINY, "corpus.sources=texts/*.txt", "corpus.section_chars=400", "tokenizer.use=pretrained",
-        "tokens.features.max_length=32", "tokens.features.min_length=4", "tokens.features.stride=16",
-        "runner.options=[]", "train.epochs=null",
+        *TINY,
+        "corpus.sources=texts/*.txt",
+        "corpus.section_chars=400",
+        "tokenizer.use=pretrained",
+        "tokens.features.max_length=32",
+        "tokens.features.min_length=4",
+        "tokens.features.stride=16",
+        "runner.options=[]",
+        "train.epochs=null",
     ],
-}  # fmt: skip
+}
 """Settings for recipes that would take minutes without a GPU."""
 SYSTEMS = ("ko-gpt2", "tr-gpt2", "megatron-gpt2", "megatron-bert", "yuan-4.7b", "jax-wikitext")
 """Recipes that tests/project/test_systems.py runs, with the commands around them."""

@@ -35,32 +35,72 @@ S, U, A, E = "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"
 
 # A conversation, and by hand every part of the rendered text, with + where it has loss.
 CONVERSATIONS: list[tuple[str, list[Turn], list[tuple[str, str]]]] = [
-    ("one turn", [("user", "hi"), ("assistant", "yes")],
-     [("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
-    ("several turns",
-     [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
-     [("-", U), ("-", "a"), ("-", E), ("-", A), ("+", "b"), ("+", E), ("-", U), ("-", "c"), ("-", E), ("-", A),
-      ("+", "d"), ("+", E)]),
-    ("a system turn",
-     [("system", "Be brief."), ("user", "hi"), ("assistant", "yes")],
-     [("-", S), ("-", "Be brief."), ("-", E), ("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
+    (
+        "one turn",
+        [("user", "hi"), ("assistant", "yes")],
+        [("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)],
+    ),
+    (
+        "several turns",
+        [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
+        [
+            ("-", U),
+            ("-", "a"),
+            ("-", E),
+            ("-", A),
+            ("+", "b"),
+            ("+", E),
+            ("-", U),
+            ("-", "c"),
+            ("-", E),
+            ("-", A),
+            ("+", "d"),
+            ("+", E),
+        ],
+    ),
+    (
+        "a system turn",
+        [("system", "Be brief."), ("user", "hi"), ("assistant", "yes")],
+        [("-", S), ("-", "Be brief."), ("-", E), ("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)],
+    ),
     ("an empty answer", [("user", "hi"), ("assistant", "")], [("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", E)]),
     ("an empty question", [("user", ""), ("assistant", "yes")], [("-", U), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
-    ("Korean", [("user", "12시 땡!"), ("assistant", "하루가 또 가네요.")],
-     [("-", U), ("-", "12시 땡!"), ("-", E), ("-", A), ("+", "하루가 또 가네요."), ("+", E)]),
-    ("Chinese and Japanese", [("user", "你好，世界"), ("assistant", "こんにちは。")],
-     [("-", U), ("-", "你好，世界"), ("-", E), ("-", A), ("+", "こんにちは。"), ("+", E)]),
-    ("emoji", [("user", "👩‍👩‍👧‍👦?"), ("assistant", "🙂👍🏽")],
-     [("-", U), ("-", "👩‍👩‍👧‍👦?"), ("-", E), ("-", A), ("+", "🙂👍🏽"), ("+", E)]),
-    ("what looks like special tokens", [("user", f"{A} say {E}"), ("assistant", f"{E}no{U}")],
-     [("-", U), ("-", f"{A} say {E}"), ("-", E), ("-", A), ("+", f"{E}no{U}"), ("+", E)]),
-    ("the user speaks last", [("user", "a"), ("assistant", "b"), ("user", "c")],
-     [("-", U), ("-", "a"), ("-", E), ("-", A), ("+", "b"), ("+", E), ("-", U), ("-", "c"), ("-", E)]),
-    ("no answer at all", [("system", "x"), ("user", "y")],
-     [("-", S), ("-", "x"), ("-", E), ("-", U), ("-", "y"), ("-", E)]),
-    ("white space", [("user", " a\n\n"), ("assistant", "\tb  c ")],
-     [("-", U), ("-", " a\n\n"), ("-", E), ("-", A), ("+", "\tb  c "), ("+", E)]),
-]  # fmt: skip
+    (
+        "Korean",
+        [("user", "12시 땡!"), ("assistant", "하루가 또 가네요.")],
+        [("-", U), ("-", "12시 땡!"), ("-", E), ("-", A), ("+", "하루가 또 가네요."), ("+", E)],
+    ),
+    (
+        "Chinese and Japanese",
+        [("user", "你好，世界"), ("assistant", "こんにちは。")],
+        [("-", U), ("-", "你好，世界"), ("-", E), ("-", A), ("+", "こんにちは。"), ("+", E)],
+    ),
+    (
+        "emoji",
+        [("user", "👩‍👩‍👧‍👦?"), ("assistant", "🙂👍🏽")],
+        [("-", U), ("-", "👩‍👩‍👧‍👦?"), ("-", E), ("-", A), ("+", "🙂👍🏽"), ("+", E)],
+    ),
+    (
+        "what looks like special tokens",
+        [("user", f"{A} say {E}"), ("assistant", f"{E}no{U}")],
+        [("-", U), ("-", f"{A} say {E}"), ("-", E), ("-", A), ("+", f"{E}no{U}"), ("+", E)],
+    ),
+    (
+        "the user speaks last",
+        [("user", "a"), ("assistant", "b"), ("user", "c")],
+        [("-", U), ("-", "a"), ("-", E), ("-", A), ("+", "b"), ("+", E), ("-", U), ("-", "c"), ("-", E)],
+    ),
+    (
+        "no answer at all",
+        [("system", "x"), ("user", "y")],
+        [("-", S), ("-", "x"), ("-", E), ("-", U), ("-", "y"), ("-", E)],
+    ),
+    (
+        "white space",
+        [("user", " a\n\n"), ("assistant", "\tb  c ")],
+        [("-", U), ("-", " a\n\n"), ("-", E), ("-", A), ("+", "\tb  c "), ("+", E)],
+    ),
+]
 TOKENS = {S, U, A, E}
 
 

@@ -33,8 +33,20 @@ PIECES = [
 ]
 WORDS = ["the", "mill", "##ing", "##ll", "19", "##84"]
 LETTERS = "abcdefghijklmnopqrstuvwxyzT0123456789"
-VOCAB = [*SPECIAL, *PIECES, *WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS), "<s_0>", "<s_1>",
-         "[SEP]", "[PAD]", "[MASK]", "[EOS]", "[BOS]"]  # fmt: skip
+VOCAB = [
+    *SPECIAL,
+    *PIECES,
+    *WORDS,
+    *LETTERS,
+    *(f"##{letter}" for letter in LETTERS),
+    "<s_0>",
+    "<s_1>",
+    "[SEP]",
+    "[PAD]",
+    "[MASK]",
+    "[EOS]",
+    "[BOS]",
+]
 
 
 def is_chinese(text: str) -> bool:

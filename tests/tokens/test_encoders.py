@@ -31,10 +31,29 @@ from textmill.where import PACKAGE
 
 TEXT = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
 TEXTS = st.text(max_size=80) | st.lists(
-    st.sampled_from([END, "<|im_start|>", " foo bar", "zzz", "\r\n", "   ", "\t", "'s", "'LL", "12345", "é",
-                     "e\u0301", "물레방아", "漢字", "👩‍👧", "\x00", "\u3000"])
+    st.sampled_from(
+        [
+            END,
+            "<|im_start|>",
+            " foo bar",
+            "zzz",
+            "\r\n",
+            "   ",
+            "\t",
+            "'s",
+            "'LL",
+            "12345",
+            "é",
+            "e\u0301",
+            "물레방아",
+            "漢字",
+            "👩‍👧",
+            "\x00",
+            "\u3000",
+        ]
+    )
     | st.text(max_size=6)
-).map("".join)  # fmt: skip
+).map("".join)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,10 +36,15 @@ from textmill.tokens.vocabulary.tokenizer import fit
 Rows = list[list[int]]
 WORDS = ["the", "mill", "stands", "by", "a", "river", "물레방아는", "çark", "döner"]
 TINY = [
-    "model.size=nano", "model.shape.layers=1", "model.shape.width=16", "model.shape.heads=2", "train.batch=4",
+    "model.size=nano",
+    "model.shape.layers=1",
+    "model.shape.width=16",
+    "model.shape.heads=2",
+    "train.batch=4",
     "train.steps=2",
-    "engine.device=cpu", "sample.max_tokens=2",
-]  # fmt: skip
+    "engine.device=cpu",
+    "sample.max_tokens=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +67,16 @@ def rows_of(seed: int, count: int, longest: int = 30) -> Rows:
 
 
 def config_for(folder: Path, tokenizer: Path, *used: Path | dict[str, Any], **train: Any) -> RunConfig:
-    return RunConfig.model_validate({
-        "folder": str(folder), "tokens": {"use": [one if isinstance(one, dict) else str(one) for one in used]},
-        "tokenizer": {"use": str(tokenizer)}, "corpus": {"split": [80.0, 10.0, 10.0]}, "runner": {"workers": 1},
-        "train": train,
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "folder": str(folder),
+            "tokens": {"use": [one if isinstance(one, dict) else str(one) for one in used]},
+            "tokenizer": {"use": str(tokenizer)},
+            "corpus": {"split": [80.0, 10.0, 10.0]},
+            "runner": {"workers": 1},
+            "train": train,
+        }
+    )
 
 
 def documents_of(store: TokenStore) -> Rows:
@@ -143,10 +153,12 @@ def test_masked_padding_is_removed(tmp_path: Path, tokenizer: Path) -> None:
         padded = hf(texts, padding=True)
         assert len({len(row) for row in padded["input_ids"]}) == 1
         longest = len(padded["input_ids"][0])
-        kind = datasets.Features({
-            "input_ids": datasets.Sequence(datasets.Value("int32"), longest),
-            "attention_mask": datasets.Sequence(datasets.Value("int8"))
-        })  # fmt: skip
+        kind = datasets.Features(
+            {
+                "input_ids": datasets.Sequence(datasets.Value("int32"), longest),
+                "attention_mask": datasets.Sequence(datasets.Value("int8")),
+            }
+        )
         rows = {name: padded[name] for name in ("input_ids", "attention_mask")}
         datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, features=kind)}).save_to_disk(tmp_path / side)
         config = config_for(tmp_path / f"run {side}", tokenizer, tmp_path / side)

@@ -117,10 +117,13 @@ def test_token_0_is_masked_only_with_pad_zero() -> None:
 def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
     longest = data.draw(st.integers(2, 20))
     rule = FeaturesConfig(
-        max_length=longest, min_length=data.draw(st.integers(0, longest)), stride=data.draw(st.integers(1, 25)),
-        reserved_tokens=data.draw(st.integers(0, min(4, longest))), ignore_label=data.draw(st.sampled_from([-100, -1])),
+        max_length=longest,
+        min_length=data.draw(st.integers(0, longest)),
+        stride=data.draw(st.integers(1, 25)),
+        reserved_tokens=data.draw(st.integers(0, min(4, longest))),
+        ignore_label=data.draw(st.sampled_from([-100, -1])),
         pad_zero=pad_zero,
-    )  # fmt: skip
+    )
     documents = [data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size)) for size in sizes]
     assert rows_of(documents, rule, special) == slow_rows(documents, rule, special)
 
@@ -311,10 +314,18 @@ def test_unusable_rows_are_an_error(tmp_path: Path) -> None:
 
 
 TINY = [
-    "model.size=nano", "model.shape.layers=1", "model.shape.width=16", "model.shape.heads=2", "train.length=16",
+    "model.size=nano",
+    "model.shape.layers=1",
+    "model.shape.width=16",
+    "model.shape.heads=2",
+    "train.length=16",
     "train.batch=4",
-    "train.steps=2", "train.layout=features", "engine.device=cpu", "sample.max_tokens=2", "evaluate.baselines=false",
-]  # fmt: skip
+    "train.steps=2",
+    "train.layout=features",
+    "engine.device=cpu",
+    "sample.max_tokens=2",
+    "evaluate.baselines=false",
+]
 
 
 def test_rows_are_trained_on(life: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,11 +26,13 @@ from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")
 SETTINGS: list[dict[str, Any]] = [
-    {"kind": "bpe"}, {"kind": "bpe", "split_digits": True, "split_cjk": True, "lowercase": True}, {"kind": "wordpiece"},
+    {"kind": "bpe"},
+    {"kind": "bpe", "split_digits": True, "split_cjk": True, "lowercase": True},
+    {"kind": "wordpiece"},
     {"kind": "unigram"},
     {"kind": "wordpiece", "lowercase": True, "strip_accents": True, "split_digits": True},
     {"kind": "unigram", "split_digits": True, "split_cjk": True},
-]  # fmt: skip
+]
 TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , 天地 玄 <s> ▁ \u2028k\r\nl \u200b m\n n "
 
 
@@ -101,9 +103,12 @@ def test_bpe_equals_that_of_the_library(tmp_path: Path) -> None:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=900, min_frequency=2, special_tokens=["<|endoftext|>"], show_progress=False,
+        vocab_size=900,
+        min_frequency=2,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     config = config_of(tmp_path, tmp_path / "a.txt", fit_on="sources")
     inner.train_from_iterator((text for part in find_text_parts(config) for text in part.texts()), trainer)
     ours = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
@@ -186,9 +191,11 @@ def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys:
     words = sum(len(text.split()) for text in texts)
     assert set(report) == {"all", "en", "ko", "tr"}
     assert report["all"]["by"]["this one"] == {
-        "tokens": len(ids), "bytes_per_token": round(sum(len(text.encode()) for text in texts) / len(ids), 4),
-        "tokens_per_word": round(len(ids) / words, 4), "unknown": round(ids.count(1) / len(ids), 6),
-    }  # fmt: skip
+        "tokens": len(ids),
+        "bytes_per_token": round(sum(len(text.encode()) for text in texts) / len(ids), 4),
+        "tokens_per_word": round(len(ids) / words, 4),
+        "unknown": round(ids.count(1) / len(ids), 6),
+    }
     assert ids.count(1)
     assert report["all"]["by"]["tokenizer"]["unknown"] == 0
     assert (

@@ -19,15 +19,23 @@ from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 CONTEXTS = {
-    "ko": ("세종대왕은 1443년에 훈민정음을 창제하였고, 집현전 학자들이 해례본을 만들었다. 각 글자는 소리를 적는다.",
-           ["세종대왕", "1443년", "훈민정음", "해례본", "소리"]),
-    "zh": ("北京是中华人民共和国的首都，人口约2100万。长城在北京的北部，故宫在市中心。",
-           ["北京", "2100万", "长城", "故宫"]),
-    "tr": ("İstanbul Boğazı, Karadeniz'i Marmara'ya bağlar. IĞDIR'da yaşayan İlker, çok güzel şiirler yazdı.",
-           ["İstanbul Boğazı", "Marmara", "IĞDIR", "İlker", "şiirler"]),
-    "en": ("Zoë  paid\u00a0£5 for cafe\u0301 cre\u0301me (two cups) in   New York; the naïve waiter smiled.",
-           ["£5", "New York", "naïve", "two cups"]),
-}  # fmt: skip
+    "ko": (
+        "세종대왕은 1443년에 훈민정음을 창제하였고, 집현전 학자들이 해례본을 만들었다. 각 글자는 소리를 적는다.",
+        ["세종대왕", "1443년", "훈민정음", "해례본", "소리"],
+    ),
+    "zh": (
+        "北京是中华人民共和国的首都，人口约2100万。长城在北京的北部，故宫在市中心。",
+        ["北京", "2100万", "长城", "故宫"],
+    ),
+    "tr": (
+        "İstanbul Boğazı, Karadeniz'i Marmara'ya bağlar. IĞDIR'da yaşayan İlker, çok güzel şiirler yazdı.",
+        ["İstanbul Boğazı", "Marmara", "IĞDIR", "İlker", "şiirler"],
+    ),
+    "en": (
+        "Zoë  paid\u00a0£5 for cafe\u0301 cre\u0301me (two cups) in   New York; the naïve waiter smiled.",
+        ["£5", "New York", "naïve", "two cups"],
+    ),
+}
 SEQUENCES, WORDS, ANSWERS = "sequence-classification", "token-classification", "question-answering"
 
 

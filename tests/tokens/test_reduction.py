@@ -13,9 +13,11 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 from textmill.where import PACKAGE
 
 KINDS: list[dict[str, Any]] = [
-    {"kind": "bpe", "chat": "default"}, {"kind": "wordpiece"}, {"kind": "unigram"},
+    {"kind": "bpe", "chat": "default"},
+    {"kind": "wordpiece"},
+    {"kind": "unigram"},
     {"kind": "unigram", "byte_fallback": False},
-]  # fmt: skip
+]
 FOREIGN = [
     "물레방아는 강가에 서 있다. 물레방아는 돈다.",
     "Değirmen ırmağın kıyısında duruyor, değirmen.",

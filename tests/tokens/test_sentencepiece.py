@@ -21,26 +21,55 @@ sentencepiece = pytest.importorskip("sentencepiece", reason="needs sentencepiece
 MODELS: dict[str, dict[str, Any]] = {
     "unigram": {"model_type": "unigram"},
     "t5": {"model_type": "unigram", "byte_fallback": True, "character_coverage": 0.98, "pad_id": 3},
-    "plain": {"model_type": "unigram", "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
-              "add_dummy_prefix": False},
+    "plain": {
+        "model_type": "unigram",
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+    },
     "crossing": {"model_type": "unigram", "split_by_whitespace": False},
-    "bpe": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc_cf", "unk_id": 3, "bos_id": 0, "eos_id": 1,
-            "pad_id": 2},
-    "llama": {"model_type": "bpe", "byte_fallback": True, "character_coverage": 0.98,
-              "normalization_rule_name": "identity",
-              "remove_extra_whitespaces": False, "split_digits": True, "allow_whitespace_only_pieces": True},
+    "bpe": {
+        "model_type": "bpe",
+        "normalization_rule_name": "nmt_nfkc_cf",
+        "unk_id": 3,
+        "bos_id": 0,
+        "eos_id": 1,
+        "pad_id": 2,
+    },
+    "llama": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "character_coverage": 0.98,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+    },
     "user": {"model_type": "bpe", "user_defined_symbols": ["<usr>"]},
-}  # fmt: skip
+}
 FOREIGN = [
     "물레방아는 강가에 서 있다. 아침마다 바퀴가 돌기 시작한다.",
     "Değirmen ırmağın kıyısında duruyor. Çocuk çuvalları sayar.",
     "天地玄黃，宇宙洪荒。日月盈昃。",
 ]
 TRICKY = [
-    "", " ", "  two  spaces ", "tab\there\nnewline", "emoji 🙂👩‍👩‍👧", "é e\u0301 ﬁ ① Ａ", "<s> </s> <unk> <0x41> x",
+    "",
+    " ",
+    "  two  spaces ",
+    "tab\there\nnewline",
+    "emoji 🙂👩‍👩‍👧",
+    "é e\u0301 ﬁ ① Ａ",
+    "<s> </s> <unk> <0x41> x",
     "a\u00a0b\u3000c",
-    "▁under ▁▁", "\u200b\u200d", "x" * 3000, " lead", "ＡＢＣ　ｶｷ", "한글 각 1483", "İstanbul ıİ", "\x01 control",
-]  # fmt: skip
+    "▁under ▁▁",
+    "\u200b\u200d",
+    "x" * 3000,
+    " lead",
+    "ＡＢＣ　ｶｷ",
+    "한글 각 1483",
+    "İstanbul ıİ",
+    "\x01 control",
+]
 
 
 @pytest.fixture(scope="module")

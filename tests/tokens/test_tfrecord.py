@@ -28,9 +28,14 @@ from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 TYPES = {
-    "input_ids": "int", "input_mask": "int", "segment_ids": "int", "masked_lm_positions": "int",
-    "masked_lm_ids": "int", "masked_lm_weights": "float", "next_sentence_labels": "int",
-}  # fmt: skip
+    "input_ids": "int",
+    "input_mask": "int",
+    "segment_ids": "int",
+    "masked_lm_positions": "int",
+    "masked_lm_ids": "int",
+    "masked_lm_weights": "float",
+    "next_sentence_labels": "int",
+}
 
 
 def example_of(number: int, length: int = 12, predictions: int = 3) -> dict[str, Any]:
@@ -56,10 +61,15 @@ def write_with_package(path: Path, examples: list[dict[str, Any]], **types: str)
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E), (bytes(range(31, -1, -1)), 0x113FDB5C), (b"", 0), (b"a", 0xC1D04330),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+        (b"", 0),
+        (b"a", 0xC1D04330),
     ],
-)  # fmt: skip
+)
 def test_checksums_are_those_of_rfc_3720(data: bytes, expected: int) -> None:
     assert crc32c(data) == expected
 
@@ -199,15 +209,18 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         {
             "folder": str(folder),
             "corpus": {
-                "sources": [str(folder / "text.txt")], "documents": "block", "sentences": "split",
-                "split": [0.8, 0.1, 0.1], "dedup": "none",
+                "sources": [str(folder / "text.txt")],
+                "documents": "block",
+                "sentences": "split",
+                "split": [0.8, 0.1, 0.1],
+                "dedup": "none",
             },
             "tokenizer": {"kind": "wordpiece", "vocab": 300},
             "tokens": {"level": "sentence", "append_end": False, "kind": "tfrecord", "tfrecord": {"epochs": 2}},
             "train": {"layout": "masked", "length": 32, "masked": {"max_predictions": 5}, "batch": 4},
             "runner": {"kind": "local", "workers": 1},
         }
-    )  # fmt: skip
+    )
     prepare(config)
     tokenize(config)
     return config
@@ -218,9 +231,12 @@ def test_tokenize_writes_examples_of_the_masked_layout(project: RunConfig) -> No
     tokenizer = open_tokenizer(project.folder_of("tokenizer"))
     settings_ = MaskedConfig(max_predictions=5, pack=False)
     layout = MaskedLayout(
-        open_store(folder / "train"), length=32, seed=1234, tokens=masked_tokens_of(tokenizer, settings_),
+        open_store(folder / "train"),
+        length=32,
+        seed=1234,
+        tokens=masked_tokens_of(tokenizer, settings_),
         settings=settings_,
-    )  # fmt: skip
+    )
     expected = layout.build_samples(np.arange(2 * layout.samples_per_epoch))
     (path,) = (folder / "tfrecord").glob("train-*.tfrecord")
     found = list(tfrecord_loader(str(path), None, TYPES))
@@ -279,5 +295,6 @@ def test_numbers_that_are_no_class_are_refused(types: int, pairs: int, wrong: st
     rows = np.zeros((3, 4), np.int64)
     _check_classes(rows, rows + IGNORED, tmp_path, 7)
     with pytest.raises(TextmillError, match=rf"row 8: '{wrong}' has a number other than 0 and 1; make the file again"):
-        _check_classes(rows + types * (np.arange(3) == 1)[:, None], rows + pairs * (np.arange(3) == 1)[:, None],
-                       tmp_path, 7)  # fmt: skip
+        _check_classes(
+            rows + types * (np.arange(3) == 1)[:, None], rows + pairs * (np.arange(3) == 1)[:, None], tmp_path, 7
+        )

@@ -91,10 +91,14 @@ def test_real_documents_survive_a_round_trip(shared_data: Path, language: str, c
 
 @pytest.mark.parametrize(
     ("kind", "settings_"),
-    [*((kind, {}) for kind in KINDS), ("wordpiece", {"lowercase": True, "split_digits": True}),
-     ("unigram", {"byte_fallback": False, "split_cjk": True}), ("bpe", {"split_digits": True, "split_cjk": True}),
-     ("bpe", {"special_tokens": DSGPT2, "end_token": "</s>"})],
-)  # fmt: skip
+    [
+        *((kind, {}) for kind in KINDS),
+        ("wordpiece", {"lowercase": True, "split_digits": True}),
+        ("unigram", {"byte_fallback": False, "split_cjk": True}),
+        ("bpe", {"split_digits": True, "split_cjk": True}),
+        ("bpe", {"special_tokens": DSGPT2, "end_token": "</s>"}),
+    ],
+)
 def test_transformers_opens_every_kind(kind: str, settings_: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -265,15 +269,20 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
-    [({"byte_fallback": True}, "byte_fallback: is for unigram"),
-     ({"strip_accents": True}, "strip_accents: is for wordpiece"),
-     ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
-     ({"special_tokens": ["usr"]}, "could be plain text"), ({"special_tokens": ["<|>"]}, "could be plain text"),
-     ({"special_tokens": ["<a b>"]}, "could be plain text"), ({"special_tokens": ["<a>", "<a>"]}, "twice"),
-     ({"fit_sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
-     ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"),
-     ({"end_token": "nothing"}, "tokenizer.end_token")],
-)  # fmt: skip
+    [
+        ({"byte_fallback": True}, "byte_fallback: is for unigram"),
+        ({"strip_accents": True}, "strip_accents: is for wordpiece"),
+        ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
+        ({"special_tokens": ["usr"]}, "could be plain text"),
+        ({"special_tokens": ["<|>"]}, "could be plain text"),
+        ({"special_tokens": ["<a b>"]}, "could be plain text"),
+        ({"special_tokens": ["<a>", "<a>"]}, "twice"),
+        ({"fit_sample": 1.5}, "whole number"),
+        ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
+        ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"),
+        ({"end_token": "nothing"}, "tokenizer.end_token"),
+    ],
+)
 def test_contradicting_settings_are_an_error(mistake: dict[str, Any], message: str) -> None:
     with pytest.raises(TextmillError, match=re.escape(message)):
         TokenizerConfig.model_validate(mistake)

@@ -15,9 +15,10 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokeni
 from textmill.tokens.vocabulary.transfer import transfer_vocabulary
 
 KINDS = {
-    "bpe": TokenizerConfig(vocab=360), "unigram": TokenizerConfig(kind="unigram", vocab=420),
+    "bpe": TokenizerConfig(vocab=360),
+    "unigram": TokenizerConfig(kind="unigram", vocab=420),
     "wordpiece": TokenizerConfig(kind="wordpiece", vocab=400, character_coverage=1.0),
-}  # fmt: skip
+}
 
 
 def fitted(config: TokenizerConfig, texts: Path) -> TextTokenizer:

@@ -21,10 +21,16 @@ from textmill.track.notes import NOTES_FILE
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
     return open_trackers(
-        TrackConfig(**config), folder, steps=10, start=start, tokens=lambda step: 64 * step, flops_per_token=1e6,
+        TrackConfig(**config),
+        folder,
+        steps=10,
+        start=start,
+        tokens=lambda step: 64 * step,
+        flops_per_token=1e6,
         peak_flops=None,
-        settings={"train.batch": 8}, stream=stream,
-    )  # fmt: skip
+        settings={"train.batch": 8},
+        stream=stream,
+    )
 
 
 class Broken:

@@ -219,16 +219,17 @@ def test_pseudo_perplexity_of_a_split(project: Path, capsys: pytest.CaptureFixtu
             ["train", "--force", "train.masked.pairs=order", "model.shape.pair_head=false"],
             "train.masked.pairs: order needs a pair head",
         ),
-        (
-            ["train", "--force", "model.family=gpt2", "model.size=nano", "model.shape.heads=2"],
-            "trained for next_token",
-        ),
+        (["train", "--force", "model.family=gpt2", "model.size=nano", "model.shape.heads=2"], "trained for next_token"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(
-    words: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     where = project / "bert.yaml" if words[0] == "train" else project / "run"
     other = [f"train.folder={tmp_path / 'other'}"] if words[0] == "train" else []

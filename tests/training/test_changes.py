@@ -35,17 +35,21 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{name}.txt").write_text("\n\n".join(texts), encoding="utf-8")
         use = {"use": str(root / "first" / "tokenizer")} if name == "second" else {"vocab": 290}
         tree: dict[str, Any] = {
-            "folder": str(root / name), "corpus": {"sources": [str(root / f"{name}.txt")], "documents": "block"},
-            "tokenizer": use, "runner": {"workers": 1},
-        }  # fmt: skip
+            "folder": str(root / name),
+            "corpus": {"sources": [str(root / f"{name}.txt")], "documents": "block"},
+            "tokenizer": use,
+            "runner": {"workers": 1},
+        }
         prepare(build_config(tree))
         tokenize(build_config(tree))
     return root
 
 
 def config_of(root: Path, run: Path, weights: tuple[float, ...] = (3, 1), **train_settings: Any) -> RunConfig:
-    used = [{"path": str(root / name / "tokens"), "weight": weight}
-            for name, weight in zip(("first", "second"), weights, strict=False)]  # fmt: skip
+    used = [
+        {"path": str(root / name / "tokens"), "weight": weight}
+        for name, weight in zip(("first", "second"), weights, strict=False)
+    ]
     return build_config(
         {
             "folder": str(root / "first"),
@@ -69,8 +73,12 @@ def config_of(root: Path, run: Path, weights: tuple[float, ...] = (3, 1), **trai
 
 
 CHANGED: dict[str, Any] = {
-    "steps": 16, "learning_rate": 4e-4, "min_learning_rate": 1e-5, "batch": 6, "weight_decay": 0.3,
-}  # fmt: skip
+    "steps": 16,
+    "learning_rate": 4e-4,
+    "min_learning_rate": 1e-5,
+    "batch": 6,
+    "weight_decay": 0.3,
+}
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

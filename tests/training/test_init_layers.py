@@ -38,12 +38,21 @@ def tree_of(given: Path, layers: list[int], steps: int = 1) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text("\n\n".join(TEXT * 20), encoding="utf-8")
     return {
-        "folder": str(folder), "corpus": {"sources": [str(folder / "text.txt")], "documents": "block", "dedup": "none"},
-        "tokenizer": {"use": str(given)}, "model": {"init_from": str(given), "init_layers": layers},
-        "engine": {"device": "cpu"}, "runner": {"workers": 1},
-        "train": {"steps": steps, "batch": 2, "warmup": 0, "learning_rate": 1e-30, "weight_decay": 0.0,
-                  "evaluate_batches": 1},
-    }  # fmt: skip
+        "folder": str(folder),
+        "corpus": {"sources": [str(folder / "text.txt")], "documents": "block", "dedup": "none"},
+        "tokenizer": {"use": str(given)},
+        "model": {"init_from": str(given), "init_layers": layers},
+        "engine": {"device": "cpu"},
+        "runner": {"workers": 1},
+        "train": {
+            "steps": steps,
+            "batch": 2,
+            "warmup": 0,
+            "learning_rate": 1e-30,
+            "weight_decay": 0.0,
+            "evaluate_batches": 1,
+        },
+    }
 
 
 def test_blocks_are_those_of_the_given_model(given: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,14 +88,22 @@ def test_srun(root: Path, alone: list[dict[str, Any]], tmp_path: Path, environme
 JOB = str(os.getpid())
 VARIABLES = {
     "mpirun": {
-        "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": JOB, "PMIX_RANK": "{rank}",
+        "OMPI_COMM_WORLD_RANK": "{rank}",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": JOB,
+        "PMIX_RANK": "{rank}",
     },
     "srun": {
-        "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": JOB,
+        "SLURM_PROCID": "{rank}",
+        "SLURM_LOCALID": "{rank}",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": JOB,
     },
-}  # fmt: skip
+}
 """What Open MPI 4.1 and SLURM 22.05 set on one machine."""
 
 

@@ -130,14 +130,22 @@ def test_a_unit_reads_back_and_the_last_one_set_wins(tmp_path: Path) -> None:
 
 
 QUICK: dict[str, Any] = {
-    "tokenizer": {"vocab": 300}, "model": {"size": "nano", "shape": {"layers": 1, "heads": 1, "width": 16}},
+    "tokenizer": {"vocab": 300},
+    "model": {"size": "nano", "shape": {"layers": 1, "heads": 1, "width": 16}},
     "train": {
-        "length": 32, "batch": 32, "batch_rampup": [8, 8, 75], "checkpoints": {"keep": 9}, "schedule": "constant",
-        "warmup": 0, "log_every": 1,
-        "evaluate_every": "epoch", "save_every": "epoch",
+        "length": 32,
+        "batch": 32,
+        "batch_rampup": [8, 8, 75],
+        "checkpoints": {"keep": 9},
+        "schedule": "constant",
+        "warmup": 0,
+        "log_every": 1,
+        "evaluate_every": "epoch",
+        "save_every": "epoch",
     },
-    "engine": {"device": "cpu"}, "runner": {"workers": 1},
-}  # fmt: skip
+    "engine": {"device": "cpu"},
+    "runner": {"workers": 1},
+}
 
 
 def test_epochs_resume_like_steps_and_a_growing_batch_is_counted(

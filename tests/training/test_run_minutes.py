@@ -68,13 +68,7 @@ def planned(saved: dict[str, Any] | None = None, **settings: Any) -> RunLength:
 
 
 def timed(
-    clock: Clock,
-    length: RunLength,
-    *,
-    first: float,
-    step: float,
-    costs: Costs = NO_COSTS,
-    run: bool = False,
+    clock: Clock, length: RunLength, *, first: float, step: float, costs: Costs = NO_COSTS, run: bool = False
 ) -> list[RunLength]:
     """The length after each step of a run whose first step ends after `first` seconds."""
     timer = MinutesTimer(CommandTime(clock.now, evaluates=run), 1, SINGLE_PROCESS, clock, lambda: costs)

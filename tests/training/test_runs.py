@@ -43,13 +43,21 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
     """One step with a vocabulary of the new text and a learning rate so small that no weight changes."""
     tree: dict[str, Any] = {
-        "folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block", "dedup": "none"},
+        "folder": str(folder),
+        "corpus": {"sources": [str(texts)], "documents": "block", "dedup": "none"},
         "tokenizer": {"vocab": 340},
-        "model": {"init_from": str(given), "shape": {"positions": positions}}, "engine": {"device": "cpu"},
+        "model": {"init_from": str(given), "shape": {"positions": positions}},
+        "engine": {"device": "cpu"},
         "runner": {"workers": 1},
-        "train": {"steps": 1, "batch": 2, "warmup": 0, "learning_rate": 1e-30, "weight_decay": 0.0,
-                  "evaluate_batches": 1},
-    }  # fmt: skip
+        "train": {
+            "steps": 1,
+            "batch": 2,
+            "warmup": 0,
+            "learning_rate": 1e-30,
+            "weight_decay": 0.0,
+            "evaluate_batches": 1,
+        },
+    }
     config = build_config(tree)
     prepare(config)
     tokenize(config)
@@ -128,10 +136,12 @@ def test_a_run_older_than_a_setting_resumes_with_its_default(tiny_texts: Path, m
     tree: dict[str, Any] = {
         "folder": str(tiny_texts.parent / "out"),
         "corpus": {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none"},
-        "tokenizer": {"vocab": 300}, "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
-        "engine": {"device": "cpu"}, "runner": {"workers": 1},
+        "tokenizer": {"vocab": 300},
+        "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
+        "engine": {"device": "cpu"},
+        "runner": {"workers": 1},
         "train": {"steps": 1, "batch": 2, "warmup": 0, "evaluate_batches": 1},
-    }  # fmt: skip
+    }
     config = build_config(tree)
     prepare(config)
     tokenize(config)

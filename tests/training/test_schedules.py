@@ -88,7 +88,7 @@ def test_schedules_match_deepspeed(warmup: int) -> None:
     low, high, total = 3.5e-5, 3.5e-4, 300
     train = TrainConfig(
         schedule="linear", warmup_shape="log", steps=total, warmup=warmup, learning_rate=high, min_learning_rate=low
-    )  # fmt: skip
+    )
     for step in range(total + 20):
         rise = math.log(step + 1) / math.log(max(2, warmup))
         gamma = rise if step < warmup else max(0.0, (total - step) / max(1, total - warmup))

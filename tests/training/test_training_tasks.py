@@ -105,16 +105,10 @@ def test_early_stopping_ends_a_run_and_resumes_with_its_count(root: Path, capsys
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["train.best.metric=loss"],
-            r"train\.best\.metric: found 'loss'; give valid_loss, valid_accuracy",
-        ),
+        (["train.best.metric=loss"], r"train\.best\.metric: found 'loss'; give valid_loss, valid_accuracy"),
         (["train.tasks=lambada:nowhere.jsonl"], r"nowhere\.jsonl: no such file"),
         (["train.best.metric=choices/accurracy"], r"'choices/accurracy' is not measured; set train\.tasks"),
-        (
-            ["QUIZ", "train.best.metric=choices/f1"],
-            r"'choices/f1' is not measured; train\.tasks measures choices/acc",
-        ),
+        (["QUIZ", "train.best.metric=choices/f1"], r"'choices/f1' is not measured; train\.tasks measures choices/acc"),
     ],
 )
 def test_mistakes_end_a_run_before_its_first_step(root: Path, settings: list[str], message: str) -> None:

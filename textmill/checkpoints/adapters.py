@@ -24,14 +24,25 @@ MERGED_CONFIG = "merged_config.json"
 """The config.json of the two merged; under that name transformers would look for a complete model."""
 PREFIX = "base_model.model."
 """PEFT's prefix before the names of the model that it wraps."""
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
 FP32_MAX = 1e38
 """About the largest fp32 number."""
 UNSUPPORTED = (
-    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
-    "trainable_token_indices", "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens",
-    "kasa_config", "monteclora_config", "velora_config",
-)  # fmt: skip
+    "use_dora",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+)
 """PEFT settings beyond plain LoRA, which change the meaning of the matrices."""
 
 LABEL_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
@@ -169,14 +180,16 @@ def _trained_on(progress: Path) -> str:
 
 def open_adapter(folder: Path) -> Adapter:
     """Open the adapter in a folder; the error names a setting beyond plain LoRA."""
-    settings, where = _read_settings(folder), folder / ADAPTER_CONFIG
+    settings = _read_settings(folder)
+    where = folder / ADAPTER_CONFIG
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none":
         found = f"peft_type {settings.get('peft_type')!r} with bias {settings.get('bias')!r}"
         raise TextmillError(f"{where}: found {found}; textmill reads LORA with bias 'none'")
     for key in UNSUPPORTED:
         if settings.get(key):
             raise TextmillError(f"{where}: {key} is {settings[key]!r}; textmill reads plain LoRA, without it")
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    rank = settings.get("r")
+    alpha = settings.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < FP32_MAX:
         raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both must be above 0, and r an integer")
     if settings.get("modules_to_save") and settings.get("task_type") not in LABEL_TASKS:
@@ -224,7 +237,8 @@ def _sort_tensors(
         else:
             side[stem.removesuffix(LORA_A).removesuffix(LORA_B)] = values
     for stem in sorted(a_by_stem.keys() | b_by_stem.keys()):
-        a, b = a_by_stem.get(stem), b_by_stem.get(stem)
+        a = a_by_stem.get(stem)
+        b = b_by_stem.get(stem)
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise TextmillError(
                 f"{where}: '{stem}' has no lora_A and lora_B of rank {rank}; the file is damaged or not plain LoRA"

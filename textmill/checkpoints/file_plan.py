@@ -33,8 +33,12 @@ class FilePlan:
         world: int = 1,
         first_writer: int = 0,
     ) -> None:
-        self.stem, self.size_of, self.max_bytes = stem, size_of, max_bytes
-        self.rank, self.world, self.first_writer = rank, world, first_writer
+        self.stem = stem
+        self.size_of = size_of
+        self.max_bytes = max_bytes
+        self.rank = rank
+        self.world = world
+        self.first_writer = first_writer
         self.files: list[dict[str, int]] = []
         """For each file, its tensors and their bytes."""
 

@@ -25,11 +25,7 @@ from typing import Any, Literal
 from textmill.checkpoints.adapters import is_adapter, read_weights, tokenizer_folder
 from textmill.checkpoints.best import VALID_LOSS, BestRule, metric_of, read_metric, read_rule
 from textmill.errors import TextmillError, warn
-from textmill.storage.files import (
-    find_damage,
-    format_path,
-    read_json,
-)
+from textmill.storage.files import find_damage, format_path, read_json
 from textmill.storage.hub import find_model_folder
 from textmill.storage.stages import MANIFEST, PROJECT_YAML
 from textmill.storage.tensor_files import Named, read_tensors
@@ -117,7 +113,8 @@ def find_checkpoint(run: Path, which: StepChoice | None = "latest", *, to_resume
         if which not in folders:
             raise TextmillError(f"{run}: no checkpoint of step {which}; found {', '.join(map(str, folders)) or 'none'}")
         return open_checkpoint(folders[which])
-    candidates, without_state = rank_checkpoints(run, which), []
+    candidates = rank_checkpoints(run, which)
+    without_state = []
     for folder in candidates:
         damage = find_checkpoint_damage(folder)
         if not damage and to_resume and not has_optimizer_state(folder) and any(folder.glob(OPTIMIZER_FILES)):
@@ -204,7 +201,8 @@ def _describe_metric(checkpoint: Checkpoint, run: Path) -> str:
 
 def describe_init_model(checkpoint: Checkpoint, name: str) -> str:
     """Which checkpoint `open_model` chose for a name: its folder, its metric and, if it is not the newest, that one."""
-    folder, run = checkpoint.folder, checkpoint.folder.parent
+    folder = checkpoint.folder
+    run = checkpoint.folder.parent
     text = f"{format_path(folder)}{_describe_metric(checkpoint, run)}"
     latest = max(list_checkpoints(run), default=checkpoint.step)
     if latest == checkpoint.step or Path(name).resolve() == folder.resolve():
@@ -241,7 +239,8 @@ def link_best(run: Path) -> int | None:
     On file systems without symbolic links, `--step best` still finds it.
     """
     rule, values = read_best_values(run)
-    best, link = rule.best_of(values), run / BEST_LINK
+    best = rule.best_of(values)
+    link = run / BEST_LINK
     with suppress(OSError):
         if link.is_symlink():
             link.unlink()

@@ -112,7 +112,8 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
 
 
 def _describe_project(project: Project) -> str:
-    plan, text = project.plan, project.text
+    plan = project.plan
+    text = project.text
     parameters = count_model_parameters(project) / 1e6
     shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
     return f"{text.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs"

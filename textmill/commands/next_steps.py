@@ -86,7 +86,8 @@ def _are_same(opened: RunConfig, config: RunConfig) -> bool:
 
 def improving_commands(config: RunConfig, state: State, where: str) -> list[str]:
     """Commands that would make the model better, by what limits it now."""
-    train, name = config.train, config.model.family
+    train = config.train
+    name = config.model.family
     if config.corpus.labels:
         if not train.epochs or state == "overfitting":
             return []

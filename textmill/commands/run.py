@@ -24,13 +24,7 @@ from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.generation.encoders.fill import fill
 from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, read_shape
-from textmill.planning.verdict import (
-    RunFacts,
-    describe_forecast,
-    describe_quality,
-    describe_state,
-    read_curves,
-)
+from textmill.planning.verdict import RunFacts, describe_forecast, describe_quality, describe_state, read_curves
 from textmill.processes.command_time import CommandTime
 from textmill.runners import share_runner
 from textmill.storage.files import format_path, read_json, write_json

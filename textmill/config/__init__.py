@@ -37,14 +37,45 @@ from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "DistilConfig",
-    "EmbedConfig", "EngineConfig",
-    "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "MaskedConfig",
-    "ModelConfig", "MultiTokenConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "PlanConfig", "RangeTestConfig",
-    "RunConfig", "RunnerConfig",
-    "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig",
-    "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig", "WikitextConfig",
-]  # fmt: skip
+    "SIZES",
+    "AverageConfig",
+    "BeamRunner",
+    "ChatConfig",
+    "CheckpointsConfig",
+    "CorpusConfig",
+    "DistilConfig",
+    "EmbedConfig",
+    "EngineConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "JaxEngine",
+    "JaxMesh",
+    "LocalRunner",
+    "LoraConfig",
+    "MaskedConfig",
+    "ModelConfig",
+    "MultiTokenConfig",
+    "MuonConfig",
+    "PackedConfig",
+    "PaddedConfig",
+    "PlanConfig",
+    "RangeTestConfig",
+    "RunConfig",
+    "RunnerConfig",
+    "SampleConfig",
+    "Section",
+    "ServeConfig",
+    "ShapeConfig",
+    "SpikesConfig",
+    "StableConfig",
+    "TokenizerConfig",
+    "TokensConfig",
+    "TorchEngine",
+    "TrackConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "WikitextConfig",
+]
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
 DEFAULT_KINDS = {"runner": "local", "engine": "torch"}
@@ -99,13 +130,16 @@ class RunConfig(Section):
                 f"train.average.memory: {self.engine.refused['average']}; remove it, or set engine.kind=torch"
             )
         if train.min_learning_rate > train.learning_rate:
-            low, high = train.min_learning_rate, train.learning_rate
+            low = train.min_learning_rate
+            high = train.learning_rate
             raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")
         if self.sample.min_tokens > self.sample.max_tokens:
-            low, high = self.sample.min_tokens, self.sample.max_tokens
+            low = self.sample.min_tokens
+            high = self.sample.max_tokens
             raise TextmillError(f"sample.min_tokens: {low} is above sample.max_tokens={high}; lower it")
         if self.sample.beams > 1 and self.sample.count > self.sample.beams:
-            count, beams = self.sample.count, self.sample.beams
+            count = self.sample.count
+            beams = self.sample.beams
             raise TextmillError(
                 f"sample.count: {count} is above sample.beams={beams}, the texts that are found; lower it"
             )
@@ -133,7 +167,8 @@ def drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
     """A config tree without the settings of one call, such as a prompt: no folder records them."""
     kept = dict(tree)
     for name, field in RunConfig.model_fields.items():
-        section, values = field.annotation, tree.get(name)
+        section = field.annotation
+        values = tree.get(name)
         if isinstance(section, type) and issubclass(section, Section) and isinstance(values, dict):
             once = {key for key, one in section.model_fields.items() if field_markers(one).get("per_call")}
             kept[name] = {key: value for key, value in values.items() if key not in once}
@@ -157,7 +192,8 @@ def _flat_results(section: Section, prefix: str) -> dict[str, Any]:
 
 def _check_labels(config: RunConfig) -> None:
     """Examples with labels need their own layout, a length, and a model that keeps its own head."""
-    labels, train = config.corpus.labels, config.train
+    labels = config.corpus.labels
+    train = config.train
     if labels and train.layout != "labelled":
         raise TextmillError(f"train.layout: found {train.layout}, but corpus.labels={labels} needs labelled; change it")
     if not labels and train.layout == "labelled":
@@ -169,8 +205,12 @@ def _check_labels(config: RunConfig) -> None:
         return
     if "labelled" in config.engine.refused:
         raise TextmillError(f"train.layout: {config.engine.refused['labelled']}; set engine.kind=torch")
-    unused = {"tokens.use": config.tokens.use, "train.distil": train.distil.teachers,
-              "train.label_smoothing": train.label_smoothing, "train.z_loss": train.z_loss}  # fmt: skip
+    unused = {
+        "tokens.use": config.tokens.use,
+        "train.distil": train.distil.teachers,
+        "train.label_smoothing": train.label_smoothing,
+        "train.z_loss": train.z_loss,
+    }
     if found := [name for name, value in unused.items() if value]:
         raise TextmillError(f"{found[0]}: cannot be used with corpus.labels={labels}; remove it")
     if train.length is None:
@@ -181,7 +221,8 @@ def _check_labels(config: RunConfig) -> None:
 
 def _check_multi_token(config: RunConfig) -> None:
     """Multi-token prediction needs next tokens as labels, and the whole vocabulary on one device."""
-    train, key = config.train, "train.multi_token.weight"
+    train = config.train
+    key = "train.multi_token.weight"
     if not train.multi_token.weight:
         return
     if "multi_token" in config.engine.refused:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from textmill.errors import TextmillError
 
-CONTENT, END = "{content}", "{end}"
+CONTENT = "{content}"
+END = "{end}"
 """In a turn: the message, and the tokenizer's end-of-text token."""
 ROLES = ("system", "user", "assistant")
 TEMPLATES = {

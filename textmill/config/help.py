@@ -14,47 +14,115 @@ from textmill.config.keys import all_fields, section_types
 from textmill.config.mistakes import describe_type
 
 _SAMPLING = (
-    "sample.prompt", "sample.max_tokens", "sample.temperature", "sample.top_k", "sample.top_p",
-    "sample.repetition_penalty", "sample.stop", "sample.seed",
-)  # fmt: skip
+    "sample.prompt",
+    "sample.max_tokens",
+    "sample.temperature",
+    "sample.top_k",
+    "sample.top_p",
+    "sample.repetition_penalty",
+    "sample.stop",
+    "sample.seed",
+)
 MOST_USED: dict[str, tuple[str, ...]] = {
     "run": (
-        "folder", "corpus.sources", "corpus.text_key", "tokenizer.vocab", "model.size", "train.preset",
-        "train.length", "train.batch", "train.steps", "train.learning_rate",
+        "folder",
+        "corpus.sources",
+        "corpus.text_key",
+        "tokenizer.vocab",
+        "model.size",
+        "train.preset",
+        "train.length",
+        "train.batch",
+        "train.steps",
+        "train.learning_rate",
     ),
     "prepare": (
-        "corpus.sources", "corpus.text_key", "corpus.documents", "corpus.preset", "corpus.rules",
-        "corpus.min_chars", "corpus.languages", "corpus.dedup", "corpus.split", "runner.workers",
+        "corpus.sources",
+        "corpus.text_key",
+        "corpus.documents",
+        "corpus.preset",
+        "corpus.rules",
+        "corpus.min_chars",
+        "corpus.languages",
+        "corpus.dedup",
+        "corpus.split",
+        "runner.workers",
     ),
     "fit-tokenizer": (
-        "tokenizer.kind", "tokenizer.vocab", "tokenizer.use", "tokenizer.fit_on", "tokenizer.fit_sample",
-        "tokenizer.special_tokens", "tokenizer.chat", "tokenizer.lowercase", "tokenizer.compare_with",
+        "tokenizer.kind",
+        "tokenizer.vocab",
+        "tokenizer.use",
+        "tokenizer.fit_on",
+        "tokenizer.fit_sample",
+        "tokenizer.special_tokens",
+        "tokenizer.chat",
+        "tokenizer.lowercase",
+        "tokenizer.compare_with",
         "runner.workers",
     ),
     "tokenize": (
-        "tokens.use", "tokens.append_end", "tokens.level", "tokens.kind", "tokens.features.max_length",
-        "tokens.features.stride", "tokens.index_format", "tokenizer.vocab", "tokenizer.use", "runner.workers",
+        "tokens.use",
+        "tokens.append_end",
+        "tokens.level",
+        "tokens.kind",
+        "tokens.features.max_length",
+        "tokens.features.stride",
+        "tokens.index_format",
+        "tokenizer.vocab",
+        "tokenizer.use",
+        "runner.workers",
     ),
     "train": (
-        "model.size", "model.init_from", "train.preset", "train.layout", "train.length", "train.batch",
-        "train.steps", "train.learning_rate", "train.optimizer", "engine.micro_batch",
+        "model.size",
+        "model.init_from",
+        "train.preset",
+        "train.layout",
+        "train.length",
+        "train.batch",
+        "train.steps",
+        "train.learning_rate",
+        "train.optimizer",
+        "engine.micro_batch",
     ),
     "verify": (
-        "engine.kind", "engine.mesh.replicate", "engine.mesh.shard", "engine.mesh.tensor", "engine.zero",
-        "engine.precision", "engine.recompute", "engine.offload_optimizer", "engine.deepspeed_config",
+        "engine.kind",
+        "engine.mesh.replicate",
+        "engine.mesh.shard",
+        "engine.mesh.tensor",
+        "engine.zero",
+        "engine.precision",
+        "engine.recompute",
+        "engine.offload_optimizer",
+        "engine.deepspeed_config",
         "engine.timeout",
     ),
     "evaluate": (
-        "evaluate.tasks", "evaluate.text", "evaluate.split", "evaluate.window", "evaluate.stride", "evaluate.sample",
-        "evaluate.batch", "evaluate.baselines", "engine.device", "engine.precision",
+        "evaluate.tasks",
+        "evaluate.text",
+        "evaluate.split",
+        "evaluate.window",
+        "evaluate.stride",
+        "evaluate.sample",
+        "evaluate.batch",
+        "evaluate.baselines",
+        "engine.device",
+        "engine.precision",
     ),
     "generate": (*_SAMPLING, "sample.count", "sample.prompts_file"),
     "chat": (*_SAMPLING[1:], "sample.min_p", "engine.device", "engine.precision"),
     "serve": (
-        "serve.host", "serve.port", "serve.key_file", "serve.model_name", "serve.slots", "serve.queue",
-        "serve.max_tokens", "serve.request_timeout", "sample.temperature", "engine.device",
+        "serve.host",
+        "serve.port",
+        "serve.key_file",
+        "serve.model_name",
+        "serve.slots",
+        "serve.queue",
+        "serve.max_tokens",
+        "serve.request_timeout",
+        "sample.temperature",
+        "engine.device",
     ),
-}  # fmt: skip
+}
 """The ten settings of each command that are used most, in the order of the work; a command with fewer has no row."""
 
 
@@ -97,7 +165,8 @@ def section_help(name: str, without: Sequence[str] = ()) -> str:
 
 
 def _section_lines(section: type[Section], prefix: str, listed: set[tuple[str, str | None]]) -> list[str]:
-    lines, below = [], []
+    lines = []
+    below = []
     for name, field in section.model_fields.items():
         key = prefix + name
         inner = section_types(field.annotation)

@@ -54,7 +54,8 @@ def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
 def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+            name = f"{prefix}{key.value}"
+            line = key.start_mark.line + 1
             if name in lines:
                 raise TextmillError(f"{path}:{line}: '{name}' is set twice (first on line {lines[name]}); keep one")
             lines[name] = line
@@ -111,13 +112,15 @@ def drop_replaced(tree: Tree, overrides: Tree) -> Tree:
     {"train": {"epochs": 2, "batch": 8}} and {"train": {"steps": 100}} -> {"train": {"batch": 8}}
     """
     for section, keys in ALTERNATIVES.items():
-        old, new = tree.get(section), overrides.get(section)
+        old = tree.get(section)
+        new = overrides.get(section)
         if isinstance(old, dict) and isinstance(new, dict) and set(keys) & new.keys():
             replaced = {*keys}
             if "minutes" in old.keys() - new.keys():
                 replaced |= {*LIMITS_OF_MINUTES}
             tree = {**tree, section: {name: value for name, value in old.items() if name not in replaced}}
-    model, new_model = tree.get("model"), overrides.get("model")
+    model = tree.get("model")
+    new_model = overrides.get("model")
     if isinstance(model, dict) and isinstance(new_model, dict) and new_model.get("init_from"):
         shape: Any = model.get("shape")
         kept = {key: shape[key] for key in RESHAPABLE if key in shape} if isinstance(shape, dict) else {}
@@ -190,7 +193,8 @@ def build_config(
     except ValidationError as error:
         message, key = first_mistake(error, tree)
     except TextmillError as error:
-        message, key = str(error), str(error).partition(":")[0]
+        message = str(error)
+        key = str(error).partition(":")[0]
     else:
         return config
     in_file = itertools.takewhile(lambda name: not _is_set(overrides or {}, name), key_and_parents(key))

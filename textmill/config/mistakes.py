@@ -47,7 +47,8 @@ def first_mistake(error: ValidationError, tree: dict[str, Any]) -> tuple[str, st
 
 def _known_fields(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
     """Every key with its field; of a section that has kinds, the fields of the kind that the location names."""
-    known, name = dict(all_fields()), str(location[0]) if location else ""
+    known = dict(all_fields())
+    name = str(location[0]) if location else ""
     for section in kinds_of(name):
         if location[1:2] == (section.model_fields["kind"].default,):
             known |= dict(all_fields(section, f"{name}."))

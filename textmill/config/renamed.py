@@ -110,7 +110,8 @@ def rename_tree(tree: Tree) -> tuple[Tree, dict[str, str]]:
         target[new.rpartition(".")[2]] = value
         found[old] = new
     for key in RENAMED_VALUES:
-        holder, leaf = _holder(result, key), key.rpartition(".")[2]
+        holder = _holder(result, key)
+        leaf = key.rpartition(".")[2]
         if holder is not None and leaf in holder:
             holder[leaf] = rename_value(key, holder[leaf])
     return result, found

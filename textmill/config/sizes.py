@@ -7,29 +7,92 @@ from typing import Any
 GPT2 = {"activation": "gelu_new", "dropout": 0.0, "untied": False}
 DSGPT2 = {"activation": "gelu", "dropout": 0.1}
 LLAMA = {
-    "kv_heads": None, "head_width": None, "activation": "silu", "qk_norm": False, "qkv_bias": False,
-    "rotary_base": 10000.0, "untied": False, "dropout": 0.0, "gated": True, "value_embeddings": 0,
-    "embedding_residual": False, "logit_softcap": 0.0, "zero_init": False,
-}  # fmt: skip
+    "kv_heads": None,
+    "head_width": None,
+    "activation": "silu",
+    "qk_norm": False,
+    "qkv_bias": False,
+    "rotary_base": 10000.0,
+    "untied": False,
+    "dropout": 0.0,
+    "gated": True,
+    "value_embeddings": 0,
+    "embedding_residual": False,
+    "logit_softcap": 0.0,
+    "zero_init": False,
+}
 """None: as many heads of keys as of queries, and heads that divide the width."""
 BERT = {"positions": 512, "activation": "gelu", "norm": "post", "pair_head": True, "deep_init": False, "dropout": 0.0}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {"layers": 30, "heads": 9, "kv_heads": 3, "width": 576, "inner": 1536, "positions": 8192,
-                     "rotary_base": 1e5},
-    "smollm2-360m": {"layers": 32, "heads": 15, "kv_heads": 5, "width": 960, "inner": 2560, "positions": 8192,
-                     "rotary_base": 1e5},
-    "qwen2.5-0.5b": {"layers": 24, "heads": 14, "kv_heads": 2, "width": 896, "inner": 4864, "positions": 32768,
-                     "rotary_base": 1e6, "qkv_bias": True},
-    "qwen2.5-1.5b": {"layers": 28, "heads": 12, "kv_heads": 2, "width": 1536, "inner": 8960, "positions": 32768,
-                     "rotary_base": 1e6, "qkv_bias": True},
-    "qwen3-0.6b": {"layers": 28, "heads": 16, "kv_heads": 8, "head_width": 128, "width": 1024, "inner": 3072,
-                   "positions": 32768, "rotary_base": 1e6, "qk_norm": True},
-    "tinyllama-1.1b": {"layers": 22, "heads": 32, "kv_heads": 4, "width": 2048, "inner": 5632, "positions": 2048,
-                       "untied": True},
-    "llama-3.2-1b": {"layers": 16, "heads": 32, "kv_heads": 8, "width": 2048, "inner": 8192, "positions": 8192,
-                     "rotary_base": 5e5},
-}  # fmt: skip
+    "smollm2-135m": {
+        "layers": 30,
+        "heads": 9,
+        "kv_heads": 3,
+        "width": 576,
+        "inner": 1536,
+        "positions": 8192,
+        "rotary_base": 1e5,
+    },
+    "smollm2-360m": {
+        "layers": 32,
+        "heads": 15,
+        "kv_heads": 5,
+        "width": 960,
+        "inner": 2560,
+        "positions": 8192,
+        "rotary_base": 1e5,
+    },
+    "qwen2.5-0.5b": {
+        "layers": 24,
+        "heads": 14,
+        "kv_heads": 2,
+        "width": 896,
+        "inner": 4864,
+        "positions": 32768,
+        "rotary_base": 1e6,
+        "qkv_bias": True,
+    },
+    "qwen2.5-1.5b": {
+        "layers": 28,
+        "heads": 12,
+        "kv_heads": 2,
+        "width": 1536,
+        "inner": 8960,
+        "positions": 32768,
+        "rotary_base": 1e6,
+        "qkv_bias": True,
+    },
+    "qwen3-0.6b": {
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_width": 128,
+        "width": 1024,
+        "inner": 3072,
+        "positions": 32768,
+        "rotary_base": 1e6,
+        "qk_norm": True,
+    },
+    "tinyllama-1.1b": {
+        "layers": 22,
+        "heads": 32,
+        "kv_heads": 4,
+        "width": 2048,
+        "inner": 5632,
+        "positions": 2048,
+        "untied": True,
+    },
+    "llama-3.2-1b": {
+        "layers": 16,
+        "heads": 32,
+        "kv_heads": 8,
+        "width": 2048,
+        "inner": 8192,
+        "positions": 8192,
+        "rotary_base": 5e5,
+    },
+}
 """Llama, Qwen2 and Qwen3 models."""
 
 COMMON: dict[str, dict[str, Any]] = {

@@ -35,7 +35,8 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         )
     if is_url(config.export.folder):
         return export_to_url(config, force, lambda local, again: export(local, again, step))
-    folder, precision = Path(config.export.folder), config.export.precision
+    folder = Path(config.export.folder)
+    precision = config.export.precision
     if config.export.kind == "tokenizer":
         return export_tokenizer(config, folder, force, step)
     writer = open_format(config.export.kind)
@@ -48,10 +49,12 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     source_shape = read_shape(checkpoint.folder)
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     _check_own_options(source_shape, config.export.kind, checkpoint)
-    shape, reduction = source_shape, None
+    shape = source_shape
+    reduction = None
     if config.export.vocab_used_in:
         reduction = reduce_vocabulary(tokenizer, config.export.vocab_used_in)
-        shape, tokenizer = reduce_shape(source_shape, reduction), reduction.tokenizer
+        shape = reduce_shape(source_shape, reduction)
+        tokenizer = reduction.tokenizer
     card = write_card(config, checkpoint, shape, tokenizer)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):

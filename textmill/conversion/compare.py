@@ -22,7 +22,9 @@ LOGIT_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 """The largest difference of a logit, as a fraction of the largest logit (or of 1 if that is less)."""
 DIVERGENCE_BOUNDS = {"q8_0": 1e-3}
 """The mean Kullback-Leibler divergence of the next token; four bits have no bound, theirs is only printed."""
-SAMPLES, LONGEST, SEED = 2, 64, 5
+SAMPLES = 2
+LONGEST = 64
+SEED = 5
 TEXTS = (
     "The mill stands by the river; its wheel doesn't turn in 1,234 winters.",
     "물레방아는 강가에 서 있다. 아침마다 바퀴가 돌기 시작한다!",
@@ -32,8 +34,17 @@ TEXTS = (
     "الطاحونة بجانب النهر. טחנה ליד הנהר. चक्की नदी के किनारे है। โรงสีอยู่ริมแม่น้ำ",
 )
 SHAPE_FIELDS = (
-    "layers", "heads", "kv_heads", "width", "inner", "positions", "vocab", "activation", "untied", "rotary_scaling",
-)  # fmt: skip
+    "layers",
+    "heads",
+    "kv_heads",
+    "width",
+    "inner",
+    "positions",
+    "vocab",
+    "activation",
+    "untied",
+    "rotary_scaling",
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,8 @@ def write_and_check(
 def check_written(source: Model, written: Model, precision: str, where: str) -> str:
     """Raise unless what was written computes what the source computes; return the figures in words."""
     for name in SHAPE_FIELDS:
-        expected, actual = getattr(source.shape, name, None), getattr(written.shape, name, None)
+        expected = getattr(source.shape, name, None)
+        actual = getattr(written.shape, name, None)
         if expected != actual:
             raise _failed(where, f"its {name} is read back as {actual}, the model has {expected}")
     ids = sample_ids(source)
@@ -127,9 +139,11 @@ def check_tokenizer(
         return "no tokenizer to compare"
     texts = [*TEXTS, *(hard_text.text for hard_text in hard_texts())]
     for text in texts:
-        expected, actual = source.encode(text), written.encode(text)
+        expected = source.encode(text)
+        actual = written.encode(text)
         if joins_unknown:
-            expected, actual = _join_unknown(expected, source.unknown), _join_unknown(actual, source.unknown)
+            expected = _join_unknown(expected, source.unknown)
+            actual = _join_unknown(actual, source.unknown)
         if expected != actual:
             raise _failed(where, f"its tokenizer gives other ids for {text[:40]!r}")
     if source.end != written.end:

@@ -15,16 +15,27 @@ from textmill.models import open_family, weights_of
 
 ARCHITECTURES = ("gpt2",)
 NAMES = {
-    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
-    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "lm_head": "output",
-}  # fmt: skip
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "lm_head": "output",
+}
 """The family's names of modules, of a block without `transformer.h.N`, and llama.cpp's."""
-OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+OUTPUT = "output.weight"
+EMBEDDING = "token_embd.weight"
 NUMBERS = {
-    "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
-    "feed_forward_length": "n_inner", "attention.head_count": "n_head",
-}  # fmt: skip
+    "block_count": "n_layer",
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+}
 """Keys of the file below `gpt2.`, and those of a config.json."""
 
 
@@ -61,11 +72,15 @@ def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
     """The shape of a file."""
     hf = {ours: keys.get(f"gpt2.{theirs}") for theirs, ours in NUMBERS.items()}
     hf |= {
-        "vocab_size": int(tensors[EMBEDDING].shape[-1]), "activation_function": "gelu_new",
+        "vocab_size": int(tensors[EMBEDDING].shape[-1]),
+        "activation_function": "gelu_new",
         "layer_norm_epsilon": keys.get("gpt2.attention.layer_norm_epsilon", 1e-5),
-        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0, "tie_word_embeddings": _is_tied(tensors),
-    }  # fmt: skip
+        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"),
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": _is_tied(tensors),
+    }
     if isinstance(epsilon := hf["layer_norm_epsilon"], float):
         hf["layer_norm_epsilon"] = float(f"{epsilon:.6g}")  # the file has 32 bits of it
     return open_family("gpt2").shape_of_hf(hf, str(path))

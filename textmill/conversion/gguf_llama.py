@@ -21,35 +21,56 @@ from textmill.models.llama.rotary import llama3_factors
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 """The family's names of modules, of a block without `model.layers.N`, and llama.cpp's."""
-OUTPUT, EMBEDDING, FACTORS = "output.weight", "token_embd.weight", "rope_freqs.weight"
+OUTPUT = "output.weight"
+EMBEDDING = "token_embd.weight"
+FACTORS = "rope_freqs.weight"
 NUMBERS = {
-    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
-}  # fmt: skip
+}
 """Keys of the file below the architecture's name, and those of a config.json."""
 SCALING = "textmill.rope_scaling"
 """The scaling of rotary positions as config.json has it: llama.cpp's keys do not have all of its numbers."""
 SCALING_NUMBERS = {
-    "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
-}  # fmt: skip
+}
 YARN_FIXED = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 """Keys that llama.cpp multiplies into a scaling in its own way; 1 changes nothing."""
 LLAMA3 = [
-    {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 8192}
+    {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     for factor in (8.0, 32.0)
-]  # fmt: skip
+]
 """The scalings of the published Llama 3 models, of which a file has the factors only."""
 
 
@@ -94,7 +115,8 @@ def tensors_of(model: Model) -> dict[str, Array]:
 
     model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight
     """
-    shape, tensors = model.shape, {}
+    shape = model.shape
+    tensors = {}
     for name, values in model.weights.items():
         stem, _, ending = name.rpartition(".")
         block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
@@ -137,10 +159,13 @@ def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
         hf["rms_norm_eps"] = float(f"{hf['rms_norm_eps']:.6g}")  # the file has 32 bits of it
     biases = {name for name in tensors if name.startswith("blk.0.") and name.endswith(".bias")}
     hf = {key: value for key, value in hf.items() if value is not None} | {
-        "model_type": kind, "vocab_size": int(tensors[EMBEDDING].shape[-1]),
-        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "tie_word_embeddings": OUTPUT not in tensors,
-        "attention_bias": "blk.0.attn_output.bias" in biases, "mlp_bias": "blk.0.ffn_up.bias" in biases,
-    }  # fmt: skip
+        "model_type": kind,
+        "vocab_size": int(tensors[EMBEDDING].shape[-1]),
+        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"),
+        "tie_word_embeddings": OUTPUT not in tensors,
+        "attention_bias": "blk.0.attn_output.bias" in biases,
+        "mlp_bias": "blk.0.ffn_up.bias" in biases,
+    }
     hf["rope_scaling"] = _scaling_of(keys, kind, tensors, hf, path)
     shape: Any = open_family("llama").shape_of_hf(hf, str(path))
     rotated = keys.get(f"{kind}.rope.dimension_count")

@@ -19,5 +19,6 @@ def read_name(name: str, names: Mapping[str, str]) -> tuple[str | None, str, str
     elif "." in name:
         stem, ending = name.rsplit(".", 1)
     else:
-        stem, ending = name, ""
+        stem = name
+        ending = ""
     return (block, family_names[stem], ending) if stem in family_names else None

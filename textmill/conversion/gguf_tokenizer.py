@@ -22,7 +22,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 """llama.cpp's types of tokens; a control token is found in a text only where the caller asks for it."""
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,10 +51,14 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     entries = [by_id.get(id_, (f"[unused{id_}]", UNUSED)) for id_ in range(rows)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tree["model"]["merges"]]
     keys: dict[str, Any] = {
-        "ggml.model": "gpt2", "ggml.pre": split,
-        "ggml.tokens": [token for token, _ in entries], "ggml.token_type": [kind for _, kind in entries],
-        "ggml.merges": merges, "ggml.add_bos_token": False, "ggml.add_eos_token": False,
-    }  # fmt: skip
+        "ggml.model": "gpt2",
+        "ggml.pre": split,
+        "ggml.tokens": [token for token, _ in entries],
+        "ggml.token_type": [kind for _, kind in entries],
+        "ggml.merges": merges,
+        "ggml.add_bos_token": False,
+        "ggml.add_eos_token": False,
+    }
     roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end)}
     for role, name in ROLES.items():
         role_id = tokenizer.inner.token_to_id(roles.get(role) or "")

@@ -15,15 +15,24 @@ from textmill.storage.stages import Force, Stage
 
 
 def import_model(
-    what: str, out: str, *, kind: str | None = None, config: str | None = None, tokenizer: str | None = None,
-    vocab: int | None = None, heads: int | None = None, activation: str | None = None, force: Force = "no",
-) -> Path:  # fmt: skip
+    what: str,
+    out: str,
+    *,
+    kind: str | None = None,
+    config: str | None = None,
+    tokenizer: str | None = None,
+    vocab: int | None = None,
+    heads: int | None = None,
+    activation: str | None = None,
+    force: Force = "no",
+) -> Path:
     """Read a model file or folder of another tool, write it as a Hugging Face folder in fp32; return the folder.
 
     `kind` is the format; without it, the format is found from the file. The other arguments are facts that some formats
     do not have: see Hints.
     """
-    path, folder = fetch(what) if is_url(what) else Path(what), Path(out)
+    path = fetch(what) if is_url(what) else Path(what)
+    folder = Path(out)
     if folder.resolve().is_relative_to(path.resolve()) and path.is_dir():
         raise TextmillError(f"{out}: is inside {what}, which is to be read; name a folder elsewhere")
     kind = find_kind(path, kind)

@@ -21,18 +21,25 @@ from textmill.conversion.model import Array
 from textmill.errors import TextmillError
 
 MODULES = {
-    "input_layernorm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.dense": "attn.c_proj",
-    "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj",
-}  # fmt: skip
+    "input_layernorm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.dense_h_to_4h": "mlp.c_fc",
+    "mlp.dense_4h_to_h": "mlp.c_proj",
+}
 """Megatron's modules of a block and those of GPT-2."""
 OUTSIDE = {
-    "embedding.word_embeddings": "wte", "embedding.position_embeddings": "wpe", "final_layernorm": "ln_f",
+    "embedding.word_embeddings": "wte",
+    "embedding.position_embeddings": "wpe",
+    "final_layernorm": "ln_f",
     "output_layer": "lm_head",
-}  # fmt: skip
+}
 """The same outside the blocks."""
 _GPT2_MODULES = {gpt2: megatron for megatron, gpt2 in MODULES.items()}
 _GPT2_OUTSIDE = {gpt2: megatron for megatron, gpt2 in OUTSIDE.items()}
-ROWS, COLUMNS = ("attention.query_key_value", "mlp.dense_h_to_4h"), ("attention.dense", "mlp.dense_4h_to_h")
+ROWS = ("attention.query_key_value", "mlp.dense_h_to_4h")
+COLUMNS = ("attention.dense", "mlp.dense_4h_to_h")
 """Matrices whose outputs, and whose inputs, are divided among tensor-parallel ranks."""
 VOCABULARY = ("embedding.word_embeddings", "output_layer")
 """Matrices whose rows are tokens, padded and divided among tensor-parallel ranks."""
@@ -133,8 +140,7 @@ def count_ranks(ranks: dict[tuple[int, int], Path], args: dict[str, Any], folder
         _recorded_size(args, "tensor_model_parallel_size", "model_parallel_size"),
     )
     pipeline_size = max(
-        1 + max(pipeline for _, pipeline in ranks),
-        _recorded_size(args, "pipeline_model_parallel_size"),
+        1 + max(pipeline for _, pipeline in ranks), _recorded_size(args, "pipeline_model_parallel_size")
     )
     missing = []
     for pipeline in range(pipeline_size):

@@ -59,10 +59,13 @@ def _cell(value: Any) -> str:
 
 def _model_rows(shape: Any, tokenizer: TextTokenizer) -> list[tuple[str, Any]]:
     return [
-        ("layers", shape.layers), ("width", shape.width), ("attention heads", shape.heads),
-        ("longest context, tokens", shape.positions), ("vocabulary", shape.vocab),
+        ("layers", shape.layers),
+        ("width", shape.width),
+        ("attention heads", shape.heads),
+        ("longest context, tokens", shape.positions),
+        ("vocabulary", shape.vocab),
         ("chat template", "yes" if tokenizer.chat or tokenizer.jinja else "no"),
-    ]  # fmt: skip
+    ]
 
 
 def _data_rows(config: RunConfig) -> list[tuple[str, Any]]:
@@ -93,9 +96,11 @@ def _training_rows(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
     made_from = made_from if isinstance(made_from, dict) else {}
     keys = ("train.optimizer", "train.learning_rate", "train.batch", "train.length", "train.layout", "train.seed")
     return [
-        ("steps", checkpoint.step or None), ("tokens seen", progress.get("tokens")),
-        *((key, made_from.get(key)) for key in keys), ("loss on the valid split", checkpoint.valid_loss),
-    ]  # fmt: skip
+        ("steps", checkpoint.step or None),
+        ("tokens seen", progress.get("tokens")),
+        *((key, made_from.get(key)) for key in keys),
+        ("loss on the valid split", checkpoint.valid_loss),
+    ]
 
 
 def _curve(checkpoint: Checkpoint) -> str:

@@ -18,7 +18,8 @@ def _template(tokenizer: TextTokenizer) -> str:
     """Turns of a conversation; a model without a chat template of ours continues the prompt."""
     if tokenizer.chat is None:
         return "{{ .Prompt }}"
-    branches, keyword = [], "if"
+    branches = []
+    keyword = "if"
     for role, text in tokenizer.chat.turns:
         before, _, after = text.partition(CONTENT)
         branches.append(f'{{{{ {keyword} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}')

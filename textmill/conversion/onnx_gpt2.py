@@ -18,9 +18,10 @@ def build_nodes(graph: Graph, shape: Any) -> None:
     """All nodes, from input_ids, attention_mask, position_ids and past_key_values.N to logits and present.N."""
     mask = add_causal_mask(graph)
     x = graph.add(
-        "Add", graph.add("Gather", "transformer.wte.weight", "input_ids"),
+        "Add",
+        graph.add("Gather", "transformer.wte.weight", "input_ids"),
         graph.add("Gather", "transformer.wpe.weight", "position_ids"),
-    )  # fmt: skip
+    )
     for layer in range(shape.layers):
         h = f"transformer.h.{layer}"
         x = graph.add("Add", x, _attention(graph, _norm(graph, x, f"{h}.ln_1", shape), layer, shape, mask))
@@ -39,7 +40,8 @@ def _linear(graph: Graph, x: str, stem: str) -> str:
 
 
 def _attention(graph: Graph, x: str, layer: int, shape: Any, mask: str) -> str:
-    h, width = f"transformer.h.{layer}.attn", shape.width // shape.heads
+    h = f"transformer.h.{layer}.attn"
+    width = shape.width // shape.heads
     to_heads = graph.constant([0, 0, shape.heads, width], np.int64)
     q, k, v = (
         graph.add("Transpose", graph.add("Reshape", projection, to_heads), perm=[0, 2, 1, 3])

@@ -11,7 +11,8 @@ import numpy as np
 
 from textmill.conversion.model import Array
 
-OPSET, IR_VERSION = 20, 9
+OPSET = 20
+IR_VERSION = 9
 """Opset 20 has Gelu in both forms."""
 GELU_FORMS = {"gelu_new": "tanh", "gelu": "none"}
 OTHERS = {"relu": "Relu", "tanh": "Tanh"}
@@ -108,12 +109,15 @@ def run_in_two_parts(run: Any, layers: int, cache_shape: tuple[int, int], ids: A
     empty = np.zeros((samples, heads, 0, width), np.float32)
     past = [empty] * (2 * layers)
     past_names = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
-    logits_by_half, start = [], 0
+    logits_by_half = []
+    start = 0
     for stop in dict.fromkeys([max(1, length // 2), length]):
         inputs = {
-            "input_ids": ids[:, start:stop], "attention_mask": np.ones((samples, stop), np.int64),
-            "position_ids": np.tile(np.arange(start, stop), (samples, 1)), **dict(zip(past_names, past, strict=True)),
-        }  # fmt: skip
+            "input_ids": ids[:, start:stop],
+            "attention_mask": np.ones((samples, stop), np.int64),
+            "position_ids": np.tile(np.arange(start, stop), (samples, 1)),
+            **dict(zip(past_names, past, strict=True)),
+        }
         logits, *past = run(inputs)
         logits_by_half.append(logits)
         start = stop

@@ -17,7 +17,8 @@ def cache_shape(shape: Any) -> tuple[int, int]:
 
 def build_nodes(graph: Graph, shape: Any) -> None:
     """All nodes, from input_ids, attention_mask, position_ids and past_key_values.N to logits and present.N."""
-    mask, angles = add_causal_mask(graph), _angles(graph, shape)
+    mask = add_causal_mask(graph)
+    angles = _angles(graph, shape)
     x = graph.add("Gather", "model.embed_tokens.weight", "input_ids")
     for layer in range(shape.layers):
         h = f"model.layers.{layer}"
@@ -38,10 +39,7 @@ def _angles(graph: Graph, shape: Any) -> tuple[str, str]:
     column = graph.add("Unsqueeze", positions, graph.constant([1, 3], np.int64))
     angles = graph.add("Mul", column, graph.constant(frequencies, np.float32))
     factor = graph.constant(scale, np.float32)
-    return (
-        graph.add("Mul", graph.add("Cos", angles), factor),
-        graph.add("Mul", graph.add("Sin", angles), factor),
-    )
+    return (graph.add("Mul", graph.add("Cos", angles), factor), graph.add("Mul", graph.add("Sin", angles), factor))
 
 
 def _norm(graph: Graph, x: str, stem: str, shape: Any) -> str:
@@ -57,7 +55,8 @@ def _linear(graph: Graph, x: str, stem: str, has_bias: bool) -> str:
 
 
 def _attention(graph: Graph, x: str, layer: int, shape: Any, mask: str, angles: tuple[str, str]) -> str:
-    h, parts = f"model.layers.{layer}.self_attn", []
+    h = f"model.layers.{layer}.self_attn"
+    parts = []
     for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
         to_heads = graph.constant([0, 0, heads, shape.head_width], np.int64)
         by_head = graph.add("Reshape", _linear(graph, x, f"{h}.{part}_proj", shape.qkv_bias), to_heads)
@@ -74,6 +73,8 @@ def _rotate(graph: Graph, x: str, cos: str, sin: str) -> str:
     """Turn pairs of channels (i, i + D / 2) of a head by the angles of their positions."""
     first, second = graph.split(x, 2)
     return graph.add(
-        "Concat", graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin)),
-        graph.add("Add", graph.add("Mul", second, cos), graph.add("Mul", first, sin)), axis=-1,
-    )  # fmt: skip
+        "Concat",
+        graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin)),
+        graph.add("Add", graph.add("Mul", second, cos), graph.add("Mul", first, sin)),
+        axis=-1,
+    )

@@ -45,7 +45,8 @@ def _copy(local: Path, remote: RemoteFolder, force: Force) -> bool:
 
     The manifest is removed first and written last, so that a folder with a manifest is complete.
     """
-    manifest, names = open_manifest(local), remote.names()
+    manifest = open_manifest(local)
+    names = remote.names()
     earlier = remote.read_json(MANIFEST) if MANIFEST in names else None
     if not isinstance(earlier, dict) or earlier.get("verb") != "export":
         earlier = None

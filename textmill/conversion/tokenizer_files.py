@@ -84,14 +84,17 @@ def _wordpiece_files(tokenizer: TextTokenizer, tree: Tree) -> dict[str, bytes]:
     if missing := [token for token in WORDPIECE_TOKENS if token not in ids]:
         raise TextmillError(f"export.kind: BERT's vocab.txt needs the token {missing[0]}; this vocabulary has none")
     settings = {
-        "tokenizer_class": "BertTokenizer", "do_lower_case": normalizer["lowercase"],
-        "strip_accents": normalizer["strip_accents"], "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
-    }  # fmt: skip
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": normalizer["lowercase"],
+        "strip_accents": normalizer["strip_accents"],
+        "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
+    }
     return {"vocab.txt": "".join(f"{token}\n" for token in _in_order(ids)).encode(), **_settings(tokenizer, settings)}
 
 
 def _gpt2_files(tokenizer: TextTokenizer, tree: Tree) -> dict[str, bytes]:
-    splitter, model = tree["pre_tokenizer"] or {}, tree["model"]
+    splitter = tree["pre_tokenizer"] or {}
+    model = tree["model"]
     if tree["normalizer"] or splitter.get("type") != "ByteLevel" or not splitter.get("use_regex", True):
         raise TextmillError(
             "export.kind: vocab.json and merges.txt have no place for a normalizer or another way to split than "

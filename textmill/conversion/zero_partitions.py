@@ -47,7 +47,8 @@ def count_tensor_ranks(checkpoint: Path) -> int:
 
 def read_states(checkpoint: Path, tensor: int = 0) -> tuple[Tree, Path]:
     """The file with the weights of a tensor-parallel rank, and where it is."""
-    folder, name = tagged_folder(checkpoint), states_name(tensor)
+    folder = tagged_folder(checkpoint)
+    name = states_name(tensor)
     model = folder / name if (folder / name).is_file() else folder / f"zero_pp_rank_0_{name}"
     if not model.is_file():
         raise TextmillError(f"{folder}: no {name} found; name a folder that DeepSpeed's save_checkpoint wrote")
@@ -71,9 +72,11 @@ def read_weights(checkpoint: Path, tensor: int = 0) -> dict[str, Tensor]:
     _check_partition_count(optimizers, optimizer_files[0], folder)
     join: Callable[..., Iterator[tuple[str, Tensor]]]
     if "fp32_flat_groups" in optimizers[0]:
-        key, join = "fp32_flat_groups", _join_zero_3
+        key = "fp32_flat_groups"
+        join = _join_zero_3
     elif "single_partition_of_fp32_groups" in optimizers[0]:
-        key, join = "single_partition_of_fp32_groups", _join_zero_1_and_2
+        key = "single_partition_of_fp32_groups"
+        join = _join_zero_1_and_2
     else:
         return weights
     flat_by_rank = [_tensors(tree.get(key), key, path) for tree, path in zip(optimizers, optimizer_files, strict=True)]

@@ -19,9 +19,17 @@ from textmill.corpus.records import UnreadableRecord
 
 SHAPES = tuple(shape for shape in get_args(ChatShape) if shape != "auto")
 ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "usr": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "usr": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 PAIR_NAMES = (
     ("q", "a"),
     ("question", "answer"),
@@ -116,9 +124,11 @@ def turns_from_json(text: str) -> list[Turn]:
 def _detect_shape(value: Record) -> str:
     """The layout of a record; an error if none or several fit."""
     is_possible = {
-        "messages": isinstance(value.get("messages"), list), "sharegpt": isinstance(value.get("conversations"), list),
-        "alpaca": {"instruction", "output"} <= value.keys(), "pairs": bool(_find_pairs(value)),
-    }  # fmt: skip
+        "messages": isinstance(value.get("messages"), list),
+        "sharegpt": isinstance(value.get("conversations"), list),
+        "alpaca": {"instruction", "output"} <= value.keys(),
+        "pairs": bool(_find_pairs(value)),
+    }
     shapes = [shape for shape, possible in is_possible.items() if possible]
     if len(shapes) == 1:
         return shapes[0]

@@ -61,7 +61,9 @@ def read_sections(stream: io.BufferedReader, limits: SectionLimits) -> Iterator[
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     if stream.peek(3)[:3] == codecs.BOM_UTF8:
         stream.read(3)
-    rest, carriage_return, at_end = "", b"", False
+    rest = ""
+    carriage_return = b""
+    at_end = False
     while not at_end:
         new_bytes = stream.read1(max(READ_BYTES, len(rest)))
         at_end = not new_bytes

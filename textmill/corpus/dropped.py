@@ -14,19 +14,28 @@ from numpy.typing import NDArray
 from textmill.corpus.shards import ShardWriter, new_shard, open_shard
 from textmill.storage.files import read_json
 
-SCHEMA = pa.schema([
-    ("text", pa.string()), ("source", pa.string()), ("id", pa.string()), ("rule", pa.string()),
-    ("duplicate_of_source", pa.string()), ("duplicate_of_id", pa.string()), ("similarity", pa.float32()),
-])  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        ("text", pa.string()),
+        ("source", pa.string()),
+        ("id", pa.string()),
+        ("rule", pa.string()),
+        ("duplicate_of_source", pa.string()),
+        ("duplicate_of_id", pa.string()),
+        ("similarity", pa.float32()),
+    ]
+)
 FILTERED_SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("rule", pa.string())])
 """What the first pass records of documents that a filter dropped."""
-REPEAT_DTYPE = np.dtype([
-    ("row", np.int64), ("chunk", np.int64), ("other", np.int64), ("similarity", np.float32), ("near", np.bool_),
-])  # fmt: skip
+REPEAT_DTYPE = np.dtype(
+    [("row", np.int64), ("chunk", np.int64), ("other", np.int64), ("similarity", np.float32), ("near", np.bool_)]
+)
 """A dropped duplicate: its row, the chunk and row of the document that it repeats, and whether it is only similar."""
 NAMES_FILE = "names.json"
 """The name of the source of each chunk."""
-EXACT, NEAR, CONTAMINATED = "duplicate", "near_duplicate", "contaminated"
+EXACT = "duplicate"
+NEAR = "near_duplicate"
+CONTAMINATED = "contaminated"
 
 
 def dropped_name(number: int) -> str:
@@ -81,17 +90,22 @@ def _write_repeats(writer: ShardWriter, work: Path, number: int, repeats: NDArra
             repeated_ids[place] = id_
     rules = [NEAR if is_near else EXACT for is_near in repeats["near"].tolist()]
     columns = [
-        texts["text"], pa.array([names[number]] * len(repeats), pa.string()), texts["id"], pa.array(rules, pa.string()),
+        texts["text"],
+        pa.array([names[number]] * len(repeats), pa.string()),
+        texts["id"],
+        pa.array(rules, pa.string()),
         pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string()),
-        pa.array(repeated_ids, pa.string()), pa.array(repeats["similarity"], pa.float32()),
-    ]  # fmt: skip
+        pa.array(repeated_ids, pa.string()),
+        pa.array(repeats["similarity"], pa.float32()),
+    ]
     writer.add(pa.table(columns, schema=SCHEMA))
 
 
 def _take(path: Path, columns: list[str], rows: NDArray[np.int64]) -> pa.Table:
     """Some rows of a shard, in the order that they are named."""
     with open_shard(path) as shard:
-        tables, start = [], 0
+        tables = []
+        start = 0
         for group in range(shard.num_row_groups):
             count = shard.metadata.row_group(group).num_rows
             group_rows = np.unique(rows[(rows >= start) & (rows < start + count)])

@@ -26,9 +26,11 @@ from textmill.storage.remote_folders import is_url
 
 SHOWN_SOURCES = 200
 """Files whose layout is printed before they are read."""
-ENCODING_SOURCES, ENCODING_BYTES = 64, 1 << 14
+ENCODING_SOURCES = 64
+ENCODING_BYTES = 1 << 14
 """Files whose encoding is guessed, and how many bytes of each."""
-SAMPLE_SOURCES, SAMPLE_RECORDS = 8, 50
+SAMPLE_SOURCES = 8
+SAMPLE_RECORDS = 50
 """Files that are examined, and records of each."""
 USUAL_NAMES = ("text", "content", "body", "article", "document", "form", "paragraph", "sentence")
 """Field names that are preferred when their texts are not much shorter than others."""
@@ -120,7 +122,8 @@ def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFa
         texts = [text for record in records for text in _texts_by_path(record).get(text_key or "", [])]
         text_key = text_key and _add_other_keys(text_key, sample.by_source, config.text_key)
     else:
-        text_key, texts = ("[]" if sample.has_string_list else config.text_key), sample.strings
+        text_key = "[]" if sample.has_string_list else config.text_key
+        texts = sample.strings
     older_encodings = find_older_encodings(sources)
     delimiter, header = sample.dialects.most_common(1)[0][0] if sample.dialects else (None, True)
     return RecordFacts(

@@ -121,7 +121,11 @@ class DocumentBuffer:
             self.find_hits(self.texts)
         columns = [pa.array(column, pa.string()) for column in (self.texts, self.places, self.metas, self.messages)]
         self.writer.add(pa.table(columns, schema=CLEANED_SCHEMA))
-        self.texts, self.places, self.metas, self.messages, self.buffered_characters = [], [], [], [], 0
+        self.texts = []
+        self.places = []
+        self.metas = []
+        self.messages = []
+        self.buffered_characters = 0
 
 
 @dataclass
@@ -143,7 +147,9 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
     if task.path("read.json").is_file():
         counts: dict[str, Any] = read_json(task.path("read.json"))
         return counts
-    cleaner, records, characters = Cleaner(task.config), 0, 0
+    cleaner = Cleaner(task.config)
+    records = 0
+    characters = 0
     with (
         atomic_writer(task.path("bad")) as bad_stream,
         _cleaned_documents(task) as cleaned,
@@ -223,7 +229,8 @@ def _filtered_documents(task: ChunkTask, cleaner: Cleaner) -> Iterator[Callable[
 @contextmanager
 def _contaminated_documents(task: ChunkTask) -> Iterator[Callable[[list[str]], None]]:
     """A function that records the n-grams of evaluation data in the next texts: the row of each and the n-gram."""
-    index, rows = open_index(task.folder / "work"), 0
+    index = open_index(task.folder / "work")
+    rows = 0
     with atomic_writer(task.path("hits")) as stream:
 
         def find(texts: list[str]) -> None:

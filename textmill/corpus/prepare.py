@@ -37,13 +37,7 @@ from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled.build import build_labelled
 from textmill.corpus.passes import ChunkTask, clean_chunk, write_chunk
-from textmill.corpus.records import (
-    QUARANTINE,
-    BadRecord,
-    check_quarantine,
-    json_line,
-    write_quarantine,
-)
+from textmill.corpus.records import QUARANTINE, BadRecord, check_quarantine, json_line, write_quarantine
 from textmill.corpus.source import Source
 from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
 from textmill.corpus.split import declared_splits
@@ -148,7 +142,8 @@ def _inspect_inputs(sources: list[Source], folder: Path, force: Force) -> list[_
     The recorded checksum is used for a file whose size and modification time are unchanged.
     """
     manifest = read_json(folder / MANIFEST) if force != "yes" and (folder / MANIFEST).is_file() else {}
-    mtimes, made_from = manifest.get("mtimes", {}), manifest.get("made_from", {})
+    mtimes = manifest.get("mtimes", {})
+    made_from = manifest.get("made_from", {})
 
     def inspect(source: Source, name: str) -> _Input:
         state = source_state(source)
@@ -219,8 +214,10 @@ def _build(
 
     read_counts = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
     quarantine = write_quarantine(folder / QUARANTINE, _read_bad_records(tasks))
-    limit, find_encodings = config.corpus.max_unreadable, lambda: find_older_encodings(sources)
-    check_quarantine(folder / QUARANTINE, _read_bad_records(tasks), read_counts, limit, find_encodings)
+    limit = config.corpus.max_unreadable
+    check_quarantine(
+        folder / QUARANTINE, _read_bad_records(tasks), read_counts, limit, lambda: find_older_encodings(sources)
+    )
 
     decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config.corpus, run)
     counts: Counts = {"skipped_files": skipped}

@@ -29,7 +29,8 @@ QUARANTINE = "quarantine.jsonl"
 """The file of the bad records in a corpus folder."""
 RAW_BYTES = 1000
 """Bytes of a bad record that are kept in the quarantine."""
-NOT_UTF8, ENCODING_HINT = "not UTF-8", "; it looks like"
+NOT_UTF8 = "not UTF-8"
+ENCODING_HINT = "; it looks like"
 """In the reason of a record that is not UTF-8, and before a guess at its encoding."""
 
 
@@ -88,9 +89,11 @@ def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
     with open_stream(chunk.source) as stream:
         if not chunk.is_entire_source:
             stream.seek(chunk.start)
-        bytes_left, number = chunk.stop - chunk.start, chunk.first_record
+        bytes_left = chunk.stop - chunk.start
+        number = chunk.first_record
         while (chunk.is_entire_source or bytes_left > 0) and (line := stream.readline(MAX_RECORD_BYTES + 1)):
-            length, rest = len(line), line
+            length = len(line)
+            rest = line
             while length > MAX_RECORD_BYTES and not rest.endswith(b"\n") and (rest := stream.readline(READ_BYTES)):
                 length += len(rest)
             yield number, line, length
@@ -142,9 +145,12 @@ def json_line(row: dict[str, Any]) -> bytes:
 
 
 def check_quarantine(
-    path: Path, bad_records: Iterable[BadRecord], counts_by_chunk: Iterable[Mapping[str, Any]], max_unreadable: float,
+    path: Path,
+    bad_records: Iterable[BadRecord],
+    counts_by_chunk: Iterable[Mapping[str, Any]],
+    max_unreadable: float,
     find_encodings: Callable[[], Mapping[str, str]],
-) -> None:  # fmt: skip
+) -> None:
     """Refuse to go on if too large a part of the records, or of the bytes, is unreadable; `path`: where they are.
 
     `find_encodings` guesses the encodings of all files, which is surer than a guess for one record.

@@ -19,15 +19,15 @@ _LINE_STOPS = tuple(".!?…:;" + _FULL_STOPS)
 _WRAPPED_WIDTHS = range(50, 101)
 """Typical lengths of a line that was wrapped at a page width."""
 
-ABBREVIATIONS = frozenset((
-    "mr mrs ms dr prof st sr jr rev hon gen col lt capt sgt gov sen rep pres messrs mme mlle mt ft vs no nos vol fig "
-    "figs eq eqs ch sec pp p ed eds trans al ca cf viz approx dept est inc ltd co corp bros jan feb mar apr jun jul "
-    "aug sep "
-    "sept oct nov dec ave blvd rd "
-    "doç yrd öğr gör av bkz örn sn sok cad mah apt alb yzb tğm müh uzm hz şti ltd tel çev haz der "
-    "г гг ул им т д см рис стр тыс млн млрд руб акад проф доц гл ред изд напр "
-    "z.b d.h u.a bzw nr str abb bd hr fr usw"
-).split())  # fmt: skip
+ABBREVIATIONS = frozenset(
+    """
+    mr mrs ms dr prof st sr jr rev hon gen col lt capt sgt gov sen rep pres messrs mme mlle mt ft vs no nos vol
+    fig figs eq eqs ch sec pp p ed eds trans al ca cf viz approx dept est inc ltd co corp bros jan feb mar apr
+    jun jul aug sep sept oct nov dec ave blvd rd doç yrd öğr gör av bkz örn sn sok cad mah apt alb yzb tğm müh
+    uzm hz şti ltd tel çev haz der г гг ул им т д см рис стр тыс млн млрд руб акад проф доц гл ред изд напр z.b
+    d.h u.a bzw nr str abb bd hr fr usw
+    """.split()
+)
 """Abbreviations whose full stop hardly ever ends a sentence."""
 SENTENCE_STARTERS = frozenset(
     "The This That These Those It He She We They I In On At But And However When If There A An His Her Its Our".split()
@@ -50,7 +50,8 @@ def _unwrap(text: str) -> str:
     if "\n" not in text:
         return text
     lines = text.split("\n")
-    parts, previous = [lines[0]], lines[0].rstrip()
+    parts = [lines[0]]
+    previous = lines[0].rstrip()
     for line in lines[1:]:
         first = line.lstrip()[:1]
         if previous and first.islower():
@@ -71,7 +72,9 @@ def _break_after(end: re.Match[str]) -> str:
 
 def _is_sentence_end(end: re.Match[str], marks: str) -> bool:
     """True if punctuation marks that may end a sentence do so."""
-    text, start, stop = end.string, end.start(), end.end()
+    text = end.string
+    start = end.start()
+    stop = end.end()
     if not end["space"]:
         after = text[stop : stop + 1]
         if not _NO_FULL_STOP.fullmatch(marks):

@@ -10,10 +10,20 @@ from typing import Any
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = {
-    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json",
-    ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
-    ".conll": "text", ".urls": "urls",
-}  # fmt: skip
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".xml": "mediawiki",
+    ".conll": "text",
+    ".urls": "urls",
+}
 ARCHIVES = {".zip": "zip", ".tar": "tar", ".tgz": "tar", **{f".tar{end}": "tar" for end in COMPRESSIONS[:3]}}
 """Archives of files, by the end of their name."""
 EXTENSIONS = (

@@ -253,7 +253,8 @@ def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
         yield 0, size, 1
         return
     with open(path, "rb") as stream:
-        start, first = 0, 1
+        start = 0
+        first = 1
         while start < size:
             lines = 0
             while stream.tell() < min(start + CHUNK_BYTES, size) and (
@@ -266,4 +267,5 @@ def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
             if stop <= start:
                 return
             yield start, stop, first
-            start, first = stop, first + lines + rest.endswith(b"\n")
+            start = stop
+            first = first + lines + rest.endswith(b"\n")

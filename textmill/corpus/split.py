@@ -74,7 +74,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _split_bounds(ratios: Sequence[float]) -> NDArray[np.uint64]:
     """The hash values at which valid and test start; hashes are 63-bit, so that the upper end fits 64 bits."""
     total_ratio = sum(map(Fraction, ratios), Fraction(0))
-    bounds, running_total = [], Fraction(0)
+    bounds = []
+    running_total = Fraction(0)
     for ratio in ratios[:-1]:
         running_total += Fraction(ratio)
         bounds.append(int(running_total / total_ratio * 2**63))

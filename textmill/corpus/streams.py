@@ -130,7 +130,8 @@ class _BlockStream(io.RawIOBase):
     """
 
     def __init__(self, read1: Callable[[int], bytes], underlying: BinaryIO | None = None) -> None:
-        self.read1, self.underlying = read1, underlying
+        self.read1 = read1
+        self.underlying = underlying
         self.error_found: BrokenStream | None = None
         self.error_after_end: BrokenStream | None = None
         self.delivered = 0
@@ -187,7 +188,9 @@ class _ZstdReader:
     """
 
     def __init__(self, raw: BinaryIO, address: str) -> None:
-        self.address, self.delivered, self.read_size = address, 0, 0
+        self.address = address
+        self.delivered = 0
+        self.read_size = 0
         self.stream = self._open(raw)
 
     def _open(self, raw: BinaryIO) -> Any:
@@ -223,7 +226,8 @@ class _Transcoder:
             block = self.raw.read1(BUFFER_BYTES)
             self.at_end = not block
             self.ready = self.decoder.decode(block, final=self.at_end).encode(errors=self.errors)
-        part, self.ready = self.ready[:size], self.ready[size:]
+        part = self.ready[:size]
+        self.ready = self.ready[size:]
         return part
 
 
@@ -231,7 +235,8 @@ class _RemoteReader:
     """Read a remote file; a failed connection raises TextmillError and never becomes a quarantined record."""
 
     def __init__(self, stream: Any, url: str) -> None:
-        self.stream, self.url = stream, url
+        self.stream = stream
+        self.url = url
 
     def read1(self, size: int) -> bytes:
         try:

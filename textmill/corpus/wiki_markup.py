@@ -72,7 +72,9 @@ def _remove_elements(text: str) -> str:
     opened: dict[str, int] = {}
     spans: list[tuple[int, int]] = []
     for match in _ELEMENT.finditer(text):
-        closing, name, empty = match[1], match[2].lower(), match[3]
+        closing = match[1]
+        name = match[2].lower()
+        empty = match[3]
         if not closing and not empty:
             opened[name] = match.start()
         else:
@@ -109,7 +111,8 @@ def _add_span(spans: list[tuple[int, int]], start: int, stop: int) -> None:
 
 
 def _remove_spans(text: str, spans: list[tuple[int, int]]) -> str:
-    parts, end = [], 0
+    parts = []
+    end = 0
     for start, stop in spans:
         parts.append(text[end:start])
         end = max(end, stop)

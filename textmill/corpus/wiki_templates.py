@@ -13,22 +13,62 @@ _BAR = re.compile(r"\|(?![^\[\]]*\]\])")
 """A bar that is not inside a link."""
 _NUMBER = re.compile(r"[-+−]?[\d.,/⁄ ]*\d[\d.,/⁄ ]*(?:e[-+]?\d+)?")
 RANGE_WORDS = {
-    "-": "–", "–": "–", "to": " to ", "and": " and ", "or": " or ", "x": " × ", "×": " × ", "by": " by ", "+/-": " ± ",
-    "±": " ± ", "to(-)": " to ",
-}  # fmt: skip
+    "-": "–",
+    "–": "–",
+    "to": " to ",
+    "and": " and ",
+    "or": " or ",
+    "x": " × ",
+    "×": " × ",
+    "by": " by ",
+    "+/-": " ± ",
+    "±": " ± ",
+    "to(-)": " to ",
+}
 """What stands between two numbers of a measure."""
 SIGNS = {
-    "snd": " – ", "spnd": " – ", "spaced ndash": " – ", "ndash": "–", "mdash": "—", "'": "'", "nbsp": " ", "·": " · ",
-    "dot": " · ", "bullet": " • ", "times": "×",
-}  # fmt: skip
+    "snd": " – ",
+    "spnd": " – ",
+    "spaced ndash": " – ",
+    "ndash": "–",
+    "mdash": "—",
+    "'": "'",
+    "nbsp": " ",
+    "·": " · ",
+    "dot": " · ",
+    "bullet": " • ",
+    "times": "×",
+}
 """Templates that stand for a sign."""
-FIRST_ARGUMENT = frozenset({
-    "nowrap", "nobr", "small", "big", "smaller", "larger", "abbr", "tooltip", "ill", "interlanguage "
-                                                                                     "link", "val", "nihongo",
-    "transliteration", "translit", "key press", "sic", "strong", "em", "var", "mvar", "sup", "sub", "linktext",
-    "native name",
-    "visible anchor",
-})  # fmt: skip
+FIRST_ARGUMENT = frozenset(
+    {
+        "nowrap",
+        "nobr",
+        "small",
+        "big",
+        "smaller",
+        "larger",
+        "abbr",
+        "tooltip",
+        "ill",
+        "interlanguage link",
+        "val",
+        "nihongo",
+        "transliteration",
+        "translit",
+        "key press",
+        "sic",
+        "strong",
+        "em",
+        "var",
+        "mvar",
+        "sup",
+        "sub",
+        "linktext",
+        "native name",
+        "visible anchor",
+    }
+)
 """Templates that show their first argument."""
 
 

@@ -17,7 +17,8 @@ from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
 from textmill.runners.on_local import usable_cores
 
-EAGER_FRACTION, DEFAULT_PEAK = 0.12, 1e14
+EAGER_FRACTION = 0.12
+DEFAULT_PEAK = 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
 COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
 """Names of the base classes of compile errors, in torch and in Triton."""

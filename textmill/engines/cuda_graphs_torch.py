@@ -41,7 +41,8 @@ class GraphedPass:
     """
 
     def __init__(self, run_pass: Callable[..., Tensor], parameters: list[nn.Parameter]) -> None:
-        self.run_pass, self.parameters = run_pass, parameters
+        self.run_pass = run_pass
+        self.parameters = parameters
         self.captured: dict[tuple[object, ...], CapturedPass] = {}
         """By the shapes and types of the arguments."""
         self.pool = torch.cuda.graph_pool_handle()
@@ -96,7 +97,8 @@ class GraphedPass:
             return None
         self._clear_gradients()
         torch.cuda.empty_cache()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         try:
             with capture_graph(graph, self.pool):
                 loss = self.run_pass(*inputs)

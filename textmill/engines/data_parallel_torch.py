@@ -18,7 +18,8 @@ class DataParallel:
     """Sums gradients over a group. Buckets are fixed, so the order of summation is the same after a resume."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
-        self.group, self.active = group, False
+        self.group = group
+        self.active = False
         self.pending: list[tuple[Tensor, Any]] = []
         self.buckets = _fill_buckets([parameter for parameter in parameters if parameter.requires_grad])
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
@@ -31,7 +32,8 @@ class DataParallel:
 
     @contextmanager
     def _all_reducing(self) -> Any:
-        self.active, self.pending = True, []
+        self.active = True
+        self.pending = []
         self.missing = [len(bucket) for bucket in self.buckets]  # gradients of each bucket that are not complete
         yield
         self.active = False

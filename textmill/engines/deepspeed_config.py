@@ -22,31 +22,64 @@ AUTO = "auto"
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "LRRangeTest": "range_test"}
 """Values of `train.schedule` by the names of DeepSpeed's schedulers."""
 TYPES: dict[str, tuple[type, ...]] = {
-    "an object": (dict,), "an object or null": (dict, NoneType), "true or false": (bool,), "a number": (int, float),
-    "a string": (str,), "a string or null": (str, NoneType),
-}  # fmt: skip
+    "an object": (dict,),
+    "an object or null": (dict, NoneType),
+    "true or false": (bool,),
+    "a number": (int, float),
+    "a string": (str,),
+    "a string or null": (str, NoneType),
+}
 KEYS_BY_TYPE: dict[str, tuple[str, ...]] = {
     "an object": (
-        "zero_optimization", "fp16", "bf16", "data_types", "optimizer", "optimizer.params", "scheduler",
-        "scheduler.params", "aio", "activation_checkpointing", "checkpoint", "comms_logger", "compile", "csv_monitor",
-        "data_efficiency", "flops_profiler", "pipeline", "tensor_parallel", "tensorboard", "timers", "torch_autocast",
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "data_types",
+        "optimizer",
+        "optimizer.params",
+        "scheduler",
+        "scheduler.params",
+        "aio",
+        "activation_checkpointing",
+        "checkpoint",
+        "comms_logger",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "flops_profiler",
+        "pipeline",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
         "wandb",
     ),
     "an object or null": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
     "true or false": (
-        "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients", "disable_allgather",
-        "dataloader_drop_last", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "prescale_gradients",
+        "disable_allgather",
+        "dataloader_drop_last",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
     ),
     "a number": ("steps_per_print", "gradient_predivide_factor"),
     "a string": ("optimizer.type", "scheduler.type", "gradient_allreduce_op"),
     "a string or null": ("communication_data_type",),
-}  # fmt: skip
+}
 """Keys whose type is checked here, because DeepSpeed or this module reads them without a check."""
 REQUIRED_VALUES = {
-    "gradient_allreduce_op": "mean", "torch_autocast.enabled": False, "sequence_parallel_size": 1,
-    "tensor_parallel.autotp_size": 0, "bf16.bf16_master_weights_and_grads": False, "bf16.bf16_optimizer_states": False,
-    "fp16.fp16_master_weights_and_grads": False, "data_efficiency.enabled": False,
-}  # fmt: skip
+    "gradient_allreduce_op": "mean",
+    "torch_autocast.enabled": False,
+    "sequence_parallel_size": 1,
+    "tensor_parallel.autotp_size": 0,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "data_efficiency.enabled": False,
+}
 """Keys that would change sums, precision or samples, and the only values the engine supports."""
 COMPARED_ONLY = ("optimizer", "scheduler")
 """Keys of a user's JSON that must agree with our settings but are not passed to DeepSpeed: we build the optimizer."""
@@ -98,7 +131,8 @@ def explain_errors(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def fill_unset(engine: DeepSpeedEngine, user: Tree) -> DeepSpeedEngine:
     """The engine's section, with settings that are unset or auto taken from the user's JSON."""
-    zero, flat = user.get("zero_optimization", {}), dict(_flatten(user))
+    zero = user.get("zero_optimization", {})
+    flat = dict(_flatten(user))
     half_precisions = [name for name in ("fp16", "bf16") if flat.get(f"{name}.enabled")]
     offload_optimizer = _offload_device(zero.get("offload_optimizer")) or None
     if offload_optimizer is None and zero.get("cpu_offload"):  # DeepSpeed's older name
@@ -131,18 +165,22 @@ def build_json(
 
     `engine` is the section that `fill_unset` returned, `precision` is resolved, `block` is the parameters of a block.
     """
-    train, passes = config.train, config.train.batch // (world * micro_batch)
+    train = config.train
+    passes = config.train.batch // (world * micro_batch)
     _check_conflicts(config, engine, user, micro_batch, passes, precision)
     zero: Tree = {"stage": engine.zero}
     for name, device in (("offload_optimizer", engine.offload_optimizer), ("offload_param", engine.offload_weights)):
         if device:
             zero[name] = {"device": device, **({"nvme_path": engine.nvme_folder} if device == "nvme" else {})}
     ours: Tree = {
-        "train_batch_size": train.batch, "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": passes, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False,
+        "train_batch_size": train.batch,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": passes,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
         # Without ZeRO DeepSpeed does not skip non-finite gradients, so the engine clips and skips.
         "gradient_clipping": train.clip if engine.zero else 0.0,
-    }  # fmt: skip
+    }
     if precision == "bf16" and engine.zero:
         ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
         if engine.zero != 1:  # for stage 1 DeepSpeed would choose an optimizer that does not check for overflows
@@ -173,7 +211,9 @@ def _check_conflicts(
     config: RunConfig, engine: DeepSpeedEngine, user: Tree, micro_batch: int, passes: int, precision: str
 ) -> None:
     """Refuse a user's JSON that contradicts our settings."""
-    path, train, flat = engine.deepspeed_config, config.train, dict(_flatten(user))
+    path = engine.deepspeed_config
+    train = config.train
+    flat = dict(_flatten(user))
     if str(flat.get("scheduler.type")).startswith("Warmup"):
         flat.setdefault("scheduler.params.warmup_type", "log")  # DeepSpeed's default
     expected: dict[str, tuple[str, Any]] = {

@@ -25,7 +25,8 @@ GPU_TOKENS = 32768
 def token_weights(labels: Array, loss: str) -> tuple[Array, Array]:
     """The weight of each token's loss, so that their sum is the step's loss; and the loss tokens on all devices."""
     labelled = labels != IGNORED
-    counts, total = labelled.sum(-1, keepdims=True), labelled.sum()
+    counts = labelled.sum(-1, keepdims=True)
+    total = labelled.sum()
     divisor = (
         jnp.maximum(counts, 1) * jnp.maximum((counts > 0).sum(), 1) if loss == "sample_mean" else jnp.maximum(total, 1)
     )
@@ -107,7 +108,8 @@ def loss_and_correct(
         logits = add_bias(jnp.einsum("nte,ve->ntv", x, head), bias_V).astype(jnp.float32)
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab, logits, -jnp.inf)
         losses = jax.nn.logsumexp(logits, axis=-1) - label_logits(logits, labels)
-        labelled, correct = labels != IGNORED, logits.argmax(-1) == labels
+        labelled = labels != IGNORED
+        correct = logits.argmax(-1) == labels
         return (sums[0] + jnp.where(labelled, losses, 0).sum(1), sums[1] + (labelled & correct).sum(1)), None
 
     zeros = (jnp.zeros(len(x_NTE)), jnp.zeros(len(x_NTE), jnp.int32))

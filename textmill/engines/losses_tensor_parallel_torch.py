@@ -34,16 +34,13 @@ def tensor_parallel_loss(
 
 @torch.no_grad()
 def tensor_parallel_loss_and_correct(
-    x_ME: Tensor,
-    head_VE: Tensor,
-    labels_M: Tensor,
-    vocab: int,
-    tensor: TensorParallel,
-    bias_V: Tensor | None = None,
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, tensor: TensorParallel, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, 0 without a label, and whether its label has the highest logit of all ranks."""
-    head, begin = head_VE.to(x_ME.dtype), tensor.rank * len(head_VE)
-    losses, correct = [], []
+    head = head_VE.to(x_ME.dtype)
+    begin = tensor.rank * len(head_VE)
+    losses = []
+    correct = []
     for rows in token_chunks(x_ME, head):
         logits_MV = add_bias(x_ME[rows] @ head.T, bias_V)[:, : max(0, vocab - begin)].float()
         softmax = _Softmax(logits_MV, labels_M[rows], begin, tensor)
@@ -86,9 +83,15 @@ class _Softmax:
 class _TensorParallelLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, formula: LossFormula, tensor: TensorParallel,
-        starts_backward: bool, bias_V: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x_ME: Tensor,
+        head_VE: Tensor,
+        labels: WeightedLabels,
+        formula: LossFormula,
+        tensor: TensorParallel,
+        starts_backward: bool,
+        bias_V: Tensor | None,
+    ) -> Tensor:
         begin = tensor.rank * len(head_VE)
         vocab, smoothing, z, _ = formula
 

@@ -57,9 +57,15 @@ class WeightedLabels(NamedTuple):
 
 
 def summed_loss(
-    x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, formula: LossFormula, *, bias_V: Tensor | None = None,
-    fp8: bool = False, starts_backward: bool = False,
-) -> Tensor:  # fmt: skip
+    x_ME: Tensor,
+    head_VE: Tensor,
+    labels: WeightedLabels,
+    formula: LossFormula,
+    *,
+    bias_V: Tensor | None = None,
+    fp8: bool = False,
+    starts_backward: bool = False,
+) -> Tensor:
     """The weighted sum of the labelled tokens' losses.
 
     With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding so wide a matrix would need
@@ -140,9 +146,15 @@ class GradientInForward(torch.autograd.Function):
 class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, formula: LossFormula, fp8: bool,
-        starts_backward: bool, bias_V: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x_ME: Tensor,
+        head_VE: Tensor,
+        labels: WeightedLabels,
+        formula: LossFormula,
+        fp8: bool,
+        starts_backward: bool,
+        bias_V: Tensor | None,
+    ) -> Tensor:
         head8 = quantize_rows(head_VE) if fp8 else None
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ class Shardings:
     """The sharding of arrays on a mesh; `split` is the tensor-parallel axis of each weight that has one, by name."""
 
     def __init__(self, mesh: Mesh, split: dict[str, int]) -> None:
-        self.mesh, self.split = mesh, split
+        self.mesh = mesh
+        self.split = split
         self.data_devices = mesh.shape["replicate"] * mesh.shape["shard"]
 
     def stored(self, name: str, shape: Sequence[int]) -> NamedSharding:
@@ -67,7 +68,8 @@ class Shardings:
 
 def open_mesh(config: JaxMesh, devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
     """The mesh of these devices; `sizes` are the net's sizes that tensor parallelism must divide."""
-    count, replica = len(devices), config.shard * config.tensor
+    count = len(devices)
+    replica = config.shard * config.tensor
     replicate = config.replicate or max(1, count // replica)
     if replicate * replica != count:
         axes = f"replicate={config.replicate or 'auto'}, shard={config.shard}, tensor={config.tensor}"

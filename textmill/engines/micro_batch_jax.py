@@ -15,7 +15,8 @@ CPU_LOGITS = 1 << 30
 """On a CPU: most bytes of logits that a micro-batch would have."""
 FRACTION = 0.6
 """The fraction of an accelerator's memory for weights, moments and the activations that backward needs."""
-WEIGHT_BYTES, ACTIVATION_BYTES = 24, 48
+WEIGHT_BYTES = 24
+ACTIVATION_BYTES = 48
 """Of a weight with its gradient and moments; and of bf16 activations, per channel of a token in a layer."""
 
 

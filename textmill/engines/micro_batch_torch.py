@@ -21,7 +21,8 @@ CPU_LOGITS = 1 << 30
 """On a CPU, whose caches are small: most bytes of logits that a micro-batch would have."""
 GPU_FRACTION = 0.6
 """The fraction of a GPU's memory for weights, moments and the activations that backward needs."""
-SPARE_BYTES, SPARE_ACTIVATIONS = 8, 1.25
+SPARE_BYTES = 8
+SPARE_ACTIVATIONS = 1.25
 """More than the estimate, so that a run never ends for lack of memory: bytes for each weight, times the activations."""
 DEEPSPEED_TOKENS = 1 << 14
 """Most tokens of a micro-batch in the DeepSpeed engine."""
@@ -57,16 +58,23 @@ def largest_micro_batch(
 
     If compiling was not requested, the estimate leaves memory for the eager fallback.
     """
-    train, shape, mesh = config.train, net.shape, parallel.mesh
+    train = config.train
+    shape = net.shape
+    mesh = parallel.mesh
     length = train.length or shape.positions
     samples = rank_samples(train, mesh, compiled=compiled)
     if device.type != "cuda":
         return largest_on_cpu(samples, shape, length)
     stays_compiled = compiled and compile_requested
     sample = sample_activations(
-        shape, length, ACTIVATION_BYTES[stays_compiled], ATTENTION_BYTES[stays_compiled], precision.itemsize, mesh,
+        shape,
+        length,
+        ACTIVATION_BYTES[stays_compiled],
+        ATTENTION_BYTES[stays_compiled],
+        precision.itemsize,
+        mesh,
         config.engine.recompute,
-    )  # fmt: skip
+    )
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))
     return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)

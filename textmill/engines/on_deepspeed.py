@@ -61,9 +61,15 @@ class OnDeepSpeed:
     def __init__(
         self, engine: Any, adam: torch.optim.AdamW, module: LossModule, ranks: Ranks, micro_batch: int, stage: int
     ) -> None:
-        self.engine, self.adam, self.ranks, self.first, self.stage = engine, adam, ranks, ranks.first, stage
+        self.engine = engine
+        self.adam = adam
+        self.ranks = ranks
+        self.first = ranks.first
+        self.stage = stage
         self.net: BaseNet = module.net
-        self.train, self.precision, self.micro_batch = module.train_config, module.precision, micro_batch
+        self.train = module.train_config
+        self.precision = module.precision
+        self.micro_batch = micro_batch
         self.device = torch.device(engine.device)
         self.terms = term_names(self.net, self.train.distil)
         """The names of the terms of the objective besides the loss of the labels."""
@@ -93,9 +99,14 @@ class OnDeepSpeed:
         factor = self.ranks.world * loss_scale
         weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples) * np.float32(factor)
         parts = micro_batches(
-            batch, self.net, self.micro_batch, self.device, weights=weights_NT,
-            keys=dropout_keys_of(self.net, self.train.seed, step, batch), pair_weight=factor / max([1, *pairs]),
-        )  # fmt: skip
+            batch,
+            self.net,
+            self.micro_batch,
+            self.device,
+            weights=weights_NT,
+            keys=dropout_keys_of(self.net, self.train.seed, step, batch),
+            pair_weight=factor / max([1, *pairs]),
+        )
         total = new_report(self.terms, self.device)
         for last, micro_batch in parts:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -189,14 +200,19 @@ class OnDeepSpeed:
         }
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str,
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
         scaling: dict[str, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load weights and moments in checkpoint names and layout; each rank keeps its shards."""
         if scaling and self.scaling():
             scaler = self.engine.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_hysteresis = float(scaling["scale"]), max(1, int(scaling["left"]))
-            scaler.cur_iter, scaler.last_overflow_iter = int(scaling["good"]), -1
+            scaler.cur_iter = int(scaling["good"])
+            scaler.last_overflow_iter = -1
         fill(self.net, weights, where, self._store)
         self.masters.update_net()
         self.masters.reset_moments(updates)
@@ -211,10 +227,14 @@ class OnDeepSpeed:
     def facts(self) -> dict[str, Any]:
         """Device, precision and sizes."""
         return {
-            "device": str(self.device), "precision": str(self.precision).removeprefix("torch."),
-            "micro_batch": self.micro_batch, "processes": self.ranks.world, "peak_flops": peak_flops_of(self.device),
-            "parameters": count_with_adapters(self.net.shape, self.net.lora), "trained": self.trained,
-        }  # fmt: skip
+            "device": str(self.device),
+            "precision": str(self.precision).removeprefix("torch."),
+            "micro_batch": self.micro_batch,
+            "processes": self.ranks.world,
+            "peak_flops": peak_flops_of(self.device),
+            "parameters": count_with_adapters(self.net.shape, self.net.lora),
+            "trained": self.trained,
+        }
 
     def close(self) -> None:
         """Let DeepSpeed remove its hooks from the net."""

@@ -55,12 +55,22 @@ class OnJax:
     """The Engine of `engine.kind: jax`."""
 
     def __init__(
-        self, shape: Shape, train: TrainConfig, options: Any, shardings: Shardings, ranks: Ranks, micro_batch: int,
+        self,
+        shape: Shape,
+        train: TrainConfig,
+        options: Any,
+        shardings: Shardings,
+        ranks: Ranks,
+        micro_batch: int,
         xla: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`options` are the family's NetOptions, `xla` are XLA's."""
-        self.ranks, self.first = ranks, ranks.first
-        self.shape, self.train, self.shardings, self.micro_batch = shape, train, shardings, micro_batch
+        self.ranks = ranks
+        self.first = ranks.first
+        self.shape = shape
+        self.train = train
+        self.shardings = shardings
+        self.micro_batch = micro_batch
         self.net = open_jax_net(shape)
         divided = shardings.mesh.size > shardings.mesh.shape["replicate"]
         gathered = shardings.gathered if divided else None
@@ -149,14 +159,19 @@ class OnJax:
         return {}
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str,
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
         scaling: dict[str, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load weights and moments in checkpoint names and layout."""
         laid_out = lay_out_weights(self.known.values(), self.shape, weights, where)
         placed = {weight.name: self.shardings.place(weight.name, values) for weight, values in laid_out}
         self.params = {name: placed[name] for name in self.known}
-        known, moments = self.known, moments if updates else ()
+        known = self.known
+        moments = moments if updates else ()
         loaded = {name: lay_out_weight(known[name.partition("/")[2]], values, where) for name, values in moments}
         self.state = {"count": self.shardings.replicate(np.int32(updates))}
         for kind, names in self.optimizer.kinds().items():
@@ -168,24 +183,34 @@ class OnJax:
 
     def facts(self) -> dict[str, Any]:
         """Device, precision and sizes."""
-        count, peak = self.shardings.mesh.size, peak_flops_by_name(self.device.device_kind)
+        count = self.shardings.mesh.size
+        peak = peak_flops_by_name(self.device.device_kind)
         return {
             "device": f"{count} x {self.device.device_kind}" if count > 1 else self.device.device_kind,
-            "precision": jnp.dtype(self.options.precision).name, "micro_batch": self.micro_batch,
-            "peak_flops": peak and peak * count, "trained": sum(self.optimizer.trained.values()),
+            "precision": jnp.dtype(self.options.precision).name,
+            "micro_batch": self.micro_batch,
+            "peak_flops": peak and peak * count,
+            "trained": sum(self.optimizer.trained.values()),
             "parameters": count_with_adapters(self.shape, self.options.lora),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Free the devices' memory."""
         for array in jax.tree.leaves((self.params, self.state)):
             array.delete()
-        self.params, self.state = {}, {}
+        self.params = {}
+        self.state = {}
 
     def _step(
-        self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, spikes: State | None, number: Array,
+        self,
+        weights: Arrays,
+        state: dict[str, Any],
+        parts: Arrays,
+        lr: Array,
+        spikes: State | None,
+        number: Array,
         teacher_weights: list[Arrays],
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         """An optimizer step: gradient accumulation over micro-batches, clipping, and the update or a skip."""
         token_weight, tokens = token_weights(parts["labels"], self.train.loss)
         parts = {**parts, "weights": token_weight}
@@ -271,7 +296,8 @@ def new_ranks(config: RunConfig) -> Ranks:
 
 def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
     """The engine with an uninitialised net; `load` sets its weights."""
-    engine, train = config.engine, config.train
+    engine = config.engine
+    train = config.train
     assert isinstance(engine, JaxEngine)
     net = open_jax_net(shape)
     devices = open_devices(engine.device)

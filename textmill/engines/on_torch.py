@@ -60,14 +60,28 @@ class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
     def __init__(
-        self, net: BaseNet, train: TrainConfig, parallel: Parallel, ranks: Ranks, micro_batch: int,
-        precision: torch.dtype, compiled: bool, compile_note: str, compile_requested: bool,
-    ) -> None:  # fmt: skip
+        self,
+        net: BaseNet,
+        train: TrainConfig,
+        parallel: Parallel,
+        ranks: Ranks,
+        micro_batch: int,
+        precision: torch.dtype,
+        compiled: bool,
+        compile_note: str,
+        compile_requested: bool,
+    ) -> None:
         """`compile_note` tells the log whether the net is compiled; `compile_requested` is true unless
         `engine.compile` is auto: then a compile error ends the run instead of making it eager."""
-        self.compile_note, self.compile_requested = compile_note, compile_requested
-        self.net, self.train, self.parallel, self.ranks, self.first = net, train, parallel, ranks, ranks.first
-        self.micro_batch, self.precision = micro_batch, precision
+        self.compile_note = compile_note
+        self.compile_requested = compile_requested
+        self.net = net
+        self.train = train
+        self.parallel = parallel
+        self.ranks = ranks
+        self.first = ranks.first
+        self.micro_batch = micro_batch
+        self.precision = precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.teachers = open_teachers(train, net.shape, self.device, precision)
         self.terms = term_names(net, train.distil)
@@ -112,9 +126,14 @@ class OnTorch:
         if faults.is_due("flip", step):
             flip_bit(self.parallel.local(self.optimizer.parameters[0]))
         parts = micro_batches(
-            batch, self.net, self.micro_batch, self.device, weights=weights_NT,
-            keys=dropout_keys_of(self.net, self.train.seed, step, batch), pair_weight=1 / max([1, *pairs]),
-        )  # fmt: skip
+            batch,
+            self.net,
+            self.micro_batch,
+            self.device,
+            weights=weights_NT,
+            keys=dropout_keys_of(self.net, self.train.seed, step, batch),
+            pair_weight=1 / max([1, *pairs]),
+        )
         loss_scale = self.scaler.scale if self.scaler else None
         loss, terms = split_reported(self._accumulate_gradients(parts, loss_scale, monitor), self.terms, pairs)
         norm = self._update_or_skip(loss, loss_scale, step, lr)
@@ -211,7 +230,8 @@ class OnTorch:
 
     def replica_checksums(self) -> dict[str, int]:
         """A checksum of this rank's part of each weight, computed on its device."""
-        parallel, members = self.parallel, parameters_of(self.net).values()
+        parallel = self.parallel
+        members = parameters_of(self.net).values()
         return checksum_tensors({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
@@ -223,9 +243,13 @@ class OnTorch:
         return self.scaler.state() if self.scaler else {}
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str,
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
         scaling: dict[str, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load weights and moments in checkpoint names and layout, and the loss scaler's state."""
         parallel = self.parallel
         fill(
@@ -248,11 +272,15 @@ class OnTorch:
         """Device, precision and sizes."""
         precision = "float8" if self.net.fp8 else str(self.precision).removeprefix("torch.")
         return {
-            "device": str(self.device), "precision": precision,
-            "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.compile_note,
+            "device": str(self.device),
+            "precision": precision,
+            "micro_batch": self.micro_batch,
+            "processes": self.ranks.world,
+            "compiling": self.compile_note,
             "parameters": count_with_adapters(self.net.shape, self.net.lora),
-            "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
-        }  # fmt: skip
+            "trained": self.optimizer.trained,
+            "peak_flops": peak_flops_of(self.device),
+        }
 
     def close(self) -> None:
         """Free the pinned memory."""
@@ -278,10 +306,12 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
     torch.set_float32_matmul_precision("highest")
     compiled, compile_note = decide_compile(engine, config.train, shape, device, mesh)
     if ranks.any(not compiled) and compiled:
-        compiled, compile_note = False, "not compiled, since another process cannot compile"
+        compiled = False
+        compile_note = "not compiled, since another process cannot compile"
     parallel = Parallel(mesh, ranks.rank, device)
     net = new_net(shape, device, config.model.lora, parallel.shard_net)
-    micro_batch, compile_requested = engine.micro_batch, engine.compile != "auto"
+    micro_batch = engine.micro_batch
+    compile_requested = engine.compile != "auto"
     if micro_batch == "auto":
         micro_batch = largest_micro_batch(
             config, net, parallel, device, precision, compiled=compiled, compile_requested=compile_requested

@@ -35,8 +35,10 @@ class Parallel:
     """The process groups of a mesh. On one process no method communicates."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
-        self.mesh, self.rank = mesh, rank
-        self.data_rank, self.shard_rank = rank // mesh.tensor, rank // mesh.tensor % mesh.shard
+        self.mesh = mesh
+        self.rank = rank
+        self.data_rank = rank // mesh.tensor
+        self.shard_rank = rank // mesh.tensor % mesh.shard
         self.tensor: TensorParallel | None = None
         self.data_parallel: DataParallel | None = None
         self.sharded: list[Any] = []
@@ -139,7 +141,8 @@ class Parallel:
         if self.sharded:
             tensor = _gather_rows(tensor, parameter.shape[0], self.mesh.shard, self._group("shard"))
         if self.tensor and weight.split is not None:
-            count, rows = self.tensor.count, tensor.movedim(weight.split, 0)
+            count = self.tensor.count
+            rows = tensor.movedim(weight.split, 0)
             tensor = _gather_rows(rows, len(rows) * count, count, self.tensor.group).movedim(0, weight.split)
         return tensor
 

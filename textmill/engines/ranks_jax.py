@@ -21,7 +21,8 @@ def open_ranks(device: str, timeout: float) -> Ranks:
 
     Their collectives on the host run over gloo, as in torch; JAX's coordinator uses the next port.
     """
-    ranks, launch = open_torch_ranks("cpu", timeout), read_launch(os.environ)
+    ranks = open_torch_ranks("cpu", timeout)
+    launch = read_launch(os.environ)
     if launch is not None and launch.world > 1:
         host, _, port = launch.address.rpartition(":")
         _restrict_platform(device)

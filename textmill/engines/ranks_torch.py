@@ -26,7 +26,8 @@ from textmill.processes.signals import default_signals
 
 CONNECTION_ERRORS = ("gloo", "NCCL", "Connection closed")
 """Parts of the messages that a collective raises if another process has ended."""
-FIRST_PORT, PORTS = 20_000, 20_000
+FIRST_PORT = 20_000
+PORTS = 20_000
 """The range of the rendezvous port under srun and mpirun, chosen by job, if MASTER_PORT is not set."""
 
 
@@ -69,14 +70,16 @@ def _parse_launch(environment: Mapping[str, str]) -> Launch | None:
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
         port = environment.get("MASTER_PORT") or FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % PORTS
-        rank, world = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
+        rank = int(environment["SLURM_PROCID"])
+        world = int(environment["SLURM_STEP_NUM_TASKS"])
         return Launch(rank, world, int(environment.get("SLURM_LOCALID", 0)), f"{host}:{port}")
     return None
 
 
 def _parse_open_mpi(environment: Mapping[str, str]) -> Launch:
     """Open MPI does not tell where rank 0 is, so several machines need MASTER_ADDR."""
-    rank, world = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
+    rank = int(environment["OMPI_COMM_WORLD_RANK"])
+    world = int(environment["OMPI_COMM_WORLD_SIZE"])
     host = environment.get("MASTER_ADDR")
     if host is None and int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", world)) < world:
         raise TextmillError(
@@ -154,8 +157,11 @@ class TorchRanks:
     """Ranks with a gloo group of their own, separate from the collectives of a training step."""
 
     def __init__(self, launch: Launch, device: torch.device, watchdog: heartbeat.Watchdog) -> None:
-        self.launch, self.rank, self.world = launch, launch.rank, launch.world
-        self.device, self.watchdog = device, watchdog
+        self.launch = launch
+        self.rank = launch.rank
+        self.world = launch.world
+        self.device = device
+        self.watchdog = watchdog
         self.group = dist.new_group(backend="gloo")
 
     @property

@@ -98,7 +98,8 @@ def part_of(batch: Batch, ranks: int, rank: int) -> Batch:
     samples = len(batch.inputs)
     size = -(-samples // ranks)
     rows = np.arange(rank * size, (rank + 1) * size)
-    is_sample, rows = rows < samples, np.minimum(rows, samples - 1)
+    is_sample = rows < samples
+    rows = np.minimum(rows, samples - 1)
     fields = {name: values[rows] for name, values in vars(batch).items() if values is not None}
     for name in fields.keys() & {"labels", "pair_labels"}:
         fields[name] = np.where(is_sample[:, None], fields[name], np.int32(IGNORED))

@@ -32,7 +32,10 @@ class SpikeGuard:
 
     def __init__(self, xp: Any, threshold: float, window: int, put: Callable[[Any], Any]) -> None:
         """`xp` is torch, jax.numpy or numpy; `put` copies a numpy array to the engine's devices."""
-        self.xp, self.threshold, self.window, self.put = xp, threshold, window, put
+        self.xp = xp
+        self.threshold = threshold
+        self.window = window
+        self.put = put
         self.load_state({})
 
     def is_spike(self, state: State, loss: Any) -> Any:
@@ -44,7 +47,8 @@ class SpikeGuard:
 
     def next_state(self, state: State, loss: Any, spike: Any, finite: Any, step: Any) -> State:
         """The state after a step; a pure function."""
-        where, updated = self.xp.where, finite & ~spike
+        where = self.xp.where
+        updated = finite & ~spike
         return {
             "window": where(updated, self.xp.concatenate([state["window"][1:], loss[None]]), state["window"]),
             "left": state["left"] + spike,

@@ -14,13 +14,19 @@ class TorchStep:
     """Reading a value waits for this step, but not for later ones."""
 
     def __init__(
-        self, loss: Tensor, norm: Tensor, loss_tokens: int, scale: Tensor | None = None, note: str | None = None,
+        self,
+        loss: Tensor,
+        norm: Tensor,
+        loss_tokens: int,
+        scale: Tensor | None = None,
+        note: str | None = None,
         terms: dict[str, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._terms = list(terms or {})
         self._scaled = scale is not None
         numbers = [loss, norm, *(terms or {}).values(), *([] if scale is None else [scale])]
-        self.loss_tokens, self.note = loss_tokens, note
+        self.loss_tokens = loss_tokens
+        self.note = note
         self._numbers = PendingCopy(torch.stack([number.to(loss) for number in numbers]))
 
     @property

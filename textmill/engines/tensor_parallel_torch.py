@@ -131,7 +131,8 @@ class VocabularyEmbedding(nn.Embedding):
     def __init__(self, embedding: nn.Embedding, tensor: TensorParallel) -> None:
         rows = -(-embedding.num_embeddings // tensor.count)
         super().__init__(rows, embedding.embedding_dim)
-        self.tensor, self.begin = tensor, rows * tensor.rank
+        self.tensor = tensor
+        self.begin = rows * tensor.rank
 
     def forward(self, ids_NT: Tensor) -> Tensor:
         rows_NT = ids_NT - self.begin

@@ -34,7 +34,10 @@ class MasterWeights:
     """Master weights and moments under one ZeRO stage; `zero` is DeepSpeed's optimizer, or Adam itself at stage 0."""
 
     def __init__(self, zero: Any, adam: torch.optim.AdamW, stage: int, device: torch.device) -> None:
-        self.zero, self.adam, self.stage, self.device = zero, adam, stage, device
+        self.zero = zero
+        self.adam = adam
+        self.stage = stage
+        self.device = device
 
     def read(self, parameter: nn.Parameter, kind: str | None = None) -> Tensor:
         """A trained parameter's full master weight, or a moment of it, in fp32; all ranks call it together."""
@@ -106,7 +109,9 @@ class MasterWeights:
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None
-        group, stored, own = mapping.param_group_index, mapping.hp_fragment_address, mapping.lp_fragment_address
+        group = mapping.param_group_index
+        stored = mapping.hp_fragment_address
+        own = mapping.lp_fragment_address
         flat = self.zero.single_partition_of_fp32_groups[group]
         return Fragment(flat, stored.start, stored.numel, own.start, group)
 

@@ -77,14 +77,16 @@ def count(*stores: TokenStore, vocab: int, first: int, limit: int = MAX_COUNTED,
     """Count the tokens and pairs of stores, one after the other, up to `limit` tokens; perhaps assistant tokens
     only."""
     counted = min(sum(store.tokens for store in stores), limit)
-    tokens_V, pairs = np.zeros(vocab, np.int64), np.empty(counted, np.int64)
+    tokens_V = np.zeros(vocab, np.int64)
+    pairs = np.empty(counted, np.int64)
     filled = 0
     for store in stores:
         for previous, tokens in _blocks(store, vocab, first, min(store.tokens, counted - filled), answers_only):
             tokens_V += np.bincount(tokens, minlength=vocab)
             pairs[filled : filled + len(tokens)] = previous * vocab + tokens
             filled += len(tokens)
-    pairs, counted = pairs[:filled], filled
+    pairs = pairs[:filled]
+    counted = filled
     pairs.sort()
     starts = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]])) if counted else np.zeros(0, np.int64)
     return Counts(vocab, counted, tokens_V, pairs[starts], np.diff(starts, append=counted))

@@ -25,7 +25,8 @@ def warn_if_untrained(scorer: Scorer, token_loss: float | None) -> None:
 
 def warn_if_foreign_tokenizer(scorer: Scorer, end: int) -> None:
     """Warn if the end-of-text token or the size of the tokenizer does not fit the model's config.json."""
-    tokenizer, folder = scorer.tokenizer, format_path(scorer.checkpoint.folder)
+    tokenizer = scorer.tokenizer
+    folder = format_path(scorer.checkpoint.folder)
     if end < scorer.vocab and end != tokenizer.end:
         warn(
             f"{folder}: config.json has {end} as end-of-text token, its tokenizer {tokenizer.end}; check that the "

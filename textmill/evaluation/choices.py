@@ -91,10 +91,14 @@ def measure_choices(
         metrics["pseudo_bits_per_byte"] = metrics.pop("bits_per_byte")
         protocol += f"; {PSEUDO}"
     card = {
-        **data.card, "protocol": protocol, **sample_card(len(items), len(every), config.evaluate),
-        "candidates": len(pairs), "normalisation": "acc: none; acc_norm: characters; acc_bytes: UTF-8 bytes",
-        "interval": "95%, Wilson", "truncated_contexts": truncated,
-    }  # fmt: skip
+        **data.card,
+        "protocol": protocol,
+        **sample_card(len(items), len(every), config.evaluate),
+        "candidates": len(pairs),
+        "normalisation": "acc: none; acc_norm: characters; acc_bytes: UTF-8 bytes",
+        "interval": "95%, Wilson",
+        "truncated_contexts": truncated,
+    }
     loss = -sum(score.log_likelihood for score in scores) / sum(score.tokens for score in scores)
     return Measured(metrics, card, intervals, loss)
 
@@ -107,7 +111,10 @@ def accuracies(
     Of candidates with equal scores the first counts, as in lm-evaluation-harness.
     """
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
-    answer_loss, answer_bytes, chance, begin = 0.0, 0, 0.0, 0
+    answer_loss = 0.0
+    answer_bytes = 0
+    chance = 0.0
+    begin = 0
     for item in items:
         item_scores = scores[begin : begin + len(item.pairs)]
         begin += len(item_scores)

@@ -14,7 +14,9 @@ from textmill.models.cache_torch import Cache
 @torch.inference_mode()
 def write_greedily(scorer: TorchScorer, prompt: str, stops: Sequence[str], max_tokens: int) -> str:
     """The likeliest continuation, token by token, up to the first stop text; a long prompt loses its first tokens."""
-    net, tokenizer, device = scorer.net, scorer.tokenizer, scorer.net.head.device
+    net = scorer.net
+    tokenizer = scorer.tokenizer
+    device = scorer.net.head.device
     max_tokens = min(max_tokens, scorer.positions - 1)
     ids = (tokenizer.encode(prompt) or [tokenizer.end])[-(scorer.positions - max_tokens) :]
     heads, width = net.cache_shape

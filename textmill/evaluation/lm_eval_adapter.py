@@ -51,7 +51,8 @@ class ScorerLM(LM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score texts of any length, in windows of the model's positions."""
-        tokenizer, window = self.scorer.tokenizer, self.scorer.positions
+        tokenizer = self.scorer.tokenizer
+        window = self.scorer.positions
         pairs: list[Pair] = []
         text_of_pair: list[int] = []
         for number, ids in enumerate(tokenizer.encode_many([request.args[0] for request in requests])):
@@ -115,18 +116,17 @@ def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measure
     sample_counts = output["n-samples"].values()
     card = {
         "protocol": f"lm-eval {lm_eval.__version__}, task {', '.join(output['configs'])}",
-        "versions": str(output["versions"]), "examples_in_prompt": str(output["n-shot"]),
+        "versions": str(output["versions"]),
+        "examples_in_prompt": str(output["n-shot"]),
         "data": ", ".join(sorted(datasets)),
         "examples": sum(counts["effective"] for counts in sample_counts),
         "of": sum(counts["original"] for counts in sample_counts),
         "interval": "95%, normal, from lm-eval's standard error",
-    }  # fmt: skip
+    }
     return Measured(metrics, card, intervals)
 
 
-def _read_results(
-    results: dict[str, dict[str, Any]],
-) -> tuple[dict[str, float | None], dict[str, tuple[float, float]]]:
+def _read_results(results: dict[str, dict[str, Any]]) -> tuple[dict[str, float | None], dict[str, tuple[float, float]]]:
     """Metrics and intervals from lm-eval's keys, which are METRIC,FILTER and METRIC_stderr,FILTER.
 
     {"lambada": {"acc,none": 0.4, "acc_stderr,none": 0.01}} -> {"acc": 0.4} and {"acc": (0.38, 0.42)}; the task's name

@@ -71,9 +71,11 @@ class MaskedScorer(TextScorer):
         on_cpu = self.net.head.device.type == "cpu"
         tokens = self.batch * self.positions
         batches = masked_batches(
-            pairs, positions=self.positions, special=self.special_ids(),
+            pairs,
+            positions=self.positions,
+            special=self.special_ids(),
             batch_tokens=min(tokens, CPU_BATCH_TOKENS) if on_cpu else tokens,
-        )  # fmt: skip
+        )
         total = sum(len(continuation) for _, continuation in pairs)
         with progress("score", total=total, unit="masks") as bar:
 
@@ -91,7 +93,8 @@ class MaskedScorer(TextScorer):
 
     def special_ids(self) -> tuple[int, int, int]:
         """[CLS], [SEP] and [MASK]; refuse a tokenizer without them."""
-        first, mask = self.tokenizer.classifier, self.tokenizer.mask
+        first = self.tokenizer.classifier
+        mask = self.tokenizer.mask
         if first is None or mask is None:
             raise TextmillError(
                 f"{self.checkpoint.folder}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another"
@@ -167,7 +170,8 @@ def _masked_group(
     rows_N = np.repeat(np.arange(len(pairs)), counts)
     columns_N = expand_ranges(length + 1 - counts, counts)
     for begin in range(0, len(rows_N), rows):
-        row, column = rows_N[begin : begin + rows], columns_N[begin : begin + rows]
+        row = rows_N[begin : begin + rows]
+        column = columns_N[begin : begin + rows]
         ids_NT = texts_KT[row]
         copies = np.arange(len(row))
         labels_N = ids_NT[copies, column]
@@ -177,8 +181,10 @@ def _masked_group(
 
 def _join(results: Numbered, pairs: Sequence[Pair]) -> list[Score]:
     """The score of each pair, from the partial scores of all batches."""
-    sums, last = np.zeros(len(pairs)), np.zeros(len(pairs))
-    greedy, last_greedy = np.ones(len(pairs), bool), np.zeros(len(pairs), bool)
+    sums = np.zeros(len(pairs))
+    last = np.zeros(len(pairs))
+    greedy = np.ones(len(pairs), bool)
+    last_greedy = np.zeros(len(pairs), bool)
     for _, partial_scores in results:
         for pair, total, all_greedy, last_value, is_last_greedy in partial_scores:
             sums[pair] += total

@@ -117,7 +117,8 @@ def check_objective(task: Task, scorer: Scorer) -> None:
     if scorer.objective in (task.objectives if isinstance(task, MeasuredTask) else ("next_token",)):
         return
     name = task.entry.name if isinstance(task, MeasuredTask) else "perplexity"  # which is a module
-    where, is_masked = scorer.checkpoint.folder, scorer.objective == "masked"
+    where = scorer.checkpoint.folder
+    is_masked = scorer.objective == "masked"
     predicts = "masked tokens, not the next one" if is_masked else "the next token, not masked ones"
     advice = "pseudo_perplexity, pairs:FILE or choices:FILE" if is_masked else "perplexity"
     raise TextmillError(f"{where}: predicts {predicts}, so it has no {name}; use evaluate.tasks={advice}")
@@ -126,9 +127,12 @@ def check_objective(task: Task, scorer: Scorer) -> None:
 def model_card(scorer: Scorer) -> dict[str, Any]:
     """What the protocol card says about the model; its checkpoint and step are next to the card."""
     return {
-        "tokenizer": scorer.tokenizer.fingerprint[:12], "vocabulary": scorer.tokenizer.vocab,
-        "positions": scorer.positions, "precision": scorer.precision, "device": scorer.device,
-    }  # fmt: skip
+        "tokenizer": scorer.tokenizer.fingerprint[:12],
+        "vocabulary": scorer.tokenizer.vocab,
+        "positions": scorer.positions,
+        "precision": scorer.precision,
+        "device": scorer.device,
+    }
 
 
 def format_card(card: dict[str, Any]) -> str:

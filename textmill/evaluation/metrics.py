@@ -15,9 +15,11 @@ from textmill.errors import TextmillError
 from textmill.evaluation.statistics import Interval, transform
 
 COLUMNS = {
-    "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl",
+    "token_perplexity": "token ppl",
+    "word_perplexity": "word ppl",
+    "byte_perplexity": "byte ppl",
     "bits_per_byte": "bits/byte",
-}  # fmt: skip
+}
 ANSWER_COLUMNS = {"loss": "loss", "token_perplexity": "token ppl", "accuracy": "accuracy"}
 """Columns of a chat model, which is measured on its answers; their words and bytes are not counted."""
 MAX_MEAN_LOSS = math.log(1e15)
@@ -47,10 +49,7 @@ def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str
 def metric_intervals(mean: Interval | None, counts: dict[str, int]) -> dict[str, Interval]:
     """The intervals of `compute_metrics` from that of the mean loss per token."""
     tokens = counts["tokens"]
-    intervals = {
-        "loss": mean,
-        "token_perplexity": transform(mean, lambda loss: perplexity_of(loss * tokens, tokens)),
-    }
+    intervals = {"loss": mean, "token_perplexity": transform(mean, lambda loss: perplexity_of(loss * tokens, tokens))}
     if counts.get("words"):
         intervals["word_perplexity"] = transform(mean, lambda loss: perplexity_of(loss * tokens, counts["words"]))
     if counts.get("bytes"):
@@ -92,7 +91,8 @@ def format_number(key: str, value: float | None) -> str:
 
 def describe_windows(result: dict[str, Any]) -> str:
     """How the losses of a split were measured, in a few sentences."""
-    window, stride = result["window"], result["stride"]
+    window = result["window"]
+    stride = result["stride"]
     sizes = ", ".join(
         format_count(result[name + "s"], name) for name in ("document", "token", "word", "byte") if name + "s" in result
     )

@@ -31,7 +31,8 @@ CONTEXT = 0
 """The branch of context tokens; continuations are branches 1, 2 ..."""
 PADDING = -1
 """The tree of padding tokens."""
-TREE_TOKENS, TREE_CONTEXTS = 256, 4
+TREE_TOKENS = 256
+TREE_CONTEXTS = 4
 """A tree grows up to this many tokens, or this many times its context: attention is quadratic in its size, so sharing
 a short context among many continuations would cost more than it saves."""
 
@@ -118,9 +119,11 @@ def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterat
         else:
             if rows and (len(rows) + 1) * length > batch_tokens:
                 yield rows
-                rows, free = [], []
+                rows = []
+                free = []
             length = length if rows else max(row_tokens, tokens)
-            space, row = length, len(rows)
+            space = length
+            row = len(rows)
             rows.append([])
         rows[row].append(tree)
         insort(free, (space - tokens, row))

@@ -24,8 +24,8 @@ RESULTS = [
     PublishedResult(
         {"protocol": "last word of each text", "sha256": LAMBADA_SHA256, "examples": 5153},
         {"GPT-2 124M": {"accuracy": 0.3256, "perplexity": 40.06, "last_token_accuracy": 0.4667}},
-    ),
-]  # fmt: skip
+    )
+]
 
 
 def published_values(card: dict[str, Any]) -> Values:

@@ -37,7 +37,8 @@ from textmill.tokens.batches.windows import count_windows, window_batches
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
-GPU_ROW_TOKENS, CPU_ROW_TOKENS = 512, 0
+GPU_ROW_TOKENS = 512
+CPU_ROW_TOKENS = 0
 """Short texts share rows of at least this many tokens; on a CPU texts of similar length are rows of one batch."""
 CPU_BATCH_TOKENS = 4096
 """Tokens in one forward pass on a CPU: more do not fit into its caches."""
@@ -81,7 +82,8 @@ def check_tokenizer(scorer: TorchScorer) -> TorchScorer:
 
 def check_vocabulary(scorer: TextScorer) -> None:
     """Refuse a model with fewer entries than its tokenizer."""
-    tokenizer, shape = scorer.tokenizer, scorer.net.shape
+    tokenizer = scorer.tokenizer
+    shape = scorer.net.shape
     if tokenizer.vocab > shape.vocab:
         raise TextmillError(
             f"{scorer.checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "
@@ -162,9 +164,13 @@ class TorchScorer(TextScorer):
         own_batches = [number for number in range(-(-len(windows) // self.batch)) if self.share.is_mine(number)]
         own_windows = [windows[number * self.batch : (number + 1) * self.batch] for number in own_batches]
         batches = window_batches(
-            store, length=length, stride=stride, batch=self.batch, first_input=first_input,
+            store,
+            length=length,
+            stride=stride,
+            batch=self.batch,
+            first_input=first_input,
             samples=np.concatenate([windows[:0], *own_windows]),
-        )  # fmt: skip
+        )
         with progress("evaluate", total=len(windows), unit="windows", second_unit="tokens") as bar:
 
             def compute() -> Numbered:

@@ -91,14 +91,20 @@ def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
         files = {source.name: _fingerprint(source) for source in sources}
         sha256 = next(iter(files.values())) if len(files) == 1 else hash_json(files)
         facts = {
-            "text": list(config.evaluate.text), "files": len(files), "sha256": sha256, "append_end": append_end,
+            "text": list(config.evaluate.text),
+            "files": len(files),
+            "sha256": sha256,
+            "append_end": append_end,
             "document_unit": unit,
-        }  # fmt: skip
+        }
         counts = {"documents": texts.counts["documents"], "tokens": store.tokens}
         yield SplitTokens(
-            [store], [], {**counts, "words": texts.counts["words"], "bytes": texts.counts["bytes"]},
-            scorer.tokenizer.vocab, facts,
-        )  # fmt: skip
+            [store],
+            [],
+            {**counts, "words": texts.counts["words"], "bytes": texts.counts["bytes"]},
+            scorer.tokenizer.vocab,
+            facts,
+        )
 
 
 def _fingerprint(source: Source) -> str:
@@ -108,7 +114,9 @@ def _fingerprint(source: Source) -> str:
 
 def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
     """What `tokenize` wrote, after checking that the model can read it."""
-    folder, split, checkpoint = config.folder_of("tokens"), config.evaluate.split, scorer.checkpoint.folder
+    folder = config.folder_of("tokens")
+    split = config.evaluate.split
+    checkpoint = scorer.checkpoint.folder
     if config.model.init_from and not (folder / MANIFEST).is_file():
         raise TextmillError(
             f"{folder}: has no tokens to measure {checkpoint} on; name a text: evaluate.text=FILE, or other tasks: "
@@ -136,7 +144,8 @@ def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
 
 def _open_used(scorer: Scorer, config: RunConfig) -> SplitTokens:
     """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
-    splits, split = open_splits(config, scorer.tokenizer), config.evaluate.split
+    splits = open_splits(config, scorer.tokenizer)
+    split = config.evaluate.split
     stores = splits.stores(split)
     if not stores:
         raise _empty_split("tokens.use", split, [name for name in splits.by_split if splits.stores(name)])

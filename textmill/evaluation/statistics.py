@@ -14,7 +14,8 @@ Interval = tuple[float, float]
 
 def proportion_interval(correct: int, count: int) -> Interval:
     """Wilson's interval of a fraction."""
-    share, denominator = correct / count, 1 + Z**2 / count
+    share = correct / count
+    denominator = 1 + Z**2 / count
     middle = (share + Z**2 / (2 * count)) / denominator
     half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / denominator
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -34,6 +34,7 @@ def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
         characters += len(text)
         if characters >= BLOCK_CHARACTERS:
             yield block
-            block, characters = [], 0
+            block = []
+            characters = 0
     if block:
         yield block

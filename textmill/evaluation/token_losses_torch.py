@@ -32,7 +32,8 @@ from textmill.models.cache_torch import Cache
 
 KERNELS = "textmill.kernels.cross_entropy_triton"
 """Its kernel reads the logits of a token once, where torch reads and writes them several times."""
-MAX_LOGITS, MAX_KERNEL_LOGITS = 1 << 26, 1 << 28
+MAX_LOGITS = 1 << 26
+MAX_KERNEL_LOGITS = 1 << 28
 """Logits held at once, however large the vocabulary: 256 MiB in fp32; with the kernel, 512 MiB in bf16."""
 
 
@@ -73,9 +74,13 @@ def find_kernel(net: BaseNet) -> Any:
 
 
 def _with_kernel(
-    net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], precision: torch.dtype,
+    net: BaseNet,
+    hidden_SE: Tensor,
+    places_M: NDArray[np.int64],
+    labels_M: NDArray[np.int64],
+    precision: torch.dtype,
     kernels: Any,
-) -> Callable[[], Result]:  # fmt: skip
+) -> Callable[[], Result]:
     """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
     places, labels = (copy_to_device(array, hidden_SE.device) for array in (places_M, labels_M))
     block_rows = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab)
@@ -107,7 +112,8 @@ def _with_torch(
     for block, (begin, end) in enumerate(itertools.pairwise(label_bounds)):
         start = block * block_rows
         logits_RV = net.logits(hidden_UE[start : start + block_rows]).float()
-        row, label = indices[begin:end] - start, labels[begin:end]
+        row = indices[begin:end] - start
+        label = labels[begin:end]
         log_likelihoods.append(logits_RV[row, label] - logits_RV.logsumexp(-1)[row])
         if greedy:
             is_likeliest.append(logits_RV.argmax(-1)[row] == label)

@@ -21,7 +21,8 @@ from textmill.tokens.chat_template import ChatTemplate, open_template
 if TYPE_CHECKING:
     from textmill.generation.generator import GeneratedText, Generator
 
-BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+BOLD = "\x1b[1m"
+PLAIN = "\x1b[0m"
 SEPARATOR = "-" * 40
 
 

@@ -84,7 +84,8 @@ class RunningBatch:
     def add(self, number: int, request: Request, max_new: int) -> None:
         """Let a text join at the next step; there must be a free slot."""
         ends = tuple(dict.fromkeys((self.tokenizer.end, *request.stop_ids)))
-        vocab, device = self.tokenizer.vocab, self.slots.device
+        vocab = self.tokenizer.vocab
+        device = self.slots.device
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
         decoder = self.new_decoder(request.ids)
         stops = StopStringFilter(request.stop)
@@ -106,7 +107,10 @@ class RunningBatch:
     def fail(self, message: str) -> dict[int, Done]:
         """Remove every text after a failed step; return their last events by number."""
         ends = {text.number: text.finish("error", message) for text in (*self.running, *self.waiting)}
-        self.running, self.waiting, self._rules, self._pending = [], [], None, None
+        self.running = []
+        self.waiting = []
+        self._rules = None
+        self._pending = None
         return ends
 
     @torch.inference_mode()
@@ -128,7 +132,8 @@ class RunningBatch:
         tokens = self._decode()
         if not self.run_ahead:
             return events + self._receive(tokens)
-        previous, self._pending = self._pending, tokens
+        previous = self._pending
+        self._pending = tokens
         return events + self._receive(previous) if previous is not None else events
 
     def _join(self) -> None:
@@ -161,7 +166,8 @@ class RunningBatch:
         hidden_NTE = self.slots.prefill(first_slot, contexts) if any(contexts) else None
         rows = {ids: row for row, ids in enumerate(first_with_prompt)}
         for slot, text in enumerate(self.running[first_slot:], first_slot):
-            row, text.cached = rows[text.request.ids], len(text.ids) - 1
+            row = rows[text.request.ids]
+            text.cached = len(text.ids) - 1
             if first_slot + row != slot:
                 self.slots.move(first_slot + row, slot, text.cached)
             if text.request.echo:

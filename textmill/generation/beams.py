@@ -46,7 +46,9 @@ class Beam:
 
 def beam_search(generator: SlotProvider, request: Request, max_new: int) -> list[Done]:
     """Return the different continuations that `sample.beams` beams find, of at most `max_new` tokens, best first."""
-    sample, prompt, tokenizer = request.sample, list(request.ids), generator.tokenizer
+    sample = request.sample
+    prompt = list(request.ids)
+    tokenizer = generator.tokenizer
     ends = tuple(dict.fromkeys((tokenizer.end, *request.stop_ids)))
     slots = generator.new_slots(sample.beams, len(prompt) + max_new)
     if len(prompt) > 1:
@@ -98,7 +100,8 @@ def _sampling_states(
 ) -> list[SamplingState]:
     """Return the state that the penalties need, for each beam."""
     states = []
-    vocab, device = logprobs_NV.shape[1], logprobs_NV.device
+    vocab = logprobs_NV.shape[1]
+    device = logprobs_NV.device
     for beam in running:
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
         for id_ in beam.ids:

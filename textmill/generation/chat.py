@@ -44,7 +44,10 @@ class Conversation:
     """The messages so far, and the settings of the next answer."""
 
     def __init__(self, generator: Generator, template: AnyTemplate, config: RunConfig, terminal: Terminal) -> None:
-        self.generator, self.template, self.config, self.terminal = generator, template, config, terminal
+        self.generator = generator
+        self.template = template
+        self.config = config
+        self.terminal = terminal
         self.messages: list[Message] = []
         self.answers = 0
 
@@ -93,7 +96,8 @@ class Conversation:
 
     def _render(self, messages: list[Message]) -> list[int]:
         """Return the conversation's token ids; drop the oldest turns until there is space for an answer."""
-        positions, dropped = self.generator.positions, False
+        positions = self.generator.positions
+        dropped = False
         space = max(min(self.config.sample.max_tokens, positions // 4), 1)
         while True:
             ids = list(self.template.render(messages, add_generation_prompt=True))
@@ -104,7 +108,8 @@ class Conversation:
                     f"your message is too long: {len(ids):,} tokens; the model's context is {positions:,}, and an "
                     f"answer needs {space}; shorten the message"
                 )
-            messages, dropped = messages[2:], True
+            messages = messages[2:]
+            dropped = True
         if dropped:
             self.messages = messages[:-1]
             warn("the conversation is longer than the model's context; dropped its oldest turns")

@@ -58,13 +58,18 @@ def render_question(template: AnyTemplate, question: str) -> list[int]:
 
 
 def answer_all(
-    generator: Generator, template: AnyTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig,
+    generator: Generator,
+    template: AnyTemplate,
+    names: list[str],
+    questions: list[list[int]],
+    sample: SampleConfig,
     count: int = 1,
-) -> list[GeneratedText]:  # fmt: skip
+) -> list[GeneratedText]:
     """Answer each question `count` times; `names` become the samples' prompts. The seed counts up from answer to
     answer."""
     sample = sample.model_copy(update={"slide_context": False})
-    stops, ends = tuple(sample.stop), tuple(template.stop_ids)
+    stops = tuple(sample.stop)
+    ends = tuple(template.stop_ids)
     requests = [Request(tuple(ids), sample, stops, ends) for ids in questions]
     return generator.complete(names, requests, sample, count)
 

@@ -42,7 +42,8 @@ class Generator:
     """A net and its tokenizer. A text depends on the prompt, the settings and the seed only."""
 
     def __init__(self, net: BaseNet, tokenizer: TextTokenizer) -> None:
-        self.net, self.tokenizer = net, tokenizer
+        self.net = net
+        self.tokenizer = tokenizer
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
         self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
@@ -76,7 +77,8 @@ class Generator:
         repeated: list[Request] = []
         for place, request in enumerate(requests):
             repeated += repeat_request(request, count, sample.seed + place * count)
-        texts, ends = [""] * len(repeated), dict[int, Done]()
+        texts = [""] * len(repeated)
+        ends = dict[int, Done]()
         for index, event in self.run(repeated, sample.batch):
             texts[index] += event.text
             if isinstance(event, Done):
@@ -131,7 +133,8 @@ class Generator:
 
     def max_new_tokens(self, request: Request, quiet: bool = False) -> int:
         """Return how many new tokens the request allows and the context has space for; warn once if it is too short."""
-        max_new, requested = max_new_tokens(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
+        max_new = max_new_tokens(request, self.positions, self.tokenizer.vocab)
+        requested = request.sample.max_tokens
         if max_new < requested and not self._warned and not quiet:
             self._warned = True
             warn(
@@ -143,7 +146,9 @@ class Generator:
     def new_batch(self, slots: int, length: int | None = None) -> RunningBatch:
         """Return an empty batch for `slots` texts of `length` tokens; the default is the model's context length."""
         self._new_decoder = self._new_decoder or text_decoder_factory(self.tokenizer)
-        spare, self._spare_slots, length = self._spare_slots, None, length or self.positions
+        spare = self._spare_slots
+        self._spare_slots = None
+        length = length or self.positions
         if spare is None or spare.slots < slots or spare.length < length:
             spare = None  # frees its memory for the new slots
             spare = self.new_slots(slots, length)
@@ -152,7 +157,8 @@ class Generator:
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Allocate the KV cache; raise if the device has too little memory."""
-        each, free = bytes_per_slot(self.net, length), _free_memory(self.device)
+        each = bytes_per_slot(self.net, length)
+        free = _free_memory(self.device)
         if (slots + 1) * each > free:  # there is one slot more than texts
             raise TextmillError(
                 f"the KV cache of {slots} texts needs {slots * each / 2**30:.1f} GiB, but "

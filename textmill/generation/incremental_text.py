@@ -55,7 +55,9 @@ class ByteTextDecoder:
     """Works with byte-level tokenizers, and is many times as fast."""
 
     def __init__(self, token_bytes: list[bytes], texts: list[str | None], context: Sequence[int]) -> None:
-        self.token_bytes, self.texts, self.tokens = token_bytes, texts, 0
+        self.token_bytes = token_bytes
+        self.texts = texts
+        self.tokens = 0
         self.decoder: Any = codecs.getincrementaldecoder("utf-8")("replace")
         # A prompt of token ids may end within a character. A character has at most four bytes, so four tokens suffice.
         self.decoder.decode(b"".join(token_bytes[id_] for id_ in context[-4:]))
@@ -110,7 +112,9 @@ class StopStringFilter:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.hit = [stop for stop in stops if stop], "", False
+        self.stops = [stop for stop in stops if stop]
+        self.held = ""
+        self.hit = False
 
     def add(self, text: str) -> str:
         """Return the text before a stop string; `hit` is true once one was found."""
@@ -119,7 +123,8 @@ class StopStringFilter:
         text = self.held + text
         stop_places = [text.find(stop) for stop in self.stops if stop in text]
         if stop_places:
-            self.held, self.hit = "", True
+            self.held = ""
+            self.hit = True
             return text[: min(stop_places)]
         held_length = max(_overlap(text, stop) for stop in self.stops)
         self.held = text[len(text) - held_length :]
@@ -127,7 +132,8 @@ class StopStringFilter:
 
     def end(self) -> str:
         """Return the held-back text: no stop string followed."""
-        held, self.held = self.held, ""
+        held = self.held
+        self.held = ""
         return held
 
 

@@ -76,10 +76,17 @@ class ModelThread(Generic[WorkItem]):
     """
 
     def __init__(
-        self, name: str, work: Work[WorkItem], *, slots: int, queue: int, after_step: Callable[[], None],
+        self,
+        name: str,
+        work: Work[WorkItem],
+        *,
+        slots: int,
+        queue: int,
+        after_step: Callable[[], None],
         turns: Turns | None,
-    ) -> None:  # fmt: skip
-        self.slots, self.queue = slots, queue
+    ) -> None:
+        self.slots = slots
+        self.queue = queue
         self._work, self._after_step, self._turns = work, after_step, turns or Turns()
         self._changed = threading.Condition()
         self._waiting: dict[int, Job[WorkItem]] = {}
@@ -121,9 +128,14 @@ class ModelThread(Generic[WorkItem]):
         """Return the counts for /metrics."""
         with self._changed:
             return {
-                "active": len(self._active), "waiting": len(self._waiting), "slots": self.slots, "queue": self.queue,
-                "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
-            }  # fmt: skip
+                "active": len(self._active),
+                "waiting": len(self._waiting),
+                "slots": self.slots,
+                "queue": self.queue,
+                "tokens": self._tokens,
+                "requests": self._requests,
+                "cancelled": self._cancelled,
+            }
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
@@ -224,7 +236,8 @@ class ModelThread(Generic[WorkItem]):
             self._step_started = None
             self._fail(error)
             return
-        self._step_started, self._failed_steps = None, 0
+        self._step_started = None
+        self._failed_steps = 0
         for number, event in events:
             if isinstance(event, Done):
                 self._end(self._active[number], event)

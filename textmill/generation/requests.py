@@ -94,7 +94,8 @@ class Done:
 
 def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
     """Return how many new tokens the request allows and the context has space for; raise if it cannot be done."""
-    length, requested = len(request.ids), request.sample.max_tokens
+    length = len(request.ids)
+    requested = request.sample.max_tokens
     unknown = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
     if not request.ids or unknown:
         found = f"{unknown[0]} is not a token id" if unknown else "it has no tokens"

@@ -98,7 +98,8 @@ class UniformNumbers:
             numbers_SN = torch.from_numpy((keys_SN >> np.uint64(11)).astype(np.float64) / (1 << 53))
             if self.device.type == "cuda":
                 numbers_SN = numbers_SN.pin_memory().to(self.device, non_blocking=True)
-            self.first_step, self.numbers_SN = step, numbers_SN
+            self.first_step = step
+            self.numbers_SN = numbers_SN
         return self.numbers_SN[step - self.first_step]
 
 
@@ -144,7 +145,8 @@ def collect_rules(states: Sequence[SamplingState], device: torch.device) -> Samp
     """
     is_sampled = [state.sample.temperature > 0 for state in states]
     warpers = _collect_warpers(states, is_sampled, device)
-    any_sampled, all_sampled = any(is_sampled), all(is_sampled)
+    any_sampled = any(is_sampled)
+    all_sampled = all(is_sampled)
     sampled_N = copy_to_device(is_sampled, device) if any_sampled and not all_sampled else None
     only_top_k = all_sampled and {warper.key for warper in warpers} <= {"temperature", "top_k"}
     top_k_only = new_top_k_sampling([state.sample for state in states], device) if only_top_k else None
@@ -197,7 +199,8 @@ def apply_rules(logits_NV: Tensor, states: Sequence[SamplingState], rules: Sampl
 def apply_bias_and_penalties(logits_NV: Tensor, states: Sequence[SamplingState], rows: Sequence[int]) -> None:
     """Apply the logit bias and the penalties of these rows, in place."""
     for row in rows:
-        state, logits_V = states[row], logits_NV[row]
+        state = states[row]
+        logits_V = logits_NV[row]
         if state.bias:
             ids, values = zip(*state.bias, strict=True)
             logits_V[copy_to_device(ids, logits_V.device)] += copy_to_device(values, logits_V.device, torch.float32)

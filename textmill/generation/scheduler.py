@@ -45,11 +45,18 @@ class Scheduler(ModelThread[NewText]):
     """
 
     def __init__(
-        self, generator: Generator, *, slots: int, queue: int, after_step: Callable[[], None] = lambda: None,
+        self,
+        generator: Generator,
+        *,
+        slots: int,
+        queue: int,
+        after_step: Callable[[], None] = lambda: None,
         turns: Turns | None = None,
-    ) -> None:  # fmt: skip
-        self.generator, self.tokenizer = generator, generator.tokenizer
-        self.vocab, self.positions = generator.tokenizer.vocab, generator.positions
+    ) -> None:
+        self.generator = generator
+        self.tokenizer = generator.tokenizer
+        self.vocab = generator.tokenizer.vocab
+        self.positions = generator.positions
         self._batch: RunningBatch = generator.new_batch(slots)
         work = Generation(self._batch)
         super().__init__("textmill-scheduler", work, slots=slots, queue=queue, after_step=after_step, turns=turns)
@@ -117,9 +124,12 @@ class Generation:
 
 
 def open_scheduler(
-    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after_step: Callable[[], None] = lambda: None,
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    serve: ServeConfig,
+    after_step: Callable[[], None] = lambda: None,
     turns: Turns | None = None,
-) -> Scheduler:  # fmt: skip
+) -> Scheduler:
     """Load a checkpoint and return a scheduler that is ready for requests; others may use the model in `turns`."""
     generator = open_generator(checkpoint, engine, separate_adapter=serve.adapter == "separate")
     scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step, turns=turns)

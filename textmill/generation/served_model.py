@@ -17,16 +17,17 @@ from textmill.models import has_masked_head, open_family, read_shape
 
 
 def open_served_model(
-    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig,
-    after_step: Callable[[], None],
-) -> tuple[Scheduler | None, EncoderThread | None]:  # fmt: skip
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig, after_step: Callable[[], None]
+) -> tuple[Scheduler | None, EncoderThread | None]:
     """Load a checkpoint once. What both compute with, they use in turns."""
-    turns, where = Turns(), str(checkpoint.folder)
+    turns = Turns()
+    where = str(checkpoint.folder)
     shape = read_shape(checkpoint.folder)
     limits = {"slots": serve.slots, "queue": serve.queue}
     if open_family(shape.family).OBJECTIVE == "masked":
         embedder = open_embedder(checkpoint, engine, embed)
-        net, tokenizer = embedder.net, embedder.texts.tokenizer
+        net = embedder.net
+        tokenizer = embedder.texts.tokenizer
         texts = new_masked_texts(tokenizer, shape.positions, where) if has_masked_head(shape) else None
         filler = None if texts is None else Filler(net, texts)
         return None, EncoderThread(embedder, filler, turns=turns, after_step=after_step, **limits)

@@ -35,7 +35,9 @@ class ChunkCollector:
     """Receives the events of one request and passes them on as chunks."""
 
     def __init__(self, deliver: DeliverChunk, with_logprobs: bool, streamed: bool) -> None:
-        self._deliver, self._with_logprobs, self._streamed = deliver, with_logprobs, streamed
+        self._deliver = deliver
+        self._with_logprobs = with_logprobs
+        self._streamed = streamed
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._last_tick = -1
@@ -54,12 +56,15 @@ class ChunkCollector:
             self._flush(None)
 
     def _is_new_tick(self) -> bool:
-        before, self._last_tick = self._last_tick, int(time.monotonic() / CHUNK_SECONDS)
+        before = self._last_tick
+        self._last_tick = int(time.monotonic() / CHUNK_SECONDS)
         return self._last_tick != before
 
     def _flush(self, done: Done | None) -> None:
-        texts, self._texts = self._texts, []
-        logprobs, self._logprobs = self._logprobs, []
+        texts = self._texts
+        self._texts = []
+        logprobs = self._logprobs
+        self._logprobs = []
         self._deliver(TextChunk("".join(texts), logprobs, done))
 
 
@@ -83,8 +88,14 @@ class ChunkDelivery:
     """Accepts requests and delivers their texts in chunks, which it collects from the tokens of `inner`."""
 
     def __init__(self, inner: TokenDelivery) -> None:
-        self.inner, self.vocab, self.positions, self.tokenizer = inner, inner.vocab, inner.positions, inner.tokenizer
-        self.cancel, self.stats, self.problem, self.close = inner.cancel, inner.stats, inner.problem, inner.close
+        self.inner = inner
+        self.vocab = inner.vocab
+        self.positions = inner.positions
+        self.tokenizer = inner.tokenizer
+        self.cancel = inner.cancel
+        self.stats = inner.stats
+        self.problem = inner.problem
+        self.close = inner.close
 
     def submit(
         self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False

@@ -68,7 +68,10 @@ def keep_typical(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
 Warper = Callable[[Tensor, Tensor], Tensor]
 """From the logits of some rows and the setting of each row to the changed logits."""
 WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
-    ("temperature", 1.0, apply_temperature), ("top_k", 0, keep_top_k), ("top_p", 1.0, keep_top_p),
-    ("min_p", 0.0, keep_min_p), ("typical_p", 1.0, keep_typical),
-]  # fmt: skip
+    ("temperature", 1.0, apply_temperature),
+    ("top_k", 0, keep_top_k),
+    ("top_p", 1.0, keep_top_p),
+    ("min_p", 0.0, keep_min_p),
+    ("typical_p", 1.0, keep_typical),
+]
 """Setting, its neutral value, and the function; in the order of transformers."""

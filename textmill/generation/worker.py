@@ -70,7 +70,8 @@ class Worker:
 
         engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(settings["engine"])
         checkpoint = Checkpoint(Path(settings["folder"]), 0, {})
-        serve, embed = ServeConfig.model_validate(settings["serve"]), EmbedConfig.model_validate(settings["embed"])
+        serve = ServeConfig.model_validate(settings["serve"])
+        embed = EmbedConfig.model_validate(settings["embed"])
         for path in settings["family_files"]:  # the user named them to the parent
             open_family(path)
         scheduler, encoder = open_served_model(checkpoint, engine, serve, embed, self._after_step)
@@ -99,7 +100,8 @@ class Worker:
     def _submit(self, number: int, packed: list[Any], seconds: float | None, streamed: bool) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
-            request, deliver = unpack_request(packed), partial(self._deliver, number)
+            request = unpack_request(packed)
+            deliver = partial(self._deliver, number)
             target: Any = self.chunk_delivery if isinstance(request, Request) else self.encoder
             if target is None:
                 raise TextmillError("the model cannot do this")
@@ -134,7 +136,8 @@ class Worker:
         if self._chunks:
             # Sent under the lock: the chunks of one text must arrive in order, whichever thread sends them.
             with self._chunks_lock:
-                chunks, self._chunks = self._chunks, []
+                chunks = self._chunks
+                self._chunks = []
                 self._send(chunks)
 
     def _send(self, chunks: list[list[Any]]) -> None:

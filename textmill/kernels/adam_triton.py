@@ -12,7 +12,8 @@ from textmill.kernels.pointers_triton import can_update_in_place, load_pointer
 from textmill.kernels.require_triton import tl, triton
 from textmill.kernels.transfer_torch import copy_to_device
 
-BLOCK, WARPS = 2048, 8
+BLOCK = 2048
+WARPS = 8
 """Elements that one program updates, and its warps."""
 
 
@@ -21,8 +22,10 @@ def _update_elements(  # type: ignore[no-untyped-def]
     weights, gradients, firsts, seconds, inside, unscale, step, root, decay_factor, rate1, rate2, epsilon
 ):
     """One AdamW update; `rate1` and `rate2` are 1 - beta1 and 1 - beta2."""
-    gradient, weight = tl.load(gradients, mask=inside) * unscale, tl.load(weights, mask=inside)
-    first, second = tl.load(firsts, mask=inside), tl.load(seconds, mask=inside)
+    gradient = tl.load(gradients, mask=inside) * unscale
+    weight = tl.load(weights, mask=inside)
+    first = tl.load(firsts, mask=inside)
+    second = tl.load(seconds, mask=inside)
     first += (gradient - first) * rate1
     second += (gradient * gradient - second) * rate2
     tl.store(weights, weight * decay_factor - step * first / (tl.sqrt(second) * root + epsilon), mask=inside)
@@ -35,42 +38,26 @@ def _update_block(  # type: ignore[no-untyped-def]
     addresses, blocks, sizes, scale, skipped, corrections, count, lr, decay, rate1, rate2, epsilon, N: tl.constexpr
 ):
     """Update one block of one parameter; do nothing if the step is skipped."""
-    which, block = tl.load(blocks + tl.program_id(0) * 2), tl.load(blocks + tl.program_id(0) * 2 + 1)
-    at, size = block * N + tl.arange(0, N), tl.load(sizes + which)
-    weights, gradients = load_pointer(addresses, which) + at, load_pointer(addresses, count + which) + at
-    firsts, seconds = load_pointer(addresses, 2 * count + which) + at, load_pointer(addresses, 3 * count + which) + at
-    unscale, step, root = 1 / tl.load(scale), lr / tl.load(corrections), 1 / tl.load(corrections + 1)
+    which = tl.load(blocks + tl.program_id(0) * 2)
+    block = tl.load(blocks + tl.program_id(0) * 2 + 1)
+    at = block * N + tl.arange(0, N)
+    size = tl.load(sizes + which)
+    weights = load_pointer(addresses, which) + at
+    gradients = load_pointer(addresses, count + which) + at
+    firsts = load_pointer(addresses, 2 * count + which) + at
+    seconds = load_pointer(addresses, 3 * count + which) + at
+    unscale = 1 / tl.load(scale)
+    step = lr / tl.load(corrections)
+    root = 1 / tl.load(corrections + 1)
     decay_factor = 1 - lr * decay
     if tl.load(skipped) == 0:
         if (block + 1) * N <= size:  # unmasked loads are vectorised
             _update_elements(
-                weights,
-                gradients,
-                firsts,
-                seconds,
-                None,
-                unscale,
-                step,
-                root,
-                decay_factor,
-                rate1,
-                rate2,
-                epsilon,
+                weights, gradients, firsts, seconds, None, unscale, step, root, decay_factor, rate1, rate2, epsilon
             )
         else:
             _update_elements(
-                weights,
-                gradients,
-                firsts,
-                seconds,
-                at < size,
-                unscale,
-                step,
-                root,
-                decay_factor,
-                rate1,
-                rate2,
-                epsilon,
+                weights, gradients, firsts, seconds, at < size, unscale, step, root, decay_factor, rate1, rate2, epsilon
             )
 
 
@@ -93,7 +80,8 @@ class FusedAdamW:
 
         `rates`: learning rate, weight decay, 1 - beta1, 1 - beta2, epsilon. `corrections`: the bias correction
         1 - beta1^steps of the first moment, and the square root of that of the second."""
-        device, sizes = tensors[0][0].device, [tensor.numel() for tensor in tensors[0]]
+        device = tensors[0][0].device
+        sizes = [tensor.numel() for tensor in tensors[0]]
         if sizes != self.sizes:
             counts = [triton.cdiv(size, BLOCK) for size in sizes]
             blocks = np.stack(

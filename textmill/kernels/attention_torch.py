@@ -127,7 +127,8 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values [N, H, T, D], in memory that torch allocates."""
     dy_NHTD, y_NHTD = (joined.view(*joined.shape[:2], -1, D).transpose(1, 2) for joined in (dy_NTE, y_NTE))
-    arguments, T = (dy_NHTD, *split_qkv(qkv_NTF, D), y_NHTD), qkv_NTF.shape[1]
+    arguments = (dy_NHTD, *split_qkv(qkv_NTF, D), y_NHTD)
+    T = qkv_NTF.shape[1]
     if not qkv_NTF.is_cuda:
         gradients: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *arguments, logsumexp_NHT, dropout, True

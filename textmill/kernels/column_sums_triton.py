@@ -7,7 +7,9 @@ from torch import Tensor
 
 from textmill.kernels.require_triton import tl, triton
 
-ROWS, COLUMNS, WARPS = 256, 32, 8
+ROWS = 256
+COLUMNS = 32
+WARPS = 8
 """Rows that a program reads at a time, its columns, and its warps."""
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from textmill.kernels.require_triton import tl, triton
 
-LANES, WARPS = 1024, 32
+LANES = 1024
+WARPS = 32
 """Lanes of a block (eight columns each) and warps per row; fewer of both for a small vocabulary."""
 LOW = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -42,19 +43,28 @@ def _write_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cross_entropy(  # type: ignore[no-untyped-def]
-    logits, labels, weights, losses, correct, vocab, padded, smoothing, z,
-    GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    labels,
+    weights,
+    losses,
+    correct,
+    vocab,
+    padded,
+    smoothing,
+    z,
+    GRADIENT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One row: log-sum-exp in a first pass, the gradient (or the argmax) in a second pass that reads from the cache."""
     row = tl.program_id(0).to(tl.int64)
-    label, start = tl.load(labels + row), logits + row * padded
+    label = tl.load(labels + row)
+    start = logits + row * padded
     offsets = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     unmasked = vocab // (ROWS * 8) * (ROWS * 8)
-    maxima, totals, logit_sums = (
-        tl.full([ROWS], LOW, tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        tl.zeros([ROWS], tl.float32),
-    )
+    maxima = tl.full([ROWS], LOW, tl.float32)
+    totals = tl.zeros([ROWS], tl.float32)
+    logit_sums = tl.zeros([ROWS], tl.float32)
     for first in range(0, unmasked, ROWS * 8):
         x = tl.load(start + first + offsets, eviction_policy="evict_last").to(tl.float32)
         maxima, totals = _running_log_sum(x, maxima, totals)
@@ -76,8 +86,10 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     if GRADIENT:
         weight_of_loss = tl.where(has_loss, tl.load(weights + row), 0.0)
         # The row's weight goes into the exponent; a row without loss gets 2 to the minus infinity.
-        weight, smoothed = weight_of_loss * (1 + 2 * z * nats), weight_of_loss * smoothing / vocab
-        lower, sign = log2_sum - tl.log2(tl.abs(weight)), tl.where(weight < 0, -1.0, 1.0)
+        weight = weight_of_loss * (1 + 2 * z * nats)
+        smoothed = weight_of_loss * smoothing / vocab
+        lower = log2_sum - tl.log2(tl.abs(weight))
+        sign = tl.where(weight < 0, -1.0, 1.0)
         own = sign * tl.exp2(label_logit * LOG2E - lower) - smoothed - weight_of_loss * (1 - smoothing)
         gradient_block = tl.where(columns < vocab, sign * tl.exp2(last * LOG2E - lower) - smoothed, 0.0)
         tl.debug_barrier()  # every thread has read the label's logit
@@ -119,12 +131,31 @@ def cross_entropy_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -
 
 
 def _run(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, losses_M: Tensor, correct_M: Tensor,
-    vocab: int, smoothing: float, z: float, *, gradient: bool,
-) -> None:  # fmt: skip
+    logits_MV: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    losses_M: Tensor,
+    correct_M: Tensor,
+    vocab: int,
+    smoothing: float,
+    z: float,
+    *,
+    gradient: bool,
+) -> None:
     rows, padded = logits_MV.shape
     lanes = min(LANES, triton.next_power_of_2(triton.cdiv(padded, 8)))
     _cross_entropy[(rows,)](
-        logits_MV, labels_M, weights_M, losses_M, correct_M, vocab, padded, smoothing, z,
-        GRADIENT=gradient, SMOOTH=smoothing > 0, ROWS=lanes, num_warps=max(1, min(WARPS, lanes // 32)),
-    )  # fmt: skip
+        logits_MV,
+        labels_M,
+        weights_M,
+        losses_M,
+        correct_M,
+        vocab,
+        padded,
+        smoothing,
+        z,
+        GRADIENT=gradient,
+        SMOOTH=smoothing > 0,
+        ROWS=lanes,
+        num_warps=max(1, min(WARPS, lanes // 32)),
+    )

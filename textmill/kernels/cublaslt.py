@@ -24,13 +24,20 @@ MAX_PROPOSALS = 16
 """Most algorithms that the library may propose for one matmul."""
 WORKSPACE_BYTES = 32 << 20
 """Bytes of scratch memory that an algorithm may use."""
-TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS, BIAS_DTYPE = 3, 4, 7, 8, 26
+TRANSPOSE_A = 3
+TRANSPOSE_B = 4
+EPILOGUE = 7
+BIAS = 8
+BIAS_DTYPE = 26
 """cuBLASLt codes of matmul attributes."""
-EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
+EPILOGUE_DEFAULT = 1
+EPILOGUE_BIAS = 4
 """cuBLASLt codes of what is done with the result: nothing, or adding the bias."""
 MAX_WORKSPACE = 1
 """cuBLASLt code of the preference that limits the workspace."""
-SWIZZLE, CUSTOM_OPTION, CUSTOM_OPTION_MAX = 4, 5, 7
+SWIZZLE = 4
+CUSTOM_OPTION = 5
+CUSTOM_OPTION_MAX = 7
 """cuBLASLt codes: the order of a kernel's tiles, a kernel-specific option, and how many such options exist."""
 
 
@@ -41,9 +48,12 @@ class Algorithm(ctypes.Structure):
     """
 
     _fields_ = (
-        ("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("status", ctypes.c_int),
-        ("waves_count", ctypes.c_float), ("reserved", ctypes.c_int * 4),
-    )  # fmt: skip
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves_count", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,9 @@ class Matmul:
 
     def propose_algorithms(self) -> list[Algorithm]:
         """Return the algorithms that the library proposes, the one it expects to be fastest first."""
-        preference, found, algorithms = ctypes.c_void_p(), ctypes.c_int(), (Algorithm * MAX_PROPOSALS)()
+        preference = ctypes.c_void_p()
+        found = ctypes.c_int()
+        algorithms = (Algorithm * MAX_PROPOSALS)()
         _check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         size = ctypes.c_size_t(WORKSPACE_BYTES)
         _check(
@@ -158,7 +170,9 @@ class Matmul:
 
     def list_variants(self, algorithm: Algorithm) -> list[Algorithm]:
         """Return the kernel with other tile orders and options: the library does not always propose the fastest."""
-        option_count, size, found = ctypes.c_int32(), ctypes.c_size_t(), {}
+        option_count = ctypes.c_int32()
+        size = ctypes.c_size_t()
+        found = {}
         arguments = ctypes.byref(option_count), ctypes.c_size_t(ctypes.sizeof(option_count)), ctypes.byref(size)
         library().cublasLtMatmulAlgoCapGetAttribute(ctypes.byref(algorithm), CUSTOM_OPTION_MAX, *arguments)
         for swizzle, option in itertools.product(range(2), range(option_count.value + 1)):
@@ -171,7 +185,8 @@ class Matmul:
 
     def restore_algorithm(self, algo: bytes) -> Algorithm | None:
         """Return an algorithm saved earlier, perhaps by another process; None if the library rejects it here."""
-        algorithm, checked = Algorithm(), Algorithm()
+        algorithm = Algorithm()
+        checked = Algorithm()
         if len(algo) != ctypes.sizeof(algorithm.algo):
             return None
         ctypes.memmove(algorithm.algo, algo, len(algo))
@@ -200,7 +215,8 @@ class Matmul:
         """Run this algorithm in the current CUDA stream."""
         if bias is not None:
             self._set_attribute(BIAS, ctypes.c_void_p(bias.data_ptr()))
-        out_pointer, addend_pointer = out.data_ptr(), (out if addend is None else addend).data_ptr()
+        out_pointer = out.data_ptr()
+        addend_pointer = (out if addend is None else addend).data_ptr()
         matrices = (
             b.data_ptr(),
             self._b,

@@ -14,7 +14,9 @@ from textmill.kernels.require_triton import tl, triton
 
 SPREAD = 264
 """Programs that attention is divided into if texts are long enough: two per multiprocessor of an H200."""
-MAX_PARTS, POSITIONS, HEAD_PER_WARP = 8, 32, 32
+MAX_PARTS = 8
+POSITIONS = 32
+HEAD_PER_WARP = 32
 """Most parts that one text's positions are divided into, positions per iteration, and columns of a head per warp."""
 LOWEST = -1e30
 
@@ -40,9 +42,22 @@ def _combine_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_part(  # type: ignore[no-untyped-def]
-    out, partial_outputs, weights, arrivals, one, part, working, output, top, total, columns,
-    D: tl.constexpr, C: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
+    out,
+    partial_outputs,
+    weights,
+    arrivals,
+    one,
+    part,
+    working,
+    output,
+    top,
+    total,
+    columns,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    LOW: tl.constexpr,
+):
     """Store a part's result; the last program to finish combines the parts and resets the counter."""
     tl.store(partial_outputs + (one * S + part) * C + columns, output)
     tl.store(weights + (one * S + part) * 2, top)
@@ -82,16 +97,43 @@ def _query_or_key(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, cache, position_ids, out, partial_outputs, weights, arrivals, heads, key_heads, length, scale,
-    row, query_step, key_step, key_start, value_start, cos, sin, query_norm, key_norm, epsilon,
-    D: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr,
-    TURN: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    text, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    qkv,
+    cache,
+    position_ids,
+    out,
+    partial_outputs,
+    weights,
+    arrivals,
+    heads,
+    key_heads,
+    length,
+    scale,
+    row,
+    query_step,
+    key_step,
+    key_start,
+    value_start,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    epsilon,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    LOW: tl.constexpr,
+    TURN: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    text = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
     key_head = head // (heads // key_heads)
     columns = tl.arange(0, C)
     inside = columns < D
-    one, each = text * heads + head, key_heads * 2 * D
+    one = text * heads + head
+    each = key_heads * 2 * D
     position = tl.load(position_ids + text).to(tl.int32)
     working = tl.minimum(S, tl.maximum(1, (position + T - 1) // T))
     cached = cache + text.to(tl.int64) * length * each + key_head * 2 * D
@@ -101,7 +143,8 @@ def _attend(  # type: ignore[no-untyped-def]
         valid = (rows < position)[:, None] & inside[None, :]
         keys = tl.load(at, mask=valid, other=0.0)
         values = tl.load(at + D, mask=valid, other=0.0)
-        current, turn = qkv + text * row, position * (D // 2)
+        current = qkv + text * row
+        turn = position * (D // 2)
         query = (
             _query_or_key(
                 current + head * query_step, columns, cos + turn, sin + turn, query_norm, epsilon, D, TURN, NORM
@@ -113,9 +156,13 @@ def _attend(  # type: ignore[no-untyped-def]
         )
         value = tl.load(current + value_start + key_head * key_step + columns, mask=inside, other=0.0)
         # Online softmax, separately for each of T lanes; the next keys and values are prefetched meanwhile.
-        tops, totals, sums = tl.full((T,), LOW, tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T, C), tl.float32)
+        tops = tl.full((T,), LOW, tl.float32)
+        totals = tl.zeros((T,), tl.float32)
+        sums = tl.zeros((T, C), tl.float32)
         for start in range(part * T, position, S * T):
-            now_keys, now_values, seen = keys, values, start + tl.arange(0, T) < position
+            now_keys = keys
+            now_values = values
+            seen = start + tl.arange(0, T) < position
             rows = start + S * T + tl.arange(0, T)
             at = cached + rows[:, None] * each + columns[None, :]
             valid = (rows < position)[:, None] & inside[None, :]
@@ -123,13 +170,16 @@ def _attend(  # type: ignore[no-untyped-def]
             values = tl.load(at + D, mask=valid, other=0.0)
             scores = tl.where(seen, tl.sum(query[None, :] * now_keys.to(tl.float32), 1), LOW)
             larger = tl.maximum(tops, scores)
-            gained, shrink = tl.where(seen, tl.exp(scores - larger), 0.0), tl.exp(tops - larger)
+            gained = tl.where(seen, tl.exp(scores - larger), 0.0)
+            shrink = tl.exp(tops - larger)
             sums = sums * shrink[:, None] + gained[:, None] * now_values.to(tl.float32)
-            totals, tops = totals * shrink + gained, larger
+            totals = totals * shrink + gained
+            tops = larger
         # The new token attends to itself in the first part, which also writes it to the cache.
         own = tl.where(part == 0, tl.sum(query * key.to(tl.float32), 0), LOW)
         top = tl.maximum(tl.max(tops, 0), own)
-        scales, share = tl.exp(tops - top), tl.where(part == 0, tl.exp(own - top), 0.0)
+        scales = tl.exp(tops - top)
+        share = tl.where(part == 0, tl.exp(own - top), 0.0)
         total = tl.sum(totals * scales, 0) + share
         output = tl.sum(sums * scales[:, None], 0) + share * value.to(tl.float32)
         if (part == 0) & (head % (heads // key_heads) == 0):
@@ -169,9 +219,31 @@ def attend(
     cos, sin = angles or (qkv, qkv)
     query_norm, key_norm = (norm.weight for norm in norms) if norms else (qkv, qkv)
     _attend[(rows, heads, parts)](
-        qkv, cache, positions_N, out_NE, partial_outputs, weights, arrivals, heads, key_heads, length, head**-0.5,
-        qkv.stride(0), *steps, cos, sin, query_norm, key_norm, norms[0].eps if norms else 0.0,
-        D=head, C=columns, T=POSITIONS, S=parts, LOW=LOWEST, TURN=angles is not None, NORM=norms is not None,
+        qkv,
+        cache,
+        positions_N,
+        out_NE,
+        partial_outputs,
+        weights,
+        arrivals,
+        heads,
+        key_heads,
+        length,
+        head**-0.5,
+        qkv.stride(0),
+        *steps,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
+        norms[0].eps if norms else 0.0,
+        D=head,
+        C=columns,
+        T=POSITIONS,
+        S=parts,
+        LOW=LOWEST,
+        TURN=angles is not None,
+        NORM=norms is not None,
         num_warps=max(2, columns // HEAD_PER_WARP),
-    )  # fmt: skip
+    )
     return out_NE

@@ -14,14 +14,24 @@ from textmill.kernels.decode_attention_triton import attend
 from textmill.kernels.require_triton import tl, triton
 
 __all__ = [
-    "ACTIVATIONS", "MAX_FUSED_TEXTS", "MAX_FUSED_WIDTH", "add_norm", "attend", "embed", "fused_linear", "multiply_gate",
-]  # fmt: skip
+    "ACTIVATIONS",
+    "MAX_FUSED_TEXTS",
+    "MAX_FUSED_WIDTH",
+    "add_norm",
+    "attend",
+    "embed",
+    "fused_linear",
+    "multiply_gate",
+]
 
-MAX_FUSED_TEXTS, MAX_FUSED_WIDTH = 4, 8192
+MAX_FUSED_TEXTS = 4
+MAX_FUSED_WIDTH = 8192
 """Up to so many texts and columns of a matrix these kernels do the matmuls too; for more, cuBLAS is faster."""
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu2")
 """Activations that the kernels compute."""
-ROWS, TILE, LINEAR_WARPS = 4, 8192, 4
+ROWS = 4
+TILE = 8192
+LINEAR_WARPS = 4
 """Most rows and elements of a matrix per program, and its warps."""
 GATE_COLUMNS = 1024
 
@@ -30,7 +40,8 @@ GATE_COLUMNS = 1024
 def _embed(  # type: ignore[no-untyped-def]
     ids, position_ids, tokens, positions, out, width, C: tl.constexpr, POSITIONS: tl.constexpr
 ):
-    row, columns = tl.program_id(0), tl.arange(0, C)
+    row = tl.program_id(0)
+    columns = tl.arange(0, C)
     inside = columns < width
     token = tl.maximum(tl.load(ids + row), 0) * width + columns
     values = tl.load(tokens + token, mask=inside, other=0.0).to(tl.float32)
@@ -84,7 +95,8 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _multiply_gate(both, out, width, C: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, columns = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = columns < width
     at = both + row * 2 * width + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -94,11 +106,27 @@ def _multiply_gate(both, out, width, C: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fused_linear(  # type: ignore[no-untyped-def]
-    x, weight, bias, scale, shift, added, out, outputs, epsilon,
-    K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    row, rows = tl.program_id(1), tl.program_id(0) * R + tl.arange(0, R)
+    x,
+    weight,
+    bias,
+    scale,
+    shift,
+    added,
+    out,
+    outputs,
+    epsilon,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    RMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(1)
+    rows = tl.program_id(0) * R + tl.arange(0, R)
     columns = tl.arange(0, C)
     inside = columns < K
     valid = rows < outputs
@@ -129,28 +157,46 @@ def embed(ids_N: Tensor, positions_N: Tensor, tokens_VE: Tensor, positions_TE: T
     width = tokens_VE.shape[1]
     out_NE = torch.empty(len(ids_N), width, device=ids_N.device, dtype=tokens_VE.dtype)
     _embed[(len(ids_N),)](
-        ids_N, positions_N, tokens_VE, tokens_VE if positions_TE is None else positions_TE, out_NE, width,
-        C=triton.next_power_of_2(width), POSITIONS=positions_TE is not None,
-    )  # fmt: skip
+        ids_N,
+        positions_N,
+        tokens_VE,
+        tokens_VE if positions_TE is None else positions_TE,
+        out_NE,
+        width,
+        C=triton.next_power_of_2(width),
+        POSITIONS=positions_TE is not None,
+    )
     return out_NE
 
 
 def add_norm(x_NE: Tensor, delta_NE: Tensor, bias_E: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """The residual stream x + delta + bias, and its LayerNorm or RMSNorm."""
     rows, width = x_NE.shape
-    sums_NE, out_NE = torch.empty_like(x_NE), torch.empty_like(x_NE)
+    sums_NE = torch.empty_like(x_NE)
+    out_NE = torch.empty_like(x_NE)
     rms = not isinstance(norm, torch.nn.LayerNorm)
     _add_norm[(rows,)](
-        x_NE, delta_NE, delta_NE if bias_E is None else bias_E, norm.weight, norm.weight if rms else norm.bias,
-        sums_NE, out_NE, width, norm.eps,
-        C=triton.next_power_of_2(width), BIAS=bias_E is not None, RMS=rms, num_warps=4,
-    )  # fmt: skip
+        x_NE,
+        delta_NE,
+        delta_NE if bias_E is None else bias_E,
+        norm.weight,
+        norm.weight if rms else norm.bias,
+        sums_NE,
+        out_NE,
+        width,
+        norm.eps,
+        C=triton.next_power_of_2(width),
+        BIAS=bias_E is not None,
+        RMS=rms,
+        num_warps=4,
+    )
     return sums_NE, out_NE
 
 
 def multiply_gate(both_NF: Tensor, activation: str) -> Tensor:
     """The first half of the columns, activated, times the second half."""
-    rows, width = both_NF.shape[0], both_NF.shape[1] // 2
+    rows = both_NF.shape[0]
+    width = both_NF.shape[1] // 2
     out_NF = torch.empty(rows, width, device=both_NF.device, dtype=both_NF.dtype)
     _multiply_gate[(rows, triton.cdiv(width, GATE_COLUMNS))](
         both_NF, out_NF, width, C=GATE_COLUMNS, ACTIVATION=activation, num_warps=4
@@ -159,28 +205,38 @@ def multiply_gate(both_NF: Tensor, activation: str) -> Tensor:
 
 
 def fused_linear(
-    x_NK: Tensor,
-    linear: Any,
-    norm: Any = None,
-    activation: str = "",
-    gated: bool = False,
-    added: Tensor | None = None,
+    x_NK: Tensor, linear: Any, norm: Any = None, activation: str = "", gated: bool = False, added: Tensor | None = None
 ) -> Tensor:
     """linear(norm(x)), activated if requested, plus a residual; for few texts.
 
     `gated`: the first half of the outputs, activated, times the second half."""
     rows, inputs = x_NK.shape
-    outputs, columns = linear.weight.shape[0] // (2 if gated else 1), triton.next_power_of_2(inputs)
+    outputs = linear.weight.shape[0] // (2 if gated else 1)
+    columns = triton.next_power_of_2(inputs)
     out_NF = torch.empty(rows, outputs, device=x_NK.device, dtype=x_NK.dtype)
     at_once = _rows_per_program(outputs, columns * 2 if gated else columns)
     rms = not isinstance(norm, torch.nn.LayerNorm)
     _fused_linear[(triton.cdiv(outputs, at_once), rows)](
-        x_NK, linear.weight, x_NK if linear.bias is None else linear.bias,
-        norm.weight if norm else x_NK, x_NK if rms else norm.bias, x_NK if added is None else added,
-        out_NF, outputs, norm.eps if norm else 0.0,
-        K=inputs, C=columns, R=at_once, NORM=norm is not None, RMS=rms, BIAS=linear.bias is not None,
-        ACTIVATION=activation, GATED=gated, ADD=added is not None, num_warps=LINEAR_WARPS,
-    )  # fmt: skip
+        x_NK,
+        linear.weight,
+        x_NK if linear.bias is None else linear.bias,
+        norm.weight if norm else x_NK,
+        x_NK if rms else norm.bias,
+        x_NK if added is None else added,
+        out_NF,
+        outputs,
+        norm.eps if norm else 0.0,
+        K=inputs,
+        C=columns,
+        R=at_once,
+        NORM=norm is not None,
+        RMS=rms,
+        BIAS=linear.bias is not None,
+        ACTIVATION=activation,
+        GATED=gated,
+        ADD=added is not None,
+        num_warps=LINEAR_WARPS,
+    )
     return out_NF
 
 

@@ -7,7 +7,9 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-PRIME, FIRST, SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
+PRIME = 0x9E3779B1
+FIRST = 0x85EBCA6B
+SECOND = 0xC2B2AE35
 
 
 def drop(x: Array, fraction: float, keys_N: Array | None, site: int) -> Array:

@@ -15,7 +15,8 @@ def _signed(number: int) -> int:
 
 
 _PRIME = _signed(0x9E3779B1)
-_FIRST, _SECOND = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+_FIRST = _signed(0x85EBCA6B)
+_SECOND = _signed(0xC2B2AE35)
 
 
 def dropout_keys(seed: int, step: int, samples: NDArray[np.int64]) -> Tensor:

@@ -69,7 +69,8 @@ class _FP8MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, h_MF, y_MF, fc_FK, bias_F, proj_NF = ctx.saved_tensors
-        needs_dfc, needs_dproj = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        needs_dfc = ctx.needs_input_grad[1]
+        needs_dproj = ctx.needs_input_grad[3]
         dproj_NF = matmul_to_dtype(dy_MN.T, y_MF, proj_NF.dtype) if needs_dproj else None
         dy_MF = fp8_matmul(quantize_rows(dy_MN), quantize_rows(proj_NF.T))
         dh_MF, dh8_MF, scale_M1, sums_F = bias_gelu8_backward(dy_MF, h_MF, bias_F, ctx.tanh)
@@ -139,7 +140,8 @@ def gate8_backward(dy_MF: Tensor, h_MF: Tensor, silu: bool) -> tuple[Tensor, Ten
 
 @gate8.register_fake
 def _(h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
-    rows, width = h_MF.shape[0], h_MF.shape[1] // 2
+    rows = h_MF.shape[0]
+    width = h_MF.shape[1] // 2
     return h_MF.new_empty(rows, width, dtype=FP8_DTYPE), h_MF.new_empty(rows, 1, dtype=torch.float32)
 
 

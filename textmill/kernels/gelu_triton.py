@@ -8,7 +8,9 @@ from torch import Tensor
 from textmill.kernels.column_sums_triton import column_sums
 from textmill.kernels.require_triton import libdevice, tl, triton
 
-COLUMNS, ROWS, WARPS = 512, 4, 4
+COLUMNS = 512
+ROWS = 4
+WARPS = 4
 """Columns per program, rows per iteration, and warps."""
 PROGRAMS = 264
 """Programs along the rows in the backward pass; each keeps its own column sums."""
@@ -46,7 +48,8 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_rows(x, dy, row, rows, columns, width):  # type: ignore[no-untyped-def]
     """Load rows of x and dy."""
-    valid, at = (row < rows)[:, None] & (columns < width)[None, :], row[:, None] * width + columns[None, :]
+    valid = (row < rows)[:, None] & (columns < width)[None, :]
+    at = row[:, None] * width + columns[None, :]
     return tl.load(x + at, mask=valid, other=0.0), tl.load(dy + at, mask=valid, other=0.0)
 
 
@@ -62,8 +65,10 @@ def _backward(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     x_now, dy_now = _load_rows(x, dy, row, rows, columns, width)
     for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
-        values, upstream = x_now.to(tl.float32) + given[None, :], dy_now.to(tl.float32)
-        valid, at = (row < rows)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
+        values = x_now.to(tl.float32) + given[None, :]
+        upstream = dy_now.to(tl.float32)
+        valid = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * width + columns[None, :]
         row += tl.num_programs(0) * R  # prefetch the next rows
         x_now, dy_now = _load_rows(x, dy, row, rows, columns, width)
         phi, derivative = phi_and_derivative(values, TANH)

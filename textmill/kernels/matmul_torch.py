@@ -25,7 +25,9 @@ from textmill.kernels.matmul_cache import load_algorithm, store_algorithm
 
 MIN_FLOPS = 1e10
 """Smaller matmuls are left to torch: tuning them gains nothing."""
-WARM_UP_SECONDS, SHORT_TRIAL_SECONDS, LONG_TRIAL_SECONDS = 1.0, 0.006, 0.04
+WARM_UP_SECONDS = 1.0
+SHORT_TRIAL_SECONDS = 0.006
+LONG_TRIAL_SECONDS = 0.04
 """Work before the first trial, so that the GPU reaches its training temperature; and how long each trial runs."""
 FINALISTS = 4
 """How many of the fastest algorithms get variants and long trials, compared with torch's own."""
@@ -75,7 +77,8 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
         """x W' + bias + stream."""
-        dtype, ctx.weight_dtype = x_ME.dtype, weight_FE.dtype
+        dtype = x_ME.dtype
+        ctx.weight_dtype = weight_FE.dtype
         weight_FE = weight_FE.to(dtype)
         ctx.save_for_backward(x_ME, weight_FE)
         y_MF: Tensor = tuned_linear(x_ME, weight_FE, None if bias_F is None else bias_F.to(dtype), stream_MF)
@@ -138,7 +141,9 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None
 def _torch_matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, addend: Tensor | None) -> None:
     options: Any = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if options and not out.is_cuda:
-        a, b, options = a.to(out.dtype), b.to(out.dtype), {}
+        a = a.to(out.dtype)
+        b = b.to(out.dtype)
+        options = {}
     if addend is None and bias is not None:
         torch.addmm(bias, a, b, **options, out=out)
         return
@@ -163,7 +168,8 @@ def _spec_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, addend: Ten
         or any(matrix.data_ptr() % ALIGNMENT for matrix in matrices)
     ):
         return None
-    a_transposed, b_transposed = bool(transposed[0]), bool(transposed[1])
+    a_transposed = bool(transposed[0])
+    b_transposed = bool(transposed[1])
     return MatmulSpec(m, n, k, a_transposed, b_transposed, a.dtype, out.dtype, bias is not None, addend is not None)
 
 

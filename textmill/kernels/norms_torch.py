@@ -76,8 +76,10 @@ def norm_backward(
     """The gradient of x, with the stream's added; and as fp32 rows those of weight, shift and the two biases."""
     if norms_triton is not None and can_run_kernels(x_ME):
         return norms_triton.backward(dy_ME, x_ME, means_M, inverse_stds_M, weight_E, dstream_ME, biases)
-    gradient_ME, inverse_stds_M1 = dy_ME.float(), inverse_stds_M[:, None]
-    normed_ME, scaled_ME = (x_ME - means_M[:, None]) * inverse_stds_M1, gradient_ME * weight_E
+    gradient_ME = dy_ME.float()
+    inverse_stds_M1 = inverse_stds_M[:, None]
+    normed_ME = (x_ME - means_M[:, None]) * inverse_stds_M1
+    scaled_ME = gradient_ME * weight_E
     along_M1 = (scaled_ME * normed_ME).mean(1, keepdim=True)
     dx_ME = (dstream_ME + inverse_stds_M1 * (scaled_ME - scaled_ME.mean(1, keepdim=True) - normed_ME * along_M1)).to(
         x_ME.dtype

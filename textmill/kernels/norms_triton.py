@@ -8,7 +8,8 @@ from torch import Tensor
 from textmill.kernels.column_sums_triton import column_sums
 from textmill.kernels.require_triton import tl, triton
 
-CHUNK, PROGRAMS = 256, 528
+CHUNK = 256
+PROGRAMS = 528
 """Columns per warp, and the number of programs (four per multiprocessor of an H200), each with its own column sums."""
 
 
@@ -20,12 +21,12 @@ def _add_pairs(total, along, more_total, more_along):  # type: ignore[no-untyped
 @triton.jit
 def _load_row(dy, x, stream, means, inverse_stds, row, rows, columns, width):  # type: ignore[no-untyped-def]
     """Load one row of each input."""
-    valid, at = (columns < width) & (row < rows), row * width + columns
-    upstream, values = tl.load(dy + at, mask=valid, other=0.0), tl.load(x + at, mask=valid, other=0.0)
-    mean, inverse_std = (
-        tl.load(means + row, mask=row < rows, other=0.0),
-        tl.load(inverse_stds + row, mask=row < rows, other=0.0),
-    )
+    valid = (columns < width) & (row < rows)
+    at = row * width + columns
+    upstream = tl.load(dy + at, mask=valid, other=0.0)
+    values = tl.load(x + at, mask=valid, other=0.0)
+    mean = tl.load(means + row, mask=row < rows, other=0.0)
+    inverse_std = tl.load(inverse_stds + row, mask=row < rows, other=0.0)
     return upstream, values, tl.load(stream + at, mask=valid, other=0.0), mean, inverse_std
 
 
@@ -46,13 +47,18 @@ def _backward(  # type: ignore[no-untyped-def]
         dy, x, stream, means, inverse_stds, row, rows, columns, width
     )
     for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
-        upstream, values, residual = dy_now.to(tl.float32), x_now.to(tl.float32), stream_now.to(tl.float32)
-        at, lower, inverse_std_now = row * width + columns, mean * inverse_std, inverse_std
+        upstream = dy_now.to(tl.float32)
+        values = x_now.to(tl.float32)
+        residual = stream_now.to(tl.float32)
+        at = row * width + columns
+        lower = mean * inverse_std
+        inverse_std_now = inverse_std
         row += tl.num_programs(0)  # prefetch the next row
         dy_now, x_now, stream_now, mean, inverse_std = _load_row(
             dy, x, stream, means, inverse_stds, row, rows, columns, width
         )
-        normed, scaled = values * inverse_std_now - lower, upstream * scale
+        normed = values * inverse_std_now - lower
+        scaled = upstream * scale
         total, along = tl.reduce((scaled, scaled * normed), 0, _add_pairs)
         per_column = inverse_std_now / width  # one division per row instead of one per element
         out = residual + scaled * inverse_std_now - total * per_column - normed * (along * per_column)
@@ -81,7 +87,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """The Triton version of norms_torch.norm_backward; all matrices are contiguous."""
     rows, width = x_ME.shape
-    dx_ME, programs = torch.empty_like(x_ME), min(PROGRAMS, rows)
+    dx_ME = torch.empty_like(x_ME)
+    programs = min(PROGRAMS, rows)
     sums = torch.empty(programs, 4 if biases else 2, width, device=x_ME.device)
     given = dy_ME, x_ME, means_M, inverse_stds_M, weight_E, stream_ME, dx_ME, sums, rows, width
     columns = triton.next_power_of_2(width)

@@ -8,7 +8,9 @@ from torch import Tensor
 from textmill.kernels.column_sums_triton import column_sums
 from textmill.kernels.require_triton import tl, triton
 
-COLUMNS, ROWS, WARPS = 128, 8, 4
+COLUMNS = 128
+ROWS = 8
+WARPS = 4
 """Columns per program (of each of Q, K, V), tokens per iteration, and warps."""
 PROGRAMS = 660
 """Number of programs, each with its own sums: as many as an H200 runs at once, so that they end together."""
@@ -26,13 +28,35 @@ def _load_rows(of, row, valid, tokens, h, d, by_n, by_h, by_t, by_d):  # type: i
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    dq, dk, dv, out, sums, rows, tokens, width, qn, qh, qt, qd, kn, kh, kt, kd, vn, vh, vt, vd,
-    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    dq,
+    dk,
+    dv,
+    out,
+    sums,
+    rows,
+    tokens,
+    width,
+    qn,
+    qh,
+    qt,
+    qd,
+    kn,
+    kh,
+    kt,
+    kd,
+    vn,
+    vh,
+    vt,
+    vd,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """Programs interleave rows, so that together they read memory from start to end."""
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = (columns < width)[None, :]
-    h, d = columns // D, columns % D
+    h = columns // D
+    d = columns % D
     target = h * (3 * D) + d
     total_q = tl.zeros([R, C], tl.float32)
     total_k = tl.zeros([R, C], tl.float32)
@@ -43,7 +67,10 @@ def _join(  # type: ignore[no-untyped-def]
     k = _load_rows(dk, row, valid, tokens, h, d, kn, kh, kt, kd)
     v = _load_rows(dv, row, valid, tokens, h, d, vn, vh, vt, vd)
     for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
-        q_now, k_now, v_now, valid_now = q, k, v, valid
+        q_now = q
+        k_now = k
+        v_now = v
+        valid_now = valid
         at = row[:, None] * (3 * width) + target[None, :]
         row += tl.num_programs(0) * R  # prefetch the next rows
         valid = (row < rows)[:, None] & inside
@@ -65,7 +92,8 @@ def _join(  # type: ignore[no-untyped-def]
 def join_gradients(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the projection's output [tokens, heads x 3 x head width], and its column sums in fp32."""
     N, H, T, D = dq_NHTD.shape
-    rows, width = N * T, H * D
+    rows = N * T
+    width = H * D
     out = dq_NHTD.new_empty(rows, 3 * width)
     blocks = triton.cdiv(width, COLUMNS)
     programs = min(max(1, PROGRAMS // blocks), triton.cdiv(rows, ROWS))

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from textmill.kernels.require_triton import tl, triton
 
-PROGRAMS, PARTS, BLOCK = 1024, 256, 512
+PROGRAMS = 1024
+PARTS = 256
+BLOCK = 512
 """Programs for all texts, most programs per text, and logits per iteration."""
 
 
@@ -17,8 +19,10 @@ PROGRAMS, PARTS, BLOCK = 1024, 256, 512
 def _find_maximum(  # type: ignore[no-untyped-def]
     logits, banned, maxima, ids, not_finite, stride, vocab, each, K: tl.constexpr, B: tl.constexpr
 ):
-    row, part = tl.program_id(0), tl.program_id(1)
-    best, where = tl.full((B,), float("-inf"), tl.float32), tl.full((B,), 2147483647, tl.int32)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    best = tl.full((B,), float("-inf"), tl.float32)
+    where = tl.full((B,), 2147483647, tl.int32)
     bad = tl.zeros((B,), tl.int32)
     for start in range(part * each, tl.minimum(vocab, (part + 1) * each), B):
         columns = start + tl.arange(0, B)
@@ -29,7 +33,8 @@ def _find_maximum(  # type: ignore[no-untyped-def]
         for number in tl.static_range(K):
             allowed &= columns != tl.load(banned + row * K + number).to(tl.int32)
         better = allowed & ((values > best) | (where == 2147483647))
-        best, where = tl.where(better, values, best), tl.where(better, columns, where)
+        best = tl.where(better, values, best)
+        where = tl.where(better, columns, where)
     top = tl.max(best, 0)
     at = row * tl.num_programs(1) + part
     tl.store(maxima + at, top)
@@ -76,9 +81,11 @@ def _sum_weights(  # type: ignore[no-untyped-def]
     B: tl.constexpr,
     P: tl.constexpr,
 ):
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     top = tl.max(tl.load(maxima + row * P + tl.arange(0, P)), 0)
-    temperature, threshold = tl.load(temperatures + row), tl.load(thresholds + row)
+    temperature = tl.load(temperatures + row)
+    threshold = tl.load(thresholds + row)
     total = tl.zeros((B,), tl.float64)
     for start in range(part * each, tl.minimum(vocab, (part + 1) * each), B):
         columns = start + tl.arange(0, B)
@@ -91,12 +98,27 @@ def _sum_weights(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pick(  # type: ignore[no-untyped-def]
-    logits, banned, maxima, not_finite, temperatures, thresholds, sums, uniforms, out, stride, vocab, each,
-    K: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    row, parts = tl.program_id(0), tl.arange(0, P)
+    logits,
+    banned,
+    maxima,
+    not_finite,
+    temperatures,
+    thresholds,
+    sums,
+    uniforms,
+    out,
+    stride,
+    vocab,
+    each,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    P: tl.constexpr,
+):
+    row = tl.program_id(0)
+    parts = tl.arange(0, P)
     top = tl.max(tl.load(maxima + row * P + parts), 0)
-    temperature, threshold = tl.load(temperatures + row), tl.load(thresholds + row)
+    temperature = tl.load(temperatures + row)
+    threshold = tl.load(thresholds + row)
     masses = tl.load(sums + row * P + parts)
     ends = tl.cumsum(masses, 0)
     point = tl.load(uniforms + row) * tl.sum(masses, 0)
@@ -105,7 +127,8 @@ def _pick(  # type: ignore[no-untyped-def]
     last = tl.max(tl.where(masses > 0, parts, 0), 0)
     part = tl.where(found < P, found, last)
     before = tl.sum(tl.where(parts < part, masses, 0.0), 0)
-    chosen, heaviest = vocab, 0
+    chosen = vocab
+    heaviest = 0
     for start in range(part * each, tl.minimum(vocab, (part + 1) * each), B):
         columns = start + tl.arange(0, B)
         inside = columns < tl.minimum(vocab, (part + 1) * each)
@@ -155,9 +178,19 @@ def sample_ids(
         num_warps=4,
     )
     _pick[(len(logits_NV),)](
-        *given, maxima_NP, not_finite_NP, temperatures_N, thresholds_N, sums_NP, uniforms_N, out_N,
-        *sizes[0], **sizes[1], P=maxima_NP.shape[1], num_warps=4,
-    )  # fmt: skip
+        *given,
+        maxima_NP,
+        not_finite_NP,
+        temperatures_N,
+        thresholds_N,
+        sums_NP,
+        uniforms_N,
+        out_N,
+        *sizes[0],
+        **sizes[1],
+        P=maxima_NP.shape[1],
+        num_warps=4,
+    )
     return out_N
 
 

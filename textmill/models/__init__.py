@@ -32,10 +32,27 @@ from textmill.storage.files import read_json
 from textmill.storage.tensor_files import read_model_names
 
 __all__ = [
-    "Family", "Shape", "Weight", "check_masked_head", "check_next_token", "check_segments", "find_family_module",
-    "find_run_model", "has_masked_head", "initial_weights", "known_weights", "label_head_of", "open_family",
-    "own_options", "read_shape", "recorded_numbers", "to_checkpoint", "to_memory", "weights_of", "with_label_head",
-]  # fmt: skip
+    "Family",
+    "Shape",
+    "Weight",
+    "check_masked_head",
+    "check_next_token",
+    "check_segments",
+    "find_family_module",
+    "find_run_model",
+    "has_masked_head",
+    "initial_weights",
+    "known_weights",
+    "label_head_of",
+    "open_family",
+    "own_options",
+    "read_shape",
+    "recorded_numbers",
+    "to_checkpoint",
+    "to_memory",
+    "weights_of",
+    "with_label_head",
+]
 
 FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama", "textmill-llama": "llama"}
 """The family that reads a config.json, by its model_type, where the two names differ."""
@@ -113,7 +130,8 @@ def find_run_model(config: RunConfig, step: StepChoice | None = None) -> Checkpo
 
 def check_next_token(shape: Shape, where: object, work: str) -> None:
     """Refuse a model that does not predict the next token; `work` is what only those can do."""
-    objective, place = open_family(shape.family).OBJECTIVE, shlex.quote(str(where))
+    objective = open_family(shape.family).OBJECTIVE
+    place = shlex.quote(str(where))
     if objective != "next_token":
         advice = f"textmill embed {place} 'a text'"
         if label_head_of(shape):

@@ -22,10 +22,13 @@ from textmill.models.lora import dropout_sites
 
 Weights = dict[str, Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False), "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,17 @@ def run_blocks(
 
 
 def attention(
-    q: Array, k: Array, v: Array, dropout: float, options: NetOptions, keys_N: Array | None, site: int,
-    mask_N1TT: Array | None, *, causal: bool,
-) -> Array:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout: float,
+    options: NetOptions,
+    keys_N: Array | None,
+    site: int,
+    mask_N1TT: Array | None,
+    *,
+    causal: bool,
+) -> Array:
     """Attention [N, T, H, D] of queries to keys where the mask allows it; without a mask to all, or to earlier ones."""
     causal = causal and mask_N1TT is None
     if keys_N is not None and dropout:

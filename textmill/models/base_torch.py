@@ -19,9 +19,13 @@ from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.family import Shape
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "tanh": torch.tanh,
-}  # fmt: skip
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 """Activations of MLPs by our names."""
 
 
@@ -173,9 +177,17 @@ class BaseNet(nn.Module):
             for start in range(0, count, self.recompute):
                 # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
                 x_NTE = checkpoint(
-                    self._run_blocks, start, start + self.recompute, x_NTE, keys_N, cache, context, execution,
-                    use_reentrant=False, preserve_rng_state=False,
-                )  # fmt: skip
+                    self._run_blocks,
+                    start,
+                    start + self.recompute,
+                    x_NTE,
+                    keys_N,
+                    cache,
+                    context,
+                    execution,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
         else:
             x_NTE = self._run_blocks(0, count, x_NTE, keys_N, cache, context, execution)
         out: Tensor = execution.end(self, x_NTE)

@@ -35,13 +35,16 @@ class Cache:
 
     def read(self, slots_N: Tensor) -> None:
         """The next pass reads contexts from their first token into these slots."""
-        self.rows, self.positions_NT, self.mask_N1TS = slots_N, None, None
+        self.rows = slots_N
+        self.positions_NT = None
+        self.mask_N1TS = None
 
     def extend(self, positions_NT: Tensor, longest: int) -> None:
         """The next pass adds tokens at these positions to the first slots; `longest` is their longest text then."""
         device = positions_NT.device
         self.rows = torch.arange(len(positions_NT), device=device)[:, None]
-        self.positions_NT, self.longest = positions_NT, longest
+        self.positions_NT = positions_NT
+        self.longest = longest
         self.mask_N1TS = (torch.arange(longest, device=device) <= positions_NT[..., None])[:, None]
 
     def attend(self, layer: int, q_NHTD: Tensor, k_NHTD: Tensor, v_NHTD: Tensor) -> Tensor:

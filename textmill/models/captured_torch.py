@@ -77,7 +77,8 @@ class CapturedSlots(NetSlots):
     @torch.inference_mode()
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
         """Replay the captured prefill of the next larger shape; padding rows go into the extra slot."""
-        T, N = max(map(len, contexts)), len(contexts)
+        T = max(map(len, contexts))
+        N = len(contexts)
         rows, tokens = padded_shape(N, T)
         if not self.fits_one_prefill(N, T) or tokens > self.length:
             return super().prefill(first, contexts)

@@ -59,7 +59,10 @@ class NetSlots:
 
     def __init__(self, net: BaseNet, slots: int, length: int) -> None:
         weight = net.head
-        self.net, self.slots, self.length, self.device = net, slots, length, weight.device
+        self.net = net
+        self.slots = slots
+        self.length = length
+        self.device = weight.device
         self.cache = Cache(net.shape.layers, *net.cache_shape, slots, length, weight.device, weight.dtype)
 
     def warm_up(self) -> int:

@@ -36,12 +36,18 @@ class HfConfig:
     kind: str
 
     def check(
-        self, fixed: Mapping[str, Any], whole_numbers: Mapping[str, int | None], fractions: Iterable[str],
-        heads: str, width: str,
-    ) -> None:  # fmt: skip
+        self,
+        fixed: Mapping[str, Any],
+        whole_numbers: Mapping[str, int | None],
+        fractions: Iterable[str],
+        heads: str,
+        width: str,
+    ) -> None:
         """Settings that must have one value, whole numbers above 0 with their defaults, numbers from 0 to 1, and that
         the heads divide the width."""
-        hf, where, has = self.hf, self.where, f"a {self.kind} config.json has"
+        hf = self.hf
+        where = self.where
+        has = f"a {self.kind} config.json has"
         for key, wanted in fixed.items():
             if hf.get(key, wanted) != wanted:
                 raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's {self.kind} has {key}={wanted} only")

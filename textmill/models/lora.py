@@ -20,8 +20,10 @@ ALL = "all"
 """The target that means every matrix that can have an adapter."""
 
 TASK_TYPES = {
-    "sequence-classification": "SEQ_CLS", "token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS",
-}  # fmt: skip
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+}
 """PEFT's names of the tasks with labels."""
 
 
@@ -37,18 +39,31 @@ def adapter_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
         is_divided = weight.split is not None
         # Tensor parallelism splits A of a row-parallel matrix and B of a column-parallel one. Of the other one each
         # rank has all, but computes a part of its gradient.
-        splits_a, splits_b = weight.split == 1, weight.split == 0
+        splits_a = weight.split == 1
+        splits_b = weight.split == 0
         weights += [
             Weight(
-                weight.stem + LORA_A, (lora.rank, weight.inputs), std, parameter=module + LORA_A, decay=True,
-                depth=weight.depth, split=1 if splits_a else None, partial_gradient=is_divided and not splits_a,
+                weight.stem + LORA_A,
+                (lora.rank, weight.inputs),
+                std,
+                parameter=module + LORA_A,
+                decay=True,
+                depth=weight.depth,
+                split=1 if splits_a else None,
+                partial_gradient=is_divided and not splits_a,
             ),
             Weight(
-                weight.stem + LORA_B, (weight.outputs, lora.rank), parameter=module + LORA_B, decay=True,
-                depth=weight.depth, split=0 if splits_b else None, partial_gradient=is_divided and not splits_b,
-                parts=weight.parts, groups=weight.groups,
+                weight.stem + LORA_B,
+                (weight.outputs, lora.rank),
+                parameter=module + LORA_B,
+                decay=True,
+                depth=weight.depth,
+                split=0 if splits_b else None,
+                partial_gradient=is_divided and not splits_b,
+                parts=weight.parts,
+                groups=weight.groups,
             ),
-        ]  # fmt: skip
+        ]
     return weights
 
 
@@ -144,10 +159,16 @@ def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
     task, _ = label_head_of(shape) or ("", ())
     head = dict.fromkeys(weight.parameter.partition(".")[0] for weight in weights_of(shape) if task and weight.head)
     return {
-        "peft_type": "LORA", "base_model_name_or_path": base,
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
         "task_type": TASK_TYPES.get(task, "CAUSAL_LM" if causal else None),
         "modules_to_save": list(head) or None,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
-        "fan_in_fan_out": any(weight.transposed for weight in targets), "inference_mode": True,
-        "init_lora_weights": True, "target_modules": ends if len(with_these_ends) == len(names) else names,
-    }  # fmt: skip
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": any(weight.transposed for weight in targets),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": ends if len(with_these_ends) == len(names) else names,
+    }

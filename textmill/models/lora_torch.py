@@ -19,7 +19,8 @@ class AdaptedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.lora_A = nn.Linear(linear.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, linear.out_features, bias=False)
-        self.lora, self.site = lora, site
+        self.lora = lora
+        self.site = site
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         return super().forward(x_NTE) + self.adapter_output(x_NTE, keys_N)

@@ -32,10 +32,7 @@ def build_net(shape: Shape, lora: LoraConfig | None = None) -> BaseNet:
 
 
 def new_net(
-    shape: Shape,
-    device: torch.device,
-    lora: LoraConfig | None = None,
-    shard: Callable[[BaseNet], None] | None = None,
+    shape: Shape, device: torch.device, lora: LoraConfig | None = None, shard: Callable[[BaseNet], None] | None = None
 ) -> BaseNet:
     """The family's net without values, with adapters if requested; `shard` divides it before memory is allocated."""
     with torch.device("meta"):
@@ -97,9 +94,12 @@ def match_moments(
 
 
 def checkpoint_tensors(
-    net: BaseNet, tensors: dict[nn.Parameter, Tensor], prefix: str = "", wanted: Callable[[str], bool] = lambda _: True,
+    net: BaseNet,
+    tensors: dict[nn.Parameter, Tensor],
+    prefix: str = "",
+    wanted: Callable[[str], bool] = lambda _: True,
     gather: Callable[[Weight, nn.Parameter, Tensor], Tensor] = lambda _weight, _parameter, own: own,
-) -> Iterator[Named]:  # fmt: skip
+) -> Iterator[Named]:
     """Host copies of the wanted parameters' tensors, in checkpoint names and layout; `gather` joins shards."""
     for name, (weight, parameter) in parameters_of(net).items():
         if parameter not in tensors:

@@ -60,7 +60,8 @@ def matches(name: str, pattern: str) -> bool:
 
 def matching(patterns: Iterable[str], names: Iterable[str], setting: str) -> set[str]:
     """The names that some pattern matches; a pattern that matches none is an error."""
-    names, found = list(names), set()
+    names = list(names)
+    found = set()
     for pattern in patterns:
         matched = {name for name in names if matches(name, pattern)}
         if not matched:

@@ -10,13 +10,17 @@ from typing import Any
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import read_json
 
-MODULES, SETTINGS = "modules.json", "sentence_bert_config.json"
+MODULES = "modules.json"
+SETTINGS = "sentence_bert_config.json"
 KINDS = ("mean", "cls")
 OLD_KEYS = {
-    "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
-}  # fmt: skip
+}
 """Keys of older pooling files, one for each kind."""
 
 
@@ -41,7 +45,8 @@ def read_pooling(folder: Path, kind: str | None = None) -> Pooling:
     modules = read_json(folder / MODULES)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise TextmillError(f"{folder / MODULES}: is not a list of modules; save the model again")
-    own, normalize = "mean", False
+    own = "mean"
+    normalize = False
     for module in modules:
         name = str(module.get("type")).rpartition(".")[2]
         part = module.get("path")
@@ -97,10 +102,14 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, str]:
     """The files with which sentence-transformers computes the same embeddings."""
     names = ["Transformer", "Pooling", *(["Normalize"] if pooling.normalize else [])]
     modules = [
-        {"idx": number, "name": str(number), "path": f"{number}_{name}" if number else "",
-         "type": f"sentence_transformers.models.{name}"}
+        {
+            "idx": number,
+            "name": str(number),
+            "path": f"{number}_{name}" if number else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
         for number, name in enumerate(names)
-    ]  # fmt: skip
+    ]
     kinds = {"word_embedding_dimension": width, **{key: kind == pooling.kind for key, kind in OLD_KEYS.items()}}
     trees: dict[str, Any] = {MODULES: modules, "1_Pooling/config.json": kinds}
     trees |= {SETTINGS: {"max_seq_length": pooling.longest}} if pooling.longest else {}

@@ -65,7 +65,8 @@ def select_layers(shape: Shape, layers: Sequence[int]) -> Shape:
 
 def select_layer_weights(weights: Iterable[Named], shape: Shape, layers: Sequence[int]) -> Iterator[Named]:
     """The weights of these blocks of a net of `shape` under their new names, and all weights outside blocks."""
-    before, after = _names_by_depth(shape), _names_by_depth(replace(shape, layers=len(layers)))
+    before = _names_by_depth(shape)
+    after = _names_by_depth(replace(shape, layers=len(layers)))
     new_names: dict[str, list[str]] = {name: [name] for name in before[0] + before[shape.layers + 1]}
     for place, layer in enumerate(layers):
         for name, new_name in zip(before[shape.layers - layer], after[len(layers) - place], strict=True):

@@ -16,7 +16,9 @@ from textmill.training.auto_settings import MAX_EPOCHS
 
 IRREDUCIBLE = 1.87
 """E, in nats per token."""
-OF_PARAMETERS, OF_TOKENS, POWER = 521.0, 1488.0, 0.353
+OF_PARAMETERS = 521.0
+OF_TOKENS = 1488.0
+POWER = 0.353
 """A, B and a."""
 REPEATS = 15.39
 """Epochs after which repeated tokens have lost most of their value."""
@@ -84,16 +86,22 @@ def reference_bytes_per_token(text: TextFacts) -> float:
 
 
 def forecast_run(
-    bits_per_byte: float, bytes_per_token: float, vocab: int, parameters: float, unique: float, epochs: float,
+    bits_per_byte: float,
+    bytes_per_token: float,
+    vocab: int,
+    parameters: float,
+    unique: float,
+    epochs: float,
     factors: Sequence[float] = FACTORS,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Bits per byte that other training times would give after a finished run, each with a net of the best size.
 
     The run's own result shows how much reducible loss its text has, so this is nearer than a forecast before it.
     """
     # In tokens of the reference vocabulary, which are longer than those of a smaller one.
     lengthening = math.pow(REFERENCE_VOCAB / vocab, SHORTER_TOKENS) if vocab < REFERENCE_VOCAB else 1.0
-    token_bytes, unique_tokens = bytes_per_token * lengthening, unique / lengthening
+    token_bytes = bytes_per_token * lengthening
+    unique_tokens = unique / lengthening
     nats_per_bit = math.log(2)
     scale = text_scale(bits_per_byte * token_bytes * nats_per_bit, parameters, unique_tokens, epochs)
     now = _best_loss(parameters, unique_tokens, epochs, 1.0)

@@ -59,7 +59,8 @@ class _Sample:
         encoded = _encoded(text)
         size = len(encoded)
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        self.documents, self.bytes = self.documents + 1, self.bytes + size
+        self.documents = self.documents + 1
+        self.bytes = self.bytes + size
         self.squared_bytes += size * size
         if digest in self.seen:
             self.duplicate_bytes += size
@@ -101,10 +102,14 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
 def _read_sample(chunks: Sequence[SourceChunk], corpus: CorpusConfig) -> tuple[_Sample, float]:
     """The sample, and how many bytes of the files it stands for."""
     places = chunks[:: max(1, len(chunks) // SAMPLE_CHUNKS)]
-    share, end = SAMPLE_BYTES // len(places), time.monotonic() + SAMPLE_SECONDS
-    sample, read_bytes, ratios = _Sample(), 0.0, dict[str, float]()
+    share = SAMPLE_BYTES // len(places)
+    end = time.monotonic() + SAMPLE_SECONDS
+    sample = _Sample()
+    read_bytes = 0.0
+    ratios = dict[str, float]()
     for chunk in places:
-        taken, finished = 0, True
+        taken = 0
+        finished = True
         for text in _texts(chunk, corpus, sample):
             taken += sample.add(text, share - taken)
             if taken >= share or time.monotonic() > end:
@@ -138,7 +143,8 @@ def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
         begin = Path(folder) / "begin"
         with open_raw(source.address) as raw:
             stream = decompress(raw, source.address)
-            data, file_bytes = stream.read(HEAD_BYTES), raw.tell()
+            data = stream.read(HEAD_BYTES)
+            file_bytes = raw.tell()
         if content := content_size(source.address):
             file_bytes = round(len(data) * source_state(source).bytes / content)
         begin.write_bytes(data[: data.rfind(b"\n") + 1] or data)

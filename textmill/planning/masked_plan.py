@@ -10,7 +10,8 @@ from textmill.planning.plan import Plan
 Row = tuple[str, object, str]
 """A key, its value, and its comment; a key without a value is a group, and the rows after it are indented by the
 caller."""
-MIN_VOCAB, MANY_CHARACTERS_VOCAB = 2048, 8192
+MIN_VOCAB = 2048
+MANY_CHARACTERS_VOCAB = 8192
 """The smallest WordPiece vocabularies: for alphabets, and for scripts with thousands of characters."""
 MANY_CHARACTERS = ("Cjk", "Hangul", "Hiragana", "Katakana")
 MIN_SECTION = 1000
@@ -43,12 +44,21 @@ def masked_sections(sections: dict[str, list[Row]], text: TextFacts, plan: Plan,
     )
     return {
         "corpus": [*sections["corpus"], ("sentences", "split", "one sentence per line")],
-        "tokenizer": [("kind", "wordpiece", "as in BERT"), ("vocab", plan.vocab, "holds the characters of the text"),
-                      *(row for row in sections["tokenizer"] if row[0] == "fit_sample")],
-        "tokens": [("level", "sentence", "samples are made of full sentences"),
-                   ("append_end", "false", "samples have their own [SEP]")],
+        "tokenizer": [
+            ("kind", "wordpiece", "as in BERT"),
+            ("vocab", plan.vocab, "holds the characters of the text"),
+            *(row for row in sections["tokenizer"] if row[0] == "fit_sample"),
+        ],
+        "tokens": [
+            ("level", "sentence", "samples are made of full sentences"),
+            ("append_end", "false", "samples have their own [SEP]"),
+        ],
         "model": [("family", family, "predicts masked tokens"), *shape],
-        "train": [("layout", "masked", "15 % of the tokens are masked, others in each epoch"),
-                  ("masked", "", ""), pairs, *sections["train"]],
+        "train": [
+            ("layout", "masked", "15 % of the tokens are masked, others in each epoch"),
+            ("masked", "", ""),
+            pairs,
+            *sections["train"],
+        ],
         **{name: rows for name, rows in sections.items() if name == "engine"},
-    }  # fmt: skip
+    }

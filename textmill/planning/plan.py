@@ -34,9 +34,11 @@ EMBEDDING_RATE_FACTOR = 4.0
 """With such a head: the learning rate of the embeddings, as a multiple of the head's."""
 MASKED = 0.15
 """The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
-MAX_LENGTH, MASKED_LENGTH = 1024, 128
+MAX_LENGTH = 1024
+MASKED_LENGTH = 128
 """The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
-COMPILE_SECONDS, FEW_CORES_SECONDS = 30.0, 60.0
+COMPILE_SECONDS = 30.0
+FEW_CORES_SECONDS = 60.0
 """On a GPU, what compiling takes, and what it takes with few cores."""
 EAGER_SPEED = 0.5
 """The speed of a net that is not compiled, relative to a compiled one."""
@@ -50,7 +52,8 @@ STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "tokenize": 3e6}
 """Bytes of text that one core handles in a second; several cores handle as much as the root of their number."""
 FIT_RATE = 2.5e6
 """Bytes of text in a second that a vocabulary is fitted on, which uses one core for most of its time."""
-FITTED_BYTES, MIN_FITTED_DOCUMENTS = 20e6, 2000
+FITTED_BYTES = 20e6
+MIN_FITTED_DOCUMENTS = 2000
 """A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Fewer
 documents are all used, unless they are so long that pieces of them are sampled."""
 
@@ -100,7 +103,8 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     compiled = _is_compiled(machine, minutes, training_seconds)
     net = _best_candidate(text, machine, training_seconds, predicted, compiled=compiled)
     if compiled and not _may_be_long(machine, net):
-        compiled, net = False, _best_candidate(text, machine, training_seconds, predicted, compiled=False)
+        compiled = False
+        net = _best_candidate(text, machine, training_seconds, predicted, compiled=False)
     epochs = min(net.epochs, MAX_EPOCHS)
     run_tokens = epochs * net.unique_tokens
     length = min(_length(text, machine, net, run_tokens), MASKED_LENGTH if masked else MAX_LENGTH)
@@ -108,14 +112,25 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
     steps = max(20, round(run_tokens / (batch * length)))
     settings = auto_settings("muon", net.width, net.parameters, net.unique_tokens, run_tokens, batch * length)
     return Plan(
-        vocab=net.vocab, layers=net.layers, heads=net.heads, width=net.width, length=length, batch=batch,
-        epochs=epochs, steps=steps, minutes=minutes, ends_early=net.epochs > MAX_EPOCHS,
-        learning_rate=settings.learning_rate, adamw_rate_factor=settings.adamw_rate_factor,
+        vocab=net.vocab,
+        layers=net.layers,
+        heads=net.heads,
+        width=net.width,
+        length=length,
+        batch=batch,
+        epochs=epochs,
+        steps=steps,
+        minutes=minutes,
+        ends_early=net.epochs > MAX_EPOCHS,
+        learning_rate=settings.learning_rate,
+        adamw_rate_factor=settings.adamw_rate_factor,
         weight_decay=settings.weight_decay,
         dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and net.parameters >= net.unique_tokens else 0.0,
-        parameters=net.parameters, train_tokens=round(net.unique_tokens), compiled=compiled,
+        parameters=net.parameters,
+        train_tokens=round(net.unique_tokens),
+        compiled=compiled,
         seconds=_training_seconds(machine, net.multiplied_parameters, run_tokens, compiled),
-    )  # fmt: skip
+    )
 
 
 def _best_candidate(

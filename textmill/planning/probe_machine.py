@@ -17,12 +17,16 @@ from textmill.tokens.batches.batch import Batch
 
 PROBED = ((2, 64), (4, 192))
 """Layers and width of the two nets that are trained for some steps on a CPU."""
-VOCAB, LENGTH, ROWS = 1024, 64, 16
+VOCAB = 1024
+LENGTH = 64
+ROWS = 16
 PROBE_SECONDS = 1.5
 """For each net, after its first step."""
-GPU_SMALL, GPU_LARGE = 7_500_000, 124_000_000
+GPU_SMALL = 7_500_000
+GPU_LARGE = 124_000_000
 """Parameters of the nets whose speed on a GPU is known relative to that of large matmuls."""
-GPU_SMALL_FRACTION, GPU_LARGE_FRACTION = 0.25, 0.57
+GPU_SMALL_FRACTION = 0.25
+GPU_LARGE_FRACTION = 0.57
 """Of the speed of large matmuls, reached in training by compiled nets of these sizes (docs/autopilot.md); a net is not
 trained on a GPU for the probe, since it would be compiled first."""
 STARTUP_SECONDS = {"cpu": 8.0, "cuda": 28.0}
@@ -58,7 +62,8 @@ def _train_rate(layers: int, width: int) -> tuple[int, float]:
     ids = dice.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     batch = Batch(ids[:, :-1], ids[:, 1:], np.arange(ROWS))
     _ = engine.train_step(batch, 0, 1e-3).loss
-    end, seconds = time.perf_counter() + PROBE_SECONDS, math.inf
+    end = time.perf_counter() + PROBE_SECONDS
+    seconds = math.inf
     while (began := time.perf_counter()) < end:
         _ = engine.train_step(batch, 1, 1e-3).loss
         seconds = min(seconds, time.perf_counter() - began)  # other programs only make a step slower

@@ -44,7 +44,10 @@ class Project:
 
 def project_yaml(project: Project) -> str:
     """The content of textmill.yaml."""
-    text, machine, plan, other_minutes = project.text, project.machine, project.plan, project.other_minutes
+    text = project.text
+    machine = project.machine
+    plan = project.plan
+    other_minutes = project.other_minutes
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
     quoted = shlex.quote(project.folder)
     millions = count_model_parameters(project) / 1e6
@@ -124,14 +127,20 @@ def _sections(project: Project) -> dict[str, list[Row]]:
 
 def _common_sections(project: Project) -> dict[str, list[Row]]:
     """Those of a model that predicts the next token."""
-    records, text, plan, family = project.records, project.text, project.plan, project.family
+    records = project.records
+    text = project.text
+    plan = project.plan
+    family = project.family
     untied = plan.is_untied(family)
     interval = max(20, round(plan.steps / 80) * 10)  # steps between two evaluations
     return {
         "corpus": _corpus_rows(project.sources, records, text),
         "tokenizer": [
-            ("vocab", plan.vocab, f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is "
-                                  "cheapest"),
+            (
+                "vocab",
+                plan.vocab,
+                f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is cheapest",
+            ),
             *([("chat", "default", "tokens that mark who speaks, and the end of an answer")] if records.chat else []),
             *_sample_rows(text),
         ],
@@ -145,15 +154,22 @@ def _common_sections(project: Project) -> dict[str, list[Row]]:
             *([("  qk_norm", "true", "queries and keys are normalised, as in Qwen3")] if family == "llama" else []),
             *([("  untied", "true", "a head with weights of its own, which takes no more time")] if untied else []),
         ],
-        "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),
-                  *_train_rows(plan, interval, untied)],
+        "train": [
+            *([("layout", "chat", "loss on the answers only")] if records.chat else []),
+            *_train_rows(plan, interval, untied),
+        ],
         "sample": [
-            ("prompt", "null", "a question for the finished model; null: some of the valid split" if records.chat else
-                               'what the finished model continues, such as "Once upon a time"'),
+            (
+                "prompt",
+                "null",
+                "a question for the finished model; null: some of the valid split"
+                if records.chat
+                else 'what the finished model continues, such as "Once upon a time"',
+            ),
             ("temperature", 0.8, "0: always the likeliest token; higher: more random"),
             ("max_tokens", 40 if records.chat else 200, "tokens of new text"),
         ],
-    }  # fmt: skip
+    }
 
 
 def _sample_rows(text: TextFacts) -> list[Row]:

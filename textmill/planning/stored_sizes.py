@@ -31,7 +31,8 @@ def _xz_size(path: Path, size: int) -> int | None:
     if magic != b"YZ" or length > size:
         return None
     index = _read_end(path, size, XZ_FOOTER.size + length)[:length]
-    numbers, position = [], 1
+    numbers = []
+    position = 1
     count, position = _read_number(index, position)
     for _ in range(2 * min(count, length)):
         number, position = _read_number(index, position)
@@ -49,7 +50,8 @@ def _read_number(data: bytes, position: int) -> tuple[int, int]:
             raise ValueError("the index ends too early")
         byte = data[position]
         number |= (byte & 127) << shift
-        position, shift = position + 1, shift + 7
+        position = position + 1
+        shift = shift + 7
         if byte < 128:
             return number, position
 

@@ -184,7 +184,10 @@ def _climb(
         if result.loss is None or result.loss > outcome.loss - outcome.noise:
             break
         outcome.worth[candidate.setting] += outcome.loss - result.loss
-        outcome.changes, outcome.loss, length.steps, is_better = changes, result.loss, result.steps, True
+        outcome.changes = changes
+        outcome.loss = result.loss
+        length.steps = result.steps
+        is_better = True
     return is_better
 
 
@@ -257,11 +260,7 @@ def _widths(width: int) -> list[Ladder]:
 
 
 def _size(width: int) -> Changes:
-    return {
-        "model.shape.width": width,
-        "model.shape.layers": layers_of(width),
-        "model.shape.heads": heads_of(width),
-    }
+    return {"model.shape.width": width, "model.shape.layers": layers_of(width), "model.shape.heads": heads_of(width)}
 
 
 def name_value(changes: Mapping[str, Any], setting: str) -> str:

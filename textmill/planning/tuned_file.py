@@ -15,7 +15,8 @@ from textmill.planning.trials import MIN_STEPS, Outcome, Result, Trial, describe
 from textmill.planning.tuning import Tuning, change_settings
 from textmill.storage.files import format_path, write_text
 
-TUNED, RUN_FOLDER = "tuned.yaml", "run-tuned"
+TUNED = "tuned.yaml"
+RUN_FOLDER = "run-tuned"
 
 
 def table_head(unit: str) -> str:
@@ -37,7 +38,8 @@ def table_row(number: int, trial: Trial, result: Result, outcome: Outcome) -> st
 
 def describe_outcome(tuning: Tuning) -> list[str]:
     """What the trials showed, in a few lines."""
-    outcome, count = tuning.outcome, len(tuning.trials)
+    outcome = tuning.outcome
+    count = len(tuning.trials)
     if outcome.loss is None or outcome.plan_loss is None:
         return ["tune: no trial was finished"]
     skipped = [
@@ -62,7 +64,8 @@ def describe_outcome(tuning: Tuning) -> list[str]:
 
 def write_tuned(tuning: Tuning) -> Path:
     """Write the project's settings with the best changes; the run gets a folder of its own."""
-    config, path = tuning.config, Path(tuning.config.folder) / TUNED
+    config = tuning.config
+    path = Path(tuning.config.folder) / TUNED
     best = change_settings(config, tuning.outcome.changes)
     notes = "\n".join(f"# {line}".rstrip() for line in [*describe_outcome(tuning), "", *_rows(tuning)])
     head = f"# Settings that `textmill tune` found; start them with: textmill run {shlex.quote(format_path(path))}\n"
@@ -72,8 +75,10 @@ def write_tuned(tuning: Tuning) -> Path:
 
 def _rows(tuning: Tuning) -> list[str]:
     seen = Outcome(loss=None)
-    return [table_head(tuning.unit), *(table_row(number, trial, result, seen)
-                                       for number, (trial, result) in enumerate(tuning.trials, 1))]  # fmt: skip
+    return [
+        table_head(tuning.unit),
+        *(table_row(number, trial, result, seen) for number, (trial, result) in enumerate(tuning.trials, 1)),
+    ]
 
 
 def _tree(config: RunConfig) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.training.bits_per_byte import EVERY_TOKEN
 from textmill.training.loop import train
 
-FOLDER, TRIALS_FILE = "tune", "trials.json"
+FOLDER = "tune"
+TRIALS_FILE = "trials.json"
 NEVER = 1_000_000_000
 """Steps between two saves of a trial: only its end is saved and evaluated."""
 Report = Callable[[int, Trial, Result, Outcome], None]
@@ -64,7 +65,8 @@ class Tuning:
     def run(self, report: Report) -> bool:
         """Run trials as long as they fit in the minutes; `report` is called after each, also after those that an
         earlier call finished. True: every setting was tried."""
-        stored, made_from = self._stored(), self._made_from()
+        stored = self._stored()
+        made_from = self._made_from()
         if stored and (changes := list_changes(stored["made_from"], made_from)):
             raise TextmillError(
                 f"{self.folder / TRIALS_FILE}: its trials had other settings ({'; '.join(changes)}); "
@@ -79,7 +81,8 @@ class Tuning:
         trial: Trial | None = next(trials)
         is_warm = False
         while trial is not None:
-            number, result = len(self.trials), finished.get(_key(asdict(trial)))
+            number = len(self.trials)
+            result = finished.get(_key(asdict(trial)))
             is_stored = result is not None
             if result is None:
                 spent_seconds = earlier_seconds + time.monotonic() - self.started
@@ -87,7 +90,8 @@ class Tuning:
                     return False
                 if not is_warm:
                     self._warm_up()
-                is_warm, result = True, self._run_trial(number + 1, trial)
+                is_warm = True
+                result = self._run_trial(number + 1, trial)
             self.trials.append((trial, result))
             following = _next_trial(trials, result)
             if self.outcome.too_short:
@@ -126,7 +130,8 @@ class Tuning:
             train(config, command=CommandTime())
 
     def _run_trial(self, number: int, trial: Trial) -> Result:
-        run, start = self.folder / f"trial-{number:02d}", time.monotonic()
+        run = self.folder / f"trial-{number:02d}"
+        start = time.monotonic()
         try:
             self._train(run, {**trial.changes, **trial.length})
             found = find_checkpoint(run)
@@ -175,9 +180,11 @@ class Tuning:
         length = settings.length or 1024
         tokens = sum(store.tokens for store in self.data.stores("train"))
         samples = {
-            "steps": settings.steps * settings.batch, "samples": settings.samples or 0,
-            "tokens": (settings.tokens or 0) / length, "epochs": (settings.epochs or 0) * tokens / length,
-        }[settings.unit]  # fmt: skip
+            "steps": settings.steps * settings.batch,
+            "samples": settings.samples or 0,
+            "tokens": (settings.tokens or 0) / length,
+            "epochs": (settings.epochs or 0) * tokens / length,
+        }[settings.unit]
         most = (settings.max_epochs or math.inf) * tokens / length
         return max(1, round(min(samples, most) / settings.batch))
 
@@ -230,16 +237,22 @@ def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
 
 def current_settings(config: RunConfig) -> Current:
     """The settings of a config that trials change."""
-    settings, model = config.train, config.model
+    settings = config.train
+    model = config.model
     own = model.init_from or isinstance(model.shape, str) or is_family_file(model.family)
     numbers = {} if own else shape_numbers(model)
     dropout = model.shape.dropout if isinstance(model.shape, ShapeConfig) else None
     return Current(
-        learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, batch=settings.batch,
-        seed=settings.seed, dropout=numbers.get("dropout", dropout or 0.0), memory=settings.average.memory,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        batch=settings.batch,
+        seed=settings.seed,
+        dropout=numbers.get("dropout", dropout or 0.0),
+        memory=settings.average.memory,
         adamw_rate_factor=settings.muon.adamw_rate_factor if settings.optimizer == "muon" else None,
-        width=numbers.get("width"), averages="average" not in config.engine.refused,
-    )  # fmt: skip
+        width=numbers.get("width"),
+        averages="average" not in config.engine.refused,
+    )
 
 
 def refuse_several_processes() -> None:

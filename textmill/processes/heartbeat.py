@@ -63,7 +63,10 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, world: int, store: StatusStore, timeout: float) -> None:
-        self.rank, self.world, self.store, self.timeout = rank, world, store, timeout
+        self.rank = rank
+        self.world = world
+        self.store = store
+        self.timeout = timeout
         self.on_end: Callable[[str], None] = lambda _: None
         self._place, self._progress_time, self._beats = START, time.monotonic(), 0
         self._current_timeout = max(timeout, START_SECONDS)

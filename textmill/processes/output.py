@@ -10,7 +10,9 @@ from typing import Any
 
 from textmill.errors import EXIT_DONE, EXIT_PIPE, EXIT_USER, warn
 
-STDIN, STDOUT, STDERR = 0, 1, 2
+STDIN = 0
+STDOUT = 1
+STDERR = 2
 
 
 class OutputLost(OSError):

@@ -59,7 +59,9 @@ class Ranks(Protocol):
 class SingleProcess:
     """The ranks of a run with one process: every exchange returns its own value."""
 
-    rank, world, first = 0, 1, True
+    rank = 0
+    world = 1
+    first = True
 
     def any(self, flag: bool) -> bool:
         """The flag."""
@@ -100,7 +102,8 @@ def run_on_all(ranks: Ranks, work: Callable[[], T]) -> T:
     `work` may call `gather_results`, which raises an error on its rank and AlreadyReported on the others. Only rank 0
     prints. An unexpected exception gets a note with the rank that it came from.
     """
-    value, failure = None, None
+    value = None
+    failure = None
     try:
         with ExitStack() as silenced:
             if not ranks.first:
@@ -131,7 +134,8 @@ def report_each(ranks: Ranks, items: Iterable[T]) -> Iterator[T]:
 
 def gather_results(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank and return all results, in order of rank; if it fails on one, it fails on all."""
-    value, failure = None, None
+    value = None
+    failure = None
     try:
         value = work()
     except BaseException as error:

@@ -19,7 +19,8 @@ def reduce_points(points: Sequence[Point], limit: int) -> list[list[float]]:
         return []
     values = np.asarray(points, float)
     edges = np.linspace(0, len(values), min(limit, len(values)) + 1).astype(int)
-    starts, y = edges[:-1], values[:, 1]
+    starts = edges[:-1]
+    y = values[:, 1]
     means = np.add.reduceat(y, starts) / np.diff(edges)
     rows = np.stack([values[edges[1:] - 1, 0], means, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)])
     return rows.T.tolist()  # type: ignore[no-any-return]
@@ -28,7 +29,8 @@ def reduce_points(points: Sequence[Point], limit: int) -> list[list[float]]:
 def draw_curve(points: Sequence[Point], *, width: int, height: int) -> list[str]:
     """A curve as lines of Braille characters with the y-axis at the left; `width` includes the axis."""
     rows = np.asarray([row[:2] for row in reduce_points(points, 4 * width)])
-    low, high = float(rows[:, 1].min()), float(rows[:, 1].max())
+    low = float(rows[:, 1].min())
+    high = float(rows[:, 1].max())
     labels = [_label(high), _label(low)]
     axis = max(map(len, labels)) + 1
     dots = _dots(rows, max(8, width - axis), height, low, high)
@@ -41,7 +43,8 @@ def draw_curve(points: Sequence[Point], *, width: int, height: int) -> list[str]
 
 def _dots(rows: NDArray[np.float64], columns: int, height: int, low: float, high: float) -> NDArray[np.int64]:
     """The Braille bits of each character; neighbouring points are joined by a line."""
-    span_x, span_y = max(rows[-1, 0] - rows[0, 0], 1e-12), max(high - low, 1e-12)
+    span_x = max(rows[-1, 0] - rows[0, 0], 1e-12)
+    span_y = max(high - low, 1e-12)
     x = (rows[:, 0] - rows[0, 0]) / span_x * (2 * columns - 1)
     y = (high - rows[:, 1]) / span_y * (4 * height - 1)
     places = np.arange(2 * columns)

@@ -22,7 +22,8 @@ from textmill.track.console import format_time
 
 MAX_POINTS = 4000
 """Points of a curve; more are averaged, and the file stays small."""
-MAX_NOTES, MAX_SAMPLES = 400, 200
+MAX_NOTES = 400
+MAX_SAMPLES = 200
 DIGITS = 6
 FINGERPRINTS = ("tokens", "tokenizer")
 """Inputs that the run recorded by checksum."""

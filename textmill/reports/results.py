@@ -10,9 +10,7 @@ from textmill.evaluation.metrics import list_columns
 from textmill.reports.run_files import RunFiles
 from textmill.reports.texts import describe_origin
 
-MODELS = {
-    "model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)",
-}  # fmt: skip
+MODELS = {"model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)"}
 COUNTING = ("bigram", "unigram")
 UNITS = {"documents": "document", "tokens": "token", "bytes": "byte"}
 """What the counts of an evaluation are counts of, as the page names it."""

@@ -112,7 +112,9 @@ class RunFiles:
     @cached_property
     def seconds(self) -> list[Point]:
         """(step, seconds of training until then), computed from the logged throughput; without pauses."""
-        total, tokens_before, points = 0.0, 0, []
+        total = 0.0
+        tokens_before = 0
+        points = []
         for step, tokens_per_second in self.points("tokens_per_second"):
             tokens = self.tokens_after(step)
             total += (tokens - tokens_before) / tokens_per_second if tokens_per_second > 0 else 0.0
@@ -123,7 +125,8 @@ class RunFiles:
     @property
     def seconds_left(self) -> float | None:
         """Seconds of training until the end, at the speed of the last logged step; None if that is not known."""
-        speeds, epochs = self.points("tokens_per_second"), self.points("epoch")
+        speeds = self.points("tokens_per_second")
+        epochs = self.points("epoch")
         tokens = self.tokens_after(self.last_step)
         planned_epochs = self.settings.get("train.epochs")
         if self.planned_steps:

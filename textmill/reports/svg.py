@@ -7,11 +7,17 @@ from html import escape
 
 from textmill.reports.curves import Point, reduce_points
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 400, 60, 20, 20, 40
+WIDTH = 800
+HEIGHT = 400
+LEFT = 60
+RIGHT = 20
+TOP = 20
+BOTTOM = 40
 COLORS = ("#2f8fd8", "#e0662e", "#1fa57a", "#d073ab", "#d99a1c", "#7b8cff", "#a97b4f", "#4fb3c9")
 GREY = "#888888"
 """Readable on a white and on a dark page."""
-MAX_POINTS, TICKS = 800, 5
+MAX_POINTS = 800
+TICKS = 5
 
 
 def build_svg(curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> str:
@@ -19,7 +25,8 @@ def build_svg(curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str)
     rows = {name: reduce_points(points, MAX_POINTS) for name, points in curves.items() if points}
     xs = [row[0] for one in rows.values() for row in one]
     ys = [row[1] for one in rows.values() for row in one]
-    x_range, y_range = (min(xs), max(xs)), (min(ys), max(ys))
+    x_range = (min(xs), max(xs))
+    y_range = (min(ys), max(ys))
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
@@ -42,7 +49,8 @@ def _axes(x_range: Point, y_range: Point, x_label: str, y_label: str) -> list[st
     parts = []
     for number in range(TICKS + 1):
         share = number / TICKS
-        x, y = LEFT + (WIDTH - LEFT - RIGHT) * share, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+        x = LEFT + (WIDTH - LEFT - RIGHT) * share
+        y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
         x_value, y_value = (low + (high - low) * share for low, high in (x_range, y_range))
         parts.append(f'<path stroke="{GREY}" stroke-opacity="0.3" d="M{LEFT},{y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{y_value:.4g}", "end"))

@@ -206,7 +206,8 @@ class _ShardStep(beam.DoFn):  # type: ignore[misc]
 
     def __init__(self, function: Callable[[Any], Any], folder: str) -> None:
         super().__init__()
-        self.function, self.folder = function, folder
+        self.function = function
+        self.folder = folder
 
     def setup(self) -> None:
         """Write this worker's file: Beam does not notice when one of its own processes dies."""

@@ -73,7 +73,8 @@ class ProcessRunner:
         if not first or (len(first) == 1 and not self._idle_pool):
             yield from map(function, chain(first, stream))
             return
-        pool, self._idle_pool = self._idle_pool or _Pool(self.workers), None
+        pool = self._idle_pool or _Pool(self.workers)
+        self._idle_pool = None
         shard_map = _ShardMap(function, self.workers, pool)
         yield from shard_map.results(chain(first, stream))
         if self._blocks and not self._idle_pool:
@@ -92,7 +93,8 @@ class _ShardMap(Generic[Shard, Result]):
     """One map: the shards in flight, and recovery when a worker dies; the caller owns the pool afterwards."""
 
     def __init__(self, function: Callable[[Shard], Result], workers: int, pool: _Pool) -> None:
-        self.function, self.workers = function, workers
+        self.function = function
+        self.workers = workers
         self.in_flight: deque[_Task[Shard, Result]] = deque()
         self.crashes = 0
         self.suspects = 0  # how many shards at the front were in flight at the last crash

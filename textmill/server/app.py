@@ -29,9 +29,11 @@ CONTENT_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {
-    "Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": CONTENT_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
-}  # fmt: skip
+}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -46,9 +48,12 @@ def new_app(service: Service) -> ASGIApp:
     guarded: ASGIApp = AccessControl(BodyLimit(JsonDispatcher(app, json_routes), service), service)
     if service.config.allowed_origins:
         guarded = CORSMiddleware(
-            guarded, allow_origins=service.config.allowed_origins, allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
-        )  # fmt: skip
+            guarded,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["Retry-After"],
+        )
     return RequestLog(guarded, service)
 
 

@@ -55,14 +55,17 @@ class ChatReply:
     """Builds the reply to one chat request."""
 
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
-        self.service, self.body, self.prompt = service, body, prompt
+        self.service = service
+        self.body = body
+        self.prompt = prompt
         self.head = {
             "id": f"chatcmpl-{random.getrandbits(96):024x}",
             "created": int(time.time()),
             "model": service.name,
         }
         self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
-        self.prompt_tokens, self.new_tokens = len(prompt.ids), 0
+        self.prompt_tokens = len(prompt.ids)
+        self.new_tokens = 0
         self.reasons: list[str] = []
 
     def build(self, texts: Sequence[GeneratedText]) -> JsonObject:

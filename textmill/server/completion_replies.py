@@ -39,7 +39,10 @@ class CompletionReply:
     """Builds the reply to one completion request."""
 
     def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
-        self.service, self.body, self.prompts, self.texts_per_prompt = service, body, prompts, body.n or 1
+        self.service = service
+        self.body = body
+        self.prompts = prompts
+        self.texts_per_prompt = body.n or 1
         self.prompt_only = body.max_tokens == 0
         """Whether only the prompt is scored; the model's one new token is left out."""
         self.head = self.chunk_head = {

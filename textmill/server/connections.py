@@ -59,7 +59,10 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, pool: ConnectionPool, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
-        self.pool, self._wait_started, self._received, self._in_header = pool, 0.0, 0, False
+        self.pool = pool
+        self._wait_started = 0.0
+        self._received = 0
+        self._in_header = False
         self._timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -144,7 +147,8 @@ class Connection(HttpToolsProtocol):
         """Start, or restart, the time-out for the next request."""
         self._stop_waiting()
         self.pool.waiting[self] = None
-        self._wait_started, self._received = self.loop.time(), 0
+        self._wait_started = self.loop.time()
+        self._received = 0
         self._timer = self.loop.call_later(self.pool.seconds, self._check_sender)
 
     def _stop_waiting(self) -> None:

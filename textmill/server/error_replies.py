@@ -44,7 +44,11 @@ class HttpError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.field, self.code, self.retry_after = status, message, field, code, retry_after
+        self.status = status
+        self.message = message
+        self.field = field
+        self.code = code
+        self.retry_after = retry_after
 
 
 def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:

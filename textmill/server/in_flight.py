@@ -42,7 +42,9 @@ class InFlightRequest:
     """The texts of one HTTP request, submitted together."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._model, self._wakeups = service, service.model, service.wakeups
+        self._service = service
+        self._model = service.model
+        self._wakeups = service.wakeups
         self._loop = asyncio.get_running_loop()
         self._received: list[IndexedChunk] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -90,8 +92,10 @@ class InFlightRequest:
                     await self._waiter
                 if self.disconnected:
                     return
-                received, self._received = self._received, []
-                quiet, self._quiet = self._quiet, False
+                received = self._received
+                self._received = []
+                quiet = self._quiet
+                self._quiet = False
                 self._ended += sum(chunk.done is not None for _, chunk in received)
                 if received:
                     self._last_chunk = time.monotonic()

@@ -52,7 +52,8 @@ class JsonDispatcher:
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[JsonRoute]) -> None:
-        self.app, self.routes = app, {route.path: route for route in routes}
+        self.app = app
+        self.routes = {route.path: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a POST to a known path; pass everything else to FastAPI."""
@@ -68,7 +69,8 @@ class JsonDispatcher:
 
 async def _read_body(receive: Receive) -> bytes:
     """Return the complete body; raise HttpError if the client disconnects before."""
-    parts, more = [], True
+    parts = []
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":

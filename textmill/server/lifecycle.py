@@ -33,11 +33,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self.service, self.problem = service, ""
+        self.service = service
+        self.problem = ""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running texts finish, and end the others with an error. Until then, reply to new requests with 503."""
-        self.problem, self.service.stopping = self.service.problem(), True
+        self.problem = self.service.problem()
+        self.service.stopping = True
         close = self.service.model.close
         closing = asyncio.create_task(asyncio.to_thread(close, self.service.config.shutdown_grace))
         while not closing.done() and not self.force_exit:
@@ -89,9 +91,16 @@ def run(service: Service, listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     host_in_url = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
-        new_app(service), http=protocol, lifespan="off", ws="none", access_log=False, log_level="warning",
-        server_header=False, timeout_graceful_shutdown=SEND_SECONDS, backlog=BACKLOG,
-    )  # fmt: skip
+        new_app(service),
+        http=protocol,
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=SEND_SECONDS,
+        backlog=BACKLOG,
+    )
     if service.key is None and host not in ("127.0.0.1", "::1"):
         warn(f"serve.host={serve.host}: anyone who can reach this machine can use the model; set serve.key_file")
     step = f" at step {service.step:,}" if service.step else ""

@@ -17,7 +17,8 @@ class TextOffsets:
     """Computes where in the text each token starts, in characters."""
 
     def __init__(self) -> None:
-        self._decoder, self._characters = codecs.getincrementaldecoder("utf-8")("replace"), 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
 
     def next(self, raw: bytes) -> int:
         """Return the offset of the next token, which has these bytes."""

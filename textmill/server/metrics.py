@@ -13,7 +13,9 @@ class Histogram:
     """Counts times by bucket."""
 
     def __init__(self) -> None:
-        self.counts, self.total, self.count = [0] * len(BUCKETS), 0.0, 0
+        self.counts = [0] * len(BUCKETS)
+        self.total = 0.0
+        self.count = 0
 
     def add(self, seconds: float) -> None:
         """Count one time."""
@@ -25,8 +27,13 @@ class Histogram:
     def to_lines(self, name: str, description: str) -> list[str]:
         """Return the histogram in Prometheus format."""
         buckets = [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip(BUCKETS, self.counts, strict=True)]
-        return [*_head(name, "histogram", description), *buckets, f'{name}_bucket{{le="+Inf"}} {self.count}',
-                f"{name}_sum {self.total:.6f}", f"{name}_count {self.count}"]  # fmt: skip
+        return [
+            *_head(name, "histogram", description),
+            *buckets,
+            f'{name}_bucket{{le="+Inf"}} {self.count}',
+            f"{name}_sum {self.total:.6f}",
+            f"{name}_count {self.count}",
+        ]
 
 
 class Metrics:

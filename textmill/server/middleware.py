@@ -21,15 +21,7 @@ PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/d
 """Paths that need no key; all others do."""
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate", "/v1/embeddings", "/fill"})
 KNOWN_PATHS = (
-    PUBLIC_PATHS
-    | GENERATING_PATHS
-    | {
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/tokenizer_info",
-        "/metrics",
-    }
+    PUBLIC_PATHS | GENERATING_PATHS | {"/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/metrics"}
 )
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 to_json = json.JSONEncoder(ensure_ascii=False).encode
@@ -42,13 +34,15 @@ class RequestLog:
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
+        self.app = app
+        self.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request and log it."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, status = time.monotonic(), 0
+        started = time.monotonic()
+        status = 0
         fields = scope["log_fields"] = {}
 
         async def send_and_note(message: Message) -> None:
@@ -80,7 +74,8 @@ class AccessControl:
     """Rejects requests with a foreign host name, from another site's page, without the key, or to a full queue."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
+        self.app = app
+        self.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject the request, or pass it on."""
@@ -114,7 +109,8 @@ class AccessControl:
         A browser sets Sec-Fetch-Site, but not over http to another machine; then the Origin must be the server's own.
         """
         allowed = self.service.config.allowed_origins
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site")
         if "*" in allowed or origin in allowed or site in ("same-origin", "none"):
             return None
         if site is None and (origin is None or _has_host(origin, headers.get("host", ""))):
@@ -184,7 +180,8 @@ class BodyLimit:
     """Rejects bodies that are too large."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.limit = app, service.config.max_body
+        self.app = app
+        self.limit = service.config.max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check Content-Length, and count the bytes while the body is read."""
@@ -193,7 +190,8 @@ class BodyLimit:
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > self.limit:
             return await error_response(self._error())(scope, receive, send)
-        received, complete = 0, False
+        received = 0
+        complete = False
 
         async def receive_and_count() -> Message:
             nonlocal received, complete

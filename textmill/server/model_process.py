@@ -37,13 +37,19 @@ class ModelProcess:
         positions: int,
         serve: ServeConfig,
     ) -> None:
-        self.vocab, self.positions, self.tokenizer = tokenizer.vocab, positions, tokenizer
-        self.slots, self.queue, self.process = serve.slots, serve.queue, process
+        self.vocab = tokenizer.vocab
+        self.positions = positions
+        self.tokenizer = tokenizer
+        self.slots = serve.slots
+        self.queue = serve.queue
+        self.process = process
         self._worker, self._commands = worker, SendQueue(worker)
         self._lock = threading.Lock()
         self._in_flight: dict[int, DeliverChunk] = {}
         self._requests = self._tokens = self._cancelled = 0
-        self._last_heartbeat, self._step_seconds, self._problem = time.monotonic(), 0.0, ""
+        self._last_heartbeat = time.monotonic()
+        self._step_seconds = 0.0
+        self._problem = ""
         self._closing = self._exited = False
         self._reader = threading.Thread(target=self._read, name="textmill-texts", daemon=True)
         self._reader.start()
@@ -91,9 +97,14 @@ class ModelProcess:
         with self._lock:
             active = min(len(self._in_flight), self.slots)
             return {
-                "active": active, "waiting": len(self._in_flight) - active, "slots": self.slots, "queue": self.queue,
-                "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
-            }  # fmt: skip
+                "active": active,
+                "waiting": len(self._in_flight) - active,
+                "slots": self.slots,
+                "queue": self.queue,
+                "tokens": self._tokens,
+                "requests": self._requests,
+                "cancelled": self._cancelled,
+            }
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
@@ -132,7 +143,10 @@ class ModelProcess:
         """Note the state of the model process, and pass its chunks on."""
         received = [unpack_chunk(packed) for packed in chunks]
         with self._lock:
-            self._tokens, self._cancelled, self._step_seconds, self._problem = tokens, cancelled, step_seconds, problem
+            self._tokens = tokens
+            self._cancelled = cancelled
+            self._step_seconds = step_seconds
+            self._problem = problem
             self._last_heartbeat = time.monotonic()
             deliveries = [(number, self._in_flight.get(number), chunk) for number, chunk in received]
             for number, chunk in received:
@@ -155,7 +169,8 @@ class ModelProcess:
         exit_status = wait_for_exit(self.process)
         self._commands.close()
         with self._lock:
-            self._exited, in_flight = True, self._in_flight
+            self._exited = True
+            in_flight = self._in_flight
             self._in_flight = {}
             if not self._closing:
                 self._problem = f"the model's process has died ({exit_status}); restart the server"

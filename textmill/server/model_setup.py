@@ -25,7 +25,8 @@ OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ServedModel]
 
 def open_service(config: RunConfig, step: StepChoice | None = None, open_model: OpenModel | None = None) -> Service:
     """Open the service of a config. By default the model runs in a process of its own."""
-    serve, key = config.serve, read_api_key(config.serve)
+    serve = config.serve
+    key = read_api_key(config.serve)
     check_served_settings(config.sample)
     checkpoint = find_run_model(config, step)
     shape = read_shape(checkpoint.folder)
@@ -33,13 +34,22 @@ def open_service(config: RunConfig, step: StepChoice | None = None, open_model: 
     template = open_template(checkpoint.tokenizer) if generates else None
     open_model = open_model or partial(start_model_process, embed=config.embed)
     model = open_model(checkpoint, config.engine, serve)
-    tokenizer, name = model.tokenizer, serve.model_name or find_model_name(checkpoint)
+    tokenizer = model.tokenizer
+    name = serve.model_name or find_model_name(checkpoint)
     encoder = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
     masked_texts = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
     return Service(
-        model, serve, config.sample, name, checkpoint.step, template, key, generates=generates,
-        text_encoder=encoder, masked_texts=masked_texts,
-    )  # fmt: skip
+        model,
+        serve,
+        config.sample,
+        name,
+        checkpoint.step,
+        template,
+        key,
+        generates=generates,
+        text_encoder=encoder,
+        masked_texts=masked_texts,
+    )
 
 
 def find_model_name(checkpoint: Checkpoint) -> str:

@@ -27,9 +27,16 @@ MIN_PROBABILITY = 1e-6
 LONG_TEXT = 20_000
 """Texts of this many characters or tokens are processed in a thread, so that they do not block the event loop."""
 SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "min_tokens",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,8 @@ def _build_requests(
     echo: bool,
     stop_ids: Sequence[int] = (),
 ) -> list[Request]:
-    stop, bias = _read_stops(service, body), _read_biases(service, body)
+    stop = _read_stops(service, body)
+    bias = _read_biases(service, body)
     check_ids(service, body.stop_token_ids or [], "stop_token_ids")
     stop_ids = tuple(dict.fromkeys([*stop_ids, *(body.stop_token_ids or [])]))
     samples = [sample]

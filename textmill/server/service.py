@@ -93,7 +93,8 @@ class Service:
     """Upper bound of a prompt's characters: the longest token, as often as the context allows."""
 
     def __post_init__(self) -> None:
-        self.token_texts, inner = TokenTexts(self.model.tokenizer), self.model.tokenizer.inner
+        self.token_texts = TokenTexts(self.model.tokenizer)
+        inner = self.model.tokenizer.inner
         # With a normalizer there is no bound, because it may remove characters.
         longest = math.inf if inner.normalizer else max(map(len, inner.get_vocab()))
         self.longest_text = self.longest_prompt * longest
@@ -109,17 +110,28 @@ class Service:
         # The API keeps the fields' old names.
         sample |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}
         limits = {
-            "max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt,
+            "max_tokens": self.config.max_tokens,
+            "n": self.config.max_choices,
+            "prompt": self.longest_prompt,
             "inputs": self.config.max_inputs,
-        }  # fmt: skip
+        }
         encoder = self.text_encoder
         embedding = None if encoder is None else {"dimensions": encoder.dimension, "tokens": encoder.longest}
         return {
-            "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill",
-            "max_model_len": self.model.positions, "step": self.step, "vocab": self.model.vocab,
-            "chat": self.template is not None, "sample": sample, "limits": limits, "generate": self.generates,
-            "mask": None if self.masked_texts is None else self.masked_texts.mask, "embedding": embedding,
-        }  # fmt: skip
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "textmill",
+            "max_model_len": self.model.positions,
+            "step": self.step,
+            "vocab": self.model.vocab,
+            "chat": self.template is not None,
+            "sample": sample,
+            "limits": limits,
+            "generate": self.generates,
+            "mask": None if self.masked_texts is None else self.masked_texts.mask,
+            "embedding": embedding,
+        }
 
     def problem(self) -> str:
         """Describe what is wrong with the model; empty if nothing is."""

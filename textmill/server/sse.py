@@ -55,7 +55,10 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.service, self.in_flight, self.reply, self.on_end = service, in_flight, reply, on_end
+        self.service = service
+        self.in_flight = in_flight
+        self.reply = reply
+        self.on_end = on_end
         self.head = to_json_bytes(reply.chunk_head).removesuffix(b"}") + b","  # encoded once for all chunks
         self.send_started = math.inf
         """When the current send started. It blocks while the client does not read (backpressure).

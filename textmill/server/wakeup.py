@@ -15,7 +15,8 @@ class WakeupQueue:
     """A queue from any thread to the event loop."""
 
     def __init__(self) -> None:
-        self._queue, self._scheduled = deque[tuple[ReceiveChunk, TextChunk]](), False
+        self._queue = deque[tuple[ReceiveChunk, TextChunk]]()
+        self._scheduled = False
 
     def put(self, loop: asyncio.AbstractEventLoop, receive: ReceiveChunk, chunk: TextChunk) -> None:
         """Have the loop call `receive` with a chunk; may be called from any thread."""

@@ -57,7 +57,8 @@ def parse(text: str) -> list[Fault]:
                 f"{VARIABLE}: found '{part}'; write for example kill@disk:7 or nan@step:5:1 (step 5, rank 1)"
             )
         place = next(name for name in ("disk", "start", "step", "kernel") if match[name])
-        number, rank = match["number"] or match["at"] or 0, match["rank"] or match["first"] or 0
+        number = match["number"] or match["at"] or 0
+        rank = match["rank"] or match["first"] or 0
         faults.append(Fault(match[place], place, int(number), int(rank)))
     return faults
 

@@ -49,7 +49,8 @@ def fsync_path(path: Path) -> None:
 
 def write_bytes(path: Path, blocks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file atomically; return its length and SHA-256, computed while writing."""
-    digest, length = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    length = 0
     with atomic_writer(path) as stream:
         for block in blocks:
             on_disk_access("write")
@@ -119,7 +120,8 @@ def read_json(path: Path) -> Any:
 
 def manifest_entry(path: Path) -> dict[str, Any]:
     """A file's length and SHA-256 as a manifest stores them; a long file also gets a short checksum per part."""
-    file_digest, part_digests = hashlib.sha256(), [hashlib.sha256()]
+    file_digest = hashlib.sha256()
+    part_digests = [hashlib.sha256()]
     with open(path, "rb") as stream:
         for number in itertools.count(1):
             if not (block := stream.read(BLOCK_BYTES)):

@@ -36,7 +36,11 @@ class PlainLines:
     """Progress as lines of text, at most one every LINE_SECONDS and one at the end."""
 
     def __init__(self, name: str, total: float | None, unit: str, stream: TextIO, second_unit: str = "") -> None:
-        self.name, self.total, self.unit, self.stream, self.second_unit = name, total, unit, stream, second_unit
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.stream = stream
+        self.second_unit = second_unit
         self.done = self.second_done = 0.0
         self.start = self.last_line = time.monotonic()
 

@@ -17,9 +17,22 @@ from textmill.errors import TextmillError, warn
 from textmill.storage.files import create_folder, file_lock, hash_json, replace_folder
 
 VERSION_FIELDS = (
-    "ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "updated", "mtime",
-    "created", "xet_hash", "blob_id", "sha", "modify", "modificationTime",
-)  # fmt: skip
+    "ETag",
+    "etag",
+    "md5Hash",
+    "Content-MD5",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+    "xet_hash",
+    "blob_id",
+    "sha",
+    "modify",
+    "modificationTime",
+)
 """Names that file systems use for a value that changes with the content; the first one present is used."""
 ADVICE = "check the address, the network and your access rights"
 OPTIMIZER = "optimizer*"

@@ -104,7 +104,8 @@ class Stage:
     @contextmanager
     def unfinished_folder(self) -> Iterator[Path]:
         """A folder to fill. It is kept when interrupted, and renamed to its final name when the block ends."""
-        unfinished, inputs_hash = self._unfinished, hash_json(self.made_from)
+        unfinished = self._unfinished
+        inputs_hash = hash_json(self.made_from)
         create_folder(unfinished.parent, "folder")
         with file_lock(self._lock, f"{self.folder}: another textmill process is writing it; wait for it"):
             if unfinished.exists():
@@ -203,7 +204,8 @@ def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         before = {key: defaults[key] for key in after if key in defaults} | before
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key), after.get(key)
+        old = before.get(key)
+        new = after.get(key)
         if old == new:
             continue
         if key.startswith(INPUTS) and (change := _describe_source(old, new)):

@@ -33,7 +33,8 @@ def encode_safetensors(named: list[Named], precision: Precision = "fp32") -> Ite
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in named:
-        start, end = end, end + values.size * ITEM_BYTES[dtype]
+        start = end
+        end = end + values.size * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

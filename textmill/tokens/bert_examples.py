@@ -29,9 +29,14 @@ from textmill.tokens.tfrecord import read_records
 
 AGAIN = "make the file again, or remove it from tokens.use"
 KINDS = {
-    "input_ids": INTEGERS, "input_mask": INTEGERS, "segment_ids": INTEGERS, "masked_lm_positions": INTEGERS,
-    "masked_lm_ids": INTEGERS, "masked_lm_weights": FLOATS, "next_sentence_labels": INTEGERS,
-}  # fmt: skip
+    "input_ids": INTEGERS,
+    "input_mask": INTEGERS,
+    "segment_ids": INTEGERS,
+    "masked_lm_positions": INTEGERS,
+    "masked_lm_ids": INTEGERS,
+    "masked_lm_weights": FLOATS,
+    "next_sentence_labels": INTEGERS,
+}
 """The features of an example."""
 SCHEMA = pa.schema(
     [
@@ -106,9 +111,11 @@ def _column(path: Path, first: int, name: str, features: list[Feature]) -> NDArr
     else:
         sizes = [count_varints(feature.data) for feature in features]
         try:
-            values, broken = decode_varints(b"".join(feature.data for feature in features)), False
+            values = decode_varints(b"".join(feature.data for feature in features))
+            broken = False
         except BrokenMessage:
-            values, broken = np.zeros(0), True
+            values = np.zeros(0)
+            broken = True
     if broken or sum(sizes) != len(values):
         raise TextmillError(f"{path}: near record {first:,}: feature '{name}' is not readable; make the file again")
     if different := [number for number, size in enumerate(sizes) if size != sizes[0]]:
@@ -154,7 +161,8 @@ def to_examples(rows: SampleArrays, predictions: int) -> list[bytes]:
     chosen = rows.labels != IGNORED
     counts = chosen.sum(1)
     filled = np.arange(predictions) < counts[:, None]
-    positions, ids = np.zeros(filled.shape, np.int64), np.zeros(filled.shape, np.int64)
+    positions = np.zeros(filled.shape, np.int64)
+    ids = np.zeros(filled.shape, np.int64)
     positions[filled], ids[filled] = np.nonzero(chosen)[1], rows.labels[chosen]
     assert rows.documents is not None
     assert rows.types is not None

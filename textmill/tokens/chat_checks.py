@@ -19,12 +19,16 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 BLOCK = 1 << 13
 """Conversations processed at a time."""
-EXAMPLES, MAX_CHARACTERS = 3, 600
+EXAMPLES = 3
+MAX_CHARACTERS = 600
 """How many conversations are printed, and how many characters of each part."""
-LOSS, NO_LOSS, TRUNCATED = "loss", "no loss", "truncated"
+LOSS = "loss"
+NO_LOSS = "no loss"
+TRUNCATED = "truncated"
 STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
 MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
-WARN_TRUNCATED, WARN_WITHOUT_LOSS = 0.1, 0.01
+WARN_TRUNCATED = 0.1
+WARN_WITHOUT_LOSS = 0.01
 """Fractions of conversations above which a warning is printed."""
 
 TextSpan = tuple[str, str]
@@ -100,9 +104,11 @@ def count_conversations(store: TokenStore, length: int, truncate: str, stop: int
         loss = np.asarray(store.loss_mask[block]) > 0 if store.loss_mask is not None else np.zeros(0, np.bool_)
         stops = loss & (np.asarray(store.ids[block]) == stop)
         loss_before, stops_before = (np.concatenate([[0], np.cumsum(one)]) for one in (loss, stops))
-        firsts, lasts = edges[:-1] - edges[0], edges[1:] - edges[0]
+        firsts = edges[:-1] - edges[0]
+        lasts = edges[1:] - edges[0]
         first, last = kept_range(firsts, lasts, length, truncate)
-        loss_tokens, kept = loss_before[lasts] - loss_before[firsts], loss_before[last] - loss_before[first]
+        loss_tokens = loss_before[lasts] - loss_before[firsts]
+        kept = loss_before[last] - loss_before[first]
         lengths = lasts - firsts
         counts += ChatCounts(
             conversations=len(lengths),
@@ -121,7 +127,7 @@ def count_conversations(store: TokenStore, length: int, truncate: str, stop: int
 
 def kept_range(
     firsts: NDArray[np.int64], lasts: NDArray[np.int64], length: int, truncate: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # fmt: skip
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The range of labels left after truncation; the first token of a conversation is never a label."""
     if truncate == "start":
         return np.maximum(firsts + 1, lasts - length), lasts

@@ -52,7 +52,8 @@ class TurnTemplates:
 
     def jinja(self) -> str:
         """The same template as transformers' `chat_template`; it raises an error for the same roles as `render`."""
-        branches, keyword = [], "if"
+        branches = []
+        keyword = "if"
         for role, text in self.turns:
             before, _, after = text.partition(CONTENT)
             turn = " + ".join([_quoted(before), "message['content']", *([_quoted(after)] if after else [])])

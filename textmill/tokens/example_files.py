@@ -20,7 +20,8 @@ from textmill.tokens.store import open_store
 from textmill.tokens.tfrecord import count_records, write_records
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
-FOLDER, INDEX = "tfrecord", "tfrecord-index"
+FOLDER = "tfrecord"
+INDEX = "tfrecord-index"
 """The subfolder of the tokens folder with the files, and that of the spans while they are written."""
 FILE_TOKENS = 1 << 23
 """About how many tokens go into one file."""
@@ -85,19 +86,28 @@ def _plan_files(config: RunConfig, folder: Path, split: str) -> list[ExampleFile
     names = [f"{split}-{number:05d}-of-{files:05d}.tfrecord" for number in range(files)]
     return [
         ExampleFile(
-            whole.prefix, range(edges[number], edges[number + 1]), folder / FOLDER / name, whole.tokenizer, length,
-            seed, settings,
+            whole.prefix,
+            range(edges[number], edges[number + 1]),
+            folder / FOLDER / name,
+            whole.tokenizer,
+            length,
+            seed,
+            settings,
         )
         for number, name in enumerate(names)
-    ]  # fmt: skip
+    ]
 
 
 def _open_layout(task: ExampleFile) -> MaskedLayout:
     tokenizer = open_tokenizer(task.tokenizer)
     return MaskedLayout(
-        open_store(task.prefix), length=task.length, seed=task.seed, tokens=masked_tokens_of(tokenizer, task.settings),
-        settings=task.settings, folder=task.prefix.parent / INDEX,
-    )  # fmt: skip
+        open_store(task.prefix),
+        length=task.length,
+        seed=task.seed,
+        tokens=masked_tokens_of(tokenizer, task.settings),
+        settings=task.settings,
+        folder=task.prefix.parent / INDEX,
+    )
 
 
 def write_file(task: ExampleFile) -> int:

@@ -22,10 +22,15 @@ from numpy.typing import NDArray
 
 from textmill.ranges import expand_ranges
 
-BYTES, FLOATS, INTEGERS = 1, 2, 3
+BYTES = 1
+FLOATS = 2
+INTEGERS = 3
 """The fields of a Feature: its list of bytes, floats or 64-bit integers."""
 KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "integers"}
-_VARINT, _LENGTH_DELIMITED, _FIXED32, _FIXED64 = 0, 2, 5, 1
+_VARINT = 0
+_LENGTH_DELIMITED = 2
+_FIXED32 = 5
+_FIXED64 = 1
 _PACKED = 1 << 3 | _LENGTH_DELIMITED
 """The tag of field 1 with its values in one block."""
 
@@ -105,7 +110,8 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     while position < len(data) and shift < 64:
         byte = data[position]
         value |= (byte & 127) << shift
-        position, shift = position + 1, shift + 7
+        position = position + 1
+        shift = shift + 7
         if byte < 128:
             return value, position
     raise BrokenMessage("a number is cut short")
@@ -162,7 +168,8 @@ def build_examples(columns: Mapping[str, NDArray[Any]]) -> list[bytes]:
 
 def _delimited(number: int, data: bytes) -> bytes:
     """A length-delimited field."""
-    length, head = len(data), bytearray([number << 3 | _LENGTH_DELIMITED])
+    length = len(data)
+    head = bytearray([number << 3 | _LENGTH_DELIMITED])
     while length > 127:
         head.append(length & 127 | 128)
         length >>= 7

@@ -68,12 +68,15 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
 def _check_inputs(inputs: dict[str, Path], folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Length and checksum, and mtime, of each file; a file with the recorded length and mtime is not read again."""
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
-    known, times = manifest.get("made_from", {}), manifest.get("mtimes", {})
-    accounts, mtimes = {}, {}
+    known = manifest.get("made_from", {})
+    times = manifest.get("mtimes", {})
+    accounts = {}
+    mtimes = {}
     for name, path in inputs.items():
         if not path.is_file():
             raise TextmillError(f"{path}: file not found, but its dataset lists it")
-        state, before = path.stat(), known.get(f"inputs.{name}", {})
+        state = path.stat()
+        before = known.get(f"inputs.{name}", {})
         same = before.get("bytes") == state.st_size and times.get(name) == state.st_mtime_ns
         accounts[f"inputs.{name}"] = before if same else {"bytes": state.st_size, "sha256": hash_file(path)}
         mtimes[name] = state.st_mtime_ns
@@ -106,7 +109,8 @@ def convert_split(task: Conversion) -> dict[str, int]:
     if not store_paths(task.prefix)[0].is_file():
         with StoreWriter(task.prefix, dtype_for(task.vocab)) as store:
             for path, first, columns in task.table.read_columns(IDS, MASK):
-                ids, mask = columns[IDS], columns.get(MASK)
+                ids = columns[IDS]
+                mask = columns.get(MASK)
                 if mask is not None:
                     if not np.array_equal(mask.lengths, ids.lengths):
                         where = f"{path}: near row {task.table.first + first:,}"

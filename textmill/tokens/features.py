@@ -91,7 +91,8 @@ def build_rows(
     """
     width = rule.max_length + 1
     rows = np.full((len(counts), max(width, int(counts.max(initial=0)) + 2)), 0 if rule.pad_zero else special, np.int64)
-    positions, lengths = np.arange(rows.shape[1]), counts[:, None]
+    positions = np.arange(rows.shape[1])
+    lengths = counts[:, None]
     rows[(positions >= 1) & (positions <= lengths)] = ids
     rows[:, 0] = special
     rows[np.arange(len(counts)), counts + 1] = special
@@ -145,7 +146,8 @@ def write_file(task: FeatureFile) -> int:
 
 def _tables(store: TokenStore, task: FeatureFile) -> Iterator[pa.Table]:
     """The rows of these documents, one row group at a time."""
-    rule, ids = task.rule, np.asarray(store.ids)
+    rule = task.rule
+    ids = np.asarray(store.ids)
     chunks = cut_chunks(np.maximum(store.document_lengths() - int(task.has_end_token), 0), rule)
     step = max(1, ROW_GROUP_TOKENS // rule.max_length)
     for start in range(0, len(chunks.counts), step):

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 
 IndexFormat = Literal["mmap", "lazy"]
-MMAP, LAZY = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+MMAP = b"MMIDIDX\x00\x00"
+LAZY = b"TNTIDX\x00\x00"
 MMAP_HEADER = struct.Struct("<9sQBQQ")
 LAZY_HEADER = struct.Struct("<8s5Q")
 DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -58,7 +59,8 @@ def open_index(path: Path) -> Index:
         index = _open_lazy(path, head)
     else:
         raise TextmillError(f"{path}: not a token index (it starts with {head[:9]!r}, not with {MMAP!r} or {LAZY!r})")
-    begins, ends = int(index.documents[0]), int(index.documents[-1])
+    begins = int(index.documents[0])
+    ends = int(index.documents[-1])
     if begins != 0 or ends != len(index.lengths):
         raise TextmillError(
             f"{path}: the documents cover sequences {begins:,} to {ends:,} of {len(index.lengths):,}; "
@@ -122,7 +124,8 @@ def index_blocks(
     index_format: IndexFormat, dtype: np.dtype[Any], lengths: NDArray[np.int32], documents: NDArray[np.int64]
 ) -> Iterator[bytes]:
     """The bytes of an index, in blocks; `documents` counts the sequences up to the end of each document."""
-    sequences, entries = len(lengths), len(documents) + 1
+    sequences = len(lengths)
+    entries = len(documents) + 1
     if index_format == "mmap":
         yield MMAP_HEADER.pack(MMAP, 1, CODES[dtype], sequences, entries)
         for start in range(0, sequences, BLOCK):

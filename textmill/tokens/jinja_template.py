@@ -99,7 +99,8 @@ def _bound(environment: Any, jinja: str) -> Any:
     """The parsed template; its loops, calls and products have limits."""
     from jinja2 import nodes, pass_context
 
-    call, compute = environment.call, environment.call_binop
+    call = environment.call
+    compute = environment.call_binop
 
     def count(context: Any) -> None:
         if next(context.parent[STEPS], None) is None:
@@ -123,7 +124,8 @@ def _bound(environment: Any, jinja: str) -> Any:
         return compute(context, sign, left, right)
 
     environment.intercepted_binops = frozenset({"*", "**"})
-    environment.call, environment.call_binop = counted_call, checked_product
+    environment.call = counted_call
+    environment.call_binop = checked_product
     environment.filters[STEPS] = counted
     tree = environment.parse(jinja)
     for loop in list(tree.find_all(nodes.For)):

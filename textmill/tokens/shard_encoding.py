@@ -134,7 +134,8 @@ def _quarantine_line(batch: pa.RecordBatch, shard: Path, row: int, reason: str) 
 
 def encode_batch(texts: list[str], task: EncodingTask) -> tuple[Lengths, Encoded, dict[int, str]]:
     """The rows that could be encoded, their ids, and the reason for each row that could not."""
-    kept, reasons = np.arange(len(texts)), dict[int, str]()
+    kept = np.arange(len(texts))
+    reasons = dict[int, str]()
     try:
         encoded = _encode(texts, task.document_format, _open(task.tokenizer, task.fingerprint, task.encoder))
     except BaseException as error:
@@ -155,7 +156,8 @@ def encode_batch(texts: list[str], task: EncodingTask) -> tuple[Lengths, Encoded
 def _encode_one_by_one(
     texts: list[str], document_format: DocumentFormat, encoder: Encoder
 ) -> tuple[Encoded, dict[int, str]]:
-    done, reasons = [], {}
+    done = []
+    reasons = {}
     for row, text in enumerate(texts):
         try:
             done.append(_encode([text], document_format, encoder))
@@ -190,10 +192,12 @@ def add_begin_and_end(encoded: Encoded, document_format: DocumentFormat) -> Enco
     """Add the begin token before the first sequence of each document and the end token after the last, if requested."""
     if document_format.begin is None and document_format.end is None:
         return encoded
-    lengths, ends = encoded.lengths.copy(), np.cumsum(encoded.lengths)
+    lengths = encoded.lengths.copy()
+    ends = np.cumsum(encoded.lengths)
     last = np.cumsum(encoded.sequences) - 1
     first = last + 1 - encoded.sequences
-    positions, values = [np.zeros(0, np.int64)], [encoded.ids[:0]]
+    positions = [np.zeros(0, np.int64)]
+    values = [encoded.ids[:0]]
     # Where an end and a begin token meet, the end comes first: np.insert is stable.
     for token, where, rows in (
         (document_format.end, ends, last),

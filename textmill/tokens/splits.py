@@ -32,7 +32,8 @@ from textmill.tokens.token_tables import (
 )
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open_tokenizer
 
-SAMPLE_RANGES, SAMPLE_TOKENS = 64, 1 << 15
+SAMPLE_RANGES = 64
+SAMPLE_TOKENS = 1 << 15
 """The fingerprint of a store without a manifest reads this many ranges of ids, with this many tokens each."""
 
 STORE_FILES = (".bin", ".idx", ".mask", ".labels")
@@ -107,8 +108,10 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
             files |= source.files
         stores = _weighted_stores(sources, weights)
         return Splits(stores, tokenizer, hash_sources(fingerprints), {}, files, fingerprints)
-    folder, tokens = config.folder_of("tokenizer"), config.folder_of("tokens")
-    manifest, tokenizer = open_manifest(tokens, "tokenize"), tokenizer or open_tokenizer(folder)
+    folder = config.folder_of("tokenizer")
+    tokens = config.folder_of("tokens")
+    manifest = open_manifest(tokens, "tokenize")
+    tokenizer = tokenizer or open_tokenizer(folder)
     source = _open_folder(tokens, tokenizer, folder, config.train.layout == "features")
     stores = _weighted_stores([source], [1.0])
     return Splits(stores, tokenizer, source.fingerprint, manifest, source.files, [(source.fingerprint, 1.0)])
@@ -162,7 +165,8 @@ def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with
     if not with_features or made_from.get("tokens.kind") != "features":
         return _SplitSource(stores, manifest["fingerprint"], files=files)
     settings = {name: made_from[f"tokens.features.{name}"] for name in FeaturesConfig.model_fields}
-    rule, has_end_token = FeaturesConfig(**settings), bool(made_from["tokens.append_end"])
+    rule = FeaturesConfig(**settings)
+    has_end_token = bool(made_from["tokens.append_end"])
     names = {
         split: sorted(name for name in manifest["files"] if name.startswith(f"features/{split}-")) for split in SPLITS
     }
@@ -219,7 +223,8 @@ def used_path(config: RunConfig, number: int) -> Path:
 
 def _open_existing(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _SplitSource:
     """Open one entry of `tokens.use`; only a Megatron prefix is split here, the others have splits already."""
-    path, with_features = used_path(config, number), config.train.layout == "features"
+    path = used_path(config, number)
+    with_features = config.train.layout == "features"
     kind = existing_kind(path)
     if kind == "folder":
         return _open_folder(path, tokenizer, "the tokenizer of this run", with_features)

@@ -132,7 +132,8 @@ def open_store(prefix: Path) -> TokenStore:
         if not path.is_file():
             raise TextmillError(f"{path}: file not found; a token store is a pair of .bin and .idx files")
     index = open_index(index_path)
-    found, expected = ids_path.stat().st_size, index.tokens * index.dtype.itemsize
+    found = ids_path.stat().st_size
+    expected = index.tokens * index.dtype.itemsize
     if found != expected:
         raise TextmillError(
             f"{ids_path}: has {found:,} bytes, but {index_path.name} expects {expected:,}; "

@@ -100,7 +100,8 @@ class StoreWriter:
             if store.loss_mask is not None:
                 self._add_mask(store.loss_mask[start : start + step], len(store.ids[start : start + step]))
             self._ids.write(np.ascontiguousarray(store.ids[start : start + step]).data)
-        lengths, documents = store.lengths, store.index.documents
+        lengths = store.lengths
+        documents = store.index.documents
         for start in range(0, len(lengths), BLOCK):
             self._lengths.write(np.asarray(lengths[start : start + BLOCK], np.int32).tobytes())
         shift = self.sequences - int(documents[store.first_document])

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LONG_SPACES = [space.encode() for space in "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
-               "\u2009\u200a\u2028\u2029\u202f\u205f\u3000"]  # fmt: skip
+LONG_SPACES = [
+    space.encode()
+    for space in "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
+    "\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+]
 """White-space characters that take two or three bytes in UTF-8."""
 
 

@@ -13,17 +13,20 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 
-LENGTH, CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
+LENGTH = struct.Struct("<Q")
+CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = LENGTH.size + CHECKSUM.size
 CRC_BLOCK = 1024
 """Bytes whose checksum is computed at a time."""
 _POLYNOMIAL = 0x82F63B78
-_ONES, _MASK_DELTA = 0xFFFFFFFF, 0xA282EAD8
+_ONES = 0xFFFFFFFF
+_MASK_DELTA = 0xA282EAD8
 
 
 def crc32c(data: bytes) -> int:
     """CRC-32C (Castagnoli) of some bytes."""
-    tables, state = _crc_tables(), _ONES
+    tables = _crc_tables()
+    state = _ONES
     values = np.frombuffer(data, np.uint8)
     for start in range(0, len(values), CRC_BLOCK):
         block = values[start : start + CRC_BLOCK].copy()
@@ -85,7 +88,8 @@ def count_records(path: Path) -> int:
 
 def _read_lengths(path: Path, stream: BinaryIO) -> Iterator[int]:
     """The length of each record, after its header; the caller moves the stream past the record."""
-    size, number = path.stat().st_size, 0
+    size = path.stat().st_size
+    number = 0
     while head := stream.read(HEADER_BYTES):
         known = len(head) == HEADER_BYTES
         if known and masked_crc(head[: LENGTH.size]) != CHECKSUM.unpack(head[LENGTH.size :])[0]:

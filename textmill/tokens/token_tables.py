@@ -24,7 +24,8 @@ from textmill.storage.files import read_json
 from textmill.tokens.bert_examples import ExampleRows
 from textmill.tokens.tfrecord import count_records, is_tfrecord
 
-DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+DICT_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
 """Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
 SPLIT_NAMES = {
     "train": "train",
@@ -38,7 +39,11 @@ SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=Tru
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 ROWS = 1024
 """Rows read at a time."""
-IDS, MASK, LABELS, TYPES, PAIR = "input_ids", "attention_mask", "labels", "token_type_ids", "next_sentence_label"
+IDS = "input_ids"
+MASK = "attention_mask"
+LABELS = "labels"
+TYPES = "token_type_ids"
+PAIR = "next_sentence_label"
 TFRECORD = re.compile(r"\.tfrecords?$")
 
 
@@ -56,7 +61,8 @@ class Table:
         before = 0
         for path in self.files:
             for batch in read_batches(path, names):
-                begin, end = max(self.first - before, 0), min(self.first + self.count - before, batch.num_rows)
+                begin = max(self.first - before, 0)
+                end = min(self.first + self.count - before, batch.num_rows)
                 if begin < end:
                     rows = batch.slice(begin, end - begin)
                     present = [name for name in names if name in rows.schema.names]
@@ -241,7 +247,8 @@ def strip_padding(ids: ListColumn, mask: ListColumn) -> ListColumn:
     starts = ends - ids.lengths
     seen = np.flatnonzero(mask.values)
     rows = np.searchsorted(ends, seen, side="right")
-    first, last = starts.copy(), starts.copy()
+    first = starts.copy()
+    last = starts.copy()
     first[rows[::-1]] = seen[::-1]  # if a row occurs more than once, the last assignment counts
     last[rows] = seen + 1
     lengths = last - first

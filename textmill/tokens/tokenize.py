@@ -68,7 +68,8 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         return tokenize_existing(config, force)
     if config.corpus.labels:
         return tokenize_labelled(config, config.corpus.labels, force)
-    folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
+    folder = config.folder_of("tokens")
+    corpus = config.folder_of("corpus")
     source = open_manifest(corpus, "prepare")
     _check_sentences(config, source)
     check_examples(config)
@@ -190,7 +191,8 @@ def _group_ranges(sizes: list[int]) -> Iterator[range]:
     for group, size in enumerate(sizes):
         if total and total + size > TASK_BYTES:
             yield range(start, group)
-            start, total = group, 0
+            start = group
+            total = 0
         total += size
     if sizes:
         yield range(start, len(sizes))

@@ -93,7 +93,8 @@ class PlainConsole:
     """One line per logged step, for files, pipes and job logs."""
 
     def __init__(self, throughput: Throughput, stream: TextIO) -> None:
-        self._throughput, self._stream = throughput, stream
+        self._throughput = throughput
+        self._stream = stream
 
     def log(self, step: int, values: Values) -> None:
         """Print one line; a valid loss gets a line of its own."""

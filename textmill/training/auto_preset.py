@@ -55,7 +55,8 @@ def _saved_settings(run: Path) -> dict[str, Any] | None:
 
 def _compute_settings(config: RunConfig, data: Splits, processes: int) -> dict[str, Any]:
     """All settings of AUTO_SETTINGS by formula."""
-    train, shape = config.train, choose_shape(config, data, None)
+    train = config.train
+    shape = choose_shape(config, data, None)
     unique_tokens = max(1, sum(store.tokens for store in data.stores("train")))
     length = train.length or shape.positions
     fixed_batch_tokens = None if "batch" in train.open_settings else train.batch * length
@@ -72,9 +73,12 @@ def _compute_settings(config: RunConfig, data: Splits, processes: int) -> dict[s
         train.optimizer, shape.width, parameters, unique_tokens, run_tokens, batch_tokens=batch * length
     )
     return {
-        "learning_rate": settings.learning_rate, "weight_decay": settings.weight_decay, "batch": batch,
-        "warmup": settings.warmup, "muon.adamw_rate_factor": settings.adamw_rate_factor,
-    }  # fmt: skip
+        "learning_rate": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "batch": batch,
+        "warmup": settings.warmup,
+        "muon.adamw_rate_factor": settings.adamw_rate_factor,
+    }
 
 
 def _count_run_tokens(

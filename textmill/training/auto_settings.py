@@ -12,9 +12,12 @@ MUON_RATE = 0.125
 """Muon's learning rate is this divided by the square root of the width."""
 MUON_ADAMW_RATE = 0.01
 """With Muon: AdamW's learning rate of embeddings, biases and LayerNorms."""
-ADAMW_RATE, ADAMW_MAX_RATE = 0.46, 3e-3
+ADAMW_RATE = 0.46
+ADAMW_MAX_RATE = 3e-3
 """AdamW's learning rate is the first divided by the width, at most the second."""
-BATCH_TOKENS, BATCH_AT, BATCH_POWER = 16_000, 30e6, 0.3
+BATCH_TOKENS = 16_000
+BATCH_AT = 30e6
+BATCH_POWER = 0.3
 """Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
 MIN_STEPS = 2000
 """The batch is small enough for this many steps."""
@@ -22,16 +25,19 @@ ADAMW_BATCH = 2
 """AdamW's batch is this many times Muon's."""
 MAX_WEIGHT_DECAY = 3.2
 """The highest weight decay that was the best in a measurement."""
-WARMUP, MAX_WARMUP_STEPS = 0.05, 2000
+WARMUP = 0.05
+MAX_WARMUP_STEPS = 2000
 """Warm-up: a fraction of the run, but not more than so many steps."""
-TARGET_EPOCHS, TARGET_POWER = 2.6, 0.45
+TARGET_EPOCHS = 2.6
+TARGET_POWER = 0.45
 """Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
 power of its parameters per token."""
 MAX_EPOCHS = 25
 """More epochs than this do not help a net of any size."""
 TOKENS_PER_PARAMETER = 11
 """Tokens to train on for each parameter of a net that is so small for its text that these take less."""
-SMALL_NET, SMALL_NET_POWER = 1e7, 0.4
+SMALL_NET = 1e7
+SMALL_NET_POWER = 0.4
 """Nets below this many parameters are best with fewer tokens for each, by this power of their size."""
 
 
@@ -47,15 +53,22 @@ class Settings:
     """With Muon."""
 
 
-def auto_settings(optimizer: str, width: int, parameters: float, unique_tokens: float, run_tokens: float,
-                  batch_tokens: float | None = None) -> Settings:  # fmt: skip
+def auto_settings(
+    optimizer: str,
+    width: int,
+    parameters: float,
+    unique_tokens: float,
+    run_tokens: float,
+    batch_tokens: float | None = None,
+) -> Settings:
     """The settings for a net of so many parameters, a text of `unique_tokens` and a run that sees `run_tokens`.
 
     `batch_tokens` overrides the formula of the batch; the weight decay fits it.
     """
     rate = learning_rate(optimizer, width)
     batch = batch_tokens or best_batch_tokens(optimizer, run_tokens)
-    steps, epochs = run_tokens / batch, run_tokens / unique_tokens
+    steps = run_tokens / batch
+    epochs = run_tokens / unique_tokens
     return Settings(
         learning_rate=round_setting(rate),
         weight_decay=round_setting(best_weight_decay(rate, batch, epochs, parameters, unique_tokens)),

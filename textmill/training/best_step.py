@@ -43,9 +43,12 @@ class BestStep:
         """The state as JSON; numbers are exact in hex."""
         value = None if self.value is None else self.value.hex()
         return {
-            "metric": self.rule.metric, "highest": self.rule.highest,
-            "value": value, "step": self.step, "waited": self.waited,
-        }  # fmt: skip
+            "metric": self.rule.metric,
+            "highest": self.rule.highest,
+            "value": value,
+            "step": self.step,
+            "waited": self.waited,
+        }
 
 
 def open_best_step(config: BestConfig, saved: dict[str, Any]) -> BestStep:

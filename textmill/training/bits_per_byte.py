@@ -14,7 +14,8 @@ EVERY_TOKEN = ("packed", "padded", "features")
 def bits_factor(data: Splits, split: str, train: TrainConfig) -> float | None:
     """Times a loss in nats per token this is bits per byte; None if the bytes are not known or not all have a loss."""
     counts = data.manifest.get("splits", {}).get(split) or {}
-    octets, tokens = counts.get("bytes"), counts.get("tokens")
+    octets = counts.get("bytes")
+    tokens = counts.get("tokens")
     if train.layout not in EVERY_TOKEN or not octets or not tokens:
         return None
     return float(tokens / octets / math.log(2))

@@ -128,7 +128,8 @@ def describe_changes(ranges: Ranges) -> dict[int, list[str]]:
     """What changed at the first step of each step range but the first: lines such as "train.batch was 8, is 16"."""
     changes: dict[int, list[str]] = {}
     for before, after in itertools.pairwise(ranges):
-        old, new = before["settings"], after["settings"]
+        old = before["settings"]
+        new = after["settings"]
         changes[after["step"]] = [
             f"{USER_NAMES.get(name, name)} was {_format(name, old.get(name))}, is {_format(name, new[name])}"
             for name in new

@@ -44,7 +44,9 @@ class SkippedUpdates:
 
     def __init__(self, run: Path, guard: SpikeCounts | None, first: bool) -> None:
         """`first` is whether this is rank 0."""
-        self.run, self.guard, self.first = run, guard, first
+        self.run = run
+        self.guard = guard
+        self.first = first
         self._bad_steps = 0
         """Steps in a row whose loss or gradient was not finite."""
         self._spikes_reported = guard.counts()["left"] if guard else 0

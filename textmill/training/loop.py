@@ -35,11 +35,16 @@ from textmill.training.valid_loss import Validation
 
 
 def train(
-    config: RunConfig, force: Force = "no", step: StepChoice = "latest", *,
-    change: bool = False, command: CommandTime | None = None,
-) -> Path:  # fmt: skip
+    config: RunConfig,
+    force: Force = "no",
+    step: StepChoice = "latest",
+    *,
+    change: bool = False,
+    command: CommandTime | None = None,
+) -> Path:
     """Train to the last step, resuming from the newest checkpoint if there is one (`change`: with other settings)."""
-    command, run = command or CommandTime(), config.folder_of("train")
+    command = command or CommandTime()
+    run = config.folder_of("train")
     with (
         closing(open_ranks(config)) as ranks,
         ExitStack() as lock,
@@ -67,8 +72,12 @@ class Training:
     def __init__(
         self, config: RunConfig, run_length: RunLength, data: Splits, start: Start, engine: Engine, signals: StopSignals
     ) -> None:
-        self.config, self.start, self.engine, self.signals = config, start, engine, signals
-        self.ranks, self.first = engine.ranks, engine.first
+        self.config = config
+        self.start = start
+        self.engine = engine
+        self.signals = signals
+        self.ranks = engine.ranks
+        self.first = engine.first
         self.run, self.files = config.folder_of("train"), checkpoint_files(config, data, start)
         self.run_length = run_length
         """`train.minutes`: replaced by a new estimate of the number of steps, then by the final number."""
@@ -105,7 +114,9 @@ class Training:
 
     def _after_step(self, done: int, result: Step) -> None:
         """Log, check, evaluate, save and stop, as far as due after `done` steps."""
-        log, train, run_length = self.step_log, self.config.train, self.run_length
+        log = self.step_log
+        train = self.config.train
+        run_length = self.run_length
         log.flush()
         self.skipped_updates.add(done, result)
         if not run_length.known:

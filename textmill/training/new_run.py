@@ -107,8 +107,10 @@ def check_start(config: RunConfig) -> None:
 
 def _check_objective(train: TrainConfig, shape: Shape) -> None:
     """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
-    layout, pairs = train.layout, train.masked.pairs
-    objective, layout_objectives = open_family(shape.family).OBJECTIVE, objectives_of(layout)
+    layout = train.layout
+    pairs = train.masked.pairs
+    objective = open_family(shape.family).OBJECTIVE
+    layout_objectives = objectives_of(layout)
     if layout == "labelled":
         return  # the family has a head for it, or `with_label_head` refused it
     if head := label_head_of(shape):
@@ -136,7 +138,8 @@ def _check_objective(train: TrainConfig, shape: Shape) -> None:
 
 def _check_pairs(config: RunConfig, shape: Shape) -> None:
     """Refuse pairs of texts for a net that knows one segment."""
-    corpus, other = config.corpus, "use another model.init_from"
+    corpus = config.corpus
+    other = "use another model.init_from"
     if config.train.layout == "masked" and (pairs := config.train.masked.pairs) != "none":
         check_segments(shape, f"train.masked.pairs: {pairs}", f"set train.masked.pairs=none, or {other}")
     if corpus.labels == "question-answering":

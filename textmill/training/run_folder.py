@@ -55,7 +55,8 @@ def clean_run_folder(run: Path, step: int) -> None:
     """
     remove_leftovers(run)
     (run / STOPPED_FILE).unlink(missing_ok=True)
-    metrics, replaced = run / METRICS_FILE, run / REPLACED_METRICS
+    metrics = run / METRICS_FILE
+    replaced = run / REPLACED_METRICS
     if replaced.is_file():  # the run went back to an earlier step before, but did not save after that
         os.replace(replaced, metrics)
     later_steps = [saved for saved in list_checkpoints(run) if saved > step]
@@ -84,7 +85,8 @@ def remove_replaced(run: Path, step: int, saved: int) -> None:
 
 def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
     """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml and the tokenizer."""
-    shape, lora = start.shape, config.model.lora
+    shape = start.shape
+    lora = config.model.lora
     hf_config = open_family(shape.family).hf_config_of(shape)
     if lora and start.base:
         configs = {MERGED_CONFIG: hf_config, ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)}
@@ -132,7 +134,8 @@ def _fingerprints(start: Start) -> dict[str, Any]:
 
 def describe_engine(facts: dict[str, Any]) -> str:
     """Parameters, device, precision and micro-batch in one line; with LoRA or frozen weights, how many are trained."""
-    parameters, trained = facts["parameters"], facts["trained"]
+    parameters = facts["parameters"]
+    trained = facts["trained"]
     trained_part = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
     processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
     compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
@@ -154,7 +157,8 @@ class RunState:
 
     def progress(self, engine: Any) -> dict[str, Any]:
         """The content of progress.json. Losses and metrics are saved as hex, so that they are exact."""
-        start, run_length = self.start, self.run_length
+        start = self.start
+        run_length = self.run_length
         exact_metrics = {name: value.hex() for name, value in self.metrics.items()}
         return {
             "step": self.step,
@@ -182,7 +186,8 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
     All ranks go through the names of all tensors in the same order. A `FilePlan` puts each tensor into a file and
     knows which rank writes that file; the engine copies a tensor only on that rank.
     """
-    start, max_bytes = state.start, int(state.run_length.train.checkpoints.max_file_gb * 1e9)
+    start = state.start
+    max_bytes = int(state.run_length.train.checkpoints.max_file_gb * 1e9)
     family = open_family(start.shape.family)
     tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
     new_plan = partial(

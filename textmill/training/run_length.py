@@ -152,7 +152,8 @@ def plan_run_length(
 
     `saved` is what the checkpoint to resume from stores of `train.minutes`.
     """
-    sizes, epoch_samples = batches.sizes, sum(layout.samples_per_epoch for layout in batches.layouts)
+    sizes = batches.sizes
+    epoch_samples = sum(layout.samples_per_epoch for layout in batches.layouts)
     memory = train.average.memory_in_steps(epoch_samples / train.batch)
     train = train.model_copy(update={"average": train.average.model_copy(update={"memory": memory})})
     max_steps = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
@@ -185,9 +186,11 @@ def _steps_of_epochs(epochs: float, sizes: BatchSizes, epoch_samples: int) -> in
 def _restore(length: RunLength, saved: dict[str, Any]) -> RunLength:
     """The length that a checkpoint stores; other minutes or epochs are measured again, with the same warm-up."""
     train = length.train
-    steps, measured_at = PROVISIONAL_STEPS, None
+    steps = PROVISIONAL_STEPS
+    measured_at = None
     if saved.get("steps") and (saved["minutes"], saved.get("max_epochs")) == (train.minutes, train.max_epochs):
-        steps, measured_at = saved["steps"], saved["measured_at"]
+        steps = saved["steps"]
+        measured_at = saved["measured_at"]
     changes = {"steps": steps, "warmup": saved.get("warmup", train.warmup)}
     return replace(length, train=train.model_copy(update=changes), measured_at=measured_at)
 

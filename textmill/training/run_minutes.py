@@ -19,7 +19,8 @@ from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.progress import format_duration
 from textmill.training.run_length import RunLength
 
-ESTIMATE_STEPS, MEASURED_STEPS = 3, 50
+ESTIMATE_STEPS = 3
+MEASURED_STEPS = 50
 """Timed steps before the first estimate, and before the final number of steps is computed."""
 MEASURED_FRACTION = 0.1
 """In a short run, this fraction of it is timed instead."""
@@ -61,8 +62,11 @@ class MinutesTimer:
         self, command: CommandTime, first: int, ranks: Ranks, log: Log, measure_costs: Callable[[], Costs]
     ) -> None:
         """`first` is the first step of this process, which is not timed: it includes compilation."""
-        self.command, self.first, self.ranks = command, first, ranks
-        self.log, self.measure_costs = log, measure_costs
+        self.command = command
+        self.first = first
+        self.ranks = ranks
+        self.log = log
+        self.measure_costs = measure_costs
         self._last_timed_step: int | None = None
         """The step after which the final number is computed; None before the first estimate."""
 
@@ -134,7 +138,8 @@ class MinutesTimer:
 def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_second: float, costs: Costs) -> int:
     """The largest number of steps that ends within `seconds`, with evaluations and saves, and within
     `train.max_epochs`; at least `done`."""
-    train, tokens_done = length.train, length.tokens_after(done)
+    train = length.train
+    tokens_done = length.tokens_after(done)
 
     def fits(steps: int) -> bool:
         if steps > length.max_steps:
@@ -145,9 +150,11 @@ def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_secon
         needed += costs.save * length.count_due(train.save_every, done, steps)
         return needed <= seconds
 
-    low, high = done, done + 1  # binary search: `low` steps fit, `high` do not
+    low = done  # binary search: `low` steps fit, `high` do not
+    high = done + 1
     while fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -28,7 +28,9 @@ class Saver:
     def __init__(
         self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = SINGLE_PROCESS, start: int | None = None
     ) -> None:
-        self.run, self.ranks, self._branch_start = run, ranks, start
+        self.run = run
+        self.ranks = ranks
+        self._branch_start = start
         self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -74,7 +74,8 @@ def describe_end(train: TrainConfig, start: Start, length: RunLength) -> str | N
 
 def _check_batch_memory(train: TrainConfig, length: int) -> None:
     """Refuse a batch whose token ids alone do not fit into this machine's memory."""
-    needed, memory = max(train.sizes) * length * BYTES_PER_ID, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = max(train.sizes) * length * BYTES_PER_ID
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise TextmillError(
             f"train.batch: {max(train.sizes):,} samples of {length:,} tokens need {needed / 1e9:,.0f} GB, "
@@ -86,7 +87,8 @@ def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitS
     """Open the engine and load the weights and optimizer state that the run starts from."""
     engine = open_engine(config, start.shape, ranks)
     resources.callback(engine.close)
-    weights, moments = report_each(ranks, start.weights), report_each(ranks, start.moments)
+    weights = report_each(ranks, start.weights)
+    moments = report_each(ranks, start.moments)
     engine.load(weights, moments, start.updates, start.source, start.loss_scale)
     if engine.guard:
         engine.guard.load_state(start.spikes)

@@ -68,7 +68,8 @@ class Start:
 def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None) -> Shape:
     """The shape of the model: that of a checkpoint, where dropout and positions may be overridden, or the config's."""
     if checkpoint is None:
-        family, tokenizer = open_family(config.model.family), data.tokenizer
+        family = open_family(config.model.family)
+        tokenizer = data.tokenizer
         shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
     else:
         shape = shape_of_checkpoint(config, checkpoint)
@@ -78,7 +79,8 @@ def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None)
 
 def shape_of_checkpoint(config: RunConfig, checkpoint: Checkpoint) -> Shape:
     """The shape of a checkpoint; `model.shape` may override dropout and positions."""
-    shape, override = read_shape(checkpoint.folder), config.model.shape
+    shape = read_shape(checkpoint.folder)
+    override = config.model.shape
     if isinstance(override, str):
         return shape
     if override.dropout is not None:

@@ -45,8 +45,10 @@ class StepLog(Generic[Result]):
     """
 
     def __init__(self, run_length: RunLength, step: int, report: Callable[[int, Result, float], None]) -> None:
-        self.run_length, self.report = run_length, report
-        self._last_time, self._last_step = time.perf_counter(), step
+        self.run_length = run_length
+        self.report = report
+        self._last_time = time.perf_counter()
+        self._last_step = step
         self._pending: tuple[int, Result] | None = None
         self.paused_seconds = 0.0
         """The time of other work so far."""
@@ -66,7 +68,8 @@ class StepLog(Generic[Result]):
         now = time.perf_counter()
         tokens = self.run_length.tokens_after(done) - self.run_length.tokens_after(self._last_step)
         tokens_per_second = tokens / max(1e-9, now - self._last_time)
-        self._last_time, self._last_step = now, done
+        self._last_time = now
+        self._last_step = done
         self.report(done, result, tokens_per_second)
 
     @contextmanager

@@ -28,7 +28,10 @@ class TrainingTasks:
     """The tasks of a run. The engine's weights are copied into a net of their own, which is freed after the tasks."""
 
     def __init__(self, config: RunConfig, start: Start, tokenizer: TextTokenizer, engine: Engine) -> None:
-        self.config, self.start, self.tokenizer, self.engine = config, start, tokenizer, engine
+        self.config = config
+        self.start = start
+        self.tokenizer = tokenizer
+        self.engine = engine
         self.tasks = open_tasks(config.train.tasks)
         if self.tasks:
             from textmill.engines.scoring.mesh_torch import ScoringMesh
@@ -78,7 +81,8 @@ class TrainingTasks:
         from textmill.evaluation.scorer_torch import new_scorer
         from textmill.evaluation.share import Share
 
-        folder, shape = self.config.folder_of("train") / f"step-{done:07d}", self.start.shape
+        folder = self.config.folder_of("train") / f"step-{done:07d}"
+        shape = self.start.shape
         net = self.mesh.new_net(shape, self._weights(), str(folder), self.config.model.lora)
         share = Share(self.engine.ranks, *self.mesh.part)
         return new_scorer(Checkpoint(folder, done, {}), net, self.tokenizer, self.config, share)

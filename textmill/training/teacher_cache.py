@@ -22,13 +22,7 @@ from textmill.storage.progress import format_amount, progress
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches
-from textmill.tokens.batches.teacher_cache import (
-    TeacherCache,
-    encode_records,
-    file_name,
-    record_of,
-    records_per_file,
-)
+from textmill.tokens.batches.teacher_cache import TeacherCache, encode_records, file_name, record_of, records_per_file
 from textmill.tokens.splits import Splits, open_splits
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.imported_model import use_imported_model
@@ -36,7 +30,8 @@ from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import choose_shape
 from textmill.training.teachers import check_teachers, fingerprint_teachers
 
-COMMAND, PER_FILE = "cache-teacher", "samples_per_file"
+COMMAND = "cache-teacher"
+PER_FILE = "samples_per_file"
 
 
 def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
@@ -57,7 +52,8 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     exact = torch_part.is_exact(config)
     made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
     if force != "yes" and (existing := _existing(folder, made_from)):
-        made_from, samples = existing, existing["samples"]
+        made_from = existing
+        samples = existing["samples"]
     stage = Stage(COMMAND, folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"{COMMAND}: done already: {format_path(folder)}")
@@ -132,7 +128,8 @@ def _write_files(
     part: Path, record: np.dtype[Any], samples: int, batches: Batches, predictor: Any
 ) -> dict[str, dict[str, Any]]:
     """Write the files that are missing; return all with length and checksum."""
-    files, per_file = {}, records_per_file(record)
+    files = {}
+    per_file = records_per_file(record)
     names = {file_name(number): start for number, start in enumerate(range(0, samples, per_file))}
     missing = {name: start for name, start in names.items() if not (part / name).is_file()}
     total = sum(min(samples, start + per_file) - start for start in missing.values())
@@ -165,7 +162,8 @@ def open_teacher_cache(
     if manifest.get("verb") != COMMAND:
         raise TextmillError(f"train.distil.cache: {folder}: was not made by 'textmill {COMMAND}'; name another folder")
     made_from = dict(manifest["made_from"])
-    samples, exact = made_from.pop("samples"), made_from.pop("exact")
+    samples = made_from.pop("samples")
+    exact = made_from.pop("exact")
     if changes := list_changes(made_from, describe_cache(config, data, length.sample_length)):
         raise TextmillError(
             f"train.distil.cache: {folder} was made for another run: {'; '.join(changes[:4])}; set them back, or write "

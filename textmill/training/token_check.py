@@ -21,7 +21,8 @@ class TokenCheck:
     command that writes them; none on ranks other than the first."""
 
     def __init__(self, run: Path, files: dict[Path, dict[str, Any]]) -> None:
-        self.run, self.files = run, files
+        self.run = run
+        self.files = files
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._check, name="check tokens", daemon=True)
         self._thread.start()

@@ -23,7 +23,8 @@ from textmill.training.tasks import TrainingTasks
 
 TIMED_BATCHES = 3
 """Batches that are evaluated to estimate the time of all."""
-SAVED_BYTES, SAVE_SPEED = 12, 1e9
+SAVED_BYTES = 12
+SAVE_SPEED = 1e9
 """Bytes of a trained weight in a checkpoint (the weight and two moments), and bytes written per second."""
 
 
@@ -32,7 +33,10 @@ class Validation:
 
     def __init__(self, config: RunConfig, data: Splits, start: Start, engine: Engine, length: int) -> None:
         """`length` is the number of tokens of a sample."""
-        self.config, self.data, self.engine, self.length = config, data, engine, length
+        self.config = config
+        self.data = data
+        self.engine = engine
+        self.length = length
         self.tasks = TrainingTasks(config, start, data.tokenizer, engine)
         self.best = open_best_step(config.train.best, start.best)
 
@@ -99,7 +103,8 @@ class Validation:
         batches = list(itertools.islice(self._batches(), 1 + TIMED_BATCHES))
         for batch in batches[:1]:  # not timed: it may compile
             self.engine.eval_step(batch)
-        timed, start = batches[1:] or batches, time.perf_counter()
+        timed = batches[1:] or batches
+        start = time.perf_counter()
         for batch in timed:
             self.engine.eval_step(batch)
         batch_seconds = (time.perf_counter() - start) / max(1, len(timed))

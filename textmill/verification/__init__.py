@@ -22,7 +22,8 @@ class MeshMismatch(TextmillError):
 
 def verify(config: RunConfig) -> None:
     """Check that the config's mesh gives the numbers of one process; report where they differ."""
-    start, plan = time.monotonic(), build_plan(config)
+    start = time.monotonic()
+    plan = build_plan(config)
     print(f"verify: {plan.describe()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="textmill-verify-") as folder:
         single, parallel = launch(

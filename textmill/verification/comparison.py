@@ -72,7 +72,8 @@ def _compare_steps(what: str, key: str, single: TrialResult, parallel: TrialResu
 
 def _compare_gradients(trial: PrecisionTrial, single: TrialResult, parallel: TrialResult) -> Comparison:
     """The first step's gradients as the optimizer received them, by weight, relative to the global norm."""
-    expected, actual = dict(single.gradients), dict(parallel.gradients)
+    expected = dict(single.gradients)
+    actual = dict(parallel.gradients)
     if expected.keys() != actual.keys() or not expected:
         unmatched = sorted(expected.keys() ^ actual.keys()) or ["none"]
         what = f"gradients: {', '.join(unmatched[:3])} in one of the two trials only"

@@ -24,8 +24,14 @@ TIMEOUT = 900
 """Seconds that a trial may take."""
 PORTS = (20_000, 32_000)
 """The range of `free_port`: below the ports that the system gives to outgoing connections."""
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE",
-                      "TORCHELASTIC_RUN_ID")  # fmt: skip
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+)
 """Removed from the environment of a trial's processes, in case this process was itself started by a launcher."""
 
 

@@ -26,10 +26,14 @@ from textmill.verification.small_teachers import shrink_distil, write_teachers
 
 STEPS = 8
 """Optimizer steps that are compared."""
-LENGTH, VOCAB, LAYERS, MICRO_BATCH = 24, 150, 2, 2
+LENGTH = 24
+VOCAB = 150
+LAYERS = 2
+MICRO_BATCH = 2
 MAX_PROCESSES = 4
 """Each axis of a mesh with more processes is reduced to two."""
-LEARNING_RATE, LOW_LEARNING_RATE = 1e-2, 1e-3
+LEARNING_RATE = 1e-2
+LOW_LEARNING_RATE = 1e-3
 """The low one is for half precision and adapters, where a high one would amplify rounding differences."""
 AXES = ("replicate", "shard", "tensor")
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
@@ -41,9 +45,15 @@ GRADIENT_BOUNDS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 HALF_PRECISIONS = {"auto": "bf16", "bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}
 """The half precision of the matmuls, by `engine.precision`."""
 REPLACED_KEYS = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "fp16", "bf16", "optimizer", "scheduler",
-)  # fmt: skip
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "fp16",
+    "bf16",
+    "optimizer",
+    "scheduler",
+)
 """Keys of a user's DeepSpeed JSON that a small copy replaces."""
 
 
@@ -98,7 +108,8 @@ def build_plan(config: RunConfig) -> VerificationPlan:
     if isinstance(config.engine, TorchEngine):
         mesh = config.engine.mesh
         mesh_of(config, full, (mesh.replicate or 1) * mesh.shard * mesh.tensor)  # raises if it does not fit the run
-    sizes, precisions = _mesh_sizes(config), _precisions(config)
+    sizes = _mesh_sizes(config)
+    precisions = _precisions(config)
     data_ranks = sizes["replicate"] * sizes["shard"]
     rank_batch = _accumulation_steps(config, data_ranks) * MICRO_BATCH
     pairs = []
@@ -111,7 +122,8 @@ def build_plan(config: RunConfig) -> VerificationPlan:
         PrecisionTrial(name, max(LOSS_BOUNDS[name], least_bound), GRADIENT_BOUNDS[name], replicated)
         for name in precisions
     ]
-    single, parallel = [one for one, _ in pairs], [many for _, many in pairs]
+    single = [one for one, _ in pairs]
+    parallel = [many for _, many in pairs]
     return VerificationPlan(single, parallel, trials, math.prod(sizes.values()), sizes)
 
 
@@ -164,18 +176,30 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     small = family.weights_of(family.shape_of(model, vocab=VOCAB, end=0))
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {
-        "batch": batch, "length": LENGTH, "steps": STEPS, "epochs": None, "samples": None, "tokens": None,
-        "batch_rampup": [], "freeze": frozen, "distil": shrink_distil(config.train.distil),
-    }  # fmt: skip
+        "batch": batch,
+        "length": LENGTH,
+        "steps": STEPS,
+        "epochs": None,
+        "samples": None,
+        "tokens": None,
+        "batch_rampup": [],
+        "freeze": frozen,
+        "distil": shrink_distil(config.train.distil),
+    }
     engine = {
-        "device": "cpu", "compile": False, "precision": precision,
+        "device": "cpu",
+        "compile": False,
+        "precision": precision,
         "recompute": min(config.engine.recompute, LAYERS),
-    }  # fmt: skip
+    }
     known = {key: value for key, value in engine.items() if key in type(config.engine).model_fields}
-    return config.model_copy(update={
-        "model": model,
-        "train": config.train.model_copy(update=train), "engine": config.engine.model_copy(update=known),
-    })  # fmt: skip
+    return config.model_copy(
+        update={
+            "model": model,
+            "train": config.train.model_copy(update=train),
+            "engine": config.engine.model_copy(update=known),
+        }
+    )
 
 
 def _on_mesh(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig:
@@ -226,7 +250,8 @@ def build_batches(config: RunConfig) -> Iterator[Batch]:
 
     They have document numbers if the run isolates documents.
     """
-    random, rows = np.random.default_rng(7), config.train.batch
+    random = np.random.default_rng(7)
+    rows = config.train.batch
     for step in range(STEPS):
         ids = (random.integers(0, 12, (rows, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
         labels = ids[:, 1:].copy()

@@ -10,7 +10,8 @@ from textmill.models import Shape, initial_weights, open_family
 from textmill.storage.files import write_bytes, write_text
 from textmill.storage.tensor_files import encode_safetensors
 
-MOST_TEACHERS, MOST_TOKENS = 2, 10
+MOST_TEACHERS = 2
+MOST_TOKENS = 10
 """Most teachers of a small copy, and most tokens of `train.distil.top_k` there."""
 
 
@@ -30,7 +31,8 @@ def shrink_distil(distil: DistilConfig) -> DistilConfig:
 
 def write_teachers(config: RunConfig, shape: Shape, folder: Path) -> RunConfig:
     """Write the teachers of a small copy of this shape; return the config with their folders."""
-    family, folders = open_family(config.model.family), []
+    family = open_family(config.model.family)
+    folders = []
     for number, name in enumerate(config.train.distil.teachers):
         teacher = folder / name
         teacher.mkdir()

@@ -44,7 +44,8 @@ def hash_tensors(named: Iterable[Named]) -> str:
 
 def run_trial(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
     """Train and return the numbers of every step; rank 0 writes the first step's gradients, read from the momentum."""
-    rows, steps = engine.samples_of(config.train.batch), []
+    rows = engine.samples_of(config.train.batch)
+    steps = []
     for step, batch in enumerate(build_batches(config)):
         result = engine.train_step(select_rows(batch, rows), step, learning_rate(config))
         steps.append({"loss": result.loss, "norm": result.norm, "loss_tokens": result.loss_tokens})

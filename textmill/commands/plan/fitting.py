@@ -97,8 +97,11 @@ def _meshes(
     else:
         own = config.engine.mesh
         for shard, tensor in _axes(devices):
-            changed = {f"engine.mesh.{name}": value for name, value in (("shard", shard), ("tensor", tensor))
-                       if value != getattr(own, name)}  # fmt: skip
+            changed = {
+                f"engine.mesh.{name}": value
+                for name, value in (("shard", shard), ("tensor", tensor))
+                if value != getattr(own, name)
+            }
             mesh = MeshConfig(**{**own.model_dump(), "replicate": None, "shard": shard, "tensor": tensor})
             distance = sum(
                 1.0 + 0.2 * abs(math.log2(value / getattr(own, key.rpartition(".")[2])))

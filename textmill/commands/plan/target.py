@@ -35,7 +35,8 @@ class Target:
 
 def target_of(config: RunConfig) -> Target:
     """The devices of `plan`, else this machine's device."""
-    plan, devices = config.plan, config.plan.devices or _mesh_size(config)
+    plan = config.plan
+    devices = config.plan.devices or _mesh_size(config)
     peak = plan.tflops * 1e12 if plan.tflops else None
     if plan.gpu or plan.memory_gb:
         name = _known_gpu(plan.gpu) if plan.gpu else "GPU"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-KB, MB, GB = 2**10, 2**20, 2**30
+KB = 2**10
+MB = 2**20
+GB = 2**30
 PARTS = {
-    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "buffers": "communication buffers",
-    "activations": "activations", "logits": "logits",
-}  # fmt: skip
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "buffers": "communication buffers",
+    "activations": "activations",
+    "logits": "logits",
+}
 
 
 def format_plan(figures: dict[str, Any]) -> str:
@@ -23,7 +29,8 @@ def format_plan(figures: dict[str, Any]) -> str:
 
 
 def _memory_lines(figures: dict[str, Any]) -> list[str]:
-    memory, machine = figures["memory"], figures["machine"]
+    memory = figures["memory"]
+    machine = figures["machine"]
     unit, name = (GB, "GB") if memory["total"] >= GB else (MB, "MB")
     mesh = ", ".join(f"{axis} {size}" for axis, size in memory["mesh"].items() if size > 1)
     how = f"{memory['engine']}, {memory['precision']}, micro-batch {memory['micro_batch']}"
@@ -89,7 +96,8 @@ def _disk_lines(figures: dict[str, Any]) -> list[str]:
 
 def _table(head: str, values: dict[str, Any], form: str) -> list[str]:
     texts = {name: form.format(value) for name, value in values.items()}
-    names, figures = max(map(len, texts)), max(map(len, texts.values()))
+    names = max(map(len, texts))
+    figures = max(map(len, texts.values()))
     return [head, *(f"  {name:<{names}}  {text:>{figures}}" for name, text in texts.items())]
 
 

@@ -24,7 +24,8 @@ SAMPLED = 300
 """Documents whose scripts and languages are examined, evenly spread over the corpus."""
 MIN_CONFIDENCE = 0.4
 """Below this the language of a document counts as unclear."""
-SHOWN_DOCUMENTS, SHOWN_CHARACTERS = 3, 400
+SHOWN_DOCUMENTS = 3
+SHOWN_CHARACTERS = 400
 
 
 def show_corpus(config: RunConfig) -> None:

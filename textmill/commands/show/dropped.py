@@ -13,7 +13,8 @@ from textmill.storage.files import format_path, read_json
 from textmill.storage.stages import open_manifest
 
 ALL = "all"
-SHOWN_DOCUMENTS, SHOWN_CHARACTERS = 20, 400
+SHOWN_DOCUMENTS = 20
+SHOWN_CHARACTERS = 400
 
 
 def show_dropped(config: RunConfig, rule: str) -> None:

@@ -41,7 +41,8 @@ def show_step(config: RunConfig, step: int) -> None:
     """List the documents of every sample of a step; the first step is 1, as in the metrics."""
     if step < 1:
         raise TextmillError(f"--step: found {step}; the first step is 1")
-    run, splits = config.folder_of("train"), open_splits(config)
+    run = config.folder_of("train")
+    splits = open_splits(config)
     checkpoint = find_checkpoint(run, "latest")
     made_from = rename_settings(checkpoint.progress["made_from"]) if checkpoint else {}
     now = {**config.results("train"), "tokens": splits.fingerprint}

@@ -20,7 +20,9 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 MAX_COUNTED = 20_000_000
 """At most this many tokens are counted to find the frequent ones."""
-FREQUENT, SHOWN_DOCUMENTS, SHOWN_TOKENS = 20, 3, 80
+FREQUENT = 20
+SHOWN_DOCUMENTS = 3
+SHOWN_TOKENS = 80
 
 
 def show_tokens(config: RunConfig) -> None:
@@ -31,7 +33,8 @@ def show_tokens(config: RunConfig) -> None:
     print(f"{format_path(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} vocabulary entries, {dtype}")
     for split in splits.by_split:
         stores = splits.stores(split)
-        documents, tokens = sum(map(len, stores)), sum(store.tokens for store in stores)
+        documents = sum(map(len, stores))
+        tokens = sum(store.tokens for store in stores)
         print(f"  {split:<6} {documents:>12,} documents {tokens:>16,} tokens {_bytes_per_token(splits, split, tokens)}")
     print_bars("tokens per document", _lengths([store for split in splits.by_split for store in splits.stores(split)]))
     if not train:
@@ -48,7 +51,8 @@ def save_token_counts(config: RunConfig, path: Path) -> None:
     splits = open_splits(config)
     counts = count_tokens(splits.stores("train"), splits.tokenizer.vocab)
     write_token_counts(path, counts, splits.tokenizer.fingerprint)
-    seen, total = int((counts > 0).sum()), int(counts.sum())
+    seen = int((counts > 0).sum())
+    total = int(counts.sum())
     print(f"{format_path(path)}: {total:,} train tokens; {seen:,} of {len(counts):,} vocabulary entries occur")
 
 

@@ -28,7 +28,8 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 PRECISIONS = ("fp32", "bf16", "fp16")
 Module = tuple[dict[str, Any], dict[str, Any]]
 """A rank's weights, and what its file has next to them."""
-TAG, LATEST = "global_step0", "latest"
+TAG = "global_step0"
+LATEST = "latest"
 PREFIX = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
 """What wrappers put before the name of a weight, such as module. or model."""
 
@@ -47,11 +48,24 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     files = {}
     for tensor, (module, more) in enumerate(modules):
         states: dict[str, object] = {
-            "module": module, "buffer_names": [], "param_shapes": None, "frozen_param_shapes": None,
-            "frozen_param_fragments": None, "shared_params": {}, "optimizer": None, "lr_scheduler": None,
-            "sparse_tensor_module_names": set(), "skipped_steps": 0, "global_steps": 0, "global_samples": 0,
-            "dp_world_size": 1, "mp_world_size": ranks, "ds_config": {}, "ds_version": "0", **more,
-        }  # fmt: skip
+            "module": module,
+            "buffer_names": [],
+            "param_shapes": None,
+            "frozen_param_shapes": None,
+            "frozen_param_fragments": None,
+            "shared_params": {},
+            "optimizer": None,
+            "lr_scheduler": None,
+            "sparse_tensor_module_names": set(),
+            "skipped_steps": 0,
+            "global_steps": 0,
+            "global_samples": 0,
+            "dp_world_size": 1,
+            "mp_world_size": ranks,
+            "ds_config": {},
+            "ds_version": "0",
+            **more,
+        }
         files[f"{TAG}/{states_name(tensor)}"] = write_torch_file(folder / TAG / states_name(tensor), states)
     files[LATEST] = write_text(folder / LATEST, TAG)
     texts = text_files(model.shape, model.tokenizer, config.precision)

@@ -31,7 +31,8 @@ FILE_TYPES = {
 }
 BLOCK = 32
 """Values that share a scale in a quantised type; rows of another length are written in F16."""
-MAGIC, EMBEDDING = b"GGUF", "token_embd.weight"
+MAGIC = b"GGUF"
+EMBEDDING = "token_embd.weight"
 KEPT = ("position_embd.weight", "rope_freqs.weight")
 """Matrices and vectors that stay in F32."""
 LAYOUTS: dict[str, Any] = {"gpt2": gguf_gpt2, "llama": gguf_llama}
@@ -40,7 +41,8 @@ LAYOUTS: dict[str, Any] = {"gpt2": gguf_gpt2, "llama": gguf_llama}
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write NAME.gguf and a Modelfile for Ollama."""
-    gguf, shape = _package(), model.shape
+    gguf = _package()
+    shape = model.shape
     require_family(shape, "gguf", *LAYOUTS)
     architecture = LAYOUTS[shape.family].architecture_of(shape)
     if model.tokenizer is None:
@@ -84,7 +86,8 @@ def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: 
 
 def _add_tensors(writer: Any, model: Model, gguf: Any, precision: str) -> int:
     """Add every weight; norms, biases and positions stay in F32. Returns how many matrices could not be quantised."""
-    wanted, odd = getattr(gguf.GGMLQuantizationType, TYPES[precision]), 0
+    wanted = getattr(gguf.GGMLQuantizationType, TYPES[precision])
+    odd = 0
     for name, values in LAYOUTS[model.shape.family].tensors_of(model).items():
         values = np.ascontiguousarray(values, np.float32)
         if values.ndim < 2 or name in KEPT or precision == "fp32":
@@ -92,7 +95,8 @@ def _add_tensors(writer: Any, model: Model, gguf: Any, precision: str) -> int:
             continue
         kind = wanted
         if precision.startswith("q") and values.shape[-1] % BLOCK:
-            kind, odd = gguf.GGMLQuantizationType.F16, odd + 1
+            kind = gguf.GGMLQuantizationType.F16
+            odd = odd + 1
         if kind == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
             raise TextmillError(
                 f"'{name}' holds {np.abs(values).max():.4g}, more than fp16 can represent; use bf16 or fp32"
@@ -119,7 +123,8 @@ def _file_of(path: Path) -> Path:
 
 def read(path: Path, hints: Hints) -> Model:
     """Read a model; quantised weights are turned into fp32."""
-    path, gguf = _file_of(path), _package()
+    path = _file_of(path)
+    gguf = _package()
     try:
         reader = gguf.GGUFReader(path)
         keys = {name: field.contents() for name, field in reader.fields.items()}

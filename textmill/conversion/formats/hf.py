@@ -22,7 +22,8 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 PRECISIONS = ("fp32", "bf16", "fp16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The names of precisions in a config.json."""
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "*.model", "vocab.txt", "encoder.json")
 
 

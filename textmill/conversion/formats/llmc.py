@@ -17,7 +17,8 @@ from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 PRECISIONS: tuple[str, ...] = ()
-MAGIC, HEADER = 20240326, 256
+MAGIC = 20240326
+HEADER = 256
 ITEM_BYTES = {3: 4, 5: 2}
 """Bytes of a number by version: 3 has fp32, 5 has bf16; both have a padded vocabulary."""
 
@@ -48,13 +49,21 @@ def read(path: Path, hints: Hints) -> Model:
         raise TextmillError(f"{path}: not a model file of llm.c in version 3 or 5 (version {version})")
     positions, vocab, layers, heads, width, rows = map(int, header[2:8])
     hf = {
-        "n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": positions, "vocab_size": vocab,
-        "activation_function": "gelu_new", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
-    }  # fmt: skip
+        "n_layer": layers,
+        "n_head": heads,
+        "n_embd": width,
+        "n_positions": positions,
+        "vocab_size": vocab,
+        "activation_function": "gelu_new",
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
     shape = open_family("gpt2").shape_of_hf(hf, str(path))
     if rows < vocab:
         raise TextmillError(f"{path}: its padded vocabulary {rows:,} is smaller than its vocabulary {vocab:,}; damaged")
-    item, tensors = ITEM_BYTES[int(header[1])], list(_layout(shape, rows))
+    item = ITEM_BYTES[int(header[1])]
+    tensors = list(_layout(shape, rows))
     expected = HEADER * 4 + item * sum(math.prod(one) for _, _, one in tensors)
     if size != expected:
         raise TextmillError(f"{path}: has {size:,} bytes, its header describes {expected:,}; the file is truncated")
@@ -65,7 +74,9 @@ def read(path: Path, hints: Hints) -> Model:
 def _layout(shape: Any, rows: int) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
     """Each kind of weight in the file's order: its name (N: of every layer), whether it is a matrix of a block, and its
     size."""
-    width, inner, layers = shape.width, 4 * shape.width, shape.layers
+    width = shape.width
+    inner = 4 * shape.width
+    layers = shape.layers
     yield "transformer.wte.weight", False, (rows, width)
     yield "transformer.wpe.weight", False, (shape.positions, width)
     sizes = {"attn.c_attn": (3 * width, width), "attn.c_proj": (width, width)}
@@ -79,7 +90,8 @@ def _layout(shape: Any, rows: int) -> Iterator[tuple[str, bool, tuple[int, ...]]
 
 
 def _named(path: Path, tensors: list[tuple[str, bool, tuple[int, ...]]], item: int) -> Iterator[Named]:
-    data, start = np.memmap(path, np.uint8, "r"), HEADER * 4
+    data = np.memmap(path, np.uint8, "r")
+    start = HEADER * 4
     for name, matrix, size in tensors:
         values = _decode(data[start : start + math.prod(size) * item], item).reshape(size)
         start += math.prod(size) * item

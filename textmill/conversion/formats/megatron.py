@@ -33,7 +33,7 @@ from textmill.conversion.megatron_layout import (
     to_gpt2_name,
     to_megatron_name,
     to_version_order,
-)  # fmt: skip
+)
 from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family, require_gelu
 from textmill.conversion.torch_files import read_tree, to_array, to_tensor, write_torch_file
 from textmill.errors import TextmillError, warn
@@ -45,12 +45,15 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 PRECISIONS = ("fp32", "bf16", "fp16")
 States = dict[tuple[int, int], dict[str, Array]]
 """The weights of each rank by Megatron's names."""
-FILE, TRACKER, RELEASE = "model_optim_rng.pt", "latest_checkpointed_iteration.txt", "release"
+FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write a release checkpoint (weights only, iteration 0), which Megatron's `--load` opens, one file per rank."""
-    shape, settings = model.shape, config.megatron
+    shape = model.shape
+    settings = config.megatron
     check_parallel(shape, config)
     files = {}
     for pipeline in range(settings.pipeline):
@@ -70,9 +73,10 @@ def check_parallel(shape: Any, config: ExportConfig) -> None:
     require_family(shape, "megatron", "gpt2")
     require_gelu(shape, "megatron")
     for name, size, ranks in (
-        ("heads", shape.heads, settings.tensor), ("inner", shape.inner, settings.tensor),
+        ("heads", shape.heads, settings.tensor),
+        ("inner", shape.inner, settings.tensor),
         ("layers", shape.layers, settings.pipeline),
-    ):  # fmt: skip
+    ):
         if size % ranks:
             key = "pipeline" if name == "layers" else "tensor"
             raise TextmillError(f"export.megatron.{key}: {ranks} does not divide the model's {size} {name}")
@@ -99,7 +103,8 @@ def _place_on_stage(
 ) -> list[str]:
     """The keys of a weight in the tree of a pipeline stage; none if the stage does not have it."""
     settings = config.megatron
-    is_first_stage, is_last_stage = pipeline == 0, pipeline == settings.pipeline - 1
+    is_first_stage = pipeline == 0
+    is_last_stage = pipeline == settings.pipeline - 1
     is_new_version = settings.version in ("2.0", "3.0")
     blocks = ["language_model", "encoder" if is_new_version else "transformer"]
     if layer is not None:
@@ -120,7 +125,8 @@ def _place_on_stage(
 
 def _slice_of_rank(values: Array, module: str, ending: str, model: Model, config: ExportConfig, tensor: int) -> Array:
     """A tensor-parallel rank's slice of a weight; matrices are turned to outputs x inputs, as Megatron has them."""
-    shape, ranks = model.shape, config.megatron.tensor
+    shape = model.shape
+    ranks = config.megatron.tensor
     is_matrix = ending == "weight" and module in (*ROWS, *COLUMNS)
     values = values.T if is_matrix else values
     if module == QKV:
@@ -144,16 +150,30 @@ def _args_of(shape: Any, config: ExportConfig) -> Namespace:
     """The arguments that Megatron compares when it loads a checkpoint."""
     settings = config.megatron
     return Namespace(
-        num_layers=shape.layers, hidden_size=shape.width, num_attention_heads=shape.heads, seq_length=shape.positions,
-        max_position_embeddings=shape.positions, ffn_hidden_size=shape.inner, layernorm_epsilon=shape.epsilon,
-        padded_vocab_size=_padded_vocab(shape, config), make_vocab_size_divisible_by=settings.vocab_multiple,
-        tensor_model_parallel_size=settings.tensor, pipeline_model_parallel_size=settings.pipeline,
-        position_embedding_type="learned_absolute", tokenizer_type="GPT2BPETokenizer",
-        bias_gelu_fusion=shape.activation == "gelu_new", openai_gelu=False, add_position_embedding=True,
-        hidden_dropout=shape.residual_dropout, attention_dropout=shape.attention_dropout, params_dtype=config.precision,
-        untie_embeddings_and_output_weights=shape.untied, consumed_train_samples=0, consumed_valid_samples=0,
+        num_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        seq_length=shape.positions,
+        max_position_embeddings=shape.positions,
+        ffn_hidden_size=shape.inner,
+        layernorm_epsilon=shape.epsilon,
+        padded_vocab_size=_padded_vocab(shape, config),
+        make_vocab_size_divisible_by=settings.vocab_multiple,
+        tensor_model_parallel_size=settings.tensor,
+        pipeline_model_parallel_size=settings.pipeline,
+        position_embedding_type="learned_absolute",
+        tokenizer_type="GPT2BPETokenizer",
+        bias_gelu_fusion=shape.activation == "gelu_new",
+        openai_gelu=False,
+        add_position_embedding=True,
+        hidden_dropout=shape.residual_dropout,
+        attention_dropout=shape.attention_dropout,
+        params_dtype=config.precision,
+        untie_embeddings_and_output_weights=shape.untied,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
         iteration=0,
-    )  # fmt: skip
+    )
 
 
 def matches(path: Path) -> bool:
@@ -252,11 +272,18 @@ def _hf_config(args: dict[str, Any], hints: Hints, rows: int, positions: Array, 
     activation = "gelu_new" if args.get("bias_gelu_fusion", True) or args.get("openai_gelu") else "gelu"
     dropout = args.get("hidden_dropout", 0.1)
     return {
-        "n_layer": args.get("num_layers", last_layer + 1), "n_head": heads, "n_embd": positions.shape[1],
-        "n_positions": len(positions), "n_inner": args.get("ffn_hidden_size"), "vocab_size": hints.vocab or rows,
-        "activation_function": hints.activation or activation, "embd_pdrop": dropout, "resid_pdrop": dropout,
-        "attn_pdrop": args.get("attention_dropout", 0.1), "layer_norm_epsilon": args.get("layernorm_epsilon", 1e-5),
-    }  # fmt: skip
+        "n_layer": args.get("num_layers", last_layer + 1),
+        "n_head": heads,
+        "n_embd": positions.shape[1],
+        "n_positions": len(positions),
+        "n_inner": args.get("ffn_hidden_size"),
+        "vocab_size": hints.vocab or rows,
+        "activation_function": hints.activation or activation,
+        "embd_pdrop": dropout,
+        "resid_pdrop": dropout,
+        "attn_pdrop": args.get("attention_dropout", 0.1),
+        "layer_norm_epsilon": args.get("layernorm_epsilon", 1e-5),
+    }
 
 
 def _join_weights(states: States, sizes: ParallelSizes, shape: Any, order: Any, where: Path) -> Iterator[Named]:

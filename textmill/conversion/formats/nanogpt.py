@@ -61,7 +61,8 @@ def read(path: Path, hints: Hints) -> Model:
     """Read a ckpt.pt; weights without biases get biases of zero."""
     path = path / FILE if path.is_dir() else path
     tree = read_tree(path)
-    args, state = tree.get("model_args"), tree.get("model")
+    args = tree.get("model_args")
+    state = tree.get("model")
     if not isinstance(args, dict) or not isinstance(state, dict):
         raise TextmillError(f"{path}: has no model_args and model; it is not a checkpoint of nanoGPT")
     shape = _shape_of(args, hints, path)

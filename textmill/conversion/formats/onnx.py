@@ -20,7 +20,8 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 LAYOUTS: dict[str, Any] = {"gpt2": onnx_gpt2, "llama": onnx_llama}
 """The nodes of the models of each family."""
 PRECISIONS = ("fp32", "fp16")
-FILE, DATA = "model.onnx", "model.onnx.data"
+FILE = "model.onnx"
+DATA = "model.onnx.data"
 LARGE = 1_000_000_000
 """Above so many bytes the weights are in a file of their own, because the graph's file is limited to 2 GB."""
 HALF = ".fp16"
@@ -29,9 +30,11 @@ HALF = ".fp16"
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write model.onnx, and config.json and the tokenizer's files for the programs that run it."""
-    onnx, shape = _package(), model.shape
+    onnx = _package()
+    shape = model.shape
     require_family(shape, "onnx", *LAYOUTS)
-    graph, half = Graph(onnx.helper), config.precision == "fp16"
+    graph = Graph(onnx.helper)
+    half = config.precision == "fp16"
     weights = []
     for name, values in model.weights.items():
         stored = np.ascontiguousarray(values, np.float32)
@@ -44,9 +47,11 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     LAYOUTS[shape.family].build_nodes(graph, shape)
     weights += [onnx.numpy_helper.from_array(values, name) for name, values in graph.constants.items()]
     proto = onnx.helper.make_model(
-        onnx.helper.make_graph(graph.nodes, shape.family, *_interface(onnx, shape), weights), ir_version=IR_VERSION,
-        opset_imports=[onnx.helper.make_opsetid("", OPSET)], producer_name="textmill",
-    )  # fmt: skip
+        onnx.helper.make_graph(graph.nodes, shape.family, *_interface(onnx, shape), weights),
+        ir_version=IR_VERSION,
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        producer_name="textmill",
+    )
     large = sum(weight.raw_data.__len__() for weight in weights) > LARGE
     onnx.save_model(proto, folder / FILE, save_as_external_data=large, location=DATA)
     onnx.checker.check_model(folder / FILE)
@@ -57,14 +62,17 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 
 def _interface(onnx: Any, shape: Any) -> tuple[list[Any], list[Any]]:
     """The inputs and outputs with their types and sizes."""
-    value, integer, number = onnx.helper.make_tensor_value_info, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    value = onnx.helper.make_tensor_value_info
+    integer = onnx.TensorProto.INT64
+    number = onnx.TensorProto.FLOAT
     heads, width = LAYOUTS[shape.family].cache_shape(shape)
     names = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
     inputs = [
-        value("input_ids", integer, ["batch", "tokens"]), value("attention_mask", integer, ["batch", "total"]),
+        value("input_ids", integer, ["batch", "tokens"]),
+        value("attention_mask", integer, ["batch", "total"]),
         value("position_ids", integer, ["batch", "tokens"]),
         *(value(f"past_key_values.{name}", number, ["batch", heads, "past", width]) for name in names),
-    ]  # fmt: skip
+    ]
     present = [value(f"present.{name}", number, ["batch", heads, "total", width]) for name in names]
     return inputs, [value("logits", number, ["batch", "tokens", shape.vocab]), *present]
 
@@ -78,7 +86,8 @@ def matches(path: Path) -> bool:
 
 def read(path: Path, hints: Hints) -> Model:
     """Read a file that textmill wrote: its weights, and logits computed by the graph itself."""
-    onnx, file = _package(), path / FILE if path.is_dir() else path
+    onnx = _package()
+    file = path / FILE if path.is_dir() else path
     config = hints.config or file.parent
     shape = read_hf_shape(config, *LAYOUTS)
     try:

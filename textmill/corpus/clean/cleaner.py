@@ -69,7 +69,8 @@ class Cleaner:
         )
 
     def _is_blocked(self, url: str | None) -> bool:
-        domains, extensions = self.config.block_domains, self.config.block_extensions
+        domains = self.config.block_domains
+        extensions = self.config.block_extensions
         return url is not None and bool(domains or extensions) and is_blocked(url, domains, extensions)
 
     def _count_drop(self, reason: str | None) -> bool:

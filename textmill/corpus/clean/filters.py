@@ -22,9 +22,13 @@ _WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 _SPACE_BYTES, _DIGIT_BYTES, _SYMBOL_BYTES = (
     characters.encode() for characters in (string.whitespace, string.digits, string.punctuation)
 )
-_BLANK, _DIGIT, _SYMBOL, _OWN_WORD = 1, 2, 4, 8
+_BLANK = 1
+_DIGIT = 2
+_SYMBOL = 4
+_OWN_WORD = 8
 """Bits of the kind of a character; one that is a word of its own may be a symbol too."""
-_FACTOR, _MIXER = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+_FACTOR = 0x9E3779B97F4A7C15
+_MIXER = 0xD1342543DE82EF95
 """Odd numbers: the factor of polynomial hashes, and one that mixes the bits of a hash."""
 _CACHED_POWERS = 1 << 19
 """Texts of fewer characters share tables of powers."""
@@ -45,10 +49,8 @@ def character_fractions(text: str) -> CharacterFractions:
     if text.isascii():
         data = text.encode()
         total = len(data.translate(None, _SPACE_BYTES))
-        digits, symbols = (
-            len(data) - len(data.translate(None, _DIGIT_BYTES)),
-            len(data) - len(data.translate(None, _SYMBOL_BYTES)),
-        )
+        digits = len(data) - len(data.translate(None, _DIGIT_BYTES))
+        symbols = len(data) - len(data.translate(None, _SYMBOL_BYTES))
     else:
         kinds = _character_kinds()[_codes_of(text)]
         blanks, digits, symbols = (int(np.count_nonzero(kinds & kind)) for kind in (_BLANK, _DIGIT, _SYMBOL))
@@ -110,7 +112,9 @@ def find_words(text: str) -> Words:
     codes = _codes_of(text)
     kinds = _character_kinds()[codes]
     inside = (kinds & _BLANK) == 0
-    begins, ends, outside = inside.copy(), inside.copy(), ~inside
+    begins = inside.copy()
+    ends = inside.copy()
+    outside = ~inside
     if codes.dtype == np.uint8 or not (alone := (kinds & _OWN_WORD) != 0).any():
         begins[1:] &= outside[:-1]
         ends[:-1] &= outside[1:]

@@ -53,9 +53,11 @@ def drop_boilerplate(text: str) -> str:
     Navigation: three or more parts of at most 24 characters, separated by | » › · • or >, without a full stop at the
     end. A table row, which starts with |, is kept.
     """
-    lines, harmless_letters = text.split("\n"), _other_first_letters()
+    lines = text.split("\n")
+    harmless_letters = _other_first_letters()
     may_navigate = _SEPARATOR.search(text) is not None
-    match_phrase, find_separator = _PHRASE_OR_SPACES.match, _SEPARATOR.search
+    match_phrase = _PHRASE_OR_SPACES.match
+    find_separator = _SEPARATOR.search
     kept = []
     for line in lines:
         if line and len(line) <= MAX_BOILERPLATE_CHARACTERS:

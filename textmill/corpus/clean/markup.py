@@ -75,7 +75,8 @@ def _remove_hidden(text: str) -> str:
     unclosed: set[str] = set()
     done = copied = 0
     while opening := _OPENING.search(text, done):
-        name, done = (opening[1] or "").lower(), opening.end()
+        name = (opening[1] or "").lower()
+        done = opening.end()
         if name in unclosed:
             continue
         if closing := _CLOSINGS[name].search(text, done):

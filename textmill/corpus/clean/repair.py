@@ -23,7 +23,7 @@ def _characters(first: int, last: int) -> str:
 # four times slower.
 _SUSPECT = re.compile(
     f"[{_characters(0xC2, 0xF4)}\x80-\x9f](?:[{_characters(0x80, 0xBF)}]|(?<=[\x80-\x9f])|(?<=[ÂÃÄÅÎÏÐÑØÙâãïð]) )"
-)  # fmt: skip
+)
 
 
 _SUSPECT_PAIRS = frozenset(
@@ -47,9 +47,11 @@ def repair(text: str) -> str:
     if not suspect:
         return text
     is_bad, fix, fixer_config = _fixer()
-    pieces, end = [], 0  # the text up to `end` is in the pieces
+    pieces = []  # the text up to `end` is in the pieces
+    end = 0
     while suspect:
-        line_start, line_end = text.rfind("\n", 0, suspect.start()) + 1, text.find("\n", suspect.start())
+        line_start = text.rfind("\n", 0, suspect.start()) + 1
+        line_end = text.find("\n", suspect.start())
         line = text[line_start : line_end if line_end >= 0 else len(text)]
         pieces.append(text[end:line_start])
         # ftfy leaves other lines as they are, after more work.
@@ -76,6 +78,16 @@ def _fixer() -> tuple[Any, Any, Any]:
     from ftfy import TextFixerConfig, fix_text
     from ftfy.badness import is_bad
 
-    off = dict.fromkeys(("unescape_html", "remove_terminal_escapes", "fix_latin_ligatures", "fix_character_width",
-                         "uncurl_quotes", "fix_line_breaks", "remove_control_chars"), False)  # fmt: skip
+    off = dict.fromkeys(
+        (
+            "unescape_html",
+            "remove_terminal_escapes",
+            "fix_latin_ligatures",
+            "fix_character_width",
+            "uncurl_quotes",
+            "fix_line_breaks",
+            "remove_control_chars",
+        ),
+        False,
+    )
     return is_bad, fix_text, TextFixerConfig(**off, normalization=None)

@@ -14,7 +14,7 @@ from textmill.corpus.clean.characters import (
     to_nfkc,
     trim_spaces,
     unify_newlines,
-)  # fmt: skip
+)
 from textmill.corpus.clean.lines import drop_boilerplate, drop_url_lines
 from textmill.corpus.clean.markup import break_at_markers, mask_emails, mask_phones, only_korean, strip_html
 from textmill.corpus.clean.repair import repair

@@ -22,7 +22,8 @@ def is_blocked(url: str, domains: Collection[str], extensions: Collection[str]) 
     found = _ADDRESS.fullmatch(url.strip())
     if not found:
         return True
-    host, path = found[1].lower(), (found[2] or "").lower()
+    host = found[1].lower()
+    path = (found[2] or "").lower()
     if path.endswith(tuple(extensions)):
         return True
     if registered_name(host) in domains:

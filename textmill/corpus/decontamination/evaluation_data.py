@@ -19,7 +19,8 @@ from textmill.corpus.sources import find_sources, split_into_chunks
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_file, write_bytes
 
-KEYS, LENGTHS = "ngrams.keys", "ngrams.lengths"
+KEYS = "ngrams.keys"
+LENGTHS = "ngrams.lengths"
 BLOCK = 1000
 """Examples that are read at a time."""
 
@@ -126,9 +127,13 @@ def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Pa
 
 def _read_ngrams(entry: EvaluationData, config: CorpusConfig, first_example: int) -> _EntryNgrams:
     """Read one entry, block by block; its examples are numbered from `first_example` on."""
-    n, min_words = config.decontaminate_words, config.decontaminate_min_words
-    keys, lengths, examples = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
-    example_count, stream = 0, iter(entry.read())
+    n = config.decontaminate_words
+    min_words = config.decontaminate_min_words
+    keys = [np.zeros(0, np.uint64)]
+    lengths = [np.zeros(0, np.uint8)]
+    examples = [np.zeros(0, np.int64)]
+    example_count = 0
+    stream = iter(entry.read())
     while block := list(islice(stream, BLOCK)):
         texts: list[str] = []
         example_of_text: list[int] = []

@@ -22,9 +22,12 @@ Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 GROUP_CHARACTERS = 1 << 18
 """Texts are hashed in groups of about this many characters, whose arrays fit into a CPU's cache."""
-MIN_BITS, MAX_BITS, SPARSE_BITS = 16, 27, 5
+MIN_BITS = 16
+MAX_BITS = 27
+SPARSE_BITS = 5
 """A table of `NgramIndex` has 2 to the power of so many bytes: so many bits more than the number of its keys."""
-_LETTER, _OWN_WORD = 1, 2
+_LETTER = 1
+_OWN_WORD = 2
 
 
 def word_hashes(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
@@ -34,14 +37,17 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
     if joined.isascii():
         codes: NDArray[np.uint8] | NDArray[np.uint32] = np.frombuffer(joined.encode(), np.uint8)
         inside = _ascii_letters()[codes]
-        begins, ends = inside.copy(), inside.copy()
+        begins = inside.copy()
+        ends = inside.copy()
         begins[1:] &= ~inside[:-1]
         ends[:-1] &= ~inside[1:]
     else:
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
         kinds = _character_kinds()[codes]
-        inside, alone = kinds != 0, kinds == _OWN_WORD
-        begins, ends = inside.copy(), inside.copy()
+        inside = kinds != 0
+        alone = kinds == _OWN_WORD
+        begins = inside.copy()
+        ends = inside.copy()
         begins[1:] &= ~inside[:-1] | alone[:-1] | alone[1:]
         ends[:-1] &= ~inside[1:] | begins[1:]
     starts = np.flatnonzero(begins)
@@ -135,6 +141,7 @@ def _groups(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
         characters += len(text)
         if characters >= GROUP_CHARACTERS:
             yield start, texts[start : number + 1]
-            start, characters = number + 1, 0
+            start = number + 1
+            characters = 0
     if start < len(texts):
         yield start, texts[start:]

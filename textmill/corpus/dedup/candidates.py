@@ -83,7 +83,9 @@ def band_hashes_path(folder: Path, chunk: int) -> Path:
 
 def _read_band(task: BandTask, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
     """The hashes of a band in the task's partition, and the numbers of their documents."""
-    hashes, numbers, start = [], [], 0
+    hashes = []
+    numbers = []
+    start = 0
     for chunk, count in enumerate(task.counts):
         band_values = np.fromfile(band_hashes_path(task.folder, chunk), np.uint64, count, offset=band * count * 8)
         selected = np.flatnonzero(band_values % np.uint64(task.partitions) == task.partition)
@@ -99,7 +101,8 @@ def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np
     A small bucket gives all its pairs, a large one only BUCKET_LINKS links per document.
     """
     order = np.argsort(hashes, kind="stable")
-    hashes, numbers = hashes[order], numbers[order]
+    hashes = hashes[order]
+    numbers = numbers[order]
     # Equal hashes are neighbours now: a bucket is a start and a size, and must have two members.
     starts = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)])
     sizes = np.diff(np.append(starts, len(hashes)))

@@ -11,7 +11,8 @@ DEFAULT_MEMORY = 512 << 20
 """Bytes that sorting may use."""
 SORT_BYTES_PER_DIGEST = 64
 """Memory per digest while sorting."""
-MIN_SORT_BYTES, SORT_BYTES_PER_DOCUMENT = 16 << 20, 16
+MIN_SORT_BYTES = 16 << 20
+SORT_BYTES_PER_DOCUMENT = 16
 """Sorting may use the larger of this many bytes in total and this many per document."""
 BLOCK_DOCUMENTS = 1 << 18
 """Documents processed at once."""
@@ -37,7 +38,8 @@ def exact_keep_masks(
     keep = [np.ones(len(rows), dtype=np.bool_) for rows in digests]
     partitions = count_partitions(sum(map(len, keep)), SORT_BYTES_PER_DIGEST, memory)
     for partition in range(partitions):
-        rows_found, chosen = [], [np.zeros((0, 2), np.uint64)]
+        rows_found = []
+        chosen = [np.zeros((0, 2), np.uint64)]
         for rows in digests:
             halves = np.ascontiguousarray(rows).view(np.uint64).reshape(-1, 2)
             rows_found.append(np.flatnonzero(halves[:, 0] % np.uint64(partitions) == partition))
@@ -67,7 +69,8 @@ class Clusters:
 
     def find(self, number: int) -> int:
         """The smallest member of the cluster of `number`."""
-        parents, root = self._parents, number
+        parents = self._parents
+        root = number
         while (parent := parents.get(root, root)) != root:
             root = parent
         while number != root:  # path compression
@@ -76,7 +79,8 @@ class Clusters:
 
     def join(self, first: int, second: int) -> None:
         """Merge the clusters of two numbers."""
-        first, second = self.find(first), self.find(second)
+        first = self.find(first)
+        second = self.find(second)
         smallest = min(first, second)
         self._parents[first] = self._parents[second] = smallest
 
@@ -99,9 +103,11 @@ def smallest_members(count: int, blocks: Iterable[NDArray[np.int64]]) -> NDArray
 
 def _find_roots(smallest: NDArray[np.uint32], numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
     """The root of each number, with path compression."""
-    roots, parents = smallest[numbers], smallest[smallest[numbers]]
+    roots = smallest[numbers]
+    parents = smallest[smallest[numbers]]
     while (roots != parents).any():
-        roots, parents = parents, smallest[parents]
+        roots = parents
+        parents = smallest[parents]
     smallest[numbers] = roots
     return roots
 
@@ -113,7 +119,8 @@ def keep_one_per_cluster(
 
     `smallest` has the cluster of each document. `chunks` has, in order, the lengths and splits of all of them.
     """
-    best, documents_done = np.zeros(len(smallest), np.uint64), 0
+    best = np.zeros(len(smallest), np.uint64)
+    documents_done = 0
     for lengths, splits in chunks:
         numbers = np.arange(documents_done, documents_done + len(lengths), dtype=np.uint64)
         ranks = np.minimum(lengths, MAX_LENGTH).astype(np.uint64) << np.uint64(32) | NUMBER_MASK - numbers

@@ -146,7 +146,8 @@ class _DocumentNumbers:
 
 def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run: RunTasks) -> list[Path]:
     """Find near-duplicate pairs with MinHash LSH; return the files that hold the confirmed pairs."""
-    folder, memory = tasks[0].folder / "work", config.dedup_memory << 20
+    folder = tasks[0].folder / "work"
+    memory = config.dedup_memory << 20
     counts = run(sketch_chunk, tasks, "prepare: sketch for near-duplicates", "bytes")
     if sum(counts) > MAX_DOCUMENTS:
         raise TextmillError(

@@ -79,7 +79,9 @@ def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
         current = np.where(current == EMPTY, minima.reshape(current.shape), current)
         values[rows] = current
         is_unfinished = (current == EMPTY).any(axis=1)
-        hashes, rows, counts = hashes[np.repeat(is_unfinished, counts)], rows[is_unfinished], counts[is_unfinished]
+        hashes = hashes[np.repeat(is_unfinished, counts)]
+        rows = rows[is_unfinished]
+        counts = counts[is_unfinished]
         if not len(rows):
             return values
     values[rows] = _fill_empty(values[rows], hashes, counts)

@@ -20,7 +20,8 @@ from textmill.corpus.passes import ChunkTask
 from textmill.corpus.shards import open_shard
 from textmill.storage.files import atomic_writer, write_bytes
 
-BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 17, 1 << 10
+BLOCK_CHARACTERS = 1 << 17
+BLOCK_DOCUMENTS = 1 << 10
 """The size of a block that is sketched at once: fits the processor's cache, large enough for numpy."""
 PAIRS_PER_TASK = 1 << 15
 """Candidate pairs per task. Within a task, pairs whose documents are already in one cluster are skipped."""
@@ -86,7 +87,8 @@ def _text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
     for text in texts:
         if block and (size + len(text) > BLOCK_CHARACTERS or len(block) == BLOCK_DOCUMENTS):
             yield block
-            block, size = [], 0
+            block = []
+            size = 0
         block.append(text)
         size += len(text)
     if block:
@@ -214,7 +216,8 @@ def confirm_pairs(task: ConfirmTask) -> int:
         pairs = np.fromfile(task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=offset).tolist()
         confirmed = []
         for pair in pairs:
-            first, second = pair >> 32, pair & (2**32 - 1)
+            first = pair >> 32
+            second = pair & (2**32 - 1)
             if clusters.find(first) == clusters.find(second):
                 continue
             small, large = sorted((sets.count_shingles(first), sets.count_shingles(second)))

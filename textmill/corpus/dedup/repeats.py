@@ -59,12 +59,16 @@ def _best_matches(
     pairs: NDArray[Any], is_kept: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
     """Each dropped document of a pair, in order, with its best match and how similar it is."""
-    first, second = pairs["first"].astype(np.int64), pairs["second"].astype(np.int64)
+    first = pairs["first"].astype(np.int64)
+    second = pairs["second"].astype(np.int64)
     # Each pair in both directions, then only those from a dropped document to another.
-    document, other = np.concatenate((first, second)), np.concatenate((second, first))
+    document = np.concatenate((first, second))
+    other = np.concatenate((second, first))
     similarity = np.concatenate((pairs["jaccard"], pairs["jaccard"])).astype(np.float32)
     is_dropped = ~is_kept[document]
-    document, other, similarity = document[is_dropped], other[is_dropped], similarity[is_dropped]
+    document = document[is_dropped]
+    other = other[is_dropped]
+    similarity = similarity[is_dropped]
     # By document; its best match comes first: kept, then most similar, then first in the corpus.
     order = np.lexsort((other, -similarity, ~is_kept[other], document))
     best = order[np.flatnonzero(np.diff(document[order], prepend=-1))]

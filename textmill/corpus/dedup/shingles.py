@@ -105,11 +105,13 @@ def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
 def _words(points: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
     """A hash of each word (a run without spaces), and the number of words per text."""
     ends = np.cumsum(lengths)
-    is_letter, first = points != 32, np.zeros(len(points), dtype=np.bool_)
+    is_letter = points != 32
+    first = np.zeros(len(points), dtype=np.bool_)
     first[1:] = ~is_letter[:-1]
     first[(ends - lengths)[lengths > 0]] = True
     words_before = np.concatenate(([0], np.cumsum(first)))
-    points, starts = points[is_letter], np.flatnonzero(first[is_letter])
+    points = points[is_letter]
+    starts = np.flatnonzero(first[is_letter])
     position = np.arange(1, len(points) + 1) - np.repeat(starts, np.diff(np.append(starts, len(points))))
     hashes = mix(points.astype(np.uint64) + (position.astype(np.uint64) << np.uint64(32)))
     return np.add.reduceat(hashes, starts) if len(starts) else hashes, words_before[ends] - words_before[ends - lengths]
@@ -125,12 +127,16 @@ def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDA
 
 def hash_windows(units: Hashes, n: int) -> Hashes:
     """A polynomial hash of the n units that start at each position, built by doubling the window width."""
-    windows, width, base = units, 1, int(BASE)
+    windows = units
+    width = 1
+    base = int(BASE)
     for bit in bin(n)[3:]:
         # two adjacent windows give one of twice the width
         windows = windows[:-width] * np.uint64(base) + windows[width:]
-        width, base = 2 * width, base * base % 2**64
+        width = 2 * width
+        base = base * base % 2**64
         if bit == "1":
             windows = windows[: len(units) - width] * BASE + units[width:]
-            width, base = width + 1, base * int(BASE) % 2**64
+            width = width + 1
+            base = base * int(BASE) % 2**64
     return windows

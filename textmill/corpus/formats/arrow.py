@@ -21,7 +21,8 @@ MAGIC = b"ARROW1"
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """Yield the rows of all batches."""
-    fields, row = parse_text_key(chunk.source, config), 0
+    fields = parse_text_key(chunk.source, config)
+    row = 0
     with open_seekable(chunk.source.address) as stream:
         for batch in _batches(stream):
             names = batch.schema.names

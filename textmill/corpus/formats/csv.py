@@ -73,7 +73,9 @@ class _LineReader:
         self.row_bytes = 0
 
     def start_row(self) -> None:
-        self.numbers, self.row, self.row_bytes = [], [], 0
+        self.numbers = []
+        self.row = []
+        self.row_bytes = 0
 
     @property
     def place(self) -> str:

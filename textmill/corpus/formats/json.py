@@ -36,7 +36,9 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             while scanner.peek():
                 yield from _value_records(scanner, fields)
         except UnreadableRecord as error:
-            reason, raw, lost = str(error)[: RAW_BYTES // 2], scanner.raw(), scanner.count_rest()
+            reason = str(error)[: RAW_BYTES // 2]
+            raw = scanner.raw()
+            lost = scanner.count_rest()
             reason = f"{reason}; the rest of the file is not read: {lost:,} bytes"
             yield BadRecord(chunk.source.name, scanner.place, reason, raw, lost)
 
@@ -76,16 +78,20 @@ def _parse_start(text: str) -> object:
     except (ValueError, RecursionError):
         pass
     # Cut the text after the last opening bracket or before the last comma, and close what is open there.
-    closers, cut, closers_at_cut = "", 0, ""
+    closers = ""
+    cut = 0
+    closers_at_cut = ""
     for match in _STRUCTURE.finditer(text):
         token = match[0]
         if token in "{[":
             closers = ("}" if token == "{" else "]") + closers
-            cut, closers_at_cut = match.end(), closers
+            cut = match.end()
+            closers_at_cut = closers
         elif token in "}]":
             closers = closers[1:]
         elif token == ",":
-            cut, closers_at_cut = match.start(), closers
+            cut = match.start()
+            closers_at_cut = closers
     try:
         return _DECODER.raw_decode(text[:cut] + closers_at_cut)[0]
     except (ValueError, RecursionError):
@@ -136,8 +142,12 @@ class _Scanner:
     def __init__(self, stream: io.BufferedReader) -> None:
         self.stream = stream
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-        self.text, self.at, self.start, self.at_end = "", 0, 0, False
-        self.count, self.place = 0, "beginning"
+        self.text = ""
+        self.at = 0
+        self.start = 0
+        self.at_end = False
+        self.count = 0
+        self.place = "beginning"
 
     def raw(self) -> bytes:
         """The start of the current value, for the quarantine."""
@@ -154,7 +164,9 @@ class _Scanner:
         """Read more text: as much as is held already, so that a long value is not parsed again too often."""
         if self.at_end:
             return False
-        self.text, self.at, self.start = self.text[self.start :], self.at - self.start, 0
+        self.text = self.text[self.start :]
+        self.at = self.at - self.start
+        self.start = 0
         if len(self.text) > records.MAX_RECORD_BYTES:
             raise UnreadableRecord(f"a value has more than {records.MAX_RECORD_BYTES:,} characters")
         block = self.stream.read1(max(BUFFER_BYTES, len(self.text)))

@@ -16,7 +16,8 @@ from textmill.corpus.text_fields import parse_text_key
 from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, is_redirect, wikitext_to_plain
 
 ROOT = "mediawiki"
-FILE_NAMESPACE, CATEGORY_NAMESPACE = "6", "14"
+FILE_NAMESPACE = "6"
+CATEGORY_NAMESPACE = "14"
 """Namespaces whose links show no text; each language names them differently."""
 
 

@@ -38,7 +38,8 @@ def _row_group_ranges(metadata: Any) -> list[ChunkRange]:
         end_row += metadata.row_group(group).num_rows
         if end - start >= sources.CHUNK_BYTES or group == metadata.num_row_groups - 1:
             ranges_found.append((start, end, first_row))
-            start, first_row = end, end_row
+            start = end
+            first_row = end_row
     return ranges_found or [(0, 0, 0)]
 
 
@@ -49,7 +50,8 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
         columns = fields.columns(file.schema_arrow.names)
         end = end_row = 0
         for group in range(file.num_row_groups):
-            group_metadata, next_row = file.metadata.row_group(group), end_row
+            group_metadata = file.metadata.row_group(group)
+            next_row = end_row
             end += group_metadata.total_byte_size
             end_row += group_metadata.num_rows
             if not chunk.is_entire_source and not chunk.start < end <= chunk.stop:

@@ -52,7 +52,9 @@ def _line_records(chunk: SourceChunk) -> Iterator[Document | BadRecord]:
 
 
 def _file_record(chunk: SourceChunk) -> Document | BadRecord:
-    name, blocks, size = chunk.source.name, [], 0
+    name = chunk.source.name
+    blocks = []
+    size = 0
     with open_stream(chunk.source) as stream:
         while size <= records.MAX_RECORD_BYTES and (block := stream.read1(READ_BYTES)):
             blocks.append(block)

@@ -50,12 +50,14 @@ def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
 
 
 def _line_ranges(path: Path) -> Iterator[ChunkRange]:
-    start, first = 0, 1
+    start = 0
+    first = 1
     with path.open("rb") as stream:
         while lines := list(islice(stream, LINES)):
             stop = start + sum(map(len, lines))
             yield start, stop, first
-            start, first = stop, first + len(lines)
+            start = stop
+            first = first + len(lines)
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
@@ -88,7 +90,8 @@ def fetch(url: str) -> str:
     """The source text of a page; UnreadableRecord tells why there is none."""
     try:
         parts = urlsplit(_to_ascii(url))
-        host, _ = parts.hostname, parts.port
+        host = parts.hostname
+        _ = parts.port
     except ValueError:
         host = None
     if not host or parts.scheme not in ("http", "https"):
@@ -122,7 +125,8 @@ def _download(url: str) -> tuple[bytes, str | None]:
     with _opener().open(request.Request(url, headers={"User-Agent": AGENT}), timeout=TIMEOUT) as reply:
         if (kind := reply.headers.get_content_type()) not in PAGES:
             raise UnreadableRecord(f"not a page but {kind}")
-        raw, stop = bytearray(), time.monotonic() + MAX_SECONDS
+        raw = bytearray()
+        stop = time.monotonic() + MAX_SECONDS
         while piece := reply.read1(MAX_BYTES):
             raw += piece
             if len(raw) > MAX_BYTES:
@@ -157,9 +161,14 @@ def _opener() -> request.OpenerDirector:
     """Follows redirects, and knows no other scheme than http and https."""
     opener = request.OpenerDirector()
     for handler in (
-        request.ProxyHandler(), request.HTTPHandler(), request.HTTPSHandler(), Redirects(),
-        request.HTTPDefaultErrorHandler(), request.HTTPErrorProcessor(), request.UnknownHandler(),
-    ):  # fmt: skip
+        request.ProxyHandler(),
+        request.HTTPHandler(),
+        request.HTTPSHandler(),
+        Redirects(),
+        request.HTTPDefaultErrorHandler(),
+        request.HTTPErrorProcessor(),
+        request.UnknownHandler(),
+    ):
         opener.add_handler(handler)
     return opener
 

@@ -44,7 +44,9 @@ class _Page:
     """A <doc> block while it is read."""
 
     def __init__(self, number: int, head: bytes) -> None:
-        self.number, self.head, self.size = number, head[:RAW_BYTES], 0
+        self.number = number
+        self.head = head[:RAW_BYTES]
+        self.size = 0
         self.lines: list[bytes] = []
 
     def add(self, line: bytes, length: int) -> None:

@@ -11,7 +11,9 @@ from textmill.corpus.document import Document, Split
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
-SEQUENCES, WORDS, ANSWERS = "sequence-classification", "token-classification", "question-answering"
+SEQUENCES = "sequence-classification"
+WORDS = "token-classification"
+ANSWERS = "question-answering"
 Answer = tuple[str, int]
 """The text of an answer, and the character of the context at which it starts."""
 
@@ -58,11 +60,16 @@ def format_place(source: str, place: str) -> str:
 def from_document(document: Document) -> Example:
     """The inverse of `to_document`."""
     fields = json.loads(document.meta or "{}")
-    labels, answers = fields["labels"], fields["answers"]
+    labels = fields["labels"]
+    answers = fields["answers"]
     return Example(
-        document.source, document.id, tuple(fields["texts"]), None if labels is None else tuple(labels),
-        None if answers is None else tuple((text, start) for text, start in answers), fields["id"],
-    )  # fmt: skip
+        document.source,
+        document.id,
+        tuple(fields["texts"]),
+        None if labels is None else tuple(labels),
+        None if answers is None else tuple((text, start) for text, start in answers),
+        fields["id"],
+    )
 
 
 def read_split(folder: Path, split: Split) -> Iterator[Example]:

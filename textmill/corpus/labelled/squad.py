@@ -46,7 +46,8 @@ def _to_example(record: Any, context: str, source: str, place: str) -> Example:
 def _read_answers(answers: Any, context: str, where: str) -> Iterator[Answer]:
     """The accepted answers: a list of objects, or an object of two lists, as the datasets library has them."""
     if isinstance(answers, dict):
-        texts, starts = answers.get("text"), answers.get("answer_start")
+        texts = answers.get("text")
+        starts = answers.get("answer_start")
         if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
             raise TextmillError(f"{where}: answers need lists 'text' and 'answer_start' of one length; correct them")
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]

@@ -71,7 +71,8 @@ def read_range(
     """
     server = _keep_connected(open_server(path), os.getpid())
     index = MongoIndex(server, find_collection_ranges(server) if collection_ranges is None else collection_ranges)
-    source, key = f"mongo:{path}", text_key or config.text_key
+    source = f"mongo:{path}"
+    key = text_key or config.text_key
     text_fields = text_field_names(key, read_original=config.mongo_write_back)
     conversations = None
     if config.chat:
@@ -139,7 +140,9 @@ class QuerySize:
         """Record the rate of a batch with the current size; choose the size of the next batch."""
         self.batches += 1
         if self.batches % RELEARN_BATCHES == 0:
-            self.size, self.rates, self.is_settled = QUERY_SIZES[0], {}, False
+            self.size = QUERY_SIZES[0]
+            self.rates = {}
+            self.is_settled = False
         elif not self.is_settled:
             self.rates[self.size] = rate
             fastest = max(self.rates, key=lambda size: self.rates[size])
@@ -240,7 +243,8 @@ class MongoIndex:
     def _scan_queries(self, start: int, stop: int) -> Iterator[Query]:
         """Queries for all documents at positions start to stop."""
         for collection, first, size in self.collection_ranges:
-            low, high = max(start - first, 0), min(stop - first, size)
+            low = max(start - first, 0)
+            high = min(stop - first, size)
             for block_start in range(low, high, SCAN_BLOCK):
                 yield Query(collection, {"$gte": block_start, "$lt": min(block_start + SCAN_BLOCK, high)})
 

@@ -125,10 +125,12 @@ def _empty_dropped(server: MongoServer, source: Source, paths: Sequence[Path]) -
 
 def _load(folder: Path, path: str, collection: str, field: str) -> None:
     """Load the kept documents of all sources into a collection."""
-    server, manifest = open_server(path), open_manifest(folder, "prepare")
+    server = open_server(path)
+    manifest = open_manifest(folder, "prepare")
     load_record = {"corpus": manifest["fingerprint"], "field": field, "documents": manifest["documents"]}
     load = CorpusLoad(server, collection, field, load_record)
-    steps, documents_before = [], 0
+    steps = []
+    documents_before = 0
     for split, shard in _shards(folder):
         steps.append(ExportStep(shard.name, partial(load.load_shard, shard, split, documents_before)))
         documents_before += count_documents(shard)

@@ -26,7 +26,8 @@ Response = TypeVar("Response")
 CONNECTION_VARIABLE = "TEXTMILL_MONGO"
 DEFAULT_MAX_OUTAGE = 120.0
 """Seconds that a server may be unreachable before the command fails; MONGO_PATIENCE in db_config.json overrides it."""
-FIRST_DELAY, MAX_DELAY = 0.25, 8.0
+FIRST_DELAY = 0.25
+MAX_DELAY = 8.0
 """Seconds between two attempts; the delay doubles each time."""
 TIMEOUTS = {"serverSelectionTimeoutMS": 5_000, "socketTimeoutMS": 300_000}
 """Defaults for the connection string; a server that never answers must not block the command."""
@@ -65,7 +66,8 @@ class MongoServer:
 
     def request(self, operation: Callable[[Any], Response]) -> Response:
         """Run an idempotent database operation; retry while the server is unreachable."""
-        started, delay = time.monotonic(), FIRST_DELAY
+        started = time.monotonic()
+        delay = FIRST_DELAY
         max_outage = DEFAULT_MAX_OUTAGE if self.max_outage is None else self.max_outage
         while True:
             try:
@@ -73,7 +75,8 @@ class MongoServer:
             except BulkWriteError as error:
                 raise TextmillError(f"{self.path}: MongoDB rejected the write ({_write_error_codes(error)})") from None
             except (ConnectionFailure, CursorNotFound) as error:
-                reason, outage = self.redact(error), time.monotonic() - started
+                reason = self.redact(error)
+                outage = time.monotonic() - started
                 if outage > max_outage:
                     raise TextmillError(
                         f"{self.path}: no MongoDB server for {outage:.0f} s ({reason}); "
@@ -121,7 +124,8 @@ def open_server(path: str | Path) -> MongoServer:
         raise TextmillError(
             f"{path}: expected an object with MONGO_CONNECTION_DB and COLLECTIONS; found a {type(settings).__name__}"
         )
-    database, names = settings.get("MONGO_CONNECTION_DB"), settings.get("COLLECTIONS")
+    database = settings.get("MONGO_CONNECTION_DB")
+    names = settings.get("COLLECTIONS")
     if not isinstance(database, str) or not database:
         raise TextmillError(f"{path}: MONGO_CONNECTION_DB is missing; set the name of the database")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
@@ -156,7 +160,8 @@ def _connection_string(path: Path, settings: dict[str, Any]) -> str:
     """The environment variable's, else the secret file's, else that of db_config.json."""
     if address := os.environ.get(CONNECTION_VARIABLE):
         return address
-    address, secret_file = settings.get("MONGO_CONNECTION_STRING"), settings.get("MONGO_CONNECTION_FILE")
+    address = settings.get("MONGO_CONNECTION_STRING")
+    secret_file = settings.get("MONGO_CONNECTION_FILE")
     if isinstance(secret_file, str) and secret_file:
         try:
             address = (path.parent / os.path.expanduser(secret_file)).read_text(encoding="utf-8").strip()

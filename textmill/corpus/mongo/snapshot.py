@@ -128,7 +128,8 @@ def _probe(
 
     If there are documents without idx, the number is a list of two: documents with an idx, and without.
     """
-    name, size = collection_range.collection, collection_range.size
+    name = collection_range.collection
+    size = collection_range.size
     probed_idx = _spread_evenly(size)
     without_cleaned = {CLEANED_FIELD: 0} if read_original else None
     in_range = server.request(lambda db: db[name].count_documents({"idx": {"$gte": 0, "$lt": size}}))

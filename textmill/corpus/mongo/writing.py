@@ -182,10 +182,7 @@ def _create_meta(db: Any, collection: str) -> None:
 
 def _append_load(db: Any, meta: dict[str, Any], load_record: dict[str, Any], first: int) -> None:
     """Append a load to meta_info, unless another process has appended one since `meta` was read."""
-    unchanged = {
-        "collection_name": meta["collection_name"],
-        "next_idx": meta.get("next_idx", {"$exists": False}),
-    }
+    unchanged = {"collection_name": meta["collection_name"], "next_idx": meta.get("next_idx", {"$exists": False})}
     change = {
         "$set": {"next_idx": first + load_record["documents"]},
         "$push": {"loads": {**load_record, "first": first}},

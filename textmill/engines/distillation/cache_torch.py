@@ -35,7 +35,8 @@ class TopPredictor:
         self.precision = torch_dtype(config.engine.precision, self.device)
         only_kl = {"mse": 0.0, "cosine": 0.0, "hidden": 0.0, "student_layers": [], "teacher_layers": []}
         self.train = config.train.model_copy(update={"distil": config.train.distil.model_copy(update=only_kl)})
-        self.teachers, self.shape = Teachers(self.train, shape, self.device, self.precision), shape
+        self.teachers = Teachers(self.train, shape, self.device, self.precision)
+        self.shape = shape
 
     def samples_of_pass(self, length: int) -> int:
         """How many samples of this length to predict at a time."""

@@ -61,9 +61,15 @@ ALL_COLUMNS = Columns()
 
 
 def chunk_terms(
-    logits_MV: Tensor, teachers: Sequence[Tensor], top: Top | None, labels_M: Tensor, weights_M: Tensor, vocab: int,
-    terms: Terms, columns: Columns = ALL_COLUMNS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits_MV: Tensor,
+    teachers: Sequence[Tensor],
+    top: Top | None,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    vocab: int,
+    terms: Terms,
+    columns: Columns = ALL_COLUMNS,
+) -> tuple[Tensor, Tensor]:
     """The sums of the labels' losses, the divergence and the squared difference, and the gradient of their sum.
 
     The teachers' logits have no padding.
@@ -92,7 +98,8 @@ def _label_terms(
     student_MV: Tensor, labels_M: Tensor, vocab: int, terms: Terms, columns: Columns
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each label, 0 without one, and its gradient."""
-    labelled_M, log_sum_M = labels_M != IGNORED, columns.log_sum(student_MV)
+    labelled_M = labels_M != IGNORED
+    log_sum_M = columns.log_sum(student_MV)
     numbers_V = torch.arange(columns.begin, columns.begin + student_MV.shape[1], device=labels_M.device)
     is_label_MV = numbers_V[None] == labels_M[:, None]
     label_logit_M = columns.sum((student_MV * is_label_MV).sum(1))
@@ -134,8 +141,10 @@ def _divergence(
 
 def _top_divergence(student_MV: Tensor, top: Top, terms: Terms, columns: Columns) -> tuple[Tensor, Tensor]:
     """The same over K + 1 outcomes: the teachers' most likely tokens, and any other token."""
-    T, ids_MK = terms.temperature, top.ids_MK.long()
-    scaled_MV, width = student_MV / T, student_MV.shape[1]
+    T = terms.temperature
+    ids_MK = top.ids_MK.long()
+    scaled_MV = student_MV / T
+    width = student_MV.shape[1]
     log_sum_M = columns.log_sum(scaled_MV)
     if columns.tensor is not None:  # one more column stands for the tokens of other ranks
         ids_MK = ids_MK - columns.begin

@@ -23,9 +23,16 @@ LOW = -1e30
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def distillation_loss(
-    x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None,
-    teacher_output: dict[str, Any], vocab: int, tokens: int, terms: Terms,
-) -> tuple[Array, Array]:  # fmt: skip
+    x_NTE: Array,
+    head_VE: Array,
+    labels_NT: Array,
+    weights_NT: Array,
+    bias_V: Array | None,
+    teacher_output: dict[str, Any],
+    vocab: int,
+    tokens: int,
+    terms: Terms,
+) -> tuple[Array, Array]:
     """The weighted sum of all terms; and the labels' losses, the divergence and the squared difference, unweighted.
 
     `teacher_output` has `top`, the teachers' most likely tokens and their log-probabilities, or `x` and `heads`, what
@@ -35,9 +42,16 @@ def distillation_loss(
 
 
 def _forward(
-    x_NTE: Array, head_VE: Array, labels_NT: Array, weights_NT: Array, bias_V: Array | None,
-    teacher_output: dict[str, Any], vocab: int, tokens: int, terms: Terms,
-) -> tuple[tuple[Array, Array], Any]:  # fmt: skip
+    x_NTE: Array,
+    head_VE: Array,
+    labels_NT: Array,
+    weights_NT: Array,
+    bias_V: Array | None,
+    teacher_output: dict[str, Any],
+    vocab: int,
+    tokens: int,
+    terms: Terms,
+) -> tuple[tuple[Array, Array], Any]:
     head = head_VE.astype(x_NTE.dtype)
     heads = teacher_output.get("heads", [])
 
@@ -81,7 +95,8 @@ distillation_loss.defvjp(_forward, _backward)
 
 def cosine_loss(student_NTE: Array, teachers: list[Array], weights_NT: Array) -> Array:
     """The weighted sum of 1 - cosine between hidden states, the mean over the teachers."""
-    student, cosines = student_NTE.astype(jnp.float32), []
+    student = student_NTE.astype(jnp.float32)
+    cosines = []
     for teacher_NTE in teachers:
         teacher = teacher_NTE.astype(jnp.float32)
         norms = jnp.linalg.norm(student, axis=-1) * jnp.linalg.norm(teacher, axis=-1)
@@ -95,9 +110,14 @@ def _masked(logits_NTV: Array, vocab: int) -> Array:
 
 
 def _chunk_loss(
-    teachers: list[Array], top: tuple[Array, Array] | None, labels_NT: Array, weights_NT: Array, vocab: int,
-    terms: Terms, logits_NTV: Array,
-) -> tuple[Array, Array]:  # fmt: skip
+    teachers: list[Array],
+    top: tuple[Array, Array] | None,
+    labels_NT: Array,
+    weights_NT: Array,
+    vocab: int,
+    terms: Terms,
+    logits_NTV: Array,
+) -> tuple[Array, Array]:
     """The weighted sum of the terms of a chunk, and each without its weight."""
     real = jnp.arange(logits_NTV.shape[-1]) < vocab
     student = _masked(logits_NTV, vocab)
@@ -143,7 +163,8 @@ def _outcomes(logs_NTV: Array, ids_NTK: Array) -> Array:
 
 def _divergence(student_logs: Array, teacher_logs: Array, kind: str) -> Array:
     """The divergence of two log-distributions."""
-    student, teacher = jnp.exp(student_logs), jnp.exp(teacher_logs)
+    student = jnp.exp(student_logs)
+    teacher = jnp.exp(teacher_logs)
     if kind == "forward":
         return (teacher * (teacher_logs - student_logs)).sum(-1)
     if kind == "reverse":

@@ -10,7 +10,8 @@ CHUNK_LOGITS = 1 << 26
 """Logits of a chunk of the loss on a GPU; several matrices of this size exist in fp32."""
 COMPILED_CHUNKS = 4
 """How much larger chunks are if the loss is compiled: most of these matrices then do not exist."""
-MATRICES, PER_TEACHER = 8, 3
+MATRICES = 8
+PER_TEACHER = 3
 """Matrices of that size that may exist at once, and more for each teacher: an upper bound from the formulas."""
 
 

@@ -53,7 +53,9 @@ class Teachers:
         if "teacher_ids" in part:
             return {"top": (part["teacher_ids"], part["teacher_logs"])}, []
         without_dropout = {name: values for name, values in part.items() if name != "keys"}
-        head_inputs, matrices, last_states = [], [], []
+        head_inputs = []
+        matrices = []
+        last_states = []
         for heads, teacher_weights in zip(self.heads, weights, strict=True):
             states = heads.states(teacher_weights, without_dropout)
             head_inputs.append(states.head_input)

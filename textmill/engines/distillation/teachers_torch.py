@@ -40,7 +40,8 @@ class Teachers:
     """The teachers of a run on one device."""
 
     def __init__(self, train: TrainConfig, shape: Shape, device: torch.device, precision: torch.dtype) -> None:
-        self.distil, self.precision = train.distil, precision
+        self.distil = train.distil
+        self.precision = precision
         self.nets = [open_net(teacher_folder(name), device) for name in train.distil.teachers]
         for name, net in zip(train.distil.teachers, self.nets, strict=True):
             net.requires_grad_(False)

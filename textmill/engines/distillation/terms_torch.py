@@ -43,10 +43,19 @@ class TeacherOutput(NamedTuple):
 
 
 def distillation_loss(
-    x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, vocab: int, teachers: TeacherOutput, train: TrainConfig,
-    report: Tensor, *, starts_backward: bool = False, bias_V: Tensor | None = None, compiled: bool = False,
+    x_ME: Tensor,
+    head_VE: Tensor,
+    labels: WeightedLabels,
+    vocab: int,
+    teachers: TeacherOutput,
+    train: TrainConfig,
+    report: Tensor,
+    *,
+    starts_backward: bool = False,
+    bias_V: Tensor | None = None,
+    compiled: bool = False,
     tensor: TensorParallel | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The weighted sum of the labels' losses, and of the divergence and squared difference of logits.
 
     `report` [3] gets these three sums added, without the weights of the terms. Tokens without a label do not count.
@@ -73,17 +82,26 @@ class _Comparison(NamedTuple):
 class _DistillationLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels: WeightedLabels, teachers: TeacherOutput,
-        comparison: _Comparison, report: Tensor, starts_backward: bool, bias_V: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x_ME: Tensor,
+        head_VE: Tensor,
+        labels: WeightedLabels,
+        teachers: TeacherOutput,
+        comparison: _Comparison,
+        report: Tensor,
+        starts_backward: bool,
+        bias_V: Tensor | None,
+    ) -> Tensor:
         terms, vocab, columns, compiled = comparison
         predictions = in_matmul_dtype(teachers.predictions)
         compute = _compiled_terms() if compiled else chunk_terms
-        begin, real = columns.begin, columns.count_real(len(head_VE), vocab)
+        begin = columns.begin
+        real = columns.count_real(len(head_VE), vocab)
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
-            teacher_logits, top = [], None
+            teacher_logits = []
+            top = None
             if teachers.top is not None:
                 top = Top(teachers.top.ids_MK[rows], teachers.top.logs_ML[rows])
             elif terms.top_k:
@@ -113,7 +131,8 @@ def in_matmul_dtype(predictions: Sequence[Prediction]) -> list[Prediction]:
 @torch.no_grad()
 def most_likely(predictions: Sequence[Prediction], vocab: int, train: TrainConfig) -> Top:
     """The teachers' most likely tokens at each token of a micro-batch."""
-    terms, x_ME = terms_of(train), predictions[0].x_ME
+    terms = terms_of(train)
+    x_ME = predictions[0].x_ME
     predictions = in_matmul_dtype(predictions)
     chunk = chunk_tokens(vocab, compiled=False) if x_ME.is_cuda else None
     tops = []

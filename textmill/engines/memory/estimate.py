@@ -65,18 +65,18 @@ class Estimator:
 
     def estimate(self, config: RunConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
         """The estimate on so many devices. `exact=False` counts two small nets instead of the entire one."""
-        mesh, engine = mesh_for(config, self.shape, world), config.engine
+        mesh = mesh_for(config, self.shape, world)
+        engine = config.engine
         name = device.precision if engine.precision == "auto" else engine.precision
-        itemsize, length = DTYPES[name].itemsize, config.train.length or self.shape.positions
+        itemsize = DTYPES[name].itemsize
+        length = config.train.length or self.shape.positions
         state = self._state(config, mesh, itemsize, exact)
         state = replace(state, buffers=state.buffers + teacher_bytes(config.train, on_gpu=device.on_gpu))
         sample = self._sample_bytes(config, mesh, device, name, length)
         micro = self._micro_batch(config, mesh, device, state, sample, length)
         rows = -(-self.shape.padded_vocab // mesh.tensor)
         logits = _logits_bytes(micro * length, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
-        memory = Memory(
-            state.weights, state.gradients, state.optimizer, state.buffers, round(micro * sample), logits
-        )  # fmt: skip
+        memory = Memory(state.weights, state.gradients, state.optimizer, state.buffers, round(micro * sample), logits)
         passes = -(-config.train.batch // (mesh.data_ranks * micro))
         return Estimate(memory, state.host, micro, passes, mesh, itemsize, name, state, engine.kind)
 
@@ -95,7 +95,8 @@ class Estimator:
 
     def _sample_bytes(self, config: RunConfig, mesh: Mesh, device: Device, precision: str, length: int) -> float:
         """Bytes of activations of one sample: measured constants on a GPU, a traced forward pass on a CPU."""
-        engine, itemsize = config.engine, DTYPES[precision].itemsize
+        engine = config.engine
+        itemsize = DTYPES[precision].itemsize
         if device.on_gpu or isinstance(engine, JaxEngine):
             compiled = is_compiled(config, mesh, device)
             per_channel = JAX_ACTIVATION_BYTES if isinstance(engine, JaxEngine) else ACTIVATION_BYTES[compiled]

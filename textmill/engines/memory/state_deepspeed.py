@@ -13,7 +13,8 @@ from textmill.models import Shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 
-MASTER_BYTES, MOMENT_BYTES = 4, 8
+MASTER_BYTES = 4
+MOMENT_BYTES = 8
 """Of a trained weight: the fp32 master copy, and AdamW's two moments."""
 
 
@@ -32,7 +33,8 @@ def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int) ->
         return State(4 * every, 4 * trained, MOMENT_BYTES * trained, 4 * trained if world > 1 else 0)
     weights = itemsize * every if stage < 3 else -(-itemsize * every // world)
     gradients = itemsize * trained if stage < 2 else -(-4 * trained // world)
-    optimizer, host = -(-(MASTER_BYTES + MOMENT_BYTES) * trained // world), 0
+    optimizer = -(-(MASTER_BYTES + MOMENT_BYTES) * trained // world)
+    host = 0
     if section.offload_optimizer:
         optimizer, host = 0, optimizer + (gradients if stage > 1 else 0)
     if section.offload_weights:

@@ -91,7 +91,8 @@ def fake_ranks(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     # The process may have groups already: another world, with names that they do not use.
-    before, world_of_ranks = distributed_c10d._world, ThreadLocalWorld()
+    before = distributed_c10d._world
+    world_of_ranks = ThreadLocalWorld()
     world_of_ranks.group_count = FIRST_GROUP
     distributed_c10d._world = world_of_ranks  # type: ignore[assignment]
     try:

@@ -41,19 +41,27 @@ class Heads:
 
     def __init__(self, net: Any, shape: Any, options: Any, chunk: int) -> None:
         """`chunk` is how many tokens have logits at the same time."""
-        self.net, self.shape, self.options, self.chunk = net, shape, options, chunk
+        self.net = net
+        self.shape = shape
+        self.options = options
+        self.chunk = chunk
         self.few_labels = getattr(net, "FEW_LABELS", False)
         self.has_pairs = hasattr(net, "has_pair_head") and net.has_pair_head(shape)
 
     def training_loss(
-        self, weights: Arrays, part: Arrays, train: TrainConfig, teachers: Teachers | None,
+        self,
+        weights: Arrays,
+        part: Arrays,
+        train: TrainConfig,
+        teachers: Teachers | None,
         teacher_weights: list[Arrays],
-    ) -> tuple[Array, Array]:  # fmt: skip
+    ) -> tuple[Array, Array]:
         """The loss to minimise, and what to report: the labels' loss, and all of `term_names` behind it as [1 + terms].
 
         `part` are the arrays of a micro-batch.
         """
-        states, terms = self.states(weights, part), list[Array]()
+        states = self.states(weights, part)
+        terms = list[Array]()
         head, bias = self.head(weights)
         head_and_labels = (states.head_input, head, part["labels"], part["weights"], bias)
         if teachers is None:
@@ -63,7 +71,9 @@ class Heads:
             teacher_output, teacher_states = jax.lax.stop_gradient(teachers.read(teacher_weights, part))
             chunk = min(self.chunk, teachers.chunk)
             loss, sums = distillation_loss(*head_and_labels, teacher_output, self.shape.vocab, chunk, terms_of(train))
-            label_loss, kl, mse = sums[0], sums[1], sums[2]
+            label_loss = sums[0]
+            kl = sums[1]
+            mse = sums[2]
             by_name = {"kl": kl, "mse": mse}
             if train.distil.cosine:
                 by_name["cosine"] = cosine_loss(states.labelled, teacher_states, part["weights"])
@@ -71,7 +81,8 @@ class Heads:
             terms = [by_name[name] for name in train.distil.terms]
         if self.has_pairs:
             pair_loss = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
-            loss, terms = loss + pair_loss, [pair_loss, *terms]
+            loss = loss + pair_loss
+            terms = [pair_loss, *terms]
         return loss, jnp.stack([label_loss, *terms]) if terms else label_loss
 
     def term_names(self, train: TrainConfig) -> list[str]:
@@ -95,7 +106,8 @@ class Heads:
     def states(self, weights: Arrays, part: Arrays) -> States:
         """The hidden states of a micro-batch."""
         types = [part["types"]] if "types" in part else []
-        keys, documents = part.get("keys"), part.get("documents")
+        keys = part.get("keys")
+        documents = part.get("documents")
         x_NTE = self.net.states(weights, self.shape, self.options, part["inputs"], keys, documents, *types)
         x_NKE = jnp.take_along_axis(x_NTE, part["positions"][..., None], 1) if self.few_labels else x_NTE
         head_input = x_NKE

@@ -28,9 +28,12 @@ from textmill.tokens.batches.batch import IGNORED
 
 
 def open_heads(
-    net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
+    net: BaseNet,
+    micro_batch: MicroBatch,
+    precision: torch.dtype,
+    execution: Execution = EAGER,
     teachers: Teachers | CachedTeachers | None = None,
-) -> HeadStates | LabelStates:  # fmt: skip
+) -> HeadStates | LabelStates:
     """Run the net on a micro-batch, up to the input of its heads; call it under autocast."""
     if net.has_label_head:
         return LabelStates(net, micro_batch, precision, execution)
@@ -41,10 +44,17 @@ class HeadStates:
     """The hidden states of a micro-batch that the heads read, and the losses computed from them."""
 
     def __init__(
-        self, net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
+        self,
+        net: BaseNet,
+        micro_batch: MicroBatch,
+        precision: torch.dtype,
+        execution: Execution = EAGER,
         teachers: Teachers | CachedTeachers | None = None,
-    ) -> None:  # fmt: skip
-        self.net, self.micro_batch, self.teachers, self.execution = net, micro_batch, teachers, execution
+    ) -> None:
+        self.net = net
+        self.micro_batch = micro_batch
+        self.teachers = teachers
+        self.execution = execution
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
             states = micro_batch.hidden_states(net, execution)
         x_ME = states.to(precision).flatten(0, 1)
@@ -81,7 +91,8 @@ class HeadStates:
 
     def _label_loss(self, train: TrainConfig, tensor: TensorParallel | None, starts_backward: bool) -> Tensor:
         """The weighted sum of the cross-entropy of all labels."""
-        net, labels = self.net, self._weighted_labels()
+        net = self.net
+        labels = self._weighted_labels()
         formula = LossFormula(net.shape.vocab, train.label_smoothing, train.z_loss, net.logit_softcap)
         if tensor:
             return tensor_parallel_loss(self.x_ME, net.head, labels, formula, tensor, net.head_bias)
@@ -90,7 +101,8 @@ class HeadStates:
         )
 
     def _weighted_labels(self) -> WeightedLabels:
-        micro_batch, multi_token = self.micro_batch, None
+        micro_batch = self.micro_batch
+        multi_token = None
         if micro_batch.multi_token_labels is not None and micro_batch.multi_token_weights is not None:
             multi_token = WeightedLabels(
                 micro_batch.multi_token_labels.flatten(), micro_batch.multi_token_weights.flatten()
@@ -106,15 +118,26 @@ class HeadStates:
         starts_backward: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
-        net, micro_batch, distil = self.net, self.micro_batch, train.distil
+        net = self.net
+        micro_batch = self.micro_batch
+        distil = train.distil
         targets = teachers.read(micro_batch, self.execution)
         labels = self._weighted_labels()
         weights_M = labels.weights_M
         sums = weights_M.new_zeros(3)
         loss = distillation_loss(
-            self.x_ME, net.head, labels, net.shape.vocab, targets.output, train, sums,
-            starts_backward=starts_backward, bias_V=net.head_bias, compiled=self.execution is not EAGER, tensor=tensor,
-        )  # fmt: skip
+            self.x_ME,
+            net.head,
+            labels,
+            net.shape.vocab,
+            targets.output,
+            train,
+            sums,
+            starts_backward=starts_backward,
+            bias_V=net.head_bias,
+            compiled=self.execution is not EAGER,
+            tensor=tensor,
+        )
         label_loss, kl, mse = sums
         terms = {"kl": kl, "mse": mse}
         if distil.cosine:
@@ -128,7 +151,8 @@ class HeadStates:
 
     def sums(self, tensor: TensorParallel | None = None) -> list[Tensor]:
         """The summed loss and the number of correct predictions; also those of the pairs, if there is a pair head."""
-        net, labels_M = self.net, self.micro_batch.labels.flatten()
+        net = self.net
+        labels_M = self.micro_batch.labels.flatten()
         if tensor:
             losses, correct = tensor_parallel_loss_and_correct(
                 self.x_ME, net.head, labels_M, net.shape.vocab, tensor, net.head_bias

@@ -11,7 +11,8 @@ from textmill.engines import Sums
 from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-PAIR, PAIR_LOSS = "pair", "pair_loss"
+PAIR = "pair"
+PAIR_LOSS = "pair_loss"
 """The name of the pair head in evaluations, and of its loss in the log of training."""
 
 SIZES_PER_SAMPLE = 32

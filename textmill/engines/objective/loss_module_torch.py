@@ -21,11 +21,18 @@ class LossModule(nn.Module):
     """Net and loss as one module: ZeRO-3 gathers weights by module, and both use the head's."""
 
     def __init__(
-        self, net: BaseNet, train: TrainConfig, precision: torch.dtype, mixed: bool,
+        self,
+        net: BaseNet,
+        train: TrainConfig,
+        precision: torch.dtype,
+        mixed: bool,
         teachers: Teachers | CachedTeachers | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self.net, self.train_config, self.precision, self.mixed = net, train, precision, mixed
+        self.net = net
+        self.train_config = train
+        self.precision = precision
+        self.mixed = mixed
         self.teachers = teachers
 
     def forward(self, *tensors: Tensor | None) -> Any:

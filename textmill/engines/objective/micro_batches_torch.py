@@ -66,9 +66,15 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    batch: Batch, net: BaseNet, size: int, device: torch.device, *, weights: NDArray[np.float32] | None = None,
-    keys: NDArray[Any] | None = None, pair_weight: float = 0.0,
-) -> Iterator[tuple[bool, MicroBatch]]:  # fmt: skip
+    batch: Batch,
+    net: BaseNet,
+    size: int,
+    device: torch.device,
+    *,
+    weights: NDArray[np.float32] | None = None,
+    keys: NDArray[Any] | None = None,
+    pair_weight: float = 0.0,
+) -> Iterator[tuple[bool, MicroBatch]]:
     """Each micro-batch on the device, and whether it is the last.
 
     `pair_weight` is the weight of a pair's loss. A net with a pair head gets labels of pairs even if the batch has
@@ -87,7 +93,9 @@ def micro_batches(
             "teacher_ids": _take_rows(batch.teacher_ids, rows),
             "teacher_logs": _take_rows(batch.teacher_logs, rows),
         }
-        labels, label_weights, positions = batch.labels[rows], _take_rows(weights, rows), None
+        labels = batch.labels[rows]
+        label_weights = _take_rows(weights, rows)
+        positions = None
         if batch.multi_token_weight is not None and label_weights is not None:
             arrays |= _multi_token_labels(labels, label_weights, batch.multi_token_weight)
         if net.few_labels:

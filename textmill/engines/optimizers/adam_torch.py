@@ -32,7 +32,9 @@ class Adam:
     """AdamW's update; `state` has the moments of each parameter under torch's names."""
 
     def __init__(self, members: Iterable[tuple[nn.Parameter, Rule]], train: TrainConfig) -> None:
-        self.groups, self.betas, self.epsilon = groups_of(members), train.betas, train.epsilon
+        self.groups = groups_of(members)
+        self.betas = train.betas
+        self.epsilon = train.epsilon
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.fused: dict[int, Any] = {}
         """The kernel's tensor addresses of each parameter group."""
@@ -70,10 +72,23 @@ class Adam:
         updated, gradients, first, second = tensors
         steps = list(done.float().repeat(len(updated)).unbind())  # torch increments each, so they are separate tensors
         adamw(
-            updated, gradients, first, second, [], steps, fused=True, grad_scale=scale, found_inf=skipped,
-            amsgrad=False, maximize=False, eps=self.epsilon, beta1=self.betas[0], beta2=self.betas[1],
-            lr=rates[0], weight_decay=rates[1],
-        )  # fmt: skip
+            updated,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            fused=True,
+            grad_scale=scale,
+            found_inf=skipped,
+            amsgrad=False,
+            maximize=False,
+            eps=self.epsilon,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=rates[0],
+            weight_decay=rates[1],
+        )
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if parameter not in self.state:

@@ -24,7 +24,8 @@ class LossScaler:
         """After a step: double the scale after a window without overflows, halve it after too many of them."""
         good = torch.where(finite, self.good + 1, 0)
         left = torch.where(finite, self.left, self.left - 1)
-        grows, shrinks = good == WINDOW, ~finite & (left <= 0)
+        grows = good == WINDOW
+        shrinks = ~finite & (left <= 0)
         self.scale = torch.where(
             grows, self.scale * 2, torch.where(shrinks, (self.scale / 2).clamp_min(LOWEST), self.scale)
         )

@@ -126,7 +126,8 @@ class Stack:
     """Matrices of one shape: the parts of an update before and after orthogonalisation."""
 
     def __init__(self, matrices: list[Matrix], momentum: float, *, compiled: bool) -> None:
-        self.matrices, self.beta = matrices, momentum
+        self.matrices = matrices
+        self.beta = momentum
         self.blend: Callable[..., Tensor] = torch.compile(_blend, dynamic=False) if compiled else _blend
         self.momenta = self._stacked([torch.zeros_like(matrix.parameter) for matrix in matrices])
         self.decays: dict[float, list[Tensor]] = {}

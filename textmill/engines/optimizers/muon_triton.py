@@ -25,7 +25,8 @@ from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
-TILE_SIDE, WARPS = 64, 8
+TILE_SIDE = 64
+WARPS = 8
 """Rows and columns of a tile, and warps per tile."""
 BLOCK = 4096
 """Elements per program of `_divide`."""
@@ -70,10 +71,12 @@ def _locate_tile(layouts, matrix, R, C, SIDE: tl.constexpr):  # type: ignore[no-
     gap = tl.load(layout + 2)
     first_row = tl.load(layout + 3)
     first_matrix = tl.load(layout + 4)
-    matrix_rows, matrix_columns = tl.where(is_tall, C, R), tl.where(is_tall, R, C)
+    matrix_rows = tl.where(is_tall, C, R)
+    matrix_columns = tl.where(is_tall, R, C)
     # Tiles are numbered row by row in the stack, where a tall matrix is transposed.
     tiles_per_row = tl.cdiv(C, SIDE)
-    stack_row, stack_column = tl.program_id(0) // tiles_per_row, tl.program_id(0) % tiles_per_row
+    stack_row = tl.program_id(0) // tiles_per_row
+    stack_column = tl.program_id(0) % tiles_per_row
     rows = tl.where(is_tall, stack_column, stack_row) * SIDE + tl.arange(0, SIDE)
     columns = tl.where(is_tall, stack_row, stack_column) * SIDE + tl.arange(0, SIDE)
     groups_before = rows // rows_per_group
@@ -84,8 +87,8 @@ def _locate_tile(layouts, matrix, R, C, SIDE: tl.constexpr):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    layouts, gradients, momenta, stack, tile_norms, clip, finite, R, C, gradient_weight, SIDE: tl.constexpr,
-):  # fmt: skip
+    layouts, gradients, momenta, stack, tile_norms, clip, finite, R, C, gradient_weight, SIDE: tl.constexpr
+):
     """Update a tile of a momentum; write Nesterov's look-ahead into the stack, and the norm of this tile."""
     matrix = tl.program_id(1).to(tl.int64)
     is_tall, first_matrix, rows, columns, row_exists, column_exists, offsets = _locate_tile(layouts, matrix, R, C, SIDE)
@@ -123,8 +126,8 @@ def _divide(stack, norms, matrix_size, min_norm, BLOCK_SIZE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply(  # type: ignore[no-untyped-def]
-    layouts, rules, weights, steps, finite, R, C, lr, step_size, SIDE: tl.constexpr,
-):  # fmt: skip
+    layouts, rules, weights, steps, finite, R, C, lr, step_size, SIDE: tl.constexpr
+):
     """Decay a tile of a weight and apply its step; both are small, so they are summed before they are subtracted.
 
     `rules` has two numbers per matrix: the factor of its learning rate, and that factor x its weight decay.
@@ -149,14 +152,12 @@ class FusedStack:
     """`Stack` with fused kernels, for parameters on a GPU that `can_update_in_place` accepts."""
 
     def __init__(
-        self,
-        members: list[tuple[Weight, nn.Parameter, Rule]],
-        shape: tuple[int, int],
-        momentum: float,
-        min_norm: float,
+        self, members: list[tuple[Weight, nn.Parameter, Rule]], shape: tuple[int, int], momentum: float, min_norm: float
     ) -> None:
         """`shape` is R and C; all matrices of the members have it."""
-        self.shape, self.gradient_weight, self.min_norm = shape, 1 - momentum, min_norm
+        self.shape = shape
+        self.gradient_weight = 1 - momentum
+        self.min_norm = min_norm
         self.parameters = [parameter for _, parameter, _ in members]
         self.matrices_per_parameter = [parameter.numel() // math.prod(shape) for parameter in self.parameters]
         layouts: list[MatrixLayout] = []
@@ -164,7 +165,8 @@ class FusedStack:
         for (weight, parameter, rule), count in zip(members, self.matrices_per_parameter, strict=True):
             layouts += matrix_layouts(weight, parameter, len(layouts))
             rules += [(rule.rate, rule.rate * rule.decay)] * count
-        device, self.matrix_count = self.parameters[0].device, len(layouts)
+        device = self.parameters[0].device
+        self.matrix_count = len(layouts)
         self.layouts = torch.tensor(layouts, dtype=torch.int32, device=device)
         self.rules = torch.tensor(rules, dtype=torch.float32, device=device)
         self.flat_momenta = torch.zeros(self.matrix_count * math.prod(shape), device=device)
@@ -186,9 +188,19 @@ class FusedStack:
         stack = torch.empty(self.matrix_count, R, C, dtype=torch.bfloat16, device=device)
         tile_norms = torch.empty(self.matrix_count, self.grid[0], device=device)
         _gather[self.grid](
-            self.layouts, self.gradient_addresses, self.flat_momenta, stack, tile_norms, clip, finite, R, C,
-            self.gradient_weight, SIDE=TILE_SIDE, num_warps=WARPS,
-        )  # fmt: skip
+            self.layouts,
+            self.gradient_addresses,
+            self.flat_momenta,
+            stack,
+            tile_norms,
+            clip,
+            finite,
+            R,
+            C,
+            self.gradient_weight,
+            SIDE=TILE_SIDE,
+            num_warps=WARPS,
+        )
         norms = torch.linalg.vector_norm(tile_norms, dim=1)
         blocks = triton.cdiv(R * C, BLOCK)
         _divide[blocks, self.matrix_count](stack, norms, R * C, self.min_norm, BLOCK_SIZE=BLOCK, num_warps=WARPS)
@@ -198,9 +210,17 @@ class FusedStack:
         """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
         # Converted to floats: an integer would compile another kernel.
         _apply[self.grid](
-            self.layouts, self.rules, self.weight_addresses, steps, finite, *self.shape, float(lr), float(step_size),
-            SIDE=TILE_SIDE, num_warps=WARPS,
-        )  # fmt: skip
+            self.layouts,
+            self.rules,
+            self.weight_addresses,
+            steps,
+            finite,
+            *self.shape,
+            float(lr),
+            float(step_size),
+            SIDE=TILE_SIDE,
+            num_warps=WARPS,
+        )
 
     def read_momentum(self, found: dict[nn.Parameter, Tensor]) -> None:
         """Add the momentum of each parameter, in its own layout; not a copy."""

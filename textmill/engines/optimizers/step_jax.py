@@ -22,7 +22,8 @@ from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 
 State = dict[str, Any]
-ADAM_SCALE, MIN_NORM = 0.2, 1e-7
+ADAM_SCALE = 0.2
+MIN_NORM = 1e-7
 """The constants of muon_torch.py."""
 
 

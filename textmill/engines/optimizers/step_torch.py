@@ -27,7 +27,8 @@ class Optimizer:
     """The optimizers and their state; a non-finite gradient or a spike skips the update, decided on the device."""
 
     def __init__(self, net: BaseNet, train: TrainConfig, parallel: Parallel, *, compiled: bool = False) -> None:
-        self.train, self.parallel = train, parallel
+        self.train = train
+        self.parallel = parallel
         self.local_parts: dict[nn.Parameter, nn.Parameter] = {}
         """This rank's part of each trained parameter of the net: the parameter itself unless FSDP shards it."""
         members = trained_of(net, train)
@@ -117,7 +118,8 @@ class Optimizer:
 
 def trained_of(net: BaseNet, train: TrainConfig) -> list[Member]:
     """The trained weights of a net with their parameters and rules; freezes all others."""
-    rules, members = rules_of(net.shape, train, net.lora), []
+    rules = rules_of(net.shape, train, net.lora)
+    members = []
     for name, (weight, parameter) in parameters_of(net).items():
         parameter.requires_grad_(rules[name].trained)
         if rules[name].trained:

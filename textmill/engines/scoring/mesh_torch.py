@@ -36,7 +36,9 @@ class ScoringMesh:
                 f"engine.mesh.tensor: {ranks.world} processes cannot be divided into groups of {tensor}; start "
                 f"{tensor} or a multiple of it, or set engine.mesh.tensor=1"
             )
-        self.engine, self.ranks, self.in_training = engine, ranks, in_training
+        self.engine = engine
+        self.ranks = ranks
+        self.in_training = in_training
         self.mesh = Mesh(replicate=ranks.world // tensor, tensor=tensor)
 
     @property

@@ -33,7 +33,8 @@ def find_best_answer(
     `logits` are [2, tokens] for each window: of the first and of the last token.
     """
     none = min(float(one[0, 0] + one[1, 0]) for one in logits)
-    best, span = -np.inf, (0, 0)
+    best = -np.inf
+    span = (0, 0)
     for sample, one in zip(samples, logits, strict=True):
         assert sample.spans is not None
         places = np.flatnonzero(sample.spans[:, 0] != NO_SPAN)

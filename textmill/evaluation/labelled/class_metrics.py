@@ -32,7 +32,9 @@ class ConfusionMatrix:
 
     def f1_by_class(self) -> dict[str, float]:
         """F1 of each class that occurs as a label or as a prediction."""
-        right, labels, predictions = np.diag(self.counts), self.counts.sum(1), self.counts.sum(0)
+        right = np.diag(self.counts)
+        labels = self.counts.sum(1)
+        predictions = self.counts.sum(0)
         found = {
             name: float(2 * right[number] / (labels[number] + predictions[number]))
             for number, name in enumerate(self.names)
@@ -47,7 +49,9 @@ class ConfusionMatrix:
 
     def matthews(self) -> float:
         """Matthews correlation coefficient, for any number of classes; 0 if all labels or predictions are equal."""
-        labels, predictions = self.counts.sum(1).astype(float), self.counts.sum(0).astype(float)
-        total, right = float(self.total), float(np.trace(self.counts))
+        labels = self.counts.sum(1).astype(float)
+        predictions = self.counts.sum(0).astype(float)
+        total = float(self.total)
+        right = float(np.trace(self.counts))
         spread = (total**2 - labels @ labels) * (total**2 - predictions @ predictions)
         return float((right * total - labels @ predictions) / math.sqrt(spread)) if spread > 0 else 0.0

@@ -20,17 +20,21 @@ def has_entities(names: Sequence[str]) -> bool:
 def find_entities(labels: Sequence[str]) -> set[Entity]:
     """The entities of a sentence. One starts at B or S, at another type, or at any tag after the end of one."""
     found: set[Entity] = set()
-    start, previous_tag, previous_kind = 0, OUTSIDE, ""
+    start = 0
+    previous_tag = OUTSIDE
+    previous_kind = ""
     for place, label in enumerate([*labels, OUTSIDE]):
         tag, kind = (label[0], label[2:]) if label.startswith(PREFIXES) else (OUTSIDE, "")
         tag = {"L": "E", "U": "S"}.get(tag, tag)
-        inside, was_inside = tag != OUTSIDE, previous_tag != OUTSIDE
+        inside = tag != OUTSIDE
+        was_inside = previous_tag != OUTSIDE
         breaks = tag in "BSO" or previous_tag in "ESO" or kind != previous_kind
         if was_inside and breaks:
             found.add((previous_kind, start, place - 1))
         if inside and breaks:
             start = place
-        previous_tag, previous_kind = tag, kind
+        previous_tag = tag
+        previous_kind = kind
     return found
 
 
@@ -42,7 +46,8 @@ class EntityCounts:
 
     def add(self, expected: Sequence[str], predicted: Sequence[str]) -> None:
         """Count the entities of a sentence; one is right if its type and both of its ends are."""
-        wanted, found = find_entities(expected), find_entities(predicted)
+        wanted = find_entities(expected)
+        found = find_entities(predicted)
         self.expected, self.predicted = self.expected + len(wanted), self.predicted + len(found)
         self.right += len(wanted & found)
 

@@ -95,7 +95,8 @@ class AnswerMeasure:
     """Answers to questions."""
 
     def __init__(self, config: RunConfig, no_answer: bool) -> None:
-        self.rule, self.no_answer = config.evaluate.answers, no_answer
+        self.rule = config.evaluate.answers
+        self.no_answer = no_answer
         self.scores, self.ids = AnswerScores(version_2=no_answer), set[str]()
 
     def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
@@ -146,7 +147,8 @@ def new_measure(config: RunConfig, task: str, names: tuple[str, ...]) -> Measure
 
 def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) -> Result:
     """Predict all examples, write the predictions, and return the metrics with how they were measured."""
-    start, task = time.monotonic(), predictor.task
+    start = time.monotonic()
+    task = predictor.task
     measure = new_measure(config, task, predictor.names)
     counts = {"examples": 0, "labelled": 0}
 
@@ -166,12 +168,15 @@ def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) 
     metrics: dict[str, float] = measure.metrics() if counts["labelled"] else {}
     data = ", ".join(map(str, config.evaluate.text)) or f"{config.evaluate.split} split"
     card = {
-        "data": data, **counts, "length": predictor.length,
+        "data": data,
+        **counts,
+        "length": predictor.length,
         **({"overlap": predictor.overlap} if task == ANSWERS else {}),
         "predictions": format_path(predictions) if predictions else "not written; set evaluate.predictions",
-        "precision": str(predictor.precision).removeprefix("torch."), "device": str(predictor.device),
+        "precision": str(predictor.precision).removeprefix("torch."),
+        "device": str(predictor.device),
         "seconds": time.monotonic() - start,
-    }  # fmt: skip
+    }
     return {task: {**metrics, "intervals": {}, "card": card}}
 
 

@@ -32,7 +32,8 @@ class Predictor:
     def __init__(self, checkpoint: Checkpoint, config: RunConfig) -> None:
         self.device = open_device(config.engine.device)
         self.precision = torch_dtype(config.engine.precision, self.device)
-        self.net, self.batch = open_net(checkpoint.folder, self.device), config.evaluate.batch
+        self.net = open_net(checkpoint.folder, self.device)
+        self.batch = config.evaluate.batch
         self.tokenizer, self.where = open_tokenizer(checkpoint.tokenizer), str(checkpoint.folder)
         head = label_head_of(self.net.shape)
         assert head is not None

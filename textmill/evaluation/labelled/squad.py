@@ -23,7 +23,8 @@ def exact_match(answer: str, expected: str) -> float:
 
 def f1_score(answer: str, expected: str, *, version_2: bool) -> float:
     """F1 of the words of two answers; in version 2, an empty one equals only an empty one."""
-    answer_words, expected_words = normalize_answer(answer).split(), normalize_answer(expected).split()
+    answer_words = normalize_answer(answer).split()
+    expected_words = normalize_answer(expected).split()
     if version_2 and not (answer_words and expected_words):
         return float(answer_words == expected_words)
     shared = sum((Counter(answer_words) & Counter(expected_words)).values())

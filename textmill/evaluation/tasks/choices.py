@@ -49,7 +49,8 @@ def read_item(record: Record, place: str) -> Item:
 def _from_template(record: Record, place: str, templates: Mapping[str, Any]) -> Item:
     """`context` is a template; `choices` a list of templates, or the name of a field with a list; `answer` the name of
     a field, or a number."""
-    choices, answer = templates.get("choices", "choices"), templates.get("answer", "answer")
+    choices = templates.get("choices", "choices")
+    answer = templates.get("answer", "answer")
     if isinstance(choices, str):
         values = value_of(record, choices.strip("{}"), place)
         if not isinstance(values, list):

@@ -11,10 +11,22 @@ from textmill.evaluation.data_files import Record
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 
 COLUMNS = {
-    "Text": "paragraph", "Question": "question", "Answer": "label", "sentence": "premise", "1": "alternative_1",
-    "2": "alternative_2", "Target": "word", "SENTENCE1": "context_1", "SENTENCE2": "context_2", "ANSWER": "label",
-    "choice1": "ending_1", "choice2": "ending_2", "choice3": "ending_3", "choice4": "ending_4", "Label": "label",
-}  # fmt: skip
+    "Text": "paragraph",
+    "Question": "question",
+    "Answer": "label",
+    "sentence": "premise",
+    "1": "alternative_1",
+    "2": "alternative_2",
+    "Target": "word",
+    "SENTENCE1": "context_1",
+    "SENTENCE2": "context_2",
+    "ANSWER": "label",
+    "choice1": "ending_1",
+    "choice2": "ending_2",
+    "choice3": "ending_3",
+    "choice4": "ending_4",
+    "Label": "label",
+}
 """The columns of the published TSV files, and the fields of the same data on the hub."""
 CONNECTORS = {"원인": " 왜냐하면", "결과": " 그래서"}
 

@@ -32,11 +32,14 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     truncated = check_lengths(encoded, [place for place, *_ in texts], scorer)
     scores = scorer.score_tokens(encoded)
     card = {
-        **data.card, "protocol": "last word of each text", **sample_card(len(texts), len(every), config.evaluate),
+        **data.card,
+        "protocol": "last word of each text",
+        **sample_card(len(texts), len(every), config.evaluate),
         "normalisation": "accuracy: every token of the last word is the likeliest; perplexity: per last word; "
         "last_token: only the text's last token, given all before it",
-        "interval": "95%, Wilson; of perplexities from the mean loss", "truncated_contexts": truncated,
-    }  # fmt: skip
+        "interval": "95%, Wilson; of perplexities from the mean loss",
+        "truncated_contexts": truncated,
+    }
     return _measured(scores, sum(len(word.strip().encode()) for *_, word in texts), card)
 
 
@@ -49,12 +52,15 @@ def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
 def _measured(scores: list[Score], octets: int, card: dict[str, object]) -> Measured:
     losses = np.array([-score.log_likelihood for score in scores])
     last = np.array([-score.last_log_likelihood for score in scores])
-    right, right_last = sum(score.greedy for score in scores), sum(score.last_greedy for score in scores)
+    right = sum(score.greedy for score in scores)
+    right_last = sum(score.last_greedy for score in scores)
     metrics: dict[str, float | None] = {
-        "accuracy": right / len(scores), "perplexity": _perplexity(losses.mean()),
-        "last_token_accuracy": right_last / len(scores), "last_token_perplexity": _perplexity(last.mean()),
+        "accuracy": right / len(scores),
+        "perplexity": _perplexity(losses.mean()),
+        "last_token_accuracy": right_last / len(scores),
+        "last_token_perplexity": _perplexity(last.mean()),
         "bits_per_byte": float(losses.sum()) / math.log(2) / octets,
-    }  # fmt: skip
+    }
     ones = [1] * len(scores)
     found = {
         "accuracy": proportion_interval(right, len(scores)),

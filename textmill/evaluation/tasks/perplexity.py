@@ -71,11 +71,16 @@ def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
         )
     store_losses = [
         scorer.sum_losses(
-            store, length=window, stride=stride, predict_first=settings.first_token != "context",
-            count_end=settings.count_end is not False, sample=settings.sample, seed=settings.seed,
+            store,
+            length=window,
+            stride=stride,
+            predict_first=settings.first_token != "context",
+            count_end=settings.count_end is not False,
+            sample=settings.sample,
+            seed=settings.seed,
         )
         for store in tokens.stores
-    ]  # fmt: skip
+    ]
     predicted = sum(measured.tokens for measured in store_losses)
     if not predicted:
         raise TextmillError(f"{tokens.stores[0].prefix}: has no token to predict; give it more text")
@@ -113,10 +118,15 @@ def _measure_answers(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
     correct = sum(measured.correct for measured in store_losses)
     metrics = compute_metrics(loss, {"tokens": predicted}, str(scorer.checkpoint.folder))
     return {
-        "split": config.evaluate.split, "documents": tokens.counts["documents"], "tokens": predicted, "window": window,
-        "truncate": truncate, "precision": scorer.precision, "device": scorer.device,
+        "split": config.evaluate.split,
+        "documents": tokens.counts["documents"],
+        "tokens": predicted,
+        "window": window,
+        "truncate": truncate,
+        "precision": scorer.precision,
+        "device": scorer.device,
         "model": {**metrics, "accuracy": correct / predicted},
-    }  # fmt: skip
+    }
 
 
 def format_table(result: Result) -> str:

@@ -69,7 +69,8 @@ def _measure(scorer: Scorer, texts: list[Ids], card: dict[str, Any], octets: int
     if not pieces:
         raise TextmillError(f"{card.get('file') or 'the text'}: has no token to predict; give it more text")
     scores = scorer.score_tokens([((), piece) for piece in pieces])  # type: ignore[misc]
-    losses, counts = [-score.log_likelihood for score in scores], [score.tokens for score in scores]
+    losses = [-score.log_likelihood for score in scores]
+    counts = [score.tokens for score in scores]
     loss = sum(losses) / sum(counts)
     if not math.isfinite(loss):
         raise TextmillError(
@@ -84,7 +85,10 @@ def _measure(scorer: Scorer, texts: list[Ids], card: dict[str, Any], octets: int
         metrics["pseudo_bits_per_byte"] = loss * per_byte
         intervals["pseudo_bits_per_byte"] = transform(interval, lambda mean: mean * per_byte)
     card |= {
-        "protocol": PSEUDO, "tokens": sum(counts), "pieces": len(pieces),
-        "interval": "95%, from the spread of texts", "special_tokens": "[CLS] and [SEP] are not scored",
-    }  # fmt: skip
+        "protocol": PSEUDO,
+        "tokens": sum(counts),
+        "pieces": len(pieces),
+        "interval": "95%, from the spread of texts",
+        "special_tokens": "[CLS] and [SEP] are not scored",
+    }
     return Measured(metrics, card, {name: ends for name, ends in intervals.items() if ends is not None}, loss)

@@ -56,7 +56,8 @@ UNITS = {
 
 def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
-    data, settings = open_data_file(entry), config.evaluate
+    data = open_data_file(entry)
+    settings = config.evaluate
     protocol = _choose_protocol(settings)
     original = _read(data)
     originals = split_articles(original) if protocol.articles else [original]
@@ -71,19 +72,28 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     mean_loss = measured.loss / measured.tokens
     metrics = compute_metrics(mean_loss * tokens, counts, str(scorer.checkpoint.folder))
     card = {
-        **data.card, "protocol": settings.wikitext.protocol, "detokenised": protocol.detokenize,
-        "articles": protocol.articles, "window": window + protocol.shorter, "stride": stride,
-        "first_token": protocol.first_token, "count_end": bool(settings.count_end),
-        "examples": len(measured.window_losses), **counts, "counted": measured.tokens,
-        **({"seed": settings.seed} if settings.sample else {}), **UNITS[protocol.articles],
-    }  # fmt: skip
+        **data.card,
+        "protocol": settings.wikitext.protocol,
+        "detokenised": protocol.detokenize,
+        "articles": protocol.articles,
+        "window": window + protocol.shorter,
+        "stride": stride,
+        "first_token": protocol.first_token,
+        "count_end": bool(settings.count_end),
+        "examples": len(measured.window_losses),
+        **counts,
+        "counted": measured.tokens,
+        **({"seed": settings.seed} if settings.sample else {}),
+        **UNITS[protocol.articles],
+    }
     interval = mean_loss_interval(measured.window_losses, measured.window_tokens)
     return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
 
 
 def _choose_protocol(settings: EvaluateConfig) -> Protocol:
     """The protocol, with the settings that override parts of it."""
-    wikitext, protocol = settings.wikitext, PROTOCOLS[settings.wikitext.protocol]
+    wikitext = settings.wikitext
+    protocol = PROTOCOLS[settings.wikitext.protocol]
     articles = protocol.articles if wikitext.articles is None else wikitext.articles
     first_token = settings.first_token or ("predicted" if articles else protocol.first_token)
     if articles and first_token == "context":
@@ -148,7 +158,8 @@ def _score_articles(
         article_pairs = list(rolling_pairs(ids, scorer.tokenizer.end, window, min(stride, window)))
         pairs += article_pairs
         article_of_pair += [number] * len(article_pairs)
-    losses, tokens = [0.0] * len(articles), [0] * len(articles)
+    losses = [0.0] * len(articles)
+    tokens = [0] * len(articles)
     for number, score in zip(article_of_pair, scorer.score_tokens(pairs), strict=True):
         losses[number] -= score.log_likelihood
         tokens[number] += score.tokens

@@ -78,7 +78,8 @@ def embed(
         raise TextmillError(f"--out: '{out}' is no {' or '.join(SUFFIXES)} file; choose one of these endings")
     checkpoint = find_run_model(config, step)
     arguments = list(texts)
-    all_texts, total = read_texts(arguments), count_texts(arguments)
+    all_texts = read_texts(arguments)
+    total = count_texts(arguments)
     if out is not None:
         make_folder_for(Path(out), "--out")
     embedder = open_embedder(checkpoint, config.engine, config.embed)
@@ -131,7 +132,8 @@ class _JsonLines:
     """Lines such as {"text": "A mill.", "tokens": 4, "embedding": [0.1, ...]}; `returned` also gets the vectors."""
 
     def __init__(self, write_line: Callable[[str], object], returned: list[Vectors] | None) -> None:
-        self.write_line, self.returned = write_line, returned
+        self.write_line = write_line
+        self.returned = returned
 
     def write(self, texts: Sequence[str], encoded: Sequence[EncodedText], vectors: Vectors) -> None:
         """A line for each text."""
@@ -150,7 +152,9 @@ class _NumpyFile:
     """A NumPy file [texts, dimension]. Its header is written again at the end, when the number of texts is known."""
 
     def __init__(self, stream: BinaryIO, dimension: int) -> None:
-        self.stream, self.dimension, self.count = stream, dimension, 0
+        self.stream = stream
+        self.dimension = dimension
+        self.count = 0
         self._write_header()
 
     def _write_header(self) -> None:

@@ -24,9 +24,11 @@ from textmill.models.packed_texts import PackedTexts, pack_texts
 from textmill.models.pooling import Pooling
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
-GPU_ROW_TOKENS, CPU_ROW_TOKENS = 512, 64
+GPU_ROW_TOKENS = 512
+CPU_ROW_TOKENS = 64
 """Short texts share rows of this many tokens: few rows are fast on a GPU, short rows cost less attention."""
-GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 1 << 16, 2048
+GPU_BATCH_TOKENS = 1 << 16
+CPU_BATCH_TOKENS = 2048
 """Tokens in one forward pass; more do not fit into a CPU's caches."""
 
 Vectors = NDArray[np.float32]
@@ -36,7 +38,10 @@ class Embedder:
     """A net, and how a vector is made of its hidden states. Texts do not affect each other."""
 
     def __init__(self, net: BaseNet, texts: TextEncoder, pooling: Pooling, where: str) -> None:
-        self.net, self.texts, self.pooling, self.where = net, texts, pooling, where
+        self.net = net
+        self.texts = texts
+        self.pooling = pooling
+        self.where = where
 
     def embed(self, texts: list[str]) -> Vectors:
         """The embeddings [U, E] of texts."""

@@ -89,7 +89,8 @@ def new_text_encoder(
     if family.OBJECTIVE == "masked":
         if tokenizer.classifier is None:
             raise TextmillError(f"{folder}: its tokenizer has no [CLS] token; use the one the model was trained with")
-        first, last = [tokenizer.classifier], [tokenizer.separator]
+        first = [tokenizer.classifier]
+        last = [tokenizer.separator]
     elif pooling.kind == "cls":
         raise TextmillError(f"embed.pooling: {folder} has no [CLS] token at the start of a text; set it to mean")
     if longest <= len(first) + len(last):

@@ -32,9 +32,15 @@ class EncoderThread(ModelThread[EncoderRequest]):
     """
 
     def __init__(
-        self, embedder: Embedder, filler: Filler | None, *, slots: int, queue: int, turns: Turns | None = None,
+        self,
+        embedder: Embedder,
+        filler: Filler | None,
+        *,
+        slots: int,
+        queue: int,
+        turns: Turns | None = None,
         after_step: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tokenizer, self.positions = embedder.texts.tokenizer, int(embedder.net.shape.positions)
         self.vocab = self.tokenizer.vocab
         self.can_fill = filler is not None
@@ -107,7 +113,8 @@ class Encoding:
     """
 
     def __init__(self, embedder: Embedder, filler: Filler | None) -> None:
-        self.embedder, self.filler = embedder, filler
+        self.embedder = embedder
+        self.filler = filler
         self._step_tokens = STEP_TOKENS.get(embedder.net.head.device.type, STEP_TOKENS["cpu"])
         self._active: dict[int, Embedding | Filling] = {}
 

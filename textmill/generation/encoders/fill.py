@@ -27,7 +27,8 @@ def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = Fals
     """
     from textmill.generation.encoders.filler_torch import open_filler  # imports torch, which is slow
 
-    checkpoint, sample = find_run_model(config, step), config.sample
+    checkpoint = find_run_model(config, step)
+    sample = config.sample
     given = as_json or sample.prompt is not None or sample.prompts_file is not None
     typed = not given and is_terminal(sys.stdin) and is_terminal(sys.stdout)
     prompts = [] if typed else find_prompts(sample)

@@ -45,7 +45,8 @@ class MaskedTexts:
 
 def new_masked_texts(tokenizer: TextTokenizer, longest: int, where: Path | str) -> MaskedTexts:
     """The masked texts of a model; `where` names it in errors."""
-    mask, first = tokenizer.mask, tokenizer.classifier
+    mask = tokenizer.mask
+    first = tokenizer.classifier
     if mask is None or first is None:
         raise TextmillError(f"{where}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another one")
     return MaskedTexts(tokenizer, longest, mask, first)

@@ -45,7 +45,10 @@ class Filler:
     """Fills masks."""
 
     def __init__(self, net: BaseNet, texts: MaskedTexts, choices: int = 0) -> None:
-        self.net, self.texts, self.tokenizer, self.mask = net, texts, texts.tokenizer, texts.mask
+        self.net = net
+        self.texts = texts
+        self.tokenizer = texts.tokenizer
+        self.mask = texts.mask
         self.choices = choices or DEFAULT_CHOICES
 
     def fill(self, prompts: Sequence[str], choices: int = 0) -> Iterator[Filled]:
@@ -53,7 +56,8 @@ class Filler:
         encoded = [self.texts.encode(prompt) for prompt in prompts]
         start = 0
         while start < len(encoded):
-            stop, longest = start + 1, len(encoded[start])
+            stop = start + 1
+            longest = len(encoded[start])
             while stop < len(encoded) and (stop + 1 - start) * max(longest, len(encoded[stop])) <= BATCH_TOKENS:
                 longest = max(longest, len(encoded[stop]))
                 stop += 1

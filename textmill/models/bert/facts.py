@@ -22,11 +22,15 @@ from textmill.models.weights import Weight, count_flops
 
 Array = NDArray[np.float32]
 
-NAME, OBJECTIVE, BATCH_FIELDS = "bert", "masked", frozenset({"documents", "types", "pair_labels"})
+NAME = "bert"
+OBJECTIVE = "masked"
+BATCH_FIELDS = frozenset({"documents", "types", "pair_labels"})
 PAIR_CLASSES = 2
 HEADS = ("bert.pooler", "cls.", "classifier.", "qa_outputs.")
 """How the names of weights start that are multiplied with labelled tokens only."""
-SEQUENCES, WORDS, ANSWERS = "sequence-classification", "token-classification", "question-answering"
+SEQUENCES = "sequence-classification"
+WORDS = "token-classification"
+ANSWERS = "question-answering"
 TASK_CLASSES = {SEQUENCES: "SequenceClassification", WORDS: "TokenClassification", ANSWERS: "QuestionAnswering"}
 """The end of transformers' class for each task with labels."""
 PREFIXES = ("bert.", *HEADS)
@@ -38,13 +42,19 @@ MODEL_TYPES = {"post": "bert", "pre": "megatron-bert"}
 DROPOUTS = {"hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout"}
 """Dropout rates, by transformers' names and ours."""
 MUST_BE = {
-    "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 WHOLE_NUMBERS = {
-    "num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width", "intermediate_size": "inner",
-    "max_position_embeddings": "positions", "vocab_size": "vocab",
-}  # fmt: skip
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "hidden_size": "width",
+    "intermediate_size": "inner",
+    "max_position_embeddings": "positions",
+    "vocab_size": "vocab",
+}
 
 
 @dataclass(frozen=True)
@@ -112,14 +122,19 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     task = next((task for task, kind in TASK_CLASSES.items() if any(name.endswith(kind) for name in names)), "")
     tokens = not plain and not task
     return Shape(
-        end=end if type(end) is int else 0, types=hf.get("type_vocab_size", 2),
+        end=end if type(end) is int else 0,
+        types=hf.get("type_vocab_size", 2),
         activation=config.activation("hidden_act", "gelu"),
         norm=next((norm for norm, kind in MODEL_TYPES.items() if kind == hf.get("model_type")), "post"),
-        masked_head=tokens, pair_head=tokens and not masked, pooler=task == SEQUENCES if task else not masked,
-        task=task, labels=_labels_of(hf, where) if task in (SEQUENCES, WORDS) else (),
-        epsilon=hf.get("layer_norm_eps", 1e-12), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
+        masked_head=tokens,
+        pair_head=tokens and not masked,
+        pooler=task == SEQUENCES if task else not masked,
+        task=task,
+        labels=_labels_of(hf, where) if task in (SEQUENCES, WORDS) else (),
+        epsilon=hf.get("layer_norm_eps", 1e-12),
+        **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
         **{ours: hf.get(key, 0.1) for key, ours in DROPOUTS.items()},
-    )  # fmt: skip
+    )
 
 
 def _labels_of(hf: dict[str, Any], where: str) -> tuple[str, ...]:
@@ -171,17 +186,32 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
     kind = ("MegatronBert" if shape.norm == "pre" else "Bert") + kind
     numbers = {key: getattr(shape, ours) for key, ours in (WHOLE_NUMBERS | DROPOUTS).items()}
     return {
-        "architectures": [kind], "model_type": MODEL_TYPES[shape.norm], "dtype": "float32", **numbers,
-        "type_vocab_size": shape.types, "hidden_act": shape.activation, "layer_norm_eps": shape.epsilon,
-        "initializer_range": 0.02, "pad_token_id": None, "eos_token_id": shape.end, "tie_word_embeddings": True,
-        **({"id2label": {str(number): name for number, name in enumerate(shape.labels)},
-            "label2id": {name: number for number, name in enumerate(shape.labels)}} if shape.labels else {}),
-    }  # fmt: skip
+        "architectures": [kind],
+        "model_type": MODEL_TYPES[shape.norm],
+        "dtype": "float32",
+        **numbers,
+        "type_vocab_size": shape.types,
+        "hidden_act": shape.activation,
+        "layer_norm_eps": shape.epsilon,
+        "initializer_range": 0.02,
+        "pad_token_id": None,
+        "eos_token_id": shape.end,
+        "tie_word_embeddings": True,
+        **(
+            {
+                "id2label": {str(number): name for number, name in enumerate(shape.labels)},
+                "label2id": {name: number for number, name in enumerate(shape.labels)},
+            }
+            if shape.labels
+            else {}
+        ),
+    }
 
 
 def weights_of(shape: Shape) -> list[Weight]:
     """Every weight, under transformers' name."""
-    width, layers = shape.width, shape.layers
+    width = shape.width
+    layers = shape.layers
     rows: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0}
     tables = [
         Weight("bert.embeddings.word_embeddings.weight", (shape.vocab, width), 0.02, **rows),
@@ -212,17 +242,21 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 
 def _block(shape: Shape, layer: int) -> list[Weight]:
-    width, name = shape.width, f"bert.encoder.layer.{layer}"
+    width = shape.width
+    name = f"bert.encoder.layer.{layer}"
     residual = 0.02 / math.sqrt(2 * shape.layers) if shape.deep_init else 0.02
     pre = shape.norm == "pre"
     flags: Any = {"muon": True, "lora": True}
     attention = [
         *(_norm(f"{name}.attention.ln", width) if pre else []),
-        *(one for part in ("query", "key", "value")
-          for one in _linear(f"{name}.attention.self.{part}", width, width, split=0, **flags)),
+        *(
+            one
+            for part in ("query", "key", "value")
+            for one in _linear(f"{name}.attention.self.{part}", width, width, split=0, **flags)
+        ),
         *_linear(f"{name}.attention.output.dense", width, width, residual, split=1, **flags),
         *([] if pre else _norm(f"{name}.attention.output.LayerNorm", width)),
-    ]  # fmt: skip
+    ]
     mlp = [
         *(_norm(f"{name}.ln", width) if pre else []),
         *_linear(f"{name}.intermediate.dense", width, shape.inner, split=0, **flags),
@@ -255,9 +289,16 @@ def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Arr
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
     """A tiny net of the same kind, with the larger of the two dropout rates."""
-    heads, head_width = 2 * tensor, 8
+    heads = 2 * tensor
+    head_width = 8
     width = heads * head_width
     return {
-        "layers": 2, "heads": heads, "width": width, "inner": 4 * width, "activation": shape.activation,
-        "norm": shape.norm, "pair_head": shape.pair_head, "dropout": max(shape.dropout, shape.attention_dropout),
-    }  # fmt: skip
+        "layers": 2,
+        "heads": heads,
+        "width": width,
+        "inner": 4 * width,
+        "activation": shape.activation,
+        "norm": shape.norm,
+        "pair_head": shape.pair_head,
+        "dropout": max(shape.dropout, shape.attention_dropout),
+    }

@@ -103,9 +103,15 @@ def _blocks(
 
 
 def _add(
-    weights: Weights, name: str, site: int, shape: Shape, options: NetOptions, x_NTE: Array, y: Array,
+    weights: Weights,
+    name: str,
+    site: int,
+    shape: Shape,
+    options: NetOptions,
+    x_NTE: Array,
+    y: Array,
     keys_N: Array | None,
-) -> Array:  # fmt: skip
+) -> Array:
     """The residual stream after a branch: its last matrix, the sum, and the LayerNorm if the net has it there."""
     y_NTE = drop(linear(weights, f"{name}.dense", shape, options, y, keys_N), shape.dropout, keys_N, site)
     x_NTE = options.by_sample(x_NTE + y_NTE)
@@ -127,5 +133,6 @@ def _attention(
         linear(weights, f"{name}.{part}", shape, options, x_NTE, keys_N).reshape(N, T, shape.heads, -1)
         for part in ("query", "key", "value")
     )
-    dropout, site = shape.attention_dropout, 3 * layer + 1
+    dropout = shape.attention_dropout
+    site = 3 * layer + 1
     return attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=False).reshape(N, T, E)

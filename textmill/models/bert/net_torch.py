@@ -47,7 +47,8 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(shape.width, shape.width) for _ in range(3))
-        self.head_width, self.dropout = shape.width // shape.heads, shape.attention_dropout
+        self.head_width = shape.width // shape.heads
+        self.dropout = shape.attention_dropout
         self.heads_part = 0
         """Which of several equal parts of the heads a tensor-parallel rank has."""
 
@@ -147,7 +148,9 @@ class Block(BaseBlock):
         return out
 
     def _mlp_in_fp8(self, x_NTE: Tensor) -> Tensor:
-        first, last, tanh = self.intermediate.dense, self.output.dense, self.intermediate.activation == "gelu_new"
+        first = self.intermediate.dense
+        last = self.output.dense
+        tanh = self.intermediate.activation == "gelu_new"
         y_NTE = fp8_mlp(x_NTE.flatten(0, -2), first.weight, first.bias, last.weight, tanh).view(x_NTE.shape)
         return y_NTE + last.bias.to(y_NTE.dtype)
 

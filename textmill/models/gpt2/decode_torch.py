@@ -35,12 +35,15 @@ class FastSlots(CapturedSlots):
         With few texts, kernel launches take most of the time; then one kernel does a matmul and everything around it,
         including norms.
         """
-        net, fused = self.net, self.kernels
+        net = self.net
+        fused = self.kernels
         blocks: list[Any] = [*net.blocks, None]
         x_NE: Tensor = fused.embed(self.ids_N[:count], self.positions_N[:count], net.wte.weight, net.wpe.weight)
         h_NE = x_NE if few else blocks[0].ln_1(x_NE)
         for layer, (block, following) in enumerate(pairwise(blocks)):
-            attn, mlp, norm = block.attn, block.mlp, following.ln_1 if following else net.ln_f
+            attn = block.attn
+            mlp = block.mlp
+            norm = following.ln_1 if following else net.ln_f
             qkv_NF = fused.fused_linear(x_NE, attn.c_attn, norm=block.ln_1) if few else attn.c_attn(h_NE)
             qkv_NH3D = qkv_NF.view(count, net.shape.heads, 3, -1)
             y_NE = fused.attend(qkv_NH3D, self.cache.memory[layer], self.positions_N[:count], self.arrivals)

@@ -18,15 +18,19 @@ from textmill.models.weights import Weight
 
 Array = NDArray[np.float32]
 
-NAME, OBJECTIVE, BATCH_FIELDS = "gpt2", "next_token", frozenset({"documents"})
+NAME = "gpt2"
+OBJECTIVE = "next_token"
+BATCH_FIELDS = frozenset({"documents"})
 HEAD = "lm_head.weight"
 """The head; a tied one is the embedding."""
 DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout", "resid_pdrop": "residual_dropout"}
 """Dropout rates, by transformers' names and ours."""
 MUST_BE = {
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
-}  # fmt: skip
+}
 WHOLE_NUMBERS = dict.fromkeys(("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"))
 
 
@@ -69,12 +73,18 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
             f"{where}: n_inner is {hf['n_inner']!r}; a GPT-2 config.json has a whole number above 0 there, or null"
         )
     return Shape(
-        layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
-        positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where),
-        activation=config.activation("activation_function", "gelu_new"), epsilon=hf.get("layer_norm_epsilon", 1e-5),
+        layers=hf["n_layer"],
+        heads=hf["n_head"],
+        width=hf["n_embd"],
+        inner=hf.get("n_inner") or 4 * hf["n_embd"],
+        positions=hf["n_positions"],
+        vocab=hf["vocab_size"],
+        end=_end_of(hf, where),
+        activation=config.activation("activation_function", "gelu_new"),
+        epsilon=hf.get("layer_norm_epsilon", 1e-5),
         untied=not hf.get("tie_word_embeddings", True),
         **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
-    )  # fmt: skip
+    )
 
 
 def _end_of(hf: dict[str, Any], where: str) -> int:
@@ -90,14 +100,27 @@ def _end_of(hf: dict[str, Any], where: str) -> int:
 def hf_config_of(shape: Shape) -> dict[str, Any]:
     """The config.json with which transformers opens the checkpoint."""
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "vocab_size": shape.vocab,
-        "n_positions": shape.positions, "n_ctx": shape.positions, "n_embd": shape.width, "n_layer": shape.layers,
-        "n_head": shape.heads, "n_inner": None if shape.inner == 4 * shape.width else shape.inner,
-        "activation_function": shape.activation, "embd_pdrop": shape.embedding_dropout,
-        "attn_pdrop": shape.attention_dropout, "resid_pdrop": shape.residual_dropout,
-        "layer_norm_epsilon": shape.epsilon, "initializer_range": 0.02, "bos_token_id": shape.end,
-        "eos_token_id": shape.end, "tie_word_embeddings": not shape.untied, "use_cache": True,
-    }  # fmt: skip
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "dtype": "float32",
+        "vocab_size": shape.vocab,
+        "n_positions": shape.positions,
+        "n_ctx": shape.positions,
+        "n_embd": shape.width,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_inner": None if shape.inner == 4 * shape.width else shape.inner,
+        "activation_function": shape.activation,
+        "embd_pdrop": shape.embedding_dropout,
+        "attn_pdrop": shape.attention_dropout,
+        "resid_pdrop": shape.residual_dropout,
+        "layer_norm_epsilon": shape.epsilon,
+        "initializer_range": 0.02,
+        "bos_token_id": shape.end,
+        "eos_token_id": shape.end,
+        "tie_word_embeddings": not shape.untied,
+        "use_cache": True,
+    }
 
 
 def weights_of(shape: Shape) -> list[Weight]:
@@ -106,14 +129,23 @@ def weights_of(shape: Shape) -> list[Weight]:
     by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
     weights = [
         Weight(
-            "transformer.wte.weight", (shape.vocab, width), 0.02, copies=() if shape.untied else (HEAD,),
-            looked_up=shape.untied, depth=shape.layers + 1, **by_token,
+            "transformer.wte.weight",
+            (shape.vocab, width),
+            0.02,
+            copies=() if shape.untied else (HEAD,),
+            looked_up=shape.untied,
+            depth=shape.layers + 1,
+            **by_token,
         ),
         Weight(
-            "transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True, decay=True,
+            "transformer.wpe.weight",
+            (shape.positions, width),
+            0.02,
+            by_position=True,
+            decay=True,
             depth=shape.layers + 1,
         ),
-    ]  # fmt: skip
+    ]
     for layer in range(shape.layers):
         weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, f"transformer.h.{layer}")]
     weights += _norm("transformer.ln_f", width)
@@ -124,7 +156,9 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 def _block(shape: Shape, name: str) -> list[Weight]:
     """The weights of a block; the matrices that add to the residual stream start smaller, by depth, as GPT-2's do."""
-    width, inner, residual_std = shape.width, shape.inner, 0.02 / math.sqrt(2 * shape.layers)
+    width = shape.width
+    inner = shape.inner
+    residual_std = 0.02 / math.sqrt(2 * shape.layers)
     return [
         *_norm(f"{name}.ln_1", width),
         *_matrix(f"{name}.attn.c_attn", width, 3 * width, 0.02, split=0, parts=(width,) * 3, groups=shape.heads),
@@ -144,9 +178,17 @@ def _matrix(
 ) -> list[Weight]:
     """A matrix and its bias."""
     matrix = Weight(
-        f"{name}.weight", (inputs, outputs), std, transposed=True, decay=True, muon=True, lora=True, split=split,
-        parts=parts, groups=groups,
-    )  # fmt: skip
+        f"{name}.weight",
+        (inputs, outputs),
+        std,
+        transposed=True,
+        decay=True,
+        muon=True,
+        lora=True,
+        split=split,
+        parts=parts,
+        groups=groups,
+    )
     # A row-parallel matrix's bias is added after the sum over ranks, so every rank has all of it.
     bias_split = 0 if split == 0 else None
     return [matrix, Weight(f"{name}.bias", (outputs,), split=bias_split, parts=parts, groups=groups)]
@@ -162,10 +204,16 @@ def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Arr
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
     """A tiny net with the same activation, a tied or untied head, and the largest of the three dropout rates."""
-    heads, head_width = 2 * tensor, 8
+    heads = 2 * tensor
+    head_width = 8
     dropout = max(shape.embedding_dropout, shape.attention_dropout, shape.residual_dropout)
     width = heads * head_width
     return {
-        "layers": 2, "heads": heads, "width": width, "inner": 4 * width,
-        "activation": shape.activation, "dropout": dropout, "untied": shape.untied,
-    }  # fmt: skip
+        "layers": 2,
+        "heads": heads,
+        "width": width,
+        "inner": 4 * width,
+        "activation": shape.activation,
+        "dropout": dropout,
+        "untied": shape.untied,
+    }

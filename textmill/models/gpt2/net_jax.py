@@ -66,7 +66,8 @@ def _blocks(
     mask_N1TT: Array | None,
 ) -> Array:
     for layer in layers:
-        h, dropout = f"transformer.h.{layer}", shape.residual_dropout
+        h = f"transformer.h.{layer}"
+        dropout = shape.residual_dropout
         y_NTE = _attention(weights, layer, shape, options, norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
         x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 2))
         y_NTE = _mlp(weights, f"{h}.mlp", shape, options, norm(weights, f"{h}.ln_2", shape, x_NTE), keys_N)
@@ -100,7 +101,8 @@ def _attention(
 
     # Three matmuls give contiguous queries, keys and values, as the attention kernels need them.
     q, k, v = map(projected, range(3))
-    dropout, site = shape.attention_dropout, 3 * layer + 1
+    dropout = shape.attention_dropout
+    site = 3 * layer + 1
     y_NTHD = attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=True)
     return linear(weights, f"{name}.c_proj", shape, options, y_NTHD.reshape(N, T, E), keys_N)
 

@@ -40,7 +40,8 @@ class Attention(nn.Module):
         super().__init__()
         self.c_attn = nn.Linear(shape.width, 3 * shape.width)
         self.c_proj = nn.Linear(shape.width, shape.width)
-        self.shape, self.layer = shape, layer
+        self.shape = shape
+        self.layer = layer
         self.heads_part = 0
         """Which of several equal parts of the heads a tensor-parallel rank has."""
 
@@ -61,7 +62,8 @@ class Attention(nn.Module):
     def _attend(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         """Attention's weighted values, heads joined."""
         N, T, _ = x_NTE.shape
-        dropout, D = self.shape.attention_dropout, self.shape.width // self.shape.heads
+        dropout = self.shape.attention_dropout
+        D = self.shape.width // self.shape.heads
         if (
             mask is None
             and cache is None

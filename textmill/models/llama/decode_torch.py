@@ -49,7 +49,8 @@ class FastSlots(CapturedSlots):
     def __init__(self, net: Net, slots: int, length: int) -> None:
         super().__init__(net, slots, length)
         blocks: list[Any] = list(net.blocks)
-        attentions, mlps = [block.self_attn for block in blocks], [block.mlp for block in blocks]
+        attentions = [block.self_attn for block in blocks]
+        mlps = [block.mlp for block in blocks]
         self.qkv = [JoinedLinear((attn.q_proj, attn.k_proj, attn.v_proj)) for attn in attentions]
         self.gate_up = [
             JoinedLinear((mlp.gate_proj, mlp.up_proj) if net.shape.gated else (mlp.up_proj,)) for mlp in mlps
@@ -58,7 +59,8 @@ class FastSlots(CapturedSlots):
 
     def can_fuse(self) -> bool:
         """True without adapters, with an activation that the kernels have, and with rows that fit."""
-        shape, blocks = self.net.shape, list[Any](self.net.blocks)
+        shape = self.net.shape
+        blocks = list[Any](self.net.blocks)
         plain = all(joined.weight is not None for joined in (*self.qkv, *self.gate_up)) and all(
             has_no_adapter((block.self_attn.o_proj, block.mlp.down_proj)) for block in blocks
         )
@@ -71,12 +73,17 @@ class FastSlots(CapturedSlots):
         Attention's kernel also normalises and rotates queries and keys. With few texts, kernel launches take most of
         the time; then one kernel does a matmul and everything around it, including norms and the gate.
         """
-        net, fused, positions_N = self.net, self.kernels, self.positions_N[:count]
+        net = self.net
+        fused = self.kernels
+        positions_N = self.positions_N[:count]
         blocks: list[Any] = [*net.blocks, None]
         x_NE: Tensor = fused.embed(self.ids_N[:count], positions_N, net.embed_tokens.weight)
         h_NE = x_NE if few else blocks[0].input_layernorm(x_NE)
         for layer, (block, following) in enumerate(pairwise(blocks)):
-            attn, mlp, qkv, gate_up = block.self_attn, block.mlp, self.qkv[layer], self.gate_up[layer]
+            attn = block.self_attn
+            mlp = block.mlp
+            qkv = self.qkv[layer]
+            gate_up = self.gate_up[layer]
             qkv_NF = fused.fused_linear(x_NE, qkv, norm=block.input_layernorm) if few else qkv(h_NE)
             qkv_NHD = qkv_NF.view(count, -1, net.shape.head_width)
             norms = (attn.q_norm, attn.k_norm) if net.shape.qk_norm else None
@@ -107,7 +114,8 @@ class FastSlots(CapturedSlots):
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     """One tensor with the rows of all, which become views of it; nothing is copied if they are already."""
-    first, rows = tensors[0], [len(tensor) for tensor in tensors]
+    first = tensors[0]
+    rows = [len(tensor) for tensor in tensors]
     starts = list(accumulate((tensor.nbytes for tensor in tensors), initial=first.data_ptr()))
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if len(storages) == 1 and [tensor.data_ptr() for tensor in tensors] == starts[:-1]:

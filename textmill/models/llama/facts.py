@@ -25,19 +25,28 @@ from textmill.models.weights import Weight
 
 Array = NDArray[np.float32]
 
-NAME, OBJECTIVE, BATCH_FIELDS = "llama", "next_token", frozenset({"documents"})
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NAME = "llama"
+OBJECTIVE = "next_token"
+BATCH_FIELDS = frozenset({"documents"})
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 CLASSES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     options.MODEL_TYPE: options.CLASS,
-}  # fmt: skip
+}
 """Transformers' classes by the `model_type` of config.json, and ours."""
 implied_numbers = options.implied_numbers
 MUST_BE = {"use_sliding_window": False}
 WHOLE_NUMBERS = {
-    "num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width", "intermediate_size": "inner",
-    "max_position_embeddings": "positions", "vocab_size": "vocab",
-}  # fmt: skip
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "hidden_size": "width",
+    "intermediate_size": "inner",
+    "max_position_embeddings": "positions",
+    "vocab_size": "vocab",
+}
 INNER_MULTIPLE = 64
 """The MLP's inner width is 8/3 of the width, rounded up to a multiple of this: three matrices are as large as GPT-2's
 two."""
@@ -158,7 +167,8 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     whole = {**dict.fromkeys(WHOLE_NUMBERS), "num_key_value_heads": None, "head_dim": 1}
     fractions = ("attention_dropout", "residual_dropout", "rms_norm_eps")
     config.check(MUST_BE, whole, fractions, "num_attention_heads", "hidden_size")
-    heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
+    heads = hf["num_attention_heads"]
+    kv_heads = hf["num_key_value_heads"]
     if heads % kv_heads:
         raise TextmillError(f"{where}: {kv_heads} key heads do not divide {heads} heads; fix num_key_value_heads")
     layers = hf.get("layer_types") or []
@@ -169,13 +179,19 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         raise TextmillError(f"{where}: a head has {head_width} channels; rotary positions turn pairs; fix head_dim")
     base, scaling = read_rotary(hf, where, hf["max_position_embeddings"])
     return Shape(
-        kv_heads=kv_heads, head_width=head_width,
-        end=_end_of(hf, where), activation=config.activation("hidden_act", "silu"),
+        kv_heads=kv_heads,
+        head_width=head_width,
+        end=_end_of(hf, where),
+        activation=config.activation("hidden_act", "silu"),
         **options.read_options(hf, kind, where),
-        untied=not hf.get("tie_word_embeddings", False), rotary_base=base, rotary_scaling=scaling,
-        dropout=hf.get("residual_dropout", 0.0), attention_dropout=hf.get("attention_dropout", 0.0),
-        epsilon=hf.get("rms_norm_eps", 1e-6), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
-    )  # fmt: skip
+        untied=not hf.get("tie_word_embeddings", False),
+        rotary_base=base,
+        rotary_scaling=scaling,
+        dropout=hf.get("residual_dropout", 0.0),
+        attention_dropout=hf.get("attention_dropout", 0.0),
+        epsilon=hf.get("rms_norm_eps", 1e-6),
+        **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
+    )
 
 
 def _end_of(hf: dict[str, Any], where: str) -> int:
@@ -190,16 +206,25 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
     """The config.json with which transformers opens the checkpoint."""
     kind = shape.model_type
     return {
-        "architectures": [CLASSES[kind]], "model_type": kind, "dtype": "float32",
-        **{key: getattr(shape, ours) for key, ours in WHOLE_NUMBERS.items()}, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_width, "hidden_act": shape.activation, "rms_norm_eps": shape.epsilon,
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        "dtype": "float32",
+        **{key: getattr(shape, ours) for key, ours in WHOLE_NUMBERS.items()},
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "hidden_act": shape.activation,
+        "rms_norm_eps": shape.epsilon,
         "rope_theta": shape.rotary_base,
         "rope_scaling": json.loads(shape.rotary_scaling) if shape.rotary_scaling else None,
         **options.write_options(shape, kind),
-        "attention_dropout": shape.attention_dropout, "residual_dropout": shape.dropout, "initializer_range": 0.02,
-        "bos_token_id": shape.end, "eos_token_id": shape.end, "tie_word_embeddings": not shape.untied,
+        "attention_dropout": shape.attention_dropout,
+        "residual_dropout": shape.dropout,
+        "initializer_range": 0.02,
+        "bos_token_id": shape.end,
+        "eos_token_id": shape.end,
+        "tie_word_embeddings": not shape.untied,
         "use_cache": True,
-    }  # fmt: skip
+    }
 
 
 def weights_of(shape: Shape) -> list[Weight]:
@@ -221,9 +246,12 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 def _block(shape: Shape, layer: int) -> list[Weight]:
     name = f"model.layers.{layer}"
-    width, residual = shape.width, 0.0 if shape.zero_init else 0.02 / math.sqrt(2 * shape.layers)
-    queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    width = shape.width
+    residual = 0.0 if shape.zero_init else 0.02 / math.sqrt(2 * shape.layers)
+    queries = shape.heads * shape.head_width
+    keys = shape.kv_heads * shape.head_width
+    attention = f"{name}.self_attn"
+    mlp = f"{name}.mlp"
     scales = [Weight(f"{name}.stream_scale", (1,), ones=True), Weight(f"{name}.embedding_scale", (1,))]
     norms = [
         # A tensor-parallel rank has some of the heads, and so a part of the gradient.
@@ -266,13 +294,23 @@ def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Arr
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
     """A tiny net of the same kind, with grouped key heads if the net has them, and the larger dropout rate."""
-    heads, head_width = 4 * tensor, 8
+    heads = 4 * tensor
+    head_width = 8
     width = heads * head_width
     return {
-        "layers": 2, "heads": heads, "kv_heads": heads if shape.kv_heads == shape.heads else 2 * tensor,
-        "width": width, "inner": 2 * width, "head_width": head_width, "activation": shape.activation,
-        "qk_norm": shape.qk_norm, "qkv_bias": shape.model_type == "qwen2", "untied": shape.untied,
-        "dropout": max(shape.dropout, shape.attention_dropout), "gated": shape.gated,
-        "value_embeddings": min(shape.value_embeddings, 2), "embedding_residual": shape.embedding_residual,
+        "layers": 2,
+        "heads": heads,
+        "kv_heads": heads if shape.kv_heads == shape.heads else 2 * tensor,
+        "width": width,
+        "inner": 2 * width,
+        "head_width": head_width,
+        "activation": shape.activation,
+        "qk_norm": shape.qk_norm,
+        "qkv_bias": shape.model_type == "qwen2",
+        "untied": shape.untied,
+        "dropout": max(shape.dropout, shape.attention_dropout),
+        "gated": shape.gated,
+        "value_embeddings": min(shape.value_embeddings, 2),
+        "embedding_residual": shape.embedding_residual,
         "logit_softcap": shape.logit_softcap,
-    }  # fmt: skip
+    }

@@ -74,7 +74,8 @@ def _blocks(
     sin: Array,
 ) -> Array:
     for layer in layers:
-        name, dropout = f"model.layers.{layer}", shape.dropout
+        name = f"model.layers.{layer}"
+        dropout = shape.dropout
         y_NTE = _norm(weights, f"{name}.input_layernorm", shape, x_NTE)
         y_NTE = _attention(weights, layer, shape, options, y_NTE, keys_N, mask_N1TT, cos, sin)
         x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 2))
@@ -101,12 +102,15 @@ def _attention(
         for part in ("q", "k", "v")
     )
     if shape.qk_norm:
-        q, k = _norm(weights, f"{name}.q_norm", shape, q), _norm(weights, f"{name}.k_norm", shape, k)
-    q, k = _apply_rotary(q, cos, sin), _apply_rotary(k, cos, sin)
+        q = _norm(weights, f"{name}.q_norm", shape, q)
+        k = _norm(weights, f"{name}.k_norm", shape, k)
+    q = _apply_rotary(q, cos, sin)
+    k = _apply_rotary(k, cos, sin)
     if keys_N is not None and shape.attention_dropout:
         # Dropout is drawn for every head of queries.
         k, v = (jnp.repeat(part, shape.heads // shape.kv_heads, axis=2) for part in (k, v))
-    dropout, site = shape.attention_dropout, 3 * layer + 1
+    dropout = shape.attention_dropout
+    site = 3 * layer + 1
     y_NTHD = attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=True)
     return linear(weights, f"{name}.o_proj", shape, options, y_NTHD.reshape(N, T, -1), keys_N)
 

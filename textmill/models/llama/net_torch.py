@@ -66,7 +66,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
-        queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        queries = shape.heads * shape.head_width
+        keys = shape.kv_heads * shape.head_width
         self.q_proj = nn.Linear(shape.width, queries, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.width, keys, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.width, keys, bias=shape.qkv_bias)
@@ -77,7 +78,8 @@ class Attention(nn.Module):
         """Multiplies the value embeddings of each head, if the layer adds some."""
         if value_table(layer, shape.layers, shape.value_embeddings) is not None:
             self.value_gate = nn.Linear(min(GATE_INPUTS, shape.width), shape.kv_heads, bias=False)
-        self.shape, self.layer = shape, layer
+        self.shape = shape
+        self.layer = layer
         self.heads_part = 0
         """Which of several equal parts of the heads a tensor-parallel rank has."""
 
@@ -85,7 +87,8 @@ class Attention(nn.Module):
         parts = join_linears((self.q_proj, self.k_proj, self.v_proj), x_NTE, keys_N)
         q_NTHD, k_NTHD, v_NTHD = (part.view(*x_NTE.shape[:2], -1, self.shape.head_width) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
-            q_NTHD, k_NTHD = self.q_norm(q_NTHD), self.k_norm(k_NTHD)
+            q_NTHD = self.q_norm(q_NTHD)
+            k_NTHD = self.k_norm(k_NTHD)
         if self.value_gate is not None:
             gate_NTH = 2 * torch.sigmoid(self.value_gate(x_NTE[..., : self.value_gate.in_features]))
             v_NTHD = v_NTHD + gate_NTH[..., None] * context.values[0].view_as(v_NTHD)

@@ -10,10 +10,9 @@ from typing import Any
 
 from textmill.errors import TextmillError
 
-MODEL_TYPE, CLASS = "textmill-llama", "TextmillLlamaForCausalLM"
-DEFAULTS: dict[str, Any] = {
-    "gated": True, "value_embeddings": 0, "embedding_residual": False, "logit_softcap": 0.0,
-}  # fmt: skip
+MODEL_TYPE = "textmill-llama"
+CLASS = "TextmillLlamaForCausalLM"
+DEFAULTS: dict[str, Any] = {"gated": True, "value_embeddings": 0, "embedding_residual": False, "logit_softcap": 0.0}
 """Each option and the value with which it changes nothing."""
 OTHERS = {"qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
 """What else config.json has with an option: transformers' classes say it by their name."""
@@ -44,12 +43,15 @@ def read_options(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     if kind != MODEL_TYPE:
         bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
         return {
-            "qk_norm": kind == "qwen3", "qkv_bias": bias or kind == "qwen2", "out_bias": bias,
+            "qk_norm": kind == "qwen3",
+            "qkv_bias": bias or kind == "qwen2",
+            "out_bias": bias,
             "mlp_bias": bool(hf.get("mlp_bias", False)) and kind == "llama",
-        }  # fmt: skip
+        }
     found = {}
     for name, default in (DEFAULTS | OTHERS).items():
-        value, wanted = hf.get(name, default), type(default)
+        value = hf.get(name, default)
+        wanted = type(default)
         if type(value) not in (wanted, int if wanted is float else wanted) or not 0 <= value <= sys.float_info.max:
             kinds = {bool: "true or false", int: "a whole number", float: "a number"}
             raise TextmillError(f"{where}: {name} is {value!r}; a {MODEL_TYPE} config.json has {kinds[wanted]} there")

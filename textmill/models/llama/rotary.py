@@ -124,14 +124,18 @@ def _yarn(powers_D: Array, base: float, numbers: dict[str, Any]) -> Array:
         """The pair that rotates so often within the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = pair_with(numbers.get("beta_fast", 32)), pair_with(numbers.get("beta_slow", 1))
+    first = pair_with(numbers.get("beta_fast", 32))
+    last = pair_with(numbers.get("beta_slow", 1))
     if numbers.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
     last = last + 0.001 if first == last else last
     ramp_D = np.clip((np.arange(len(powers_D), dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
     kept_D = np.float32(1) - ramp_D
-    one, factor = np.float32(1), np.float32(numbers["factor"])
+    one = np.float32(1)
+    factor = np.float32(numbers["factor"])
     frequencies_D: Array = one / (factor * powers_D) * (one - kept_D) + one / powers_D * kept_D
     return frequencies_D
 

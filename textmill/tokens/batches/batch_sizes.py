@@ -66,7 +66,8 @@ def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[Siz
     if not ramp:
         return [SizePhase(step, sample, batch)]
     start, increment, ramp_samples = ramp
-    all_increases, increases = (batch - start) // increment, 0
+    all_increases = (batch - start) // increment
+    increases = 0
     phases: list[SizePhase] = []
     while increases < all_increases:
         increases = min(all_increases, sample * all_increases // ramp_samples)
@@ -74,5 +75,6 @@ def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[Siz
         phases.append(SizePhase(step, sample, size))
         next_increase = -(-(increases + 1) * ramp_samples // all_increases)  # the sample at which the batch grows
         steps = -(-(next_increase - sample) // size)
-        step, sample = step + steps, sample + steps * size
+        step = step + steps
+        sample = sample + steps * size
     return phases

@@ -37,7 +37,9 @@ class Batches:
         blends: Sequence[BlendRange] = (),
     ) -> None:
         """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`."""
-        self.layouts, self.sizes, self.stores = layouts, sizes, stores
+        self.layouts = layouts
+        self.sizes = sizes
+        self.stores = stores
         self.teacher: TeacherCache | None = None
         """Cached predictions of teachers, which are read with each batch."""
         self.blends = blends
@@ -74,11 +76,13 @@ class Batches:
 
     def _locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(layout, number of the sample within its store) for each sample of the run."""
-        layouts, numbers = np.zeros_like(samples), np.zeros_like(samples)
+        layouts = np.zeros_like(samples)
+        numbers = np.zeros_like(samples)
         range_starts = [blend_range.sample for blend_range in self.blends]
         ranges = np.searchsorted(range_starts, samples, side="right") - 1
         for number in np.unique(ranges).tolist():
-            rows, blend_range = ranges == number, self.blends[number]
+            rows = ranges == number
+            blend_range = self.blends[number]
             stores, numbers_in_range = blend_range.blend.locate(samples[rows] - blend_range.sample)
             if any(blend_range.layouts[store] is None for store in np.unique(stores).tolist()):
                 raise TextmillError(

@@ -24,7 +24,8 @@ from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sum
 from textmill.tokens.batches.shuffle import permute, shuffle_in_epoch
 from textmill.tokens.store import TokenStore
 
-_CONVERSATIONS_KEY, _SAMPLES_KEY = 5, 6
+_CONVERSATIONS_KEY = 5
+_SAMPLES_KEY = 6
 """Keys of the two shuffles: of conversations, and of samples in each epoch."""
 
 
@@ -37,16 +38,29 @@ class ChatLayout:
     """
 
     def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, pad: int, truncate: str = "start", pack: bool = True,
-        vocab: int | None = None, folder: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        seed: int | None,
+        pad: int,
+        truncate: str = "start",
+        pack: bool = True,
+        vocab: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
         if store.loss_mask is None:
             raise TextmillError(
                 f"{store.prefix}: has no conversations, which train.layout=chat needs; make them with corpus.chat and "
                 f"tokenizer.chat, or set train.layout=packed"
             )
-        self.store, self.length, self.seed, self.pad = store, length, seed, pad
-        self.truncate, self.pack, self.vocab = truncate, pack, vocab
+        self.store = store
+        self.length = length
+        self.seed = seed
+        self.pad = pad
+        self.truncate = truncate
+        self.pack = pack
+        self.vocab = vocab
         self.ids, self.loss_mask = np.asarray(store.ids), np.asarray(store.loss_mask)
 
         def build_counts() -> CountAt:
@@ -69,7 +83,8 @@ class ChatLayout:
         starts = edges[1] - counts - 1 if self.truncate == "start" else edges[0]
         used = np.bincount(rows, counts, len(samples)).astype(np.int64)
         filled = np.arange(self.length) < used[:, None]
-        inputs, labels = np.full(filled.shape, self.pad, np.int32), np.full(filled.shape, IGNORED, np.int32)
+        inputs = np.full(filled.shape, self.pad, np.int32)
+        labels = np.full(filled.shape, IGNORED, np.int32)
         inputs[filled], targets = gather_ranges(self.ids, starts, counts), gather_ranges(self.ids, starts + 1, counts)
         check_ids(inputs[filled], self.vocab, self.store.prefix)
         check_ids(targets, self.vocab, self.store.prefix)
@@ -101,7 +116,8 @@ def _first_conversations(ends: NDArray[np.int64], length: int) -> NDArray[np.int
     """The first conversation of each sample (next-fit packing: in order, until the next one does not fit)."""
     before = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else np.zeros(0, np.int64)
     following = np.searchsorted(ends, before + length, side="right")
-    firsts, position = [], 0
+    firsts = []
+    position = 0
     while position < len(ends):
         firsts.append(position)
         position = following.item(position)

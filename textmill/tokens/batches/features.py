@@ -29,11 +29,23 @@ class FeaturesLayout:
     """Rows, unchanged. Without a seed, in their own order. All processes share one memory-mapped int32 copy of them."""
 
     def __init__(
-        self, features: FeatureRows, store: TokenStore, *, length: int, seed: int | None, vocab: int | None = None,
-        folder: Path | None = None, pairs: bool = True,
-    ) -> None:  # fmt: skip
-        self.features, self.store, self.length = features, store, length
-        self.seed, self.vocab, self.folder, self.pairs = seed, vocab, folder, pairs
+        self,
+        features: FeatureRows,
+        store: TokenStore,
+        *,
+        length: int,
+        seed: int | None,
+        vocab: int | None = None,
+        folder: Path | None = None,
+        pairs: bool = True,
+    ) -> None:
+        self.features = features
+        self.store = store
+        self.length = length
+        self.seed = seed
+        self.vocab = vocab
+        self.folder = folder
+        self.pairs = pairs
         self.samples_per_epoch = features.table.count
         if not self.samples_per_epoch:
             raise TextmillError(
@@ -66,7 +78,8 @@ class FeaturesLayout:
     @cached_property
     def _document_ends(self) -> NDArray[np.int64]:
         """The number of rows up to the end of each document."""
-        rule, end_tokens = self.features.rule, int(self.features.has_end_token)
+        rule = self.features.rule
+        end_tokens = int(self.features.has_end_token)
         assert rule is not None
 
         def build_counts() -> CountAt:

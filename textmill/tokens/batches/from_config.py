@@ -49,13 +49,18 @@ def open_batches(
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
     """The valid split in the layout of training: with loss on every token once, or masked in the same way each time."""
-    stores, tokenizer = splits.nonempty("valid"), splits.tokenizer
+    stores = splits.nonempty("valid")
+    tokenizer = splits.tokenizer
     if train.layout == "packed" and not train.packed.isolate_documents:
         for weighted in stores:
             yield from window_batches(
-                weighted.store, length=length, stride=length, batch=train.batch,
-                first_input=tokenizer.end, vocab=tokenizer.vocab,
-            )  # fmt: skip
+                weighted.store,
+                length=length,
+                stride=length,
+                batch=train.batch,
+                first_input=tokenizer.end,
+                vocab=tokenizer.vocab,
+            )
     else:
         all_kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})
         used = [weighted for weighted in stores if _has_samples(train, weighted)]
@@ -85,34 +90,61 @@ def _build_layout(
     folder: Path | None,
 ) -> Layout:
     """`train.layout` over a store; Parquet files of masked examples need FeaturesLayout too."""
-    store, vocab = weighted.store, tokenizer.vocab
+    store = weighted.store
+    vocab = tokenizer.vocab
     if train.layout == "features" or weighted.features is not None:
         return FeaturesLayout(
-            _check_features(train, weighted), store, length=length, seed=seed, vocab=vocab, folder=folder,
+            _check_features(train, weighted),
+            store,
+            length=length,
+            seed=seed,
+            vocab=vocab,
+            folder=folder,
             pairs=train.masked.pairs != "none",
-        )  # fmt: skip
+        )
     if train.layout == "packed":
         return PackedLayout(
-            store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents,
-            last_window=train.packed.last_window, vocab=vocab, folder=folder,
-        )  # fmt: skip
+            store,
+            length=length,
+            seed=seed,
+            isolate_documents=train.packed.isolate_documents,
+            last_window=train.packed.last_window,
+            vocab=vocab,
+            folder=folder,
+        )
     if train.layout == "masked":
         return MaskedLayout(
-            store, length=length, seed=seed, tokens=masked_tokens_of(tokenizer, train.masked), settings=train.masked,
+            store,
+            length=length,
+            seed=seed,
+            tokens=masked_tokens_of(tokenizer, train.masked),
+            settings=train.masked,
             folder=folder,
-        )  # fmt: skip
+        )
     pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
     if train.layout == "labelled":
         return LabelledLayout(store, length=length, seed=seed, pad=pad, separator=tokenizer.separator, vocab=vocab)
     if train.layout == "chat":
         return ChatLayout(
-            store, length=length, seed=seed, pad=pad, truncate=train.chat.truncate, pack=train.chat.pack, vocab=vocab,
+            store,
+            length=length,
+            seed=seed,
+            pad=pad,
+            truncate=train.chat.truncate,
+            pack=train.chat.pack,
+            vocab=vocab,
             folder=folder,
-        )  # fmt: skip
+        )
     return PaddedLayout(
-        store, length=length, seed=seed, pad=pad, long_documents=train.padded.long_documents,
-        end_token=tokenizer.end if train.padded.end_truncated else None, vocab=vocab, folder=folder,
-    )  # fmt: skip
+        store,
+        length=length,
+        seed=seed,
+        pad=pad,
+        long_documents=train.padded.long_documents,
+        end_token=tokenizer.end if train.padded.end_truncated else None,
+        vocab=vocab,
+        folder=folder,
+    )
 
 
 def _check_features(train: TrainConfig, weighted: WeightedStore) -> FeatureRows:

@@ -39,7 +39,8 @@ class FullSentences:
         document_stops = self.sentences.skip_end(document_edges[1:][has_tokens])
         rounds = [np.zeros((0, 3), np.int64)]
         while (has_text := firsts < document_stops).any():
-            firsts, document_stops = firsts[has_text], document_stops[has_text]
+            firsts = firsts[has_text]
+            document_stops = document_stops[has_text]
             last_fitting = token_starts[np.searchsorted(token_starts, firsts + self.longest, side="right") - 1]
             stops = np.where(last_fitting > firsts, last_fitting, firsts + self.longest)
             stops = np.minimum(stops, document_stops)

@@ -30,8 +30,12 @@ class LabelledLayout:
             )
         if not len(store):
             raise TextmillError(f"{store.prefix}: has no examples to train on; add some")
-        self.store, self.length, self.seed, self.vocab = store, length, seed, vocab
-        self.pad, self.separator = pad, separator
+        self.store = store
+        self.length = length
+        self.seed = seed
+        self.vocab = vocab
+        self.pad = pad
+        self.separator = separator
         self.ids, self.labels = np.asarray(store.ids), np.asarray(store.labels)
         self.samples_per_epoch = len(store)
         store.advise(random=seed is not None)
@@ -40,7 +44,8 @@ class LabelledLayout:
         """The samples with these numbers."""
         chosen = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
         edges = self.store.document_starts(np.stack([chosen, chosen + 1]))
-        starts, counts = edges[0], edges[1] - edges[0]
+        starts = edges[0]
+        counts = edges[1] - edges[0]
         longest = int(counts.max(initial=1))
         if longest > self.length:
             raise TextmillError(
@@ -49,7 +54,8 @@ class LabelledLayout:
             )
         width = min(self.length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
         filled = np.arange(width) < counts[:, None]
-        inputs, labels = np.full(filled.shape, self.pad, np.int32), np.full(filled.shape, IGNORED, np.int32)
+        inputs = np.full(filled.shape, self.pad, np.int32)
+        labels = np.full(filled.shape, IGNORED, np.int32)
         inputs[filled], labels[filled] = (gather_ranges(array, starts, counts) for array in (self.ids, self.labels))
         check_ids(inputs[filled], self.vocab, self.store.prefix)
         return SampleArrays(inputs, labels, filled.astype(np.int32), find_types(inputs, filled, self.separator))

@@ -35,7 +35,8 @@ from textmill.tokens.batches.sentences import Numbers, Sentences
 from textmill.tokens.batches.shuffle import shuffle_in_epoch
 from textmill.tokens.store import TokenStore
 
-_SAMPLES_KEY, _SPANS_KEY = 8, 9
+_SAMPLES_KEY = 8
+_SPANS_KEY = 9
 """Keys of the shuffle of samples in each epoch, and of the random numbers of each span."""
 MIN_LENGTH = 8
 """The shortest sample: three special tokens and some text."""
@@ -67,15 +68,24 @@ class MaskedLayout:
     """
 
     def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, tokens: MaskedTokens, settings: MaskedConfig,
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        seed: int | None,
+        tokens: MaskedTokens,
+        settings: MaskedConfig,
         folder: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Samples of `length` tokens; `folder` is for a cache of the packing; None: it is computed in memory."""
         if length < MIN_LENGTH:
             raise TextmillError(
                 f"train.length: {length} is too short for train.layout=masked; set at least {MIN_LENGTH}"
             )
-        self.store, self.length, self.seed, self.tokens = store, length, seed, tokens
+        self.store = store
+        self.length = length
+        self.seed = seed
+        self.tokens = tokens
         self.sentences = Sentences(store, tokens.begin, tokens.end)
         self.source = self._open_source(settings)
         self.special_tokens = self.source.segments + 1

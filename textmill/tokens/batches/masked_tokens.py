@@ -36,7 +36,8 @@ class MaskedTokens:
 
 def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> MaskedTokens:
     """The special tokens of a tokenizer, and the masking rule of the settings."""
-    mask, cls = tokenizer.mask, tokenizer.classifier
+    mask = tokenizer.mask
+    cls = tokenizer.classifier
     if mask is None or cls is None:
         missing = "mask token such as [MASK] or <mask>" if mask is None else "token such as [CLS] or <s>"
         raise TextmillError(
@@ -45,9 +46,13 @@ def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> Masked
         )
     pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
     return MaskedTokens(
-        cls=cls, sep=tokenizer.separator, pad=pad, begin=tokenizer.begin, end=tokenizer.end,
+        cls=cls,
+        sep=tokenizer.separator,
+        pad=pad,
+        begin=tokenizer.begin,
+        end=tokenizer.end,
         rule=_masking_rule(tokenizer, mask, settings),
-    )  # fmt: skip
+    )
 
 
 def _masking_rule(tokenizer: TextTokenizer, mask: int, settings: MaskedConfig) -> MaskingRule:

@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 
 from textmill.counters import draw, to_uniform
 
-MASKED_FRACTION, KEPT_FRACTION = 0.8, 0.1
+MASKED_FRACTION = 0.8
+KEPT_FRACTION = 0.1
 """Of the chosen tokens, 80 % become the mask token, 10 % stay, 10 % become a random token."""
-_ORDER, _NGRAM, _REPLACE, _RANDOM = 1 << 24, 1 << 25, 1 << 26, 1 << 27
+_ORDER = 1 << 24
+_NGRAM = 1 << 25
+_REPLACE = 1 << 26
+_RANDOM = 1 << 27
 """What the random numbers of a position are used for; see `counters.draw`."""
 _NO_WORD = 1 << 30
 """The size of a word that does not exist: it never fits."""
@@ -66,9 +70,12 @@ class _Words:
 
 
 def choose_tokens(
-    ids: NDArray[np.int32], lengths: NDArray[np.int64], keys: NDArray[np.uint64], rule: MaskingRule,
+    ids: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+    keys: NDArray[np.uint64],
+    rule: MaskingRule,
     starts: NDArray[np.bool_] | None = None,
-) -> NDArray[np.bool_]:  # fmt: skip
+) -> NDArray[np.bool_]:
     """Which tokens to predict. `ids` are samples of the given lengths, joined, each starting with a special token.
 
     Words are taken in random order while they fit into the number of predictions, as Megatron does it. `starts` are
@@ -77,7 +84,8 @@ def choose_tokens(
     words = _find_words(ids, lengths, rule, starts)
     # Two tables [samples, words]; a sample with fewer words than others ends with words that never fit.
     table = len(lengths), int(words.per_sample.max(initial=0)) + rule.max_ngram
-    sizes, sort_values = np.full(table, _NO_WORD, np.int64), np.full(table, np.inf)
+    sizes = np.full(table, _NO_WORD, np.int64)
+    sort_values = np.full(table, np.inf)
     sizes[words.sample, words.number] = words.tokens
     sort_values[words.sample, words.number] = _order_values(ids, words, keys, rule)
     order = np.argsort(sort_values, axis=1)
@@ -101,13 +109,18 @@ def _find_words(
     first_token = np.flatnonzero(is_word_start)
     sample = np.repeat(np.arange(len(lengths)), lengths)[first_token]
     per_sample = np.bincount(sample, minlength=len(lengths))
-    first_word, first_of_sample = np.cumsum(per_sample) - per_sample, np.cumsum(lengths) - lengths
+    first_word = np.cumsum(per_sample) - per_sample
+    first_of_sample = np.cumsum(lengths) - lengths
     of_token = (np.cumsum(is_word_start) - 1)[may_mask]
     return _Words(
-        may_mask=may_mask, per_sample=per_sample, of_token=of_token, sample=sample,
-        number=np.arange(len(first_token)) - first_word[sample], position=first_token - first_of_sample[sample],
+        may_mask=may_mask,
+        per_sample=per_sample,
+        of_token=of_token,
+        sample=sample,
+        number=np.arange(len(first_token)) - first_word[sample],
+        position=first_token - first_of_sample[sample],
         tokens=np.bincount(of_token, minlength=len(first_token)),
-    )  # fmt: skip
+    )
 
 
 def _order_values(
@@ -126,14 +139,19 @@ def _order_values(
 
 
 def _choose_words(
-    sizes: NDArray[np.int64], order: NDArray[np.int64], predictions: NDArray[np.int64], keys: NDArray[np.uint64],
-    max_ngram: int, words_per_sample: NDArray[np.int64],
-) -> NDArray[np.bool_]:  # fmt: skip
+    sizes: NDArray[np.int64],
+    order: NDArray[np.int64],
+    predictions: NDArray[np.int64],
+    keys: NDArray[np.uint64],
+    max_ngram: int,
+    words_per_sample: NDArray[np.int64],
+) -> NDArray[np.bool_]:
     """[samples, words]: which words are chosen, of the given sizes in tokens.
 
     All samples go through their words at once, each in its own random order, until no predictions are left.
     """
-    samples, left = np.arange(len(sizes)), predictions.copy()
+    samples = np.arange(len(sizes))
+    left = predictions.copy()
     chosen = np.zeros(sizes.shape, np.bool_)
     ngrams = _draw_ngrams(sizes.shape, keys, max_ngram, words_per_sample) if max_ngram > 1 else None
     for word in np.ascontiguousarray(order.T):  # [samples]: the next word of each
@@ -162,14 +180,18 @@ def _draw_ngrams(
 
 
 def _choose_ngrams(
-    sizes: NDArray[np.int64], chosen: NDArray[np.bool_], left: NDArray[np.int64], first_word: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    chosen: NDArray[np.bool_],
+    left: NDArray[np.int64],
+    first_word: NDArray[np.int64],
     ngram: NDArray[np.int64],
-) -> NDArray[np.int64]:  # fmt: skip
+) -> NDArray[np.int64]:
     """Choose in each sample the `ngram` words from `first_word` on, or as many of them as fit into `left` tokens.
 
     A sample chooses none if one of these words is chosen already. Returns how many tokens each sample has chosen.
     """
-    samples, offsets = np.arange(len(sizes))[:, None], np.arange(ngram.max())
+    samples = np.arange(len(sizes))[:, None]
+    offsets = np.arange(ngram.max())
     words = np.minimum(first_word[:, None] + offsets, sizes.shape[1] - 1)  # [samples, longest n-gram], as all below
     tokens = np.cumsum(sizes[samples, words], axis=1)
     fits = (offsets < ngram[:, None]) & (tokens <= left[:, None])
@@ -181,14 +203,19 @@ def _choose_ngrams(
 
 
 def replace_tokens(
-    ids: NDArray[np.int32], chosen: NDArray[np.bool_], lengths: NDArray[np.int64], keys: NDArray[np.uint64],
+    ids: NDArray[np.int32],
+    chosen: NDArray[np.bool_],
+    lengths: NDArray[np.int64],
+    keys: NDArray[np.uint64],
     rule: MaskingRule,
-) -> NDArray[np.int32]:  # fmt: skip
+) -> NDArray[np.int32]:
     """The inputs: each chosen token is masked, kept, or replaced by a random one that is not special."""
-    inputs, tokens = ids.copy(), np.flatnonzero(chosen)
+    inputs = ids.copy()
+    tokens = np.flatnonzero(chosen)
     ends = np.cumsum(lengths)
     sample = np.searchsorted(ends, tokens, side="right")
-    position, token_keys = tokens - (ends - lengths)[sample], keys[sample]
+    position = tokens - (ends - lengths)[sample]
+    token_keys = keys[sample]
     uniform = to_uniform(draw(token_keys, _REPLACE + position))
     inputs[tokens[uniform < MASKED_FRACTION]] = rule.mask
     is_random = uniform >= MASKED_FRACTION + KEPT_FRACTION

@@ -28,7 +28,8 @@ from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sum
 from textmill.tokens.batches.shuffle import permute
 from textmill.tokens.store import TokenStore
 
-_DOCUMENTS_KEY, _WINDOWS_KEY = 1, 2
+_DOCUMENTS_KEY = 1
+_WINDOWS_KEY = 2
 """Each epoch shuffles the documents and then the windows; these keys make the two permutations independent."""
 
 
@@ -50,13 +51,24 @@ class PackedLayout:
     """Windows of `length` inputs plus one token, the last label. Without a seed nothing is shuffled."""
 
     def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, isolate_documents: bool = False,
-        last_window: str = "keep", vocab: int | None = None, folder: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        seed: int | None,
+        isolate_documents: bool = False,
+        last_window: str = "keep",
+        vocab: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
         if store.tokens < 2:
             raise TextmillError(f"{store.prefix}: has {store.tokens} tokens, too few to train on; add text")
-        self.store, self.length, self.seed = store, length, seed
-        self.isolate_documents, self.vocab, self.folder = isolate_documents, vocab, folder
+        self.store = store
+        self.length = length
+        self.seed = seed
+        self.isolate_documents = isolate_documents
+        self.vocab = vocab
+        self.folder = folder
         self.ids = np.asarray(store.ids)
         # "keep" fills an incomplete last window with the first tokens of the epoch, so that no token is left out.
         self.samples_per_epoch = -(-store.tokens // length) if last_window == "keep" else (store.tokens - 1) // length
@@ -88,7 +100,8 @@ class PackedLayout:
 
     def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
         """The documents in these windows."""
-        sample_rows, documents = [], []
+        sample_rows = []
+        documents = []
         for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch):
             spans = self._find_spans(epoch, samples[rows] % self.samples_per_epoch)
             sample_rows.append(rows[spans.rows])
@@ -118,15 +131,18 @@ class PackedLayout:
         windows = positions
         if self.seed is not None:
             windows = permute(self.samples_per_epoch, positions, self.seed, _WINDOWS_KEY, epoch)
-        ends, tokens = self.document_ends(epoch), self.store.tokens
-        rows, stream_starts = np.arange(len(windows)), windows * self.length
+        ends = self.document_ends(epoch)
+        tokens = self.store.tokens
+        rows = np.arange(len(windows))
+        stream_starts = windows * self.length
         remaining = np.full(len(windows), self.length + 1)
         span_groups: list[Spans] = []
         while len(rows):  # again for windows that reach the end of the epoch and continue at its start
             counts = np.minimum(remaining, tokens - stream_starts)
             span_groups.append(self._cut_at_documents(epoch, ends, rows, stream_starts, counts))
             unfinished = remaining > counts
-            rows, remaining = rows[unfinished], (remaining - counts)[unfinished]
+            rows = rows[unfinished]
+            remaining = (remaining - counts)[unfinished]
             stream_starts = np.zeros_like(remaining)
         if len(span_groups) == 1:
             return span_groups[0]

@@ -31,11 +31,23 @@ class PaddedLayout:
     """
 
     def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, pad: int, long_documents: str = "split",
-        end_token: int | None = None, vocab: int | None = None, folder: Path | None = None,
-    ) -> None:  # fmt: skip
-        self.store, self.length, self.seed, self.pad = store, length, seed, pad
-        self.end_token, self.vocab = end_token, vocab
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        seed: int | None,
+        pad: int,
+        long_documents: str = "split",
+        end_token: int | None = None,
+        vocab: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.store = store
+        self.length = length
+        self.seed = seed
+        self.pad = pad
+        self.end_token = end_token
+        self.vocab = vocab
         self.ids = np.asarray(store.ids)
 
         def build_counts() -> CountAt:

@@ -21,7 +21,8 @@ def pack_rows(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int6
     counts = np.bincount(lengths, minlength=longest + 1)
     by_length = np.argsort(lengths, kind="stable")
     next_item = (np.cumsum(counts) - counts).tolist()  # of each length, as an index into `by_length`
-    items, items_per_row = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    items = [np.zeros(0, np.int64)]
+    items_per_row = [np.zeros(0, np.int64)]
     for pattern, rows in find_patterns(counts.tolist(), longest):
         columns = []
         for length in pattern:
@@ -64,5 +65,6 @@ def _fill(
         left -= used * each
     if left and used < rows and left < each:
         by_space[space - left * length].append(((*pattern, *[length] * left), 1))
-        left, used = 0, used + 1
+        left = 0
+        used = used + 1
     return left, used

@@ -19,7 +19,8 @@ from textmill.tokens.batches.sentences import Numbers, Sentences
 
 _TARGETS_KEY = 7
 _CUT, _LABEL, _DOCUMENT, _SENTENCE = range(4)
-_TRUNCATE_A, _TRUNCATE_B = 1 << 16, 1 << 20
+_TRUNCATE_A = 1 << 16
+_TRUNCATE_B = 1 << 20
 """What the random numbers of a span are used for; see `counters.draw`."""
 Keys = NDArray[np.uint64]
 """A key for each span, from which its random numbers are drawn."""
@@ -70,7 +71,8 @@ class SentencePairs:
             return found
 
         has_two = np.diff(edges) > 1
-        firsts, document_stops = edges[:-1][has_two], edges[1:][has_two]
+        firsts = edges[:-1][has_two]
+        document_stops = edges[1:][has_two]
         rounds = [np.zeros((0, 3), np.int64)]
         while len(firsts):
             targets = self._draw_targets(firsts)
@@ -79,7 +81,8 @@ class SentencePairs:
             stops = np.where(document_stops - stops > 1, stops, document_stops)
             rounds.append(np.stack([firsts, stops, np.minimum(targets, first_token(stops) - first_token(firsts))], 1))
             is_unfinished = stops < document_stops
-            firsts, document_stops = stops[is_unfinished], document_stops[is_unfinished]
+            firsts = stops[is_unfinished]
+            document_stops = document_stops[is_unfinished]
         spans = np.concatenate(rounds)
         spans = spans[np.argsort(spans[:, 0])]
         max_tokens = spans[:, 2]
@@ -130,7 +133,8 @@ class SentencePairs:
         own_length = lengths[:, 1]
         is_truncated = lengths.sum(axis=1) > spans[:, 2]
         documents = self._other_documents(self.sentences.document_of(spans[:, 0]), keys)
-        begins, ends = self.sentences.first_of(documents), self.sentences.first_of(documents + 1)
+        begins = self.sentences.first_of(documents)
+        ends = self.sentences.first_of(documents + 1)
         random_firsts = np.minimum(begins + _below(draw(keys, _SENTENCE), np.maximum(ends - begins, 1)), ends)
         latest_start = np.maximum(self.sentences.starts(ends) - own_length, 0)
         latest = np.maximum(self.sentences.count_before(latest_start, "right") - 1, begins)
@@ -163,7 +167,9 @@ def truncate(starts: Numbers, counts: Numbers, max_tokens: Numbers, keys: Keys) 
 
 def _count_heads(keys: Keys, tosses: Numbers, number: int) -> Numbers:
     """How many of `tosses` coins come up heads, for each key; 64 coins are the bits of one random number."""
-    heads, rows, done = np.zeros_like(tosses), np.flatnonzero(tosses), 0
+    heads = np.zeros_like(tosses)
+    rows = np.flatnonzero(tosses)
+    done = 0
     while len(rows):
         coins = np.minimum(tosses[rows] - done, 64)
         bits = draw(keys[rows], number + done // 64) >> (64 - coins).astype(np.uint64)

@@ -24,12 +24,14 @@ class Sentences:
     def __init__(self, store: TokenStore, begin: int | None = None, end: int | None = None) -> None:
         self.ids, self.documents, self._begin_token, self._end_token = np.asarray(store.ids), len(store), begin, end
         index = store.index
-        first, stop = store.first_document, store.first_document + store.document_count
+        first = store.first_document
+        stop = store.first_document + store.document_count
         self._documents = np.asarray(index.documents[first : stop + 1])
         self._first = int(self._documents[0])
         self.count = int(self._documents[-1]) - self._first
         self._offsets = np.asarray(index.offsets[self._first : self._first + self.count])
-        self._divisor, self._tokens = index.offset_divisor, store.tokens
+        self._divisor = index.offset_divisor
+        self._tokens = store.tokens
         self._begin = int(self._offsets[0]) if self.count else 0
 
     def starts(self, numbers: Numbers) -> Numbers:
@@ -75,10 +77,12 @@ class Sentences:
 
 def search_sorted(values: Numbers, wanted: Numbers, side: Literal["left", "right"]) -> Numbers:
     """np.searchsorted without a copy: numpy would copy all of an index file, whose numbers are not aligned."""
-    low, high = np.zeros(wanted.shape, np.int64), np.full(wanted.shape, len(values), np.int64)
+    low = np.zeros(wanted.shape, np.int64)
+    high = np.full(wanted.shape, len(values), np.int64)
     for _ in range(len(values).bit_length()):
         middle = (low + high) // 2
         found = values[np.minimum(middle, len(values) - 1)]
         goes_right = (low < high) & ((found < wanted) if side == "left" else (found <= wanted))
-        low, high = np.where(goes_right, middle + 1, low), np.where(goes_right, high, middle)
+        low = np.where(goes_right, middle + 1, low)
+        high = np.where(goes_right, high, middle)
     return low

@@ -30,7 +30,8 @@ def permute(count: int, positions: NDArray[np.int64], *key: int) -> NDArray[np.i
 
 def shuffle_in_epoch(samples: NDArray[np.int64], count: int, seed: int | None, *key: int) -> NDArray[np.int64]:
     """The item of each sample in its epoch of `count` items; each epoch has its own order. No seed: not shuffled."""
-    positions, epochs = samples % count, samples // count
+    positions = samples % count
+    epochs = samples // count
     if seed is not None:
         for epoch in np.unique(epochs).tolist():
             rows = epochs == epoch
@@ -45,7 +46,8 @@ def _round_keys(*key: int) -> list[int]:
 
 def _mix(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
     """A bijection on numbers of `bits` bits: each round multiplies by an odd number, adds, and XORs the high half."""
-    mask, half = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
+    mask = np.uint64((1 << bits) - 1)
+    half = np.uint64((bits + 1) // 2)
     for key in keys:
         values = values * np.uint64(key | 1)
         values += np.uint64(key >> 7)

@@ -24,7 +24,8 @@ FILE_BYTES = 1 << 26
 
 def record_of(length: int, top_k: int, vocab: int, *, exact: bool) -> np.dtype[Any]:
     """A sample's record: log-probabilities are float32 if `exact`, else float16."""
-    ids, logs = "<u2" if vocab <= 1 << 16 else "<u4", "<f4" if exact else "<f2"
+    ids = "<u2" if vocab <= 1 << 16 else "<u4"
+    logs = "<f4" if exact else "<f2"
     return np.dtype([("hash", "<u8"), ("ids", ids, (length, top_k)), ("logs", logs, (length, top_k + 1))])
 
 
@@ -58,7 +59,11 @@ class TeacherCache:
     """The records of all samples of a run, memory-mapped."""
 
     def __init__(self, folder: Path, record: np.dtype[Any], samples: int, per_file: int, vocab: int) -> None:
-        self.folder, self.record, self.samples, self.per_file, self.vocab = folder, record, samples, per_file, vocab
+        self.folder = folder
+        self.record = record
+        self.samples = samples
+        self.per_file = per_file
+        self.vocab = vocab
         self._open = lru_cache(maxsize=64)(self._map)
 
     def _map(self, number: int) -> NDArray[np.void]:

@@ -46,8 +46,12 @@ class ExampleEncoder:
             )
         if length < SHORTEST:
             raise TextmillError(f"train.length: {length} has no space for an example; set at least {SHORTEST}")
-        self.tokenizer, self.task, self.length, self.overlap = tokenizer, task, length, overlap
-        self.first, self.separator = classifier, tokenizer.separator
+        self.tokenizer = tokenizer
+        self.task = task
+        self.length = length
+        self.overlap = overlap
+        self.first = classifier
+        self.separator = tokenizer.separator
         self.numbers = {name: number for number, name in enumerate(names)}
 
     def encode(self, examples: Sequence[Example]) -> Iterator[list[Sample]]:
@@ -77,10 +81,13 @@ class ExampleEncoder:
 
     def _word_windows(self, example: Example, encoding: Encoding) -> Iterator[Sample]:
         """Consecutive words, as many as fit; a word that is longer than a sample loses its end."""
-        ids, words = np.array(encoding.ids, np.int32), np.array(encoding.word_ids, np.int32)
+        ids = np.array(encoding.ids, np.int32)
+        words = np.array(encoding.word_ids, np.int32)
         numbers = np.array([self._number(example, word) for word in range(len(example.texts))], np.int32)
         starts_word = np.append(True, words[1:] != words[:-1]) if len(words) else np.zeros(0, np.bool_)
-        firsts, start, most = np.flatnonzero(starts_word), 0, self.length - 2
+        firsts = np.flatnonzero(starts_word)
+        start = 0
+        most = self.length - 2
         while start < len(ids) or start == 0:
             stop = min(start + most, len(ids))
             if stop < len(ids):
@@ -99,7 +106,8 @@ class ExampleEncoder:
         question_ids = np.array(question.ids, np.int32)[: (self.length - 3) // 2]
         ids = np.array(context.ids, np.int32)
         spans = np.array(context.offsets, np.int32).reshape(-1, 2)
-        window, before = self.length - 3 - len(question_ids), len(question_ids) + 2
+        window = self.length - 3 - len(question_ids)
+        before = len(question_ids) + 2
         step = max(window - self.overlap, (window + 1) // 2)
         for start in range(0, max(1, len(ids) - window + step), step):
             inside = spans[start : start + window]

@@ -33,7 +33,8 @@ Counts = dict[str, int]
 
 def tokenize_labelled(config: RunConfig, task: str, force: Force = "no") -> Path:
     """Write the stores of all splits; return their folder."""
-    folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
+    folder = config.folder_of("tokens")
+    corpus = config.folder_of("corpus")
     source = open_manifest(corpus, "prepare")
     if source["made_from"].get("corpus.labels") != task:
         raise TextmillError(f"{format_path(corpus)}: was made without corpus.labels={task}; run: textmill prepare")
@@ -43,11 +44,14 @@ def tokenize_labelled(config: RunConfig, task: str, force: Force = "no") -> Path
     check_fitted(config)
     tokenizer = open_manifest(config.folder_of("tokenizer"), "fit-tokenizer")
     labels = read_json(corpus / "account.json")["labels"]
-    length, overlap = int(config.train.length or 0), config.tokens.overlap
+    length = int(config.train.length or 0)
+    overlap = config.tokens.overlap
     made_from = {
-        "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"], "train.length": length,
+        "corpus": source["fingerprint"],
+        "tokenizer": tokenizer["tokenizer"],
+        "train.length": length,
         "tokens.overlap": overlap,
-    }  # fmt: skip
+    }
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")

@@ -40,7 +40,8 @@ class WordCounter:
     """Counts the words of texts, split as the tokenizer splits them."""
 
     def __init__(self, inner: Tokenizer) -> None:
-        self.normalizer, self.pre_tokenizer = inner.normalizer, inner.pre_tokenizer
+        self.normalizer = inner.normalizer
+        self.pre_tokenizer = inner.pre_tokenizer
         self.segments: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
 
@@ -101,7 +102,8 @@ def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) ->
 
 
 def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
-    digits, han = [], []
+    digits = []
+    han = []
     if config.split_digits:
         digits = [pre_tokenizers.Digits(individual_digits=True)]
     if config.split_cjk and config.kind != "wordpiece":
@@ -164,9 +166,12 @@ def train_bpe_on_texts(texts: Iterable[str], config: TokenizerConfig) -> Tokeniz
 
 def _bpe_trainer(config: TokenizerConfig, tokens: list[str]) -> trainers.Trainer:
     return trainers.BpeTrainer(
-        vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        vocab_size=config.vocab,
+        min_frequency=config.min_frequency,
+        special_tokens=tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
 
 
 def _train_bpe(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
@@ -186,10 +191,13 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
     unmerged = len(tokens) + len(initials) + len(continuations)
     _check_vocab_size(config, unmerged, len(alphabet))
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=[*tokens, *continuations],
+        vocab_size=config.vocab,
+        min_frequency=config.min_frequency,
+        special_tokens=[*tokens, *continuations],
         initial_alphabet=initials,
-        continuing_subword_prefix=CONTINUATION, show_progress=False,
-    )  # fmt: skip
+        continuing_subword_prefix=CONTINUATION,
+        show_progress=False,
+    )
     model = _train_on_counts(models.BPE(continuing_subword_prefix=CONTINUATION), words.items(), trainer)
     merged = [token for token, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][unmerged:]
     vocab = {token: number for number, token in enumerate([*tokens, *initials, *continuations, *merged])}
@@ -205,9 +213,12 @@ def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: li
     alphabet = _alphabet(words, config.character_coverage)
     _check_vocab_size(config, len(reserved) + len(alphabet), len(alphabet))
     trainer = trainers.UnigramTrainer(
-        vocab_size=config.vocab - len(reserved) + 1, special_tokens=[unknown], unk_token=unknown,
-        initial_alphabet=sorted(alphabet), show_progress=False,
-    )  # fmt: skip
+        vocab_size=config.vocab - len(reserved) + 1,
+        special_tokens=[unknown],
+        unk_token=unknown,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
     model = _train_on_counts(models.Unigram(), _words_in_alphabet(words, alphabet), trainer)
     scores = {token: score for token, score in _unigram_entries(model) if token not in set(reserved)}
     scored = _make_deterministic(scores)
@@ -251,7 +262,8 @@ def _alphabet(words: Mapping[str, int], coverage: float) -> set[str]:
     for word, count in words.items():
         for character in word:
             counts[character] += count
-    left, alphabet = coverage * counts.total(), set()
+    left = coverage * counts.total()
+    alphabet = set()
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         if left <= 0:
             break

@@ -11,16 +11,23 @@ import re
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-MARK, SPACE, NEWLINE = "\u2581", "\u2582", "\u2583"
-FIRST_CHINESE, LAST_CHINESE = "\u4e00", "\u9fff"
+MARK = "\u2581"
+SPACE = "\u2582"
+NEWLINE = "\u2583"
+FIRST_CHINESE = "\u4e00"
+LAST_CHINESE = "\u9fff"
 UNREACHABLE = "\ue000"
 """Starts the name of a line that no text is encoded as, such as a Chinese token with ##."""
 LONGEST_WORD = 200
 """Characters of the longest word; a longer one is unknown."""
 ROLES = {
-    "unk_token": ("<unk>",), "bos_token": ("<s>",), "eos_token": ("[BOS]", "<eod>", "</s>"), "pad_token": ("<pad>",),
-    "sep_token": ("<sep>", "[SEP]"), "mask_token": ("<mask>", "[MASK]"),
-}  # fmt: skip
+    "unk_token": ("<unk>",),
+    "bos_token": ("<s>",),
+    "eos_token": ("[BOS]", "<eod>", "</s>"),
+    "pad_token": ("<pad>",),
+    "sep_token": ("<sep>", "[SEP]"),
+    "mask_token": ("<mask>", "[MASK]"),
+}
 """Special tokens by transformers' names; the token between two documents is [BOS], as Yuan's code has it."""
 _SPECIAL = re.compile(r"</?[a-z_0-9]+>|\[[A-Z]+\]")
 _CHINESE = re.compile(f"[{FIRST_CHINESE}-{LAST_CHINESE}]")
@@ -45,15 +52,15 @@ def open_encdec(tokens: list[str]) -> tuple[Tokenizer, dict[str, str]]:
     chinese = "".join(sorted({character for token in tokens for character in _CHINESE.findall(token)}))
     letters = "A-Za-z0-9"
     starts = f"(?<![{letters}])(?=[{letters}])|(?=[^{letters}{FIRST_CHINESE}-{LAST_CHINESE}{SPACE}{NEWLINE}])"
-    inner.normalizer = normalizers.Sequence([
-        normalizers.Replace(" ", SPACE), normalizers.Replace("\n", NEWLINE), normalizers.Replace(Regex(starts), MARK)
-    ])  # fmt: skip
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Replace(" ", SPACE), normalizers.Replace("\n", NEWLINE), normalizers.Replace(Regex(starts), MARK)]
+    )
     words = [f"[{chinese}]+"] if chinese else []
     words += [f"{MARK}[{letters}]+", f"(?m:{MARK}?.)"]
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(words)), "isolated")
-    inner.decoder = decoders.Sequence([
-        decoders.Replace(MARK, ""), decoders.Replace(SPACE, " "), decoders.Replace(NEWLINE, "\n"), decoders.Fuse()
-    ])  # fmt: skip
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace(MARK, ""), decoders.Replace(SPACE, " "), decoders.Replace(NEWLINE, "\n"), decoders.Fuse()]
+    )
     special = [token for token in dict.fromkeys(tokens) if _SPECIAL.fullmatch(token)]
     inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     found = {role: next((name for name in names if name in special), None) for role, names in ROLES.items()}

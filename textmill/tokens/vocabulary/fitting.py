@@ -36,7 +36,8 @@ FITTING = (
 
 def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
-    folder, section = config.folder_of("tokenizer"), config.tokenizer
+    folder = config.folder_of("tokenizer")
+    section = config.tokenizer
     used = _open_named(config)
     other = open_named(section.compare_with, key="tokenizer.compare_with") if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
@@ -63,7 +64,8 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
 
 def check_fitted(config: RunConfig) -> None:
     """Raise an error if the tokenizer folder was made with other settings; the text it was fitted on may differ."""
-    folder, used = config.folder_of("tokenizer"), _open_named(config)
+    folder = config.folder_of("tokenizer")
+    used = _open_named(config)
     made_from = rename_settings(open_manifest(folder)["made_from"])
     before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
     now = config.results("tokenizer") if used is None else _made_from(config, used)
@@ -79,10 +81,8 @@ def _open_named(config: RunConfig) -> TextTokenizer | None:
     section = config.tokenizer
     if not section.use:
         return None
-    used, turns = (
-        open_named(section.use, section.end_token, section.lowercase),
-        turns_of(section.chat, section.chat_turns),
-    )
+    used = open_named(section.use, section.end_token, section.lowercase)
+    turns = turns_of(section.chat, section.chat_turns)
     return used.with_chat(turns) if turns else used
 
 

@@ -18,15 +18,21 @@ PREFIXED = ("*-vocab.json", "-merges.txt")
 SPM_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.model")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 USUAL_NAMES = {
-    "bos_token": (END, "<s>", "<bos>"), "eos_token": (END, "</s>", "<eos>"), "unk_token": ("<unk>", "[UNK]"),
+    "bos_token": (END, "<s>", "<bos>"),
+    "eos_token": (END, "</s>", "<eos>"),
+    "unk_token": ("<unk>", "[UNK]"),
     "sep_token": ("[SEP]",),
-    "pad_token": ("<pad>", "[PAD]"), "cls_token": ("[CLS]",), "mask_token": ("<mask>", "[MASK]"),
-}  # fmt: skip
+    "pad_token": ("<pad>", "[PAD]"),
+    "cls_token": ("[CLS]",),
+    "mask_token": ("<mask>", "[MASK]"),
+}
 """The usual names of special tokens, for tokenizers whose files do not name them."""
 
 BERT_SETTINGS = {
-    "do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars",
-}  # fmt: skip
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 """What tokenizer_config.json says of a BERT's normalizer, by transformers' names and those of tokenizers."""
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """transformers' classes that take a tokenizer.json as it is."""

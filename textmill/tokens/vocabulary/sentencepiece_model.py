@@ -12,8 +12,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.algorithms import SPACE, split_reserved
 
-UNIGRAM, BPE = 1, 2
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+UNIGRAM = 1
+BPE = 2
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 RESERVED = (UNKNOWN, CONTROL, BYTE)
 """Types of pieces that no text is encoded as."""
 ROLES = {"unk_token": 40, "bos_token": 41, "eos_token": 42, "pad_token": 43}
@@ -141,7 +147,8 @@ def _signed(value: int | bytes) -> int:
 
 def _parse_piece(data: bytes) -> SentencePiece:
     fields = dict(_fields(data))
-    text, score = fields.get(1, b""), fields.get(2, b"\0\0\0\0")
+    text = fields.get(1, b"")
+    score = fields.get(2, b"\0\0\0\0")
     if not isinstance(text, bytes) or not isinstance(score, bytes):
         raise ValueError("a piece without text or score")
     return SentencePiece(text.decode(), struct.unpack("<f", score)[0], _number(fields.get(3, NORMAL)))

@@ -87,7 +87,10 @@ def _id_of(pieces: list[SentencePiece], kind: int) -> int:
 
 def _normalizer(tree: Tree) -> bytes:
     """The normalizer's fields; a step that sentencepiece does not have is an error that names it."""
-    charsmap, prefix, remove, escape = b"", False, False, False
+    charsmap = b""
+    prefix = False
+    remove = False
+    escape = False
     top = tree["normalizer"] or {}
     for step in top.get("normalizers", [top] if top else []):
         pattern = (step.get("pattern") or {}).get("Regex")

@@ -142,14 +142,17 @@ class TextTokenizer:
 
     def files(self, longest: int | None = None) -> dict[str, str]:
         """The contents of tokenizer.json and of tokenizer_config.json, which transformers needs too."""
-        roles, end = dict(self.roles), str(self.inner.id_to_token(self.end))
+        roles = dict(self.roles)
+        end = str(self.inner.id_to_token(self.end))
         if _end_of(roles) != end:
             roles["eos_token"] = end
         tree = self.inner.to_str(pretty=True)
         settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast", **roles,
-            "clean_up_tokenization_spaces": False, "add_prefix_space": _adds_space(json.loads(tree)["pre_tokenizer"]),
-        }  # fmt: skip
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **roles,
+            "clean_up_tokenization_spaces": False,
+            "add_prefix_space": _adds_space(json.loads(tree)["pre_tokenizer"]),
+        }
         if longest:
             settings["model_max_length"] = longest
         if self.chat is not None:

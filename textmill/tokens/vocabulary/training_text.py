@@ -31,7 +31,9 @@ from textmill.storage.stages import open_manifest
 from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer
 from textmill.tokens.vocabulary.text_pieces import cut_text
 
-PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 1000, 2000
+PICKED_PARTS = 16
+PICKED_TEXTS = 1000
+PICKED_CHARACTERS = 2000
 """The report reads at most this many parts of the text, documents in all, and characters of each document."""
 
 

@@ -55,7 +55,8 @@ def _match_tokens(folder: Path, before: TextTokenizer, tokenizer: TextTokenizer,
     now = read_token_bytes(tokenizer)
     kept = {id_: old_ids[token] for id_, token in now.items() if token in old_ids}
     for role in ROLES:
-        mine, theirs = getattr(tokenizer, role), getattr(before, role)
+        mine = getattr(tokenizer, role)
+        theirs = getattr(before, role)
         if mine is not None and theirs in old:
             kept.setdefault(mine, theirs)
     new = {id_: _old_tokens(now[id_], before, old_ids, rows) for id_ in sorted(now.keys() - kept.keys())}

@@ -25,7 +25,8 @@ def find_word_starts(tokenizer: TextTokenizer) -> tuple[NDArray[np.bool_], NDArr
     WordPiece: tokens without the prefix ##. Others: tokens that begin with a space (▁ in sentencepiece), a punctuation
     mark, or a character of a script without spaces.
     """
-    starts, special = np.zeros(tokenizer.vocab, np.bool_), np.ones(tokenizer.vocab, np.bool_)
+    starts = np.zeros(tokenizer.vocab, np.bool_)
+    special = np.ones(tokenizer.vocab, np.bool_)
     is_wordpiece = json.loads(tokenizer.inner.to_str())["model"]["type"] == "WordPiece"
     for id_, token in read_token_bytes(tokenizer).items():
         starts[id_] = token.data[:1] == b" " if is_wordpiece else _starts_word(token.data)
