@@ -16,15 +16,7 @@ from typing import Any
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
-from textmill.config.load import (
-    Tree,
-    build_config,
-    drop_replaced,
-    merge_trees,
-    parse_settings,
-    read_recorded_config,
-    read_user_config,
-)
+from textmill.config.load import Tree, build_config, drop_replaced, merge_trees, parse_settings, read_yaml
 from textmill.config.model import is_family_file
 from textmill.config.paths import corpora_names, resolve_paths
 from textmill.errors import TextmillError
@@ -82,7 +74,7 @@ def _from_file(path: Path, settings: list[str]) -> Where:
     if path.suffix not in (".yaml", ".yml"):
         advice = _advise_import(path) if path.suffix in MODEL_FILES else "text goes into corpus.sources"
         raise TextmillError(f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder; {advice}")
-    tree, lines = read_user_config(path)
+    tree, lines = read_yaml(path)
     # A project writes next to its textmill.yaml, any other file below the current folder.
     root = path.resolve().parent if path.name == PROJECT_YAML else Path.cwd() / "runs" / path.stem
     tree = {"folder": str(root), **resolve_paths(tree, path.resolve().parent)}
@@ -168,7 +160,7 @@ def _from_checkpoint(folder: Path, settings: list[str]) -> Where:
         return Where(
             _config_of(_recorded_tree(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1])
         )
-    tree = read_recorded_config(folder / "run.yaml")
+    tree = read_yaml(folder / "run.yaml")[0]
     tree.pop("model", None)
     return Where(_config_of(merge_trees(tree, _as_model(folder)), settings), bare_model=True)
 
@@ -180,7 +172,7 @@ def _as_model(folder: Path) -> Tree:
 
 def _recorded_tree(folder: Path, file: Path | None = None) -> Tree:
     """The config recorded in a stage's folder; where the folder is now overrides where it was written."""
-    tree = read_recorded_config(file or folder / "run.yaml")
+    tree = read_yaml(file or folder / "run.yaml")[0]
     stage = _stage_of(folder)
     if stage != "train":
         tree.pop("model", None)  # no command uses it there

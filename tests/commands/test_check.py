@@ -12,7 +12,7 @@ from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import format_path, write_json
-from textmill.storage.stages import Stage, add_yaml_checksum, find_stage_damage
+from textmill.storage.stages import add_yaml_checksum
 from textmill.tokens.index_formats import find_index_errors
 from textmill.tokens.store import open_store
 
@@ -95,23 +95,12 @@ def test_run_yaml_and_manifests_of_a_run_are_checked(tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text(damaged, encoding="utf-8")
         with pytest.raises(TextmillError, match=r"run\.yaml does not match"):
             check(str(tmp_path))
-    for intact in (text, "folder: .\n"):  # an older version wrote no checksum
-        (tmp_path / "run.yaml").write_text(intact, encoding="utf-8")
-        assert check(str(tmp_path)) == [checkpoint]
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    assert check(str(tmp_path)) == [checkpoint]
     with open(checkpoint / "manifest.json", "a", encoding="utf-8") as stream:
         stream.write(" ")
     with pytest.raises(TextmillError, match=r"manifest\.json has other bytes"):
         check(str(tmp_path))
-
-
-def test_a_folder_of_before_the_checksum_of_run_yaml_is_intact(tmp_path: Path) -> None:
-    stage = Stage(
-        "prepare", tmp_path / "corpus", {}, None
-    )  # without run.yaml, its manifest is that of an older version
-    with stage.unfinished_folder() as part:
-        (part / "run.yaml").write_text("folder: .\n", encoding="utf-8")
-        stage.write_manifest(part, {}, {})
-    assert find_stage_damage(tmp_path / "corpus") == []
 
 
 def test_a_path_is_printed_in_full_when_the_current_folder_is_gone(

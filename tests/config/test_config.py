@@ -22,7 +22,7 @@ from textmill.config import (
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.config.help import MOST_USED, all_help, settings_help
 from textmill.config.keys import all_fields, section_types, suggest_key
-from textmill.config.load import build_config, merge_trees, parse_settings, read_recorded_config, read_yaml
+from textmill.config.load import build_config, merge_trees, parse_settings, read_yaml
 from textmill.config.other_names import OTHER_NAMES
 from textmill.config.yaml_text import format_yaml, format_yaml_value
 from textmill.engines.deepspeed_config import fill_unset
@@ -104,14 +104,10 @@ def test_texts_that_look_like_other_values_read_back_as_texts(tmp_path: Path) ->
         assert found["train"]["distil"]["teachers"] == [name]
 
 
-def test_settings_of_one_call_are_not_recorded(tmp_path: Path) -> None:
+def test_settings_of_one_call_are_not_recorded() -> None:
     once = ["sample.prompt=Once", "sample.min_tokens=150", "sample.count=3", "sample.max_tokens=160"]
     config = build_config(parse_settings(once))
     assert build_config(yaml.safe_load(config.to_yaml())).sample == SampleConfig(max_tokens=160)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-    assert build_config(read_recorded_config(tmp_path / "run.yaml")).sample == SampleConfig(max_tokens=160), (
-        "an old run"
-    )
 
 
 def test_given_weights_replace_the_shape_of_a_file(tmp_path: Path) -> None:

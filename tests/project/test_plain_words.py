@@ -17,8 +17,6 @@ PRIVATE = frozenset(
 VAGUE = frozenset({"copies", "through", "whole"})
 """Words that are fine in a sentence, but not as the name of a function, class or attribute."""
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-ON_DISK = {"commands/run.py": {"asked"}, "config/renamed.py": {"apart"}}
-"""Names in files written by earlier versions, which must stay readable."""
 ALLOWED = {"tests/engines": 1}
 """How often private words still occur, by folder; a number may only fall."""
 
@@ -65,9 +63,8 @@ def found_in(path: Path, *, docstrings_only: bool = False) -> list[str]:
         for part in parts_of(name)
         if part in PRIVATE or (given and part in VAGUE and parts_of(name) == [part])
     ]
-    private = PRIVATE - ON_DISK.get("/".join(path.parts[-2:]), set())
     for line, value in texts_in(tree, docstrings_only):
-        words = [part for part in re.findall(r"[A-Za-z]+", value) if part.lower() in private]
+        words = [part for part in re.findall(r"[A-Za-z]+", value) if part.lower() in PRIVATE]
         found += [f"{path.name}:{line}: {word!r} in a text" for word in words]
     return found
 

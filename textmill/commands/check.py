@@ -7,10 +7,9 @@ from pathlib import Path
 from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, find_checkpoint_damage, list_checkpoints
 from textmill.config import STAGE_FOLDERS
 from textmill.config.distillation import TEACHER_CACHE
-from textmill.config.load import read_recorded_config
 from textmill.errors import TextmillError
 from textmill.storage.files import is_as_written
-from textmill.storage.stages import MANIFEST, RUN_YAML, YAML_CHECKSUM, find_stage_damage, find_yaml_damage
+from textmill.storage.stages import MANIFEST, find_stage_damage, find_yaml_damage
 from textmill.tokens.index_formats import find_index_errors
 from textmill.tokens.store import open_store, store_paths, store_prefix
 from textmill.where import open_where
@@ -64,13 +63,7 @@ def _find_manifest_damage(checkpoint: Path) -> list[str]:
 
 
 def _report_run_yaml(run: Path) -> list[str]:
-    """Check the run.yaml of a run; that of an older version has no checksum, so only whether it can be read is
-    checked."""
-    path = run / RUN_YAML
-    last_line = path.read_bytes().splitlines()[-1:] if path.is_file() else [b"#"]
-    if not any(line.startswith(b"#") or YAML_CHECKSUM[2:].encode() in line for line in last_line):
-        read_recorded_config(path)
-        return []
+    """Check the run.yaml of a run, which has a line with its own checksum."""
     return _report(run, faults) if (faults := find_yaml_damage(run)) else []
 
 

@@ -16,7 +16,6 @@ from textmill.commands.evaluate import evaluate
 from textmill.commands.next_steps import print_next_steps
 from textmill.commands.prepare import prepare
 from textmill.config import EvaluateConfig, RunConfig
-from textmill.config.renamed import rename_settings
 from textmill.engines.early_import import import_torch_meanwhile
 from textmill.evaluation import format_tables
 from textmill.evaluation.measured_task import format_metrics
@@ -37,9 +36,6 @@ from textmill.training.loop import train
 from textmill.training.new_run import check_start
 from textmill.training.run_folder import SUMMARY_FILE
 from textmill.training.teacher_cache import cache_teacher
-
-OLD_INPUTS = "asked"
-"""The name of `inputs` in a summary of an earlier version."""
 
 
 def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
@@ -170,8 +166,7 @@ def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None
     if not (folder / SUMMARY_FILE).is_file():
         return None
     summary: dict[str, Any] = read_json(folder / SUMMARY_FILE)
-    earlier = summary.get("inputs", summary.get(OLD_INPUTS, {}))
-    return summary if rename_settings(earlier) == inputs else None
+    return summary if summary.get("inputs") == inputs else None
 
 
 def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:

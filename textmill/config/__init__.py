@@ -159,11 +159,11 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The tree as YAML that `textmill COMMAND run.yaml` reads back, without the settings of one call."""
-        tree = drop_per_call(self.model_dump(mode="json"))
+        tree = _drop_per_call(self.model_dump(mode="json"))
         return format_yaml(tree)
 
 
-def drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
+def _drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
     """A config tree without the settings of one call, such as a prompt: no folder records them."""
     kept = dict(tree)
     for name, field in RunConfig.model_fields.items():

@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig, Section
 from textmill.config.other_names import ADVICE, OTHER_NAMES
-from textmill.config.renamed import RENAMED
 
 MIN_LIKENESS = 0.8
 """How much a key must be like another (difflib's ratio) to be taken for a typing error of it."""
@@ -48,8 +47,6 @@ def suggest_key(key: str) -> str:
         return f"textmill calls it '{OTHER_NAMES[leaf]}'"
     if leaf in ADVICE:
         return ADVICE[leaf]
-    if old := [name for name in RENAMED if name == key or name.rpartition(".")[2] == key]:
-        return f"{old[0]} is now '{RENAMED[old[0]]}'"
     same_leaf = [name for name in keys if name.rpartition(".")[2] == leaf]
     inside = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
     typing_error = difflib.get_close_matches(key, inside, n=1, cutoff=0.92)  # likelier than a wrong section

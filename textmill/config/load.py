@@ -10,14 +10,13 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from textmill.config import RunConfig, drop_per_call
+from textmill.config import RunConfig
 from textmill.config.keys import all_fields, kinds_of, section_types, suggest_key
 from textmill.config.mistakes import describe_type, first_mistake, key_and_parents
-from textmill.config.renamed import RENAMED, rename_tree, rename_value
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
 from textmill.config.yaml_text import YamlLoader
-from textmill.errors import TextmillError, rank_of_launcher, warn
+from textmill.errors import TextmillError
 
 Tree = dict[str, Any]
 LIMITS_OF_MINUTES = ("max_epochs",)
@@ -60,33 +59,6 @@ def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> No
                 raise TextmillError(f"{path}:{line}: '{name}' is set twice (first on line {lines[name]}); keep one")
             lines[name] = line
             _note_lines(value, name + ".", lines, path)
-
-
-def read_user_config(path: Path) -> tuple[Tree, dict[str, int]]:
-    """A user's YAML file under today's names of settings, and the line of each key; old names are reported in one
-    line."""
-    tree, lines = read_yaml(path)
-    try:
-        tree, found = rename_tree(tree)
-    except TextmillError as error:
-        line = lines.get(str(error).partition(":")[0])
-        raise TextmillError(f"{path}:{line}: {error}" if line else str(error)) from None
-    _report_old_names(found, f"{path}: ")
-    return tree, lines | {new: lines[old] for old, new in found.items()}
-
-
-def read_recorded_config(path: Path) -> Tree:
-    """The run.yaml of a folder that textmill wrote, perhaps long ago, under today's names of settings.
-
-    Settings of one call, which older folders recorded, are left out.
-    """
-    return drop_per_call(rename_tree(read_yaml(path)[0])[0])
-
-
-def _report_old_names(found: dict[str, str], where: str = "") -> None:
-    if found and rank_of_launcher() == 0:
-        names = "; ".join(f"{old} is now {new}" for old, new in found.items())
-        warn(f"{where}{names} (the old name still works)")
 
 
 def merge_trees(tree: Tree, overrides: Tree) -> Tree:
@@ -138,27 +110,23 @@ def _known_to(section: type[Section], tree: Tree) -> Tree:
 
 
 def parse_settings(arguments: list[str]) -> Tree:
-    """`section.key=value` arguments as a tree, under today's names of settings."""
+    """`section.key=value` arguments as a tree."""
     known = dict(all_fields())
     tree: Tree = {}
-    found: dict[str, str] = {}
     for argument in arguments:
         key, sign, text = argument.partition("=")
         if not sign:
             raise TextmillError(f"'{argument}': not a setting; write section.key=value, such as train.steps=500")
-        if key in RENAMED:
-            found[key] = key = RENAMED[key]
         if key not in known:
             raise TextmillError(f"{key}: no such key; {suggest_key(key)}")
         free = field_markers(known[key]).get("free_texts") and not text.startswith("[")
         try:
-            value: Any = [text] if free else rename_value(key, _parse_value(text, known[key].annotation))
+            value: Any = [text] if free else _parse_value(text, known[key].annotation)
         except TextmillError as error:
             raise TextmillError(f"{key}: {error}") from None
         for part in reversed(key.split(".")):
             value = {part: value}
         tree = merge_trees(tree, value)
-    _report_old_names(found)
     return tree
 
 

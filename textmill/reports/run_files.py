@@ -10,7 +10,7 @@ from typing import Any
 from textmill.checkpoints.best import VALID_LOSS, BestRule, read_metric
 from textmill.checkpoints.folders import advise_training, list_checkpoints, read_best_values
 from textmill.config import STAGE_FOLDERS
-from textmill.config.load import build_config, read_recorded_config
+from textmill.config.load import build_config, read_yaml
 from textmill.errors import TextmillError
 from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
@@ -219,7 +219,7 @@ def read_run(folder: Path) -> RunFiles:
     except OSError as error:
         raise TextmillError(f"{format_path(metrics)}: cannot be read: {error.strerror}") from None
     progress = read_json(newest[0] / "progress.json") if newest else {}
-    recorded = build_config(read_recorded_config(folder / RUN_YAML), file=folder / RUN_YAML)
+    recorded = build_config(read_yaml(folder / RUN_YAML)[0], file=folder / RUN_YAML)
     settings = {**flatten(recorded.model_dump(mode="json")), **recorded.results("train")}
     is_known_family = not str(settings.get("model.family", "")).endswith(".py")  # a user's file is not run for a report
     return RunFiles(

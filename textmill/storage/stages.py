@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from textmill.config import RunConfig
-from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError
 from textmill.storage.files import (
     create_folder,
@@ -71,7 +70,7 @@ class Stage:
             return False
         if (self._unfinished / MANIFEST).is_file():
             # An earlier run was killed after its last file, before the folder got its name.
-            made_from = rename_settings(open_manifest(self._unfinished)["made_from"])
+            made_from = open_manifest(self._unfinished)["made_from"]
             if made_from == self.made_from:
                 self._commit()
         if not (self.folder / MANIFEST).is_file():
@@ -198,7 +197,6 @@ def find_yaml_damage(folder: Path) -> list[str]:
 
 def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What changed between two flat settings, a line each; a setting that did not exist before had its default."""
-    before = rename_settings(before)
     if after.keys() - before.keys():
         defaults = RunConfig().results(*RESULT_SECTIONS)
         before = {key: defaults[key] for key in after if key in defaults} | before

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from textmill.config import RunConfig
-from textmill.config.renamed import rename_settings
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
@@ -161,7 +160,7 @@ def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with
         )
     files = _check_files(folder, manifest)
     stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
-    made_from = rename_settings(manifest["made_from"])
+    made_from = manifest["made_from"]
     if not with_features or made_from.get("tokens.kind") != "features":
         return _SplitSource(stores, manifest["fingerprint"], files=files)
     settings = {name: made_from[f"tokens.features.{name}"] for name in FeaturesConfig.model_fields}

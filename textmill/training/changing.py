@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config.load import read_recorded_config
-from textmill.config.renamed import rename_settings
+from textmill.config.load import read_yaml
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.tokens.batches.history import DataRange, Source
@@ -82,7 +81,6 @@ def change_dropout(shape: Shape, made_from: dict[str, Any]) -> Shape:
 
 def add_range(checkpoint: Checkpoint, before: dict[str, Any], after: dict[str, Any], data: Splits) -> Ranges:
     """The step ranges of a run whose settings change from `before` to `after` at the step of a checkpoint."""
-    before = rename_settings(before)
     ranges: Ranges = list(checkpoint.progress.get("ranges", []))
     if not ranges:
         ranges = [{"step": 0, "settings": _settings_of(before, after, _sources_of(checkpoint, before, data))}]
@@ -102,7 +100,7 @@ def _sources_of(checkpoint: Checkpoint, before: dict[str, Any], data: Splits) ->
         return [(fingerprint, weight) for fingerprint, weight in recorded]
     if before[TOKENS] == data.fingerprint:
         return data.sources
-    tokens_section = read_recorded_config(checkpoint.folder / "run.yaml").get("tokens") or {}
+    tokens_section = read_yaml(checkpoint.folder / "run.yaml")[0].get("tokens") or {}
     entries = [entry for entry in tokens_section.get("use") or [] if isinstance(entry, dict)]
     weights = [float(entry.get("weight", 1.0)) for entry in entries]
     sources = [(name, weight) for (name, _), weight in zip(data.sources, weights, strict=False)]

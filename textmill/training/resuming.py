@@ -21,8 +21,7 @@ from textmill.checkpoints.folders import (
     open_model,
 )
 from textmill.config import LoraConfig, RunConfig, TrainConfig
-from textmill.config.load import merge_trees, read_recorded_config
-from textmill.config.renamed import rename_settings
+from textmill.config.load import merge_trees, read_yaml
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
 from textmill.models import Shape
@@ -119,7 +118,7 @@ def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
         moments=checkpoint.moments() if updates else [],
         updates=updates,
         source=str(checkpoint.folder),
-        made_from=rename_settings(progress["made_from"]),
+        made_from=progress["made_from"],
         changes=progress["changes"] + [{"step": checkpoint.step, "change": line} for line in changes],
         new_changes=changes,
         loss_scale=progress.get("scaling", {}),
@@ -145,7 +144,7 @@ def _list_recorded_changes(config: RunConfig, checkpoint: Checkpoint) -> list[st
 
     The run's length is compared in the unit that sets it: steps are not listed if `train.epochs` sets it.
     """
-    before = _flatten(read_recorded_config(checkpoint.folder / "run.yaml"), checkpoint.progress["textmill"])
+    before = _flatten(read_yaml(checkpoint.folder / "run.yaml")[0], checkpoint.progress["textmill"])
     after = _flatten(config.model_dump(mode="json"), __version__)
     (old_unit, old_length), (new_unit, new_length) = _pop_length(before), _pop_length(after)
     if old_unit == new_unit:

@@ -9,7 +9,6 @@ import numpy as np
 
 from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import RunConfig
-from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path
 from textmill.storage.stages import list_changes
@@ -44,7 +43,7 @@ def show_step(config: RunConfig, step: int) -> None:
     run = config.folder_of("train")
     splits = open_splits(config)
     checkpoint = find_checkpoint(run, "latest")
-    made_from = rename_settings(checkpoint.progress["made_from"]) if checkpoint else {}
+    made_from = checkpoint.progress["made_from"] if checkpoint else {}
     now = {**config.results("train"), "tokens": splits.fingerprint}
     seen = {name: made_from[name] for name in DECISIVE if name in made_from}
     if changes := list_changes(seen, {name: now[name] for name in seen}):

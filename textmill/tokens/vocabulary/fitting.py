@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 
 from textmill.config import RunConfig
 from textmill.config.chat import CONTENT, turns_of
-from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path, manifest_entry, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
@@ -66,7 +65,7 @@ def check_fitted(config: RunConfig) -> None:
     """Raise an error if the tokenizer folder was made with other settings; the text it was fitted on may differ."""
     folder = config.folder_of("tokenizer")
     used = _open_named(config)
-    made_from = rename_settings(open_manifest(folder)["made_from"])
+    made_from = open_manifest(folder)["made_from"]
     before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
     now = config.results("tokenizer") if used is None else _made_from(config, used)
     if changes := list_changes(before, now):

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
-from textmill.config.renamed import original_settings
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.document import Split
@@ -103,7 +102,7 @@ def text_fingerprint(config: RunConfig) -> dict[str, str]:
         (name, source_state(source).fingerprint or hash_file(source.path))
         for name, source in zip(portable_names(sources), sources, strict=True)
     ]
-    settings = original_settings(config.results("corpus"))  # a hash of before the renaming stays valid
+    settings = config.results("corpus")
     del settings["corpus.sources"]
     return {"sources": hash_json([sorted(states), {key: str(value) for key, value in settings.items()}])}
 
