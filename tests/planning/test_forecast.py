@@ -23,7 +23,7 @@ def test_the_law_is_the_published_one() -> None:
 
 
 def test_it_fits_the_trials_of_the_docs_page() -> None:
-    """docs/autopilot.md: one scale for all nets and epochs on one text, so one of them forecasts the others."""
+    """bench/LOG.md: one scale for all nets and epochs on one text, so one of them forecasts the others."""
     per_token, unique = 5.95 * math.log(2), 1.82e6
     runs = [(0.8845, 5.2e6, 8), (0.8276, 5.2e6, 15), (0.8066, 5.2e6, 25), (0.7781, 13.7e6, 20)]
     bits, parameters, epochs = runs[0]

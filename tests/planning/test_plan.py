@@ -107,7 +107,7 @@ def test_a_vocabulary_is_fitted_on_20_mb_of_long_documents_too() -> None:
 
 
 def test_the_korean_trial() -> None:
-    """docs/autopilot.md: of the nets tried on 12 MB of Korean, 6 x 384 with a weight decay of 2 was the best."""
+    """bench/LOG.md: of the nets tried on 12 MB of Korean, 6 x 384 with a weight decay of 2 was the best."""
     korean = {512: 2.39, 1024: 3.49, 2048: 4.41, 4096: 5.23, 8192: 5.95, 16384: 6.55, 32000: 7.03}
     plan = plan_for(TextFacts(12_000_000, 8300, 0.0, korean, {"Hangul": 1.0}), H200, 1)
     assert (plan.layers, plan.width, plan.vocab) == (6, 384, 8192)

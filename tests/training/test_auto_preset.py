@@ -34,7 +34,7 @@ def test_the_measured_presets_come_out(name: str) -> None:
 
 
 def test_weight_decay_as_measured() -> None:
-    """docs/benchmarks.md: 0.3 was the best for six epochs of 124M parameters; docs/train.md: 0.1 for nano."""
+    """bench/LOG.md: 0.3 was the best for six epochs of 124M parameters; docs/train.md: 0.1 for nano."""
     assert auto_settings(*MEASURED["pretrain-muon"][:5]).weight_decay == pytest.approx(0.3, rel=0.1)
     assert auto_settings(*MEASURED["pretrain-nano"][:5]).weight_decay == pytest.approx(0.1, rel=0.2)
 
@@ -42,7 +42,7 @@ def test_weight_decay_as_measured() -> None:
 @pytest.mark.parametrize(
     ("parameters", "unique", "epochs", "is_enough"),
     [
-        # docs/autopilot.md, "Epochs and sizes": the best net of each set of trials, and the larger one that was worse.
+        # bench/LOG.md: the best net of each set of trials, and the larger one that was worse.
         (0.66e6, 3.0e6, 2.4, True),
         (1.7e6, 3.0e6, 0.65, False),
         (1.5e6, 0.35e6, 7.4, True),

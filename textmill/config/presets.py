@@ -122,7 +122,7 @@ TRAIN_PRESETS: dict[str, dict[str, Any]] = {
         "batch": 16,
     },
     # The best of the settings tried on 124M parameters and 52M tokens in samples of 1,024, all in
-    # docs/benchmarks-experiments.md.
+    # bench/LOG.md.
     "pretrain-muon": {
         **_PRETRAIN,
         "optimizer": "muon",
