@@ -1,4 +1,4 @@
-"""AdamW moves parameters as torch's own does in double precision, by torch's fused kernel and by ours."""
+"""AdamW moves parameters as torch's own does in double precision."""
 
 from __future__ import annotations
 

@@ -240,8 +240,8 @@ def test_updates_on_a_gpu_equal_those_on_the_cpu(sizes: tuple[int, ...], clips: 
 
 @on_a_gpu
 @pytest.mark.parametrize("micro_batch", [4, 8])
-def test_cuda_graphs_train_like_the_cpu(micro_batch: int) -> None:
-    """One pass a step leaves gradients where the recording has them, two sum them elsewhere."""
+def test_a_compiled_net_trains_like_the_cpu(micro_batch: int) -> None:
+    """With one pass a step, and with two."""
     config = config_of("torch", optimizer="muon")
     engine = TorchEngine(device=GPU, precision="fp32", micro_batch=micro_batch, compile=True)
     here, there = started(config), started(config.model_copy(update={"engine": engine}))

@@ -54,7 +54,7 @@ def test_without_a_compiler_torch_is_the_fallback(machine: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
     with pytest.raises(ImportError, match=r"missing: Python\.h"):
         importlib.import_module("textmill.kernels.require_triton")
-    assert building.load_kernels("textmill.kernels.adam_triton") is None
+    assert building.load_kernels("textmill.kernels.norms_triton") is None
 
 
 def test_torch_without_gpus_does_not_import_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 on_torch.py, on_deepspeed.py and on_jax.py implement it; `engine.kind` names the file. The torch engine consists of
 objective/ (micro-batches and losses), optimizers/ (the update), parallel_torch.py (FSDP, data and tensor parallelism),
-compile_torch.py and cuda_graphs_torch.py (speed), memory/ (`engine.micro_batch: auto`), ranks_torch.py (processes).
+compile_torch.py (speed), memory/ (`engine.micro_batch: auto`), ranks_torch.py (processes).
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from textmill.devices import autocast, check_fp8, open_device, peak_flops_of, to
 from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors, flip_bit
 from textmill.engines.compile_torch import CompileMonitor, decide_compile
-from textmill.engines.cuda_graphs_torch import GraphedPass
 from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
@@ -92,10 +91,6 @@ class OnTorch:
         self.average = Average(self.optimizer.local_parts, train.average.memory)
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
-        # With several processes, hooks that a CUDA graph would not replay send gradients in the middle of backward.
-        graphed = self.device.type == "cuda" and parallel.axes is None
-        passes = self._forward_backward
-        self.run_pass = GraphedPass(passes, self.optimizer.parameters) if graphed else passes
         self.pinned_buffers: PinnedBuffers | None = None
         """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
 
@@ -173,10 +168,10 @@ class OnTorch:
         """A forward and backward pass; if compiling fails under `engine.compile: auto`, it and all later ones are
         eager."""
         if self.compile_requested or not monitor.compiled or not self.parallel.can_repeat_pass:
-            return self.run_pass(*arguments)
+            return self._forward_backward(*arguments)
         before = [parameter.grad for parameter in self.optimizer.parameters]
         try:
-            return self.run_pass(*arguments)
+            return self._forward_backward(*arguments)
         except Exception as error:
             if not monitor.is_compile_error(error):
                 raise
@@ -185,7 +180,7 @@ class OnTorch:
             parameter.grad = gradient
         self.parallel.repeat_pass()
         self.execution = EAGER
-        return self.run_pass(*arguments)
+        return self._forward_backward(*arguments)
 
     def _forward_backward(self, *tensors: Tensor | None) -> Tensor:
         """Forward and backward of a `MicroBatch`, given by its fields: returns its losses and accumulates gradients."""

@@ -1,4 +1,4 @@
-"""AdamW: our own Triton kernel on a GPU, else torch's fused kernel.
+"""AdamW by torch's fused kernel, with gradients that are scaled and updates that are skipped on the device.
 
 It does not use torch.optim.AdamW, whose import of the compiler takes a third of the start-up time.
 """
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from textmill.config import TrainConfig
-from textmill.kernels.availability import can_run_kernels, load_kernels
 from textmill.models.parameter_groups import Rule
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -36,59 +35,32 @@ class Adam:
         self.betas = train.betas
         self.epsilon = train.epsilon
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self.fused: dict[int, Any] = {}
-        """The kernel's tensor addresses of each parameter group."""
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, skipped: Tensor, done: Tensor) -> None:
         """One update with gradients / `scale`, after `done` updates; skipped if `skipped` is 1, read on the device."""
-        if not self.groups:
-            return
-        kernel = load_kernels("textmill.kernels.adam_triton") if can_run_kernels(done) else None
-        corrections = self._corrections(done) if kernel is not None else None
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state_of(parameter) for parameter in updated]
-            rates = lr * group["rate"], group["weight_decay"]
-            first, second = ([state[name] for state in states] for name in MOMENTS.values())
-            gradients = [parameter.grad for parameter in updated if parameter.grad is not None]
-            tensors = updated, gradients, first, second
-            if kernel is not None and updated and kernel.can_update_all(tensors):
-                fused = self.fused.setdefault(number, kernel.FusedAdamW())
-                fused.step(
-                    tensors, scale, skipped, corrections, (*rates, *(1 - beta for beta in self.betas), self.epsilon)
-                )
-            else:
-                self._by_torch(tensors, rates, scale, skipped, done)
-
-    def _corrections(self, done: Tensor) -> Tensor:
-        """Bias corrections of the next update: 1 - beta1^steps, and the root of 1 - beta2^steps."""
-        first, second = (1 - beta ** (done.double() + 1) for beta in self.betas)
-        return torch.stack([first, second.sqrt()]).float()
-
-    def _by_torch(
-        self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor, done: Tensor
-    ) -> None:
-        updated, gradients, first, second = tensors
-        steps = list(done.float().repeat(len(updated)).unbind())  # torch increments each, so they are separate tensors
-        adamw(
-            updated,
-            gradients,
-            first,
-            second,
-            [],
-            steps,
-            fused=True,
-            grad_scale=scale,
-            found_inf=skipped,
-            amsgrad=False,
-            maximize=False,
-            eps=self.epsilon,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=rates[0],
-            weight_decay=rates[1],
-        )
+            steps = list(done.float().repeat(len(updated)).unbind())  # torch increments each: they are separate tensors
+            adamw(
+                updated,
+                [parameter.grad for parameter in updated if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                steps,
+                fused=True,
+                grad_scale=scale,
+                found_inf=skipped,
+                amsgrad=False,
+                maximize=False,
+                eps=self.epsilon,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=lr * group["rate"],
+                weight_decay=group["weight_decay"],
+            )
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if parameter not in self.state:

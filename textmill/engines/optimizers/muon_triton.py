@@ -19,11 +19,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from textmill.kernels.pointers_triton import can_update_in_place, load_pointer
 from textmill.kernels.require_triton import tl, triton
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
+
+ALIGNMENT = 16
+"""Alignment in bytes that kernels assume of every load_pointer."""
+
+
+@triton.jit
+def load_pointer(addresses, which):  # type: ignore[no-untyped-def]
+    """Pointer to the tensor with this number."""
+    return tl.multiple_of(tl.load(addresses + which).to(tl.pointer_type(tl.float32)), 16)
+
+
+def can_update_in_place(tensor: Tensor) -> bool:
+    """True if kernels can work on this tensor in place."""
+    return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
 
 TILE_SIDE = 64
 WARPS = 8
@@ -178,7 +192,7 @@ class FusedStack:
         tiles = triton.cdiv(shape[0], TILE_SIDE) * triton.cdiv(shape[1], TILE_SIDE)
         self.grid = tiles, self.matrix_count
         self.known_addresses: tuple[int, ...] = ()
-        """Addresses of weights and gradients at the last step; those of a CUDA graph do not change."""
+        """Addresses of weights and gradients at the last step."""
 
     def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
         """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
