@@ -37,7 +37,7 @@ from source_passages import passages, tune_config, write_passages
 
 from textmill.checkpoints.folders import rank_checkpoints
 from textmill.corpus.shards import list_shards, read_documents
-from textmill.evaluation.baselines import count
+from textmill.evaluation.tasks.perplexity import count
 from textmill.storage.stages import MANIFEST
 from textmill.tokens.store import open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from textmill.config import CorpusConfig
 from textmill.corpus.decontamination.evaluation_data import open_index, write_index
-from textmill.evaluation.task_texts import open_evaluation_data
+from textmill.evaluation.tasks import open_evaluation_data
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 WIKITEXT, LAMBADA = DATA / "wikitext2" / "test.txt", DATA / "lambada" / "lambada_test.jsonl"

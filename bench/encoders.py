@@ -23,7 +23,7 @@ import torch
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SIZES, ModelConfig
 from textmill.devices import autocast, open_device, torch_dtype
-from textmill.evaluation.masked_scorer_torch import MaskedScorer
+from textmill.evaluation.scorer_torch import MaskedScorer
 from textmill.generation.encoders.embedder_torch import Embedder
 from textmill.generation.encoders.embedding_texts import TextEncoder
 from textmill.models import initial_weights, open_family

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import textmill
 from textmill.checkpoints.folders import list_checkpoints
 from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
-from textmill.evaluation.wikitext_text import detokenize, split_articles
+from textmill.evaluation.tasks.wikitext import detokenize, split_articles
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.where import open_where
 

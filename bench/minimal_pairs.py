@@ -23,7 +23,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.evaluation.baselines import Counts
+from textmill.evaluation.tasks.perplexity import Counts
 
 FORMS = {"is": "are", "was": "were", "has": "have", "does": "do"}
 FORMS |= {other: form for form, other in FORMS.items()}

@@ -16,8 +16,8 @@ import torch
 
 from tests.support.damage import WRONG, mutated
 from textmill.cli import main
-from textmill.conversion.safe_unpickle import Placeholder, read_pickle
-from textmill.conversion.zero_partitions import read_weights
+from textmill.conversion.formats.deepspeed import read_weights
+from textmill.conversion.torch_files import Placeholder, read_pickle
 from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family
 from textmill.storage.tensor_files import read_model
@@ -212,7 +212,7 @@ def test_any_damage_is_reported_in_one_line(
             tag = dice.choice([b"tag\n", b"\xff\xfe", b"ta\0g", b"", b".", b"..", b"tag/../tag", dice.randbytes(5)])
         model.touch()
         optim.touch()
-        monkeypatch.setattr("textmill.conversion.zero_partitions.read_pickle", held.__getitem__)
+        monkeypatch.setattr("textmill.conversion.formats.deepspeed.read_pickle", held.__getitem__)
         (tmp_path / "latest").write_bytes(tag)
         (tmp_path / "config.json").write_text(json.dumps(config))
         code = convert(tmp_path, tmp_path / "config.json", tmp_path.with_name("out"))

@@ -14,7 +14,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.evaluation.tasks import arc, commonsenseqa, hellaswag, kobest, piqa, winogrande
-from textmill.evaluation.wikitext_text import count_words, detokenize, split_articles
+from textmill.evaluation.tasks.wikitext import count_words, detokenize, split_articles
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 WORDS = "the mill stands by a river and its wheel turns ; ( it ' s old ) 물레방아는 강가에 있다 çark döner".split()

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
-from textmill.evaluation import baselines
-from textmill.evaluation.baselines import count, sum_losses
+from textmill.evaluation.tasks import perplexity
+from textmill.evaluation.tasks.perplexity import count, sum_losses
 from textmill.tokens.index_formats import Index
 from textmill.tokens.store import TokenStore
 
@@ -46,7 +46,7 @@ def slow_losses(train: list[int], valid: list[int]) -> dict[str, float]:
 @given(streams, streams, st.integers(1, 9))
 def test_losses_equal_those_of_dictionaries(train: list[int], valid: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baselines, "BLOCK", block)
+        patch.setattr(perplexity, "BLOCK", block)
         counts = count(store_of(train), vocab=VOCAB, first=FIRST)
         found = sum_losses(counts, store_of(valid), first=FIRST)
     assert found == pytest.approx(slow_losses(train, valid), rel=1e-12)

@@ -19,7 +19,7 @@ from textmill.config import EvaluateConfig, RunConfig
 from textmill.corpus.decontamination.ngrams import NgramIndex, word_hashes
 from textmill.corpus.dropped import read_dropped
 from textmill.errors import TextmillError
-from textmill.evaluation.training_data import describe_corpus
+from textmill.evaluation.measured_task import describe_corpus
 from textmill.storage.files import hash_file, read_json
 
 SECRET = "The miller who lives beside the old stone bridge sold his last sack of flour to a stranger today"

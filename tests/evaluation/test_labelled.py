@@ -14,11 +14,8 @@ from textmill.config import RunConfig
 from textmill.config.evaluation import AnswersConfig
 from textmill.corpus.labelled.example import Example
 from textmill.errors import TextmillError
-from textmill.evaluation.labelled.answers import find_best_answer
-from textmill.evaluation.labelled.class_metrics import ConfusionMatrix
-from textmill.evaluation.labelled.entities import EntityCounts, find_entities
-from textmill.evaluation.labelled.measuring import AnswerMeasure
-from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_score, normalize_answer
+from textmill.evaluation.labelled.measuring import AnswerMeasure, ConfusionMatrix, EntityCounts, find_entities
+from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_score, find_best_answer, normalize_answer
 from textmill.tokens.labelled.encoding import Sample
 
 

@@ -17,7 +17,7 @@ from tests.evaluation.test_scorer import assert_equal, shared_contexts
 from tests.support.weights import noisy_weights
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import ModelConfig, ShapeConfig, TorchEngine
-from textmill.evaluation import scorer_torch, token_losses_torch
+from textmill.evaluation import scorer_torch
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Score
 from textmill.models import open_family
@@ -82,9 +82,9 @@ def test_the_kernel_reads_only_logits_that_it_can(
     class OnGpu(list[int]):
         is_cuda = True
 
-    monkeypatch.setattr(token_losses_torch, "load_kernels", lambda _: "kernel")
+    monkeypatch.setattr(scorer_torch, "load_kernels", lambda _: "kernel")
     net: Any = SimpleNamespace(head=OnGpu(range(rows)), logit_softcap=cap, shape=SimpleNamespace(vocab=500))
-    assert token_losses_torch.find_kernel(net) == wanted
+    assert scorer_torch.find_kernel(net) == wanted
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -96,5 +96,5 @@ def test_capped_losses_on_a_gpu_are_those_of_the_cpu(tokenizer: TextTokenizer) -
     for device in ("cpu", "cuda"):
         net = new_net(shape, torch.device(device))
         fill(net, noisy_weights(shape), "test")
-        found.append(token_losses_torch.token_log_likelihoods(net, ids, places, ids[0, 1:], torch.float32)()[0])
+        found.append(scorer_torch.token_log_likelihoods(net, ids, places, ids[0, 1:], torch.float32)()[0])
     assert np.abs(found[0] - found[1]).max() < 1e-4

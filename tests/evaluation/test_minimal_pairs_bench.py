@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.minimal_pairs import RULES, accuracy_of_counts, build_pairs
-from textmill.evaluation.baselines import Counts
+from textmill.evaluation.tasks.perplexity import Counts
 
 TEXT = """\
 The mills of the town were closed in winter.

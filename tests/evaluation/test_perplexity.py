@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.errors import TextmillError
-from textmill.evaluation import token_losses_torch
+from textmill.evaluation import scorer_torch
 from textmill.evaluation.scorer_torch import TorchScorer
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.batch import IGNORED
@@ -65,7 +65,7 @@ def test_blocks_of_logits_give_the_same_loss(
     store = open_store(life / "tokens" / "valid")
     at_once = scorer_of(checkpoint, 16).sum_losses(store, length=24, stride=24)
     one_by_one = scorer_of(checkpoint, 1)
-    monkeypatch.setattr(token_losses_torch, "MAX_LOGITS", 7 * one_by_one.net.shape.padded_vocab)
+    monkeypatch.setattr(scorer_torch, "MAX_LOGITS", 7 * one_by_one.net.shape.padded_vocab)
     assert one_by_one.sum_losses(store, length=24, stride=24).loss == pytest.approx(at_once.loss, rel=1e-6)
 
 

@@ -18,9 +18,8 @@ from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.config import EvaluateConfig, RunConfig, TorchEngine
 from textmill.engines.scoring import mesh_torch
-from textmill.evaluation.masked_scorer_torch import MaskedScorer, masked_batches
-from textmill.evaluation.scorer_torch import new_scorer
-from textmill.evaluation.share import Share
+from textmill.evaluation.scorer_torch import MaskedScorer, masked_batches, new_scorer
+from textmill.evaluation.task import Share
 from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 

@@ -18,9 +18,8 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, TorchEngine
 from textmill.errors import AlreadyReported, TextmillError
 from textmill.evaluation import scorer_torch
-from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
-from textmill.evaluation.share import Share
-from textmill.evaluation.token_losses_torch import token_log_likelihoods
+from textmill.evaluation.scorer_torch import TorchScorer, open_scorer, token_log_likelihoods
+from textmill.evaluation.task import Share
 from textmill.processes.ranks import SingleProcess, run_on_all
 from textmill.tokens.store import open_store
 

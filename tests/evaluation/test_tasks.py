@@ -19,11 +19,11 @@ from textmill.cli import main
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
 from textmill.errors import TextmillError
-from textmill.evaluation import published
-from textmill.evaluation.statistics import mean_loss_interval, proportion_interval
+from textmill.evaluation import measured_task
+from textmill.evaluation.metrics import mean_loss_interval, proportion_interval
 from textmill.evaluation.task import Score
 from textmill.evaluation.tasks import lambada
-from textmill.evaluation.wikitext_text import count_spaced_words, detokenize
+from textmill.evaluation.tasks.wikitext import count_spaced_words, detokenize
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 WIKI = " \n = A mill = \n \n The mill , by a river , turns . Its wheel @-@ house stands ( by the river ) . \n" * 3
@@ -226,9 +226,9 @@ def test_minimal_pairs(run: Run, tmp_path: Path) -> None:
 
 
 def test_published_values_are_shown_for_the_same_protocol_only() -> None:
-    facts = published.RESULTS[0].facts
-    assert published.published_values({**facts, "window": 1024})["GPT-2 124M"]["perplexity"] == 40.06
-    assert published.published_values({**facts, "examples": 5152}) == {}
+    facts = measured_task.RESULTS[0].facts
+    assert measured_task.published_values({**facts, "window": 1024})["GPT-2 124M"]["perplexity"] == 40.06
+    assert measured_task.published_values({**facts, "examples": 5152}) == {}
 
 
 def test_words_of_wikitext_as_megatron_counts_them(shared_data: Path) -> None:

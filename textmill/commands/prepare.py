@@ -6,7 +6,7 @@ from pathlib import Path
 
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare as prepare_corpus
-from textmill.evaluation.task_texts import open_evaluation_data
+from textmill.evaluation.tasks import open_evaluation_data
 from textmill.storage.stages import Force
 
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import ExportConfig, RunConfig
-from textmill.conversion.compare import write_and_check
+from textmill.conversion.compare import LOGIT_BOUNDS, logits_of, measure, sample_ids, write_and_check
 from textmill.conversion.formats import open_format
 from textmill.conversion.formats.hf import text_files
 from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import write_card
-from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
-from textmill.conversion.remote_export import export_to_url
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_run_model, own_options, read_shape
+from textmill.models import Shape, find_run_model, own_options, read_shape, weights_of
 from textmill.models.pooling import find_pooling
-from textmill.storage.files import format_path, hash_json
-from textmill.storage.remote_folders import is_url
-from textmill.storage.stages import Force, Stage
+from textmill.storage.files import create_folder, file_lock, format_path, hash_json, remove_folder, write_json
+from textmill.storage.hub import HUB_SCHEME, upload_model
+from textmill.storage.remote_folders import RemoteFolder, cache_folder, is_url
+from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.storage.tensor_files import fingerprint_weights
-from textmill.tokens.vocabulary.reduction import reduce_vocabulary
+from textmill.tokens.vocabulary.reduction import Reduction, reduce_vocabulary
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
@@ -110,3 +113,92 @@ def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
         raise TextmillError(
             f"export.folder: {folder} is inside {checkpoint.folder}, which is to be exported; name a folder elsewhere"
         )
+
+
+def reduce_shape(shape: Shape, reduction: Reduction) -> Shape:
+    """The shape with as many tokens as are kept."""
+    end = np.flatnonzero(reduction.kept == shape.end).tolist()
+    return replace(shape, vocab=len(reduction.kept), end=end[0] if end else reduction.tokenizer.end)
+
+
+def reduce_model(model: Model, reduction: Reduction) -> Model:
+    """The model with the kept tokens; raises unless it computes the same logits for them."""
+    by_token = {weight.name for weight in weights_of(model.shape) if weight.by_token}
+    weights = {name: values[reduction.kept] if name in by_token else values for name, values in model.weights.items()}
+    reduced = Model(
+        reduce_shape(model.shape, reduction), weights, reduction.tokenizer, card=model.card, pooling=model.pooling
+    )
+    ids = sample_ids(reduced)
+    found = measure(logits_of(model, reduction.kept[ids])[..., reduction.kept], logits_of(reduced, ids))
+    if not found.largest <= LOGIT_BOUNDS["fp32"] * found.scale:
+        raise TextmillError(f"export.vocab_used_in: the logits of kept tokens differ by {found.largest:.2g}")
+    print(
+        f"export: {len(reduction.kept):,} of {model.shape.vocab:,} tokens are kept; their logits differ by at most "
+        f"{found.largest:.2g}"
+    )
+    return reduced
+
+
+UNFINISHED = "unfinished-export.json"
+"""A file that says that what is in a folder is an export that was not finished; another export may replace it."""
+
+
+def export_to_url(config: RunConfig, force: Force, export: Callable[[RunConfig, Force], Path | str]) -> str:
+    """Export into the cache, then copy the folder to `export.folder`; return the URL."""
+    url = str(config.export.folder).rstrip("/")
+    local = cache_folder() / "exports" / hash_json(url)[:16] / url.rpartition("/")[2]
+    create_folder(local.parent, "XDG_CACHE_HOME")
+    with file_lock(local.parent / "lock", f"{url}: another textmill process is exporting to it; wait for it"):
+        settings = config.export.model_copy(update={"folder": str(local)})
+        export(config.model_copy(update={"export": settings}), "changed" if force == "no" else force)
+        sizes = [entry["bytes"] for entry in open_manifest(local)["files"].values()]
+        try:
+            copied = True
+            if url.startswith(HUB_SCHEME):
+                upload_model(local, url.removeprefix(HUB_SCHEME), replace=force != "no")
+            else:
+                copied = _copy(local, RemoteFolder(url), force)
+        except TextmillError:
+            remove_folder(local)
+            raise
+        remove_folder(local)
+    result = f"copied {len(sizes) + 1} files, {sum(sizes) / 1e6:,.1f} MB, to" if copied else "done already:"
+    print(f"export: {result} {url}")
+    return url
+
+
+def _copy(local: Path, remote: RemoteFolder, force: Force) -> bool:
+    """Copy a folder, unless the same export is there already (then return False).
+
+    The manifest is removed first and written last, so that a folder with a manifest is complete.
+    """
+    manifest = open_manifest(local)
+    names = remote.names()
+    earlier = remote.read_json(MANIFEST) if MANIFEST in names else None
+    if not isinstance(earlier, dict) or earlier.get("verb") != "export":
+        earlier = None
+    if names and earlier is None and UNFINISHED not in names:
+        raise TextmillError(
+            f"{remote.url}: exists and was not made by 'textmill export'; move it away or set another folder"
+        )
+    if earlier is not None and force == "no":
+        if earlier.get("fingerprint") == manifest["fingerprint"]:
+            return False
+        changes = list_changes(earlier.get("made_from") or {}, manifest["made_from"])
+        raise TextmillError(
+            f"{remote.url} was made from other settings or inputs: {'; '.join(changes[:4])}; choose another folder, or "
+            "replace it with --force"
+        )
+    write_json(local.parent / UNFINISHED, {"fingerprint": manifest["fingerprint"]})
+    remote.put(local.parent / UNFINISHED, UNFINISHED)
+    if MANIFEST in names:
+        remote.remove(MANIFEST)
+    for name in manifest["files"]:
+        remote.put(local / name, name)
+    # Only files of the earlier export are removed: folders below this one may be exports of their own.
+    earlier_files = set(earlier.get("files") or {}) if earlier is not None else set()
+    for name in set(names) & earlier_files - manifest["files"].keys():
+        remote.remove(name)
+    remote.put(local / MANIFEST, MANIFEST)
+    remote.remove(UNFINISHED)
+    return True

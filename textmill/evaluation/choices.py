@@ -13,7 +13,7 @@ import numpy as np
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import DataFile, Record, open_data_file, read_items, sample, sample_card
-from textmill.evaluation.statistics import proportion_interval
+from textmill.evaluation.metrics import proportion_interval
 from textmill.evaluation.task import Measured, Pair, Score, Scorer, TaskEntry
 
 LABELS = "ABCDEFGHIJ"

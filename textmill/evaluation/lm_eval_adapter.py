@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from textmill.config import RunConfig
+from textmill.devices import autocast
 from textmill.errors import TextmillError
-from textmill.evaluation.greedy_torch import write_greedily
+from textmill.evaluation.metrics import Z
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
-from textmill.evaluation.statistics import Z
 from textmill.evaluation.task import Measured, Pair, TaskEntry
 from textmill.evaluation.tasks.wikitext import rolling_pairs
 from textmill.models import find_run_model
+from textmill.models.cache_torch import Cache
 from textmill.where import open_where
 
 MAX_NEW_TOKENS = 256
@@ -171,3 +173,29 @@ def _load(file: Path) -> tuple[Any, list[Any]]:
         ) from None
     group = loaded["groups"].get(name)
     return manager, [group] if group is not None else list(loaded["tasks"].values())
+
+
+@torch.inference_mode()
+def write_greedily(scorer: TorchScorer, prompt: str, stops: Sequence[str], max_tokens: int) -> str:
+    """The likeliest continuation, token by token, up to the first stop text; a long prompt loses its first tokens."""
+    net = scorer.net
+    tokenizer = scorer.tokenizer
+    device = scorer.net.head.device
+    max_tokens = min(max_tokens, scorer.positions - 1)
+    ids = (tokenizer.encode(prompt) or [tokenizer.end])[-(scorer.positions - max_tokens) :]
+    heads, width = net.cache_shape
+    cache = Cache(net.shape.layers, heads, width, 1, scorer.positions, device, scorer.dtype)
+    cache.read(torch.zeros(1, dtype=torch.long, device=device))
+    written: list[int] = []
+    new = torch.tensor([ids], device=device)
+    with autocast(device, scorer.dtype):
+        for position in range(len(ids), len(ids) + max_tokens):
+            token = int(net.logits(net(new, cache=cache)[:, -1]).argmax())
+            written.append(token)
+            text = tokenizer.decode(written)
+            if token == tokenizer.end or any(stop in text for stop in stops if stop):
+                break
+            new = torch.tensor([[token]], device=device)
+            cache.extend(torch.tensor([[position]], device=device), position + 1)
+    text = tokenizer.decode([token for token in written if token != tokenizer.end])
+    return min((text.split(stop)[0] for stop in stops if stop), key=len, default=text)

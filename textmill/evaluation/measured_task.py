@@ -6,6 +6,7 @@ its checksum, the prompt, the window, the normalisation, the precision.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +18,13 @@ from pydantic import ValidationError
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.config.load import merge_trees
 from textmill.config.mistakes import first_mistake
-from textmill.errors import TextmillError
-from textmill.evaluation.checks import warn_if_untrained
+from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.metrics import format_number
-from textmill.evaluation.published import published_values
 from textmill.evaluation.task import Measured, Result, Scorer, Task, TaskEntry
-from textmill.evaluation.training_data import describe_training_data
-from textmill.storage.files import format_path
+from textmill.storage.files import format_path, read_json
 from textmill.storage.progress import format_duration
+from textmill.storage.stages import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -151,3 +150,101 @@ def _format_fact(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) and key != "seed" else str(value)
+
+
+UNTRAINED = 0.97
+"""A mean loss above this fraction of log(vocabulary), the loss of guessing, is suspicious."""
+
+
+def warn_if_untrained(scorer: Scorer, token_loss: float | None) -> None:
+    """Warn if the model is no better than guessing among all tokens."""
+    guessing = math.log(scorer.vocab)
+    if token_loss is not None and token_loss > UNTRAINED * guessing:
+        warn(
+            f"{format_path(scorer.checkpoint.folder)}: its loss is {token_loss:.2f} per token, guessing among "
+            f"{scorer.vocab:,} tokens has {guessing:.2f}; the weights look untrained, or the tokenizer is not the one "
+            "that they were trained with"
+        )
+
+
+def warn_if_foreign_tokenizer(scorer: Scorer, end: int) -> None:
+    """Warn if the end-of-text token or the size of the tokenizer does not fit the model's config.json."""
+    tokenizer = scorer.tokenizer
+    folder = format_path(scorer.checkpoint.folder)
+    if end < scorer.vocab and end != tokenizer.end:
+        warn(
+            f"{folder}: config.json has {end} as end-of-text token, its tokenizer {tokenizer.end}; check that the "
+            "tokenizer belongs to the model"
+        )
+    elif tokenizer.vocab < 0.9 * scorer.vocab:
+        warn(
+            f"{folder}: its tokenizer has {tokenizer.vocab:,} entries, the model {scorer.vocab:,}; check that the "
+            "tokenizer belongs to the model"
+        )
+
+
+Values = dict[str, dict[str, float]]
+"""Metrics by model."""
+
+
+@dataclass(frozen=True)
+class PublishedResult:
+    """Values that belong to one protocol card: every fact must be equal."""
+
+    facts: dict[str, Any]
+    values: Values
+
+
+LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
+
+RESULTS = [
+    # lm-evaluation-harness issue 2159; the last-token accuracy: transformers issue 13761.
+    PublishedResult(
+        {"protocol": "last word of each text", "sha256": LAMBADA_SHA256, "examples": 5153},
+        {"GPT-2 124M": {"accuracy": 0.3256, "perplexity": 40.06, "last_token_accuracy": 0.4667}},
+    )
+]
+
+
+def published_values(card: dict[str, Any]) -> Values:
+    """The published values of a protocol card; empty if no value was measured in exactly this way."""
+    for result in RESULTS:
+        if all(card.get(key) == value for key, value in result.facts.items()):
+            return result.values
+    return {}
+
+
+UNKNOWN = "unknown: there is no corpus next to the model"
+REBUILT = "unknown: corpus or tokens were made again after training"
+
+
+def describe_training_data(scorer: Scorer, config: RunConfig, card: dict[str, Any]) -> dict[str, str]:
+    """What the card says about the training data; nothing for a task that reads no file."""
+    if "sha256" not in card:
+        return {}
+    run = config.folder_of("train")
+    is_own = scorer.checkpoint.folder.parent.resolve() == run.resolve() and not config.tokens.use
+    progress = scorer.checkpoint.progress
+    return {"training_data": describe_corpus(config, card["sha256"], progress) if is_own else UNKNOWN}
+
+
+def describe_corpus(config: RunConfig, sha256: str, progress: dict[str, Any]) -> str:
+    """Whether the corpus was checked for a file, if it is the one of a checkpoint's `progress`."""
+    folder = config.folder_of("corpus")
+    tokens = config.folder_of("tokens") / MANIFEST
+    try:
+        made = read_json(tokens) if tokens.is_file() else {}
+        trained_on = progress["made_from"]["tokens"] == made["fingerprint"] and made["made_from"]["corpus"]
+        manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+        checked = {one["sha256"]: one["file"] for one in manifest["made_from"].get("corpus.decontaminate", [])}
+        account = read_json(folder / "account.json").get("contamination", {}) if sha256 in checked else {}
+    except (TextmillError, KeyError, TypeError, AttributeError):
+        return UNKNOWN
+    if trained_on != manifest.get("fingerprint"):
+        return REBUILT
+    if sha256 not in checked:
+        return "not checked for this file: corpus.decontaminate does not name it"
+    found = account.get(checked[sha256], {})
+    action = "marked" if manifest["made_from"].get("corpus.decontaminate_action") == "mark" else "dropped"
+    count = found.get("documents", 0)
+    return f"checked for this file: {count:,} {'document' if count == 1 else 'documents'} {action}"

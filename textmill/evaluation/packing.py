@@ -5,7 +5,7 @@ A multiple-choice question has one context and some choices. The pairs (context 
 
     ids        5  6  7  8  3  4     the last token of a choice is only predicted, so the net does not read it
     positions  0  1  2  3  3  4     as if each choice alone followed the context
-    branch     0  0  0  1  2  2     0 is the context, which all branches may attend to; see tree_attention_torch.py
+    branch     0  0  0  1  2  2     0 is the context, which all branches may attend to (TreeAttention)
     predicts         8  9  4  2     the 7 predicts the first token of both choices: 8 and 3
                      3
 

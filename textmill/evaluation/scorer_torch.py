@@ -1,35 +1,43 @@
-"""The Scorer of every torch net for the next token; masked_scorer_torch.py has that of masked nets.
+"""Scorers of torch nets: TorchScorer for nets that predict the next token, MaskedScorer for nets of masked tokens.
 
 `score_tokens` scores (context, continuation) pairs, packed by packing.py; tasks with choices use it. `sum_losses`
-slides windows over a token store, for perplexity; `sum_answer_losses` reads conversations. All of them compute with
-`token_log_likelihoods`. While the device computes a batch, the host prepares the next one.
+slides windows over a token store, for perplexity; `sum_answer_losses` reads conversations. MaskedScorer computes
+pseudo-log-likelihoods (Salazar et al. 2020): each token of a text is masked in turn and predicted from all others. All
+compute with `token_log_likelihoods`. While the device computes a batch, the host prepares the next one.
+
+Shapes in names: N rows, T tokens, E width, V vocabulary, M labels, H heads, D head width, S all tokens of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, RunConfig
-from textmill.devices import open_device, torch_dtype
+from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
-from textmill.evaluation.checks import warn_if_foreign_tokenizer
-from textmill.evaluation.masked_scorer_torch import MaskedScorer
-from textmill.evaluation.packing import Rows, Tree, build_trees, fill_rows, pack
-from textmill.evaluation.share import ALL_BATCHES, Numbered, Share
-from textmill.evaluation.task import Pair, Score, Scorer, StoreLoss
-from textmill.evaluation.text_scorer_torch import TextScorer, check_ids
-from textmill.evaluation.token_losses_torch import token_log_likelihoods
-from textmill.evaluation.tree_attention_torch import TreeAttention
+from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
+from textmill.evaluation.packing import CONTEXT, Rows, Tree, build_trees, fill_rows, pack
+from textmill.evaluation.task import ALL_BATCHES, Numbered, Pair, Score, Scorer, Share, StoreLoss
+from textmill.kernels.availability import load_kernels
+from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.models import check_masked_head, check_next_token, open_family
 from textmill.models.base_torch import BaseNet
+from textmill.models.cache_torch import Cache
 from textmill.models.nets_torch import open_net
+from textmill.ranges import expand_ranges
 from textmill.storage.progress import progress
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.chat import ChatLayout
@@ -88,6 +96,89 @@ def check_vocabulary(scorer: TextScorer) -> None:
         raise TextmillError(
             f"{scorer.checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "
             f"{shape.vocab:,} rows; use the tokenizer that the model was trained with"
+        )
+
+
+ENCODED_TEXTS = 4096
+"""Texts that are encoded at a time."""
+
+
+@dataclass(frozen=True)
+class TextScorer(ABC):
+    """A net with its tokenizer; see Scorer in task.py."""
+
+    checkpoint: Checkpoint
+    net: BaseNet
+    tokenizer: TextTokenizer
+    batch: int
+    """Windows in one forward pass."""
+    dtype: torch.dtype = torch.float32
+    share: Share = ALL_BATCHES
+    """The part of the work that this process does."""
+
+    @property
+    def positions(self) -> int:
+        """The longest input of the model, in tokens."""
+        return int(self.net.shape.positions)
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens the model knows."""
+        return int(self.net.shape.vocab)
+
+    @property
+    def precision(self) -> str:
+        """The arithmetic it computes in."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """Where the net is."""
+        return str(self.net.head.device)
+
+    @abstractmethod
+    def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
+        """Score each (context, continuation) of token ids."""
+
+    def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """Score each (context, continuation), encoded as one text."""
+        return self.score_tokens(self.encode_pairs(pairs))
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """The token ids of each (context, continuation), encoded as one text."""
+        encoded: list[Pair] = []
+        for begin in range(0, len(pairs), ENCODED_TEXTS):
+            block = [_move_spaces(*pair) for pair in pairs[begin : begin + ENCODED_TEXTS]]
+            contexts = list(dict.fromkeys(context for context, _ in block))
+            whole_texts = self.tokenizer.encode_many([context + continuation for context, continuation in block])
+            ids_by_context = dict(zip(contexts, self.tokenizer.encode_many(contexts), strict=True))
+            for (context, _), ids in zip(block, whole_texts, strict=True):
+                context_ids = ids_by_context[context]
+                encoded.append((context_ids.tolist(), ids[len(context_ids) :].tolist()))
+        return encoded
+
+    def check_lengths(self, pairs: Sequence[Pair]) -> None:
+        """Refuse a continuation without tokens, or one that is longer than the model's positions."""
+        for _, continuation in pairs:
+            if not 0 < len(continuation) <= self.positions:
+                raise TextmillError(
+                    f"{self.checkpoint.folder}: a continuation has {len(continuation):,} tokens; "
+                    f"the model scores from 1 to {self.positions:,}"
+                )
+
+
+def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Spaces at the end of the context belong to the first token of the continuation: ("A: ", "b") -> ("A:", " b")."""
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
+
+
+def check_ids(lowest: int, highest: int, vocab: int, where: Path) -> None:
+    """Refuse ids that the model does not know."""
+    if highest >= vocab or lowest < 0:
+        raise TextmillError(
+            f"{where}: token ids from {lowest} to {highest} found, the model knows {vocab:,}; "
+            f"tokenize with the model's own tokenizer"
         )
 
 
@@ -260,3 +351,279 @@ def _sample_windows(count: int, sample: int | None, seed: int) -> NDArray[np.int
     if sample is None or sample >= count:
         return np.arange(count, dtype=np.int64)
     return np.sort(np.random.default_rng(seed).choice(count, sample, replace=False)).astype(np.int64)
+
+
+KERNELS = "textmill.kernels.cross_entropy_triton"
+"""Its kernel reads the logits of a token once, where torch reads and writes them several times."""
+MAX_LOGITS = 1 << 26
+MAX_KERNEL_LOGITS = 1 << 28
+"""Logits held at once, however large the vocabulary: 256 MiB in fp32; with the kernel, 512 MiB in bf16."""
+
+
+Result = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""The log-likelihood of each label, and whether it is the likeliest token."""
+
+
+@torch.inference_mode()
+def token_log_likelihoods(
+    net: BaseNet,
+    ids_NT: NDArray[np.int64],
+    places_M: NDArray[np.int64],
+    labels_M: NDArray[np.int64],
+    precision: torch.dtype,
+    *,
+    cache: Cache | None = None,
+    greedy: bool = False,
+) -> Callable[[], Result]:
+    """Queue the work on the device and return a function that waits for the result.
+
+    Without `greedy`, the second array of the result is empty, unless a kernel computes it anyway.
+    """
+    device = net.head.device
+    with autocast(device, precision):
+        hidden_NTE = net(copy_to_device(ids_NT, device), cache=cache)
+        hidden_SE = hidden_NTE.flatten(0, 1)
+        if (kernels := find_kernel(net)) is not None:
+            return _with_kernel(net, hidden_SE, places_M, labels_M, precision, kernels)
+        result = _with_torch(net, hidden_SE, places_M, labels_M, greedy)
+        return lambda: result
+
+
+def find_kernel(net: BaseNet) -> Any:
+    """The kernel, for a net on a GPU that has all rows of the head and no cap of its logits; None: `net.logits`
+    computes them."""
+    has_all_rows = len(net.head) >= net.shape.vocab
+    return load_kernels(KERNELS) if net.head.is_cuda and has_all_rows and not net.logit_softcap else None
+
+
+def _with_kernel(
+    net: BaseNet,
+    hidden_SE: Tensor,
+    places_M: NDArray[np.int64],
+    labels_M: NDArray[np.int64],
+    precision: torch.dtype,
+    kernels: Any,
+) -> Callable[[], Result]:
+    """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
+    places, labels = (copy_to_device(array, hidden_SE.device) for array in (places_M, labels_M))
+    block_rows = max(1, MAX_KERNEL_LOGITS // net.shape.padded_vocab)
+    head_VE = net.head.to(precision)
+    bias_V = None if net.head_bias is None else net.head_bias.to(precision)
+    blocks: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, len(places), block_rows):
+        block = slice(start, start + block_rows)
+        x_RE = net.head_input(hidden_SE[places[block]])
+        logits_RV = F.linear(x_RE.to(precision), head_VE, bias_V)
+        blocks.append(kernels.cross_entropy_and_correct(logits_RV, labels[block], net.shape.vocab))
+    losses, correct = (PendingCopy(torch.cat(tensors)) for tensors in zip(*blocks, strict=True))
+    return lambda: (-losses.array().astype(np.float64), correct.array().astype(np.bool_))
+
+
+def _with_torch(
+    net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], greedy: bool
+) -> Result:
+    """Logits of each distinct place once, block by block; the labels are sorted by place, and unsorted at the end."""
+    device = hidden_SE.device
+    places_U, index_M = np.unique(places_M, return_inverse=True)  # index_M: which of places_U predicts a label
+    order_M = np.argsort(index_M, kind="stable")
+    indices, labels = (torch.from_numpy(array[order_M]).to(device) for array in (index_M, labels_M))
+    hidden_UE = hidden_SE[torch.from_numpy(places_U).to(device)]
+    block_rows = max(1, MAX_LOGITS // net.shape.padded_vocab)
+    label_bounds = np.searchsorted(index_M[order_M], np.arange(0, len(places_U) + block_rows, block_rows))
+    log_likelihoods: list[Tensor] = []
+    is_likeliest: list[Tensor] = []
+    for block, (begin, end) in enumerate(itertools.pairwise(label_bounds)):
+        start = block * block_rows
+        logits_RV = net.logits(hidden_UE[start : start + block_rows]).float()
+        row = indices[begin:end] - start
+        label = labels[begin:end]
+        log_likelihoods.append(logits_RV[row, label] - logits_RV.logsumexp(-1)[row])
+        if greedy:
+            is_likeliest.append(logits_RV.argmax(-1)[row] == label)
+    unsort_M = np.argsort(order_M, kind="stable")
+    log_likelihoods_M = torch.cat(log_likelihoods).double().cpu().numpy()[unsort_M]
+    greedy_M = torch.cat(is_likeliest).cpu().numpy()[unsort_M] if greedy else np.zeros(0, np.bool_)
+    return log_likelihoods_M, greedy_M
+
+
+class TreeAttention(Cache):
+    """Takes the place of the KV cache: it holds nothing, and lets a continuation attend to its context and itself."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self.positions_NT = copy_to_device(rows.positions_NT, device)
+        trees_NT, branches_NT = (copy_to_device(array, device) for array in (rows.trees_NT, rows.branches_NT))
+        same_tree = trees_NT[:, :, None] == trees_NT[:, None, :]
+        readable = (branches_NT[:, None, :] == CONTEXT) | (branches_NT[:, :, None] == branches_NT[:, None, :])
+        self.mask_N1TT = (same_tree & readable).tril()[:, None]
+
+    def attend(self, layer: int, q_NHTD: Tensor, k_NHTD: Tensor, v_NHTD: Tensor) -> Tensor:
+        """Attention of a layer; there may be fewer key heads than query heads (grouped-query attention)."""
+        grouped = q_NHTD.shape[1] != k_NHTD.shape[1]
+        return F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=self.mask_N1TT, enable_gqa=grouped)
+
+
+GROUP_TEXTS = 1024
+"""Texts of the same length that are prepared at a time."""
+SPECIAL = 2
+"""[CLS] before a text and [SEP] after it."""
+
+Ids = NDArray[np.int64]
+
+
+class MaskedBatch(NamedTuple):
+    """Copies of texts of the same length, so that there is no padding; each has one mask."""
+
+    ids_NT: Ids
+    places_N: Ids
+    """Where the mask is, in the flat array of all tokens."""
+    labels_N: Ids
+    numbers_N: Ids
+    """Which pair each copy belongs to; copies of a pair are next to each other."""
+    is_last_N: NDArray[np.bool_]
+    """Whether the mask is the pair's last token."""
+
+
+@dataclass(frozen=True)
+class MaskedScorer(TextScorer):
+    """A net for masked tokens with its tokenizer; see Scorer in task.py."""
+
+    @property
+    def objective(self) -> str:
+        """What the model predicts."""
+        return "masked"
+
+    @property
+    def positions(self) -> int:
+        """The longest text in tokens, without the special tokens around it."""
+        return int(self.net.shape.positions) - SPECIAL
+
+    def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
+        """The pseudo-log-likelihood of each continuation: its tokens are masked, the context is not."""
+        self.check_lengths(pairs)
+        on_cpu = self.net.head.device.type == "cpu"
+        tokens = self.batch * self.positions
+        batches = masked_batches(
+            pairs,
+            positions=self.positions,
+            special=self.special_ids(),
+            batch_tokens=min(tokens, CPU_BATCH_TOKENS) if on_cpu else tokens,
+        )
+        total = sum(len(continuation) for _, continuation in pairs)
+        with progress("score", total=total, unit="masks") as bar:
+
+            def compute() -> Numbered:
+                results: Numbered = []
+                wait_for_results: Callable[[], Numbered] = list
+                for number, batch in enumerate(batches):
+                    wait_for_previous = wait_for_results
+                    wait_for_results = self._score_batch(number, batch) if self.share.is_mine(number) else list
+                    results += wait_for_previous()  # while the device computes this batch
+                    bar.advance(len(batch.labels_N))
+                return results + wait_for_results()
+
+            return _join(self.share.gather(compute), pairs)
+
+    def special_ids(self) -> tuple[int, int, int]:
+        """[CLS], [SEP] and [MASK]; refuse a tokenizer without them."""
+        first = self.tokenizer.classifier
+        mask = self.tokenizer.mask
+        if first is None or mask is None:
+            raise TextmillError(
+                f"{self.checkpoint.folder}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another"
+            )
+        return first, self.tokenizer.separator, mask
+
+    def _score_batch(self, number: int, batch: MaskedBatch) -> Callable[[], Numbered]:
+        """Queue a batch on the device; return a function that waits for its partial scores."""
+        check_ids(int(batch.labels_N.min()), int(batch.ids_NT.max()), self.vocab, self.checkpoint.folder)
+        wait_for_result = token_log_likelihoods(
+            self.net, batch.ids_NT, batch.places_N, batch.labels_N, self.dtype, greedy=True
+        )
+        return lambda: [(number, _partial_scores(batch, *wait_for_result()))]
+
+    def sum_losses(self, *_: Any, **__: Any) -> StoreLoss:
+        """A masked model has no loss of running text."""
+        self._refuse()
+
+    def sum_answer_losses(self, *_: Any, **__: Any) -> StoreLoss:
+        """The same for answers."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TextmillError(
+            f"{self.checkpoint.folder}: a {self.net.shape.family} predicts masked tokens, not the next one, so it has "
+            "no perplexity; use evaluate.tasks=pseudo_perplexity"
+        )
+
+
+def _partial_scores(
+    batch: MaskedBatch, log_likelihoods_N: NDArray[np.float64], greedy_N: NDArray[np.bool_]
+) -> list[list[Any]]:
+    """For each pair in the batch: its number, the sum over its copies, whether all are the likeliest tokens, and both
+    for its last token if that is in this batch."""
+    starts = np.sort(np.unique(batch.numbers_N, return_index=True)[1])
+    numbers = batch.numbers_N[starts].tolist()
+    sums = np.add.reduceat(log_likelihoods_N, starts).tolist()
+    greedy = np.logical_and.reduceat(greedy_N, starts).tolist()
+    last_tokens: dict[int, tuple[float, bool]] = {}
+    for copy in np.flatnonzero(batch.is_last_N):
+        last_tokens[int(batch.numbers_N[copy])] = float(log_likelihoods_N[copy]), bool(greedy_N[copy])
+    return [
+        [pair, total, all_greedy, *last_tokens.get(pair, (0.0, False))]
+        for pair, total, all_greedy in zip(numbers, sums, greedy, strict=True)
+    ]
+
+
+def masked_batches(
+    pairs: Sequence[Pair], *, positions: int, special: tuple[int, int, int], batch_tokens: int
+) -> Iterator[MaskedBatch]:
+    """All copies of all texts, longest first; `special` are [CLS], [SEP] and [MASK]."""
+    lengths = np.array([min(len(context) + len(text), positions) for context, text in pairs], np.int64)
+    for length in np.unique(lengths)[::-1].tolist():
+        numbers = np.flatnonzero(lengths == length)
+        rows = max(1, batch_tokens // (length + SPECIAL))
+        for begin in range(0, len(numbers), GROUP_TEXTS):
+            group = numbers[begin : begin + GROUP_TEXTS]
+            yield from _masked_group([pairs[number] for number in group], group, length, special, rows)
+
+
+def _masked_group(
+    pairs: Sequence[Pair], numbers: Ids, length: int, special: tuple[int, int, int], rows: int
+) -> Iterator[MaskedBatch]:
+    """The copies of texts with `length` tokens, `rows` at a time."""
+    first, separator, mask = special
+    texts_KT = np.full((len(pairs), length + SPECIAL), separator, np.int64)
+    texts_KT[:, 0] = first
+    for number, (context, continuation) in enumerate(pairs):
+        context_length = length - len(continuation)
+        texts_KT[number, 1 : 1 + context_length] = list(context)[len(context) - context_length :]
+        texts_KT[number, 1 + context_length : 1 + length] = continuation
+    counts = np.array([len(continuation) for _, continuation in pairs], np.int64)
+    rows_N = np.repeat(np.arange(len(pairs)), counts)
+    columns_N = expand_ranges(length + 1 - counts, counts)
+    for begin in range(0, len(rows_N), rows):
+        row = rows_N[begin : begin + rows]
+        column = columns_N[begin : begin + rows]
+        ids_NT = texts_KT[row]
+        copies = np.arange(len(row))
+        labels_N = ids_NT[copies, column]
+        ids_NT[copies, column] = mask
+        yield MaskedBatch(ids_NT, copies * ids_NT.shape[1] + column, labels_N, numbers[row], column == length)
+
+
+def _join(results: Numbered, pairs: Sequence[Pair]) -> list[Score]:
+    """The score of each pair, from the partial scores of all batches."""
+    sums = np.zeros(len(pairs))
+    last = np.zeros(len(pairs))
+    greedy = np.ones(len(pairs), bool)
+    last_greedy = np.zeros(len(pairs), bool)
+    for _, partial_scores in results:
+        for pair, total, all_greedy, last_value, is_last_greedy in partial_scores:
+            sums[pair] += total
+            greedy[pair] &= all_greedy
+            last[pair] += last_value
+            last_greedy[pair] |= is_last_greedy
+    return [
+        Score(float(sums[pair]), len(continuation), bool(greedy[pair]), float(last[pair]), bool(last_greedy[pair]))
+        for pair, (_, continuation) in enumerate(pairs)
+    ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from textmill.config import CorpusConfig, RunConfig
@@ -15,11 +16,12 @@ from textmill.corpus.sources import find_sources, source_state, split_into_chunk
 from textmill.corpus.streams import is_remote
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer
-from textmill.evaluation.text_stores import temporary_store
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.splits import open_splits
-from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.store import TokenStore, dtype_for, open_store
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 MAX_FILE_BYTES = 64 << 20
 """A plain text file up to this size is one document; a longer one is read in sections."""
@@ -158,3 +160,32 @@ def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "
         f"{where}: its {split} split is empty; measure another (evaluate.split={filled[0] if filled else 'train'}), "
         f"or give it a larger part in corpus.split{then}"
     )
+
+
+BLOCK_CHARACTERS = 1 << 22
+"""Characters of texts that are encoded at a time."""
+
+
+@contextmanager
+def temporary_store(texts: Iterable[str], tokenizer: TextTokenizer, *, append_end: bool) -> Iterator[TokenStore]:
+    """The tokens of texts, each perhaps followed by an end-of-text token; removed when the block ends."""
+    with TemporaryDirectory(prefix="textmill-evaluate-") as folder:
+        with StoreWriter(Path(folder) / "text", dtype_for(tokenizer.vocab)) as writer:
+            for block in _blocks(texts):
+                ends = [tokenizer.end] if append_end else []
+                writer.add([[*ids.tolist(), *ends] for ids in tokenizer.encode_many(block)])
+        yield open_store(Path(folder) / "text")
+
+
+def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    block: list[str] = []
+    characters = 0
+    for text in texts:
+        block.append(text)
+        characters += len(text)
+        if characters >= BLOCK_CHARACTERS:
+            yield block
+            block = []
+            characters = 0
+    if block:
+        yield block

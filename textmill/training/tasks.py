@@ -79,7 +79,7 @@ class TrainingTasks:
 
     def _open_scorer(self, done: int) -> Scorer:
         from textmill.evaluation.scorer_torch import new_scorer
-        from textmill.evaluation.share import Share
+        from textmill.evaluation.task import Share
 
         folder = self.config.folder_of("train") / f"step-{done:07d}"
         shape = self.start.shape

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +18,7 @@ from textmill.corpus.labelled.example import ANSWERS, WORDS, Example, read_split
 from textmill.corpus.labelled.readers import read_examples
 from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError
-from textmill.evaluation.labelled.answers import find_best_answer
-from textmill.evaluation.labelled.class_metrics import ConfusionMatrix
-from textmill.evaluation.labelled.entities import OUTSIDE, EntityCounts, has_entities
-from textmill.evaluation.labelled.squad import AnswerScores
+from textmill.evaluation.labelled.squad import AnswerScores, find_best_answer
 from textmill.evaluation.task import Result
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
 from textmill.tokens.labelled.encoding import Sample
@@ -191,3 +189,107 @@ def _json_object(rows: Iterator[Row]) -> Iterator[bytes]:
         entry = f"{json.dumps(row['id'], ensure_ascii=False)}: {json.dumps(row['answer'], ensure_ascii=False)}"
         yield (",\n" if number else "{\n").encode() + entry.encode(errors="backslashreplace")
     yield b"\n}\n"
+
+
+class ConfusionMatrix:
+    """How often each class was predicted for each class."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.counts: NDArray[np.int64] = np.zeros((len(self.names), len(self.names)), np.int64)
+        """Rows are the labels of the examples, columns the predictions."""
+
+    def add(self, expected: Sequence[int] | NDArray[np.int64], predicted: Sequence[int] | NDArray[np.int64]) -> None:
+        """Count pairs of a label and its prediction."""
+        np.add.at(self.counts, (np.asarray(expected), np.asarray(predicted)), 1)
+
+    @property
+    def total(self) -> int:
+        """The number of predictions."""
+        return int(self.counts.sum())
+
+    def accuracy(self) -> float:
+        """The fraction of predictions that are right."""
+        return float(np.trace(self.counts) / max(1, self.total))
+
+    def f1_by_class(self) -> dict[str, float]:
+        """F1 of each class that occurs as a label or as a prediction."""
+        right = np.diag(self.counts)
+        labels = self.counts.sum(1)
+        predictions = self.counts.sum(0)
+        found = {
+            name: float(2 * right[number] / (labels[number] + predictions[number]))
+            for number, name in enumerate(self.names)
+            if labels[number] + predictions[number]
+        }
+        return found
+
+    def macro_f1(self) -> float:
+        """The mean of the classes' F1."""
+        found = self.f1_by_class()
+        return sum(found.values()) / max(1, len(found))
+
+    def matthews(self) -> float:
+        """Matthews correlation coefficient, for any number of classes; 0 if all labels or predictions are equal."""
+        labels = self.counts.sum(1).astype(float)
+        predictions = self.counts.sum(0).astype(float)
+        total = float(self.total)
+        right = float(np.trace(self.counts))
+        spread = (total**2 - labels @ labels) * (total**2 - predictions @ predictions)
+        return float((right * total - labels @ predictions) / math.sqrt(spread)) if spread > 0 else 0.0
+
+
+OUTSIDE = "O"
+PREFIXES = ("B-", "I-", "E-", "S-", "L-", "U-")
+"""Begin, inside, end, single; BILOU names the last two last and unit."""
+
+Entity = tuple[str, int, int]
+"""Its type, its first word and its last word."""
+
+
+def has_entities(names: Sequence[str]) -> bool:
+    """Whether labels mark entities."""
+    return any(name.startswith(PREFIXES) for name in names)
+
+
+def find_entities(labels: Sequence[str]) -> set[Entity]:
+    """The entities of a sentence. One starts at B or S, at another type, or at any tag after the end of one."""
+    found: set[Entity] = set()
+    start = 0
+    previous_tag = OUTSIDE
+    previous_kind = ""
+    for place, label in enumerate([*labels, OUTSIDE]):
+        tag, kind = (label[0], label[2:]) if label.startswith(PREFIXES) else (OUTSIDE, "")
+        tag = {"L": "E", "U": "S"}.get(tag, tag)
+        inside = tag != OUTSIDE
+        was_inside = previous_tag != OUTSIDE
+        breaks = tag in "BSO" or previous_tag in "ESO" or kind != previous_kind
+        if was_inside and breaks:
+            found.add((previous_kind, start, place - 1))
+        if inside and breaks:
+            start = place
+        previous_tag = tag
+        previous_kind = kind
+    return found
+
+
+class EntityCounts:
+    """Entities that are expected, predicted and both."""
+
+    def __init__(self) -> None:
+        self.expected = self.predicted = self.right = 0
+
+    def add(self, expected: Sequence[str], predicted: Sequence[str]) -> None:
+        """Count the entities of a sentence; one is right if its type and both of its ends are."""
+        wanted = find_entities(expected)
+        found = find_entities(predicted)
+        self.expected, self.predicted = self.expected + len(wanted), self.predicted + len(found)
+        self.right += len(wanted & found)
+
+    def metrics(self) -> dict[str, float]:
+        """Precision, recall and F1 over all entities."""
+        return {
+            "entity_f1": 2 * self.right / max(1, self.expected + self.predicted),
+            "entity_precision": self.right / max(1, self.predicted),
+            "entity_recall": self.right / max(1, self.expected),
+        }

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from textmill.config.evaluation import LM_EVAL, is_task_file
+from textmill.config.evaluation import LM_EVAL, is_task_file, task_names
+from textmill.config.load import read_yaml
+from textmill.config.paths import under
+from textmill.corpus.decontamination.evaluation_data import EvaluationData, open_text_data
 from textmill.errors import TextmillError
-from textmill.evaluation.data_files import slug
+from textmill.evaluation.choices import ReadItem, texts_of
+from textmill.evaluation.data_files import Record, open_data_file, read_items, slug
 from textmill.evaluation.measured_task import MeasuredTask
 from textmill.evaluation.task import Task, TaskEntry
-from textmill.evaluation.task_files import read_task_file
+from textmill.storage.files import hash_json
 
 
 def open_tasks(entries: Sequence[str]) -> list[Task]:
@@ -52,3 +57,79 @@ def _open(entry: TaskEntry) -> Task:
     if hasattr(module, "format_table"):
         return cast(Task, module)
     return MeasuredTask(entry, module.measure, getattr(module, "OBJECTIVES", ("next_token",)))
+
+
+OWN_KEYS = ("task", "name", "file", "sha256", "evaluate")
+"""Keys of every task file; those of TEMPLATE_KEYS belong to multiple choice."""
+TEMPLATE_KEYS = ("context", "choices", "answer", "delimiter")
+FIELD = re.compile(r"\{([^{}]+)\}")
+
+
+def read_task_file(path: Path) -> TaskEntry:
+    """Read a task file; its `file` is relative to it."""
+    if not path.is_file():
+        raise TextmillError(f"{path}: no such file; evaluate.tasks names it as a task")
+    tree, lines = read_yaml(path)
+    allowed = (*OWN_KEYS, *TEMPLATE_KEYS)
+    if unknown := [key for key in tree if key not in allowed]:
+        raise TextmillError(f"{path}:{lines[unknown[0]]}: no such key '{unknown[0]}'; a task has {', '.join(allowed)}")
+    kind, name, file, sha256 = (tree.get(key) for key in ("task", "name", "file", "sha256"))
+    if kind not in task_names():
+        raise TextmillError(f"{path}: task is {kind!r}; choose from {', '.join(task_names())}")
+    if kind != "choices" and (templates := [key for key in TEMPLATE_KEYS if key in tree]):
+        raise TextmillError(f"{path}:{lines[templates[0]]}: '{templates[0]}' belongs to task: choices; remove it")
+    for key, value in (("name", name), ("file", file), ("sha256", sha256)):
+        if value is not None and not isinstance(value, str):
+            raise TextmillError(f"{path}:{lines[key]}: {key} is {value!r}; write text")
+    options = {key: value for key, value in tree.items() if key in (*TEMPLATE_KEYS, "evaluate")}
+    label = name or path.stem
+    if not re.fullmatch(r"[\w.-]+", label):
+        raise TextmillError(f"{path}: name is {label!r}; use letters, digits, '.', '-' and '_'")
+    return TaskEntry(str(kind), label, Path(under(path.resolve().parent, file)) if file else None, sha256, options)
+
+
+def fill_template(template: str, record: Record, place: str) -> str:
+    """A template with each {field} or {outer.inner} replaced by that field of the record."""
+    return FIELD.sub(lambda match: str(value_of(record, match[1], place)), template)
+
+
+def value_of(record: Record, key: str, place: str) -> Any:
+    """A field of a record; `a.b` reaches into an object, `a.0` into a list."""
+    value: Any = record
+    for part in key.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise TextmillError(f"{place}: no field '{key}'; the record has {', '.join(record)}")
+    return value
+
+
+def open_evaluation_data(entry: str) -> EvaluationData:
+    """An entry of `corpus.decontaminate`: TASK:FILE or a task file as in `evaluate.tasks`, or a file of text."""
+    name, colon, _ = entry.partition(":")
+    if not is_task_file(entry) and not (colon and name in task_names()):
+        return open_text_data(entry)
+    task = parse_entry(entry)
+    module = import_module(f"textmill.evaluation.tasks.{task.name}")
+    path = open_data_file(task).path if task.file else None
+    if path is None or not (hasattr(module, "read_texts") or hasattr(module, "read_item")):
+        raise TextmillError(
+            f"corpus.decontaminate: '{entry}' names no file of examples; name TASK:FILE, or a file of text"
+        )
+    kind = f"{task.name} {hash_json(dict(task.options))[:16]}" if task.options else task.name
+    return EvaluationData(path, lambda: _read(module, task), kind)
+
+
+def _read(module: Any, task: TaskEntry) -> Iterator[Sequence[str]]:
+    """The texts of each example: those that the module reads itself, or the contexts of its items alone and with each
+    candidate, without the labels of the prompt."""
+    assert task.file is not None
+    if hasattr(module, "read_texts"):
+        read_texts: Callable[[TaskEntry], Iterator[Sequence[str]]] = module.read_texts
+        yield from read_texts(task)
+        return
+    read_item: ReadItem = module.read_item
+    for place, record in read_items(task.file):
+        yield texts_of(read_item(record, place))

@@ -10,7 +10,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, ReadItem, choice_item, measure_choices, texts_of
 from textmill.evaluation.data_files import Record, open_data_file, read_items, text_of
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
-from textmill.evaluation.task_files import fill_template, value_of
+from textmill.evaluation.tasks import fill_template, value_of
 
 OBJECTIVES = ("next_token", "masked")
 """A masked model scores by pseudo-log-likelihoods."""

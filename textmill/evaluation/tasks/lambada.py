@@ -11,9 +11,8 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import check_lengths
 from textmill.evaluation.data_files import Published, open_data_file, read_items, sample, sample_card, text_of
-from textmill.evaluation.metrics import perplexity_of
-from textmill.evaluation.published import LAMBADA_SHA256
-from textmill.evaluation.statistics import mean_loss_interval, proportion_interval, transform
+from textmill.evaluation.measured_task import LAMBADA_SHA256
+from textmill.evaluation.metrics import mean_loss_interval, perplexity_of, proportion_interval, transform
 from textmill.evaluation.task import Measured, Score, Scorer, TaskEntry
 
 PUBLISHED = [Published("lambada_test.jsonl", 1_819_752, LAMBADA_SHA256)]

@@ -14,9 +14,8 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import PSEUDO
 from textmill.evaluation.data_files import open_data_file, read_items, read_lines, sample, sample_card, text_of
-from textmill.evaluation.metrics import perplexity_of
+from textmill.evaluation.metrics import mean_loss_interval, perplexity_of, transform
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
-from textmill.evaluation.statistics import mean_loss_interval, transform
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 
 OBJECTIVES = ("masked",)

@@ -8,6 +8,7 @@ file as one text with overlapping windows, and do not predict its first token.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,11 +16,9 @@ from typing import Literal
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.data_files import DataFile, open_data_file, sample
-from textmill.evaluation.metrics import compute_metrics, metric_intervals
-from textmill.evaluation.statistics import mean_loss_interval
+from textmill.evaluation.metrics import compute_metrics, mean_loss_interval, metric_intervals
+from textmill.evaluation.split_tokens import temporary_store
 from textmill.evaluation.task import Measured, Pair, Scorer, StoreLoss, TaskEntry
-from textmill.evaluation.text_stores import temporary_store
-from textmill.evaluation.wikitext_text import count_spaced_words, count_words, detokenize, split_articles
 
 
 @dataclass(frozen=True)
@@ -182,3 +181,67 @@ def rolling_pairs(ids: list[int], first: int, window: int, stride: int) -> Itera
         start = max(0, predicted - window)
         split = predicted + 1 - count
         yield text[start:split], text[split : predicted + 1]
+
+
+LITERAL_FIRST = [
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+]
+PAIRED = [
+    (r"\(", r"\)", "(", ")"),
+    (r"\[", r"\]", "[", "]"),
+    ("{", "}", "{", "}"),
+    ('"', '"', '"', '"'),
+    ("'", "'", "'", "'"),
+]
+"""Brackets and quotes: white space just inside them is removed."""
+LITERAL_LAST = [
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \u00b0 ", "\u00b0"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+]
+TITLE = re.compile(r"^(?= = [^=].*[^=] = $| = [^=] = $)", re.MULTILINE)
+"""The first line of an article."""
+
+
+def detokenize(text: str) -> str:
+    """Undo the tokenisation of WikiText: separated punctuation, `@-@`, spaces inside brackets and quotes."""
+    for old, new in LITERAL_FIRST:
+        text = text.replace(old, new)
+    for opening, closing, first, last in PAIRED:
+        text = re.sub(rf"{opening}\s*([^{closing}]*?)\s*{closing}", rf"{first}\1{last}", text)
+    for old, new in LITERAL_LAST:
+        text = text.replace(old, new)
+    return text
+
+
+def split_articles(text: str) -> list[str]:
+    """The articles of a file, each from its title line on; text before the first title belongs to the first."""
+    parts = TITLE.split(text)
+    if len(parts) > 1 and not parts[0].strip():
+        parts[:2] = [parts[0] + parts[1]]
+    return [part for part in parts if part]
+
+
+def count_words(text: str) -> int:
+    """Words as lm-evaluation-harness counts them: what white space separates, and an empty one at each end that has
+    white space."""
+    return len(re.split(r"\s+", text))
+
+
+def count_spaced_words(text: str) -> int:
+    """Words as Megatron-LM counts them: what single spaces separate in the stripped text, without the first."""
+    return len(text.strip().split(" ")) - 1
