@@ -24,8 +24,8 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SIZES, ModelConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.evaluation.scorer_torch import MaskedScorer
-from textmill.generation.encoders.embedder_torch import Embedder
-from textmill.generation.encoders.embedding_texts import TextEncoder
+from textmill.generation.embed import TextEncoder
+from textmill.generation.encoder import Embedder
 from textmill.models import initial_weights, open_family
 from textmill.models.nets_torch import fill, new_net
 from textmill.models.pooling import Pooling

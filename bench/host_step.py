@@ -23,9 +23,8 @@ from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.generation import batch as batches
 from textmill.generation.generator import Generator, open_generator
-from textmill.generation.requests import Request
+from textmill.generation.requests import ChunkDelivery, Request, TextChunk
 from textmill.generation.scheduler import Scheduler
-from textmill.generation.text_chunks import ChunkDelivery, TextChunk
 from textmill.models.gpt2 import facts as gpt2
 
 PROMPT = 128

@@ -25,8 +25,8 @@ from textmill.config import RunConfig, SampleConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.chat import Conversation, Message
 from textmill.generation.generator import Generator
+from textmill.generation.prompts import Terminal
 from textmill.generation.requests import Request
-from textmill.generation.terminal import Terminal
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 

@@ -22,9 +22,8 @@ from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.config import EmbedConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.encoders.embedder_torch import Embedder, open_embedder
-from textmill.generation.encoders.embedding_texts import new_text_encoder
-from textmill.generation.encoders.filler_torch import open_filler
+from textmill.generation.embed import new_text_encoder
+from textmill.generation.encoder import Embedder, open_embedder, open_filler
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.packed_texts import pack_texts
 from textmill.models.pooling import read_pooling

@@ -16,10 +16,9 @@ import pytest
 
 from tests.support.waiting import LONGEST, wait_for
 from textmill.errors import TextmillError
-from textmill.generation.encoders.encoder import STEP_TOKENS, EncoderThread
-from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull
-from textmill.generation.text_chunks import TextChunk
-from textmill.generation.turns import Turns
+from textmill.generation.encoder import STEP_TOKENS, EncoderThread
+from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull, TextChunk
+from textmill.generation.scheduler import Turns
 
 LARGE = EmbedRequest(((7,) * 512,) * 40)
 SMALL = EmbedRequest(((1, 2), (3,)))

@@ -15,7 +15,7 @@ import pytest
 from tests.support.waiting import LONGEST
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
-from textmill.generation.encoders.encoder import EncoderThread
+from textmill.generation.encoder import EncoderThread
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, EmbedRequest
 from textmill.generation.scheduler import Scheduler

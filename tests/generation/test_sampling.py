@@ -13,7 +13,7 @@ from transformers.generation import logits_process as theirs
 
 from textmill.config import SampleConfig
 from textmill.counters import uniform_from
-from textmill.generation import sampling, warpers
+from textmill.generation import sampling
 
 N, T, V, END = 3, 12, 50, 4
 
@@ -68,7 +68,7 @@ seeds = st.integers(0, 2**31)
 def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(
-        warpers.apply_repetition_penalty(logits, seen_of(seen), column(penalty)),
+        sampling.apply_repetition_penalty(logits, seen_of(seen), column(penalty)),
         theirs.RepetitionPenaltyLogitsProcessor(penalty)(seen, logits),
     )
 
@@ -78,7 +78,7 @@ def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> No
 def test_temperature_equals_transformers(seed: int, temperature: float) -> None:
     logits, seen = logits_of(seed)
     assert_same(
-        warpers.apply_temperature(logits, column(temperature)),
+        sampling.apply_temperature(logits, column(temperature)),
         theirs.TemperatureLogitsWarper(temperature)(seen, logits),
     )
 
@@ -89,7 +89,7 @@ def test_top_k_equals_transformers(seed: int, k: int) -> None:
     logits, seen = logits_of(seed)
     logits = logits.round()  # many ties
     torch.testing.assert_close(
-        warpers.keep_top_k(logits, column(*[k] * N), k), theirs.TopKLogitsWarper(k)(seen, logits)
+        sampling.keep_top_k(logits, column(*[k] * N), k), theirs.TopKLogitsWarper(k)(seen, logits)
     )
 
 
@@ -100,7 +100,7 @@ def test_top_p_equals_transformers(seed: int, p: float, spread: float) -> None:
     sums = logits.sort(descending=True).values.softmax(1).cumsum(1)
     if (sums - p).abs().min() < 1e-5:
         return  # on the border the two may round otherwise
-    torch.testing.assert_close(warpers.keep_top_p(logits, column(p)), theirs.TopPLogitsWarper(p)(seen, logits))
+    torch.testing.assert_close(sampling.keep_top_p(logits, column(p)), theirs.TopPLogitsWarper(p)(seen, logits))
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 9])
@@ -135,7 +135,7 @@ def test_rules_apply_in_the_order_of_transformers(seed: int) -> None:
 
 def test_top_p_keeps_at_least_one_token() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]])
-    assert warpers.keep_top_p(logits, column(1e-9)).isfinite().tolist() == [[False, True, False]]
+    assert sampling.keep_top_p(logits, column(1e-9)).isfinite().tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
@@ -192,14 +192,14 @@ def test_choice_in_a_row_does_not_depend_on_other_rows(seed: int) -> None:
 @given(seeds, st.floats(0.01, 0.99))
 def test_min_p_equals_transformers(seed: int, p: float) -> None:
     logits, seen = logits_of(seed)
-    torch.testing.assert_close(warpers.keep_min_p(logits, column(p)), theirs.MinPLogitsWarper(p)(seen, logits))
+    torch.testing.assert_close(sampling.keep_min_p(logits, column(p)), theirs.MinPLogitsWarper(p)(seen, logits))
 
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.floats(0.01, 0.99), st.floats(0.1, 6.0))
 def test_typical_p_equals_transformers(seed: int, p: float, spread: float) -> None:
     logits, seen = logits_of(seed, spread)
-    torch.testing.assert_close(warpers.keep_typical(logits, column(p)), theirs.TypicalLogitsWarper(p)(seen, logits))
+    torch.testing.assert_close(sampling.keep_typical(logits, column(p)), theirs.TypicalLogitsWarper(p)(seen, logits))
 
 
 def test_presence_and_frequency_penalties_count_new_text_only() -> None:

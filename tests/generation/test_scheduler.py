@@ -60,7 +60,7 @@ def scheduler(generator: Generator) -> Iterator[Scheduler]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scheduler's clock, moved by the test."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("textmill.generation.model_thread.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("textmill.generation.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from textmill.generation import terminal as module
-from textmill.generation.terminal import Terminal
+from textmill.generation import prompts as module
+from textmill.generation.prompts import Terminal
 
 
 class Second:

@@ -14,10 +14,9 @@ import pytest
 from tests.support.engine_runs import MYNET
 from textmill.cli import main
 from textmill.config import SampleConfig
-from textmill.generation.requests import Request
-from textmill.generation.text_chunks import TextChunk
+from textmill.generation.requests import Request, TextChunk
 from textmill.models import open_family
-from textmill.server.model_setup import open_service
+from textmill.server.lifecycle import open_service
 from textmill.where import open_where
 
 SMALL = [

@@ -20,8 +20,8 @@ from tests.support.waiting import LONGEST
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.models.gpt2 import facts as gpt2
 from textmill.server.app import new_app
-from textmill.server.model_setup import open_service
-from textmill.server.request_models import CompletionBody
+from textmill.server.bodies import CompletionBody
+from textmill.server.lifecycle import open_service
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -76,8 +76,8 @@ def test_hung_model_is_reported_until_it_continues(service: Service, monkeypatch
 
     monkeypatch.setattr(slots, "decode", hang)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr("textmill.generation.model_thread.time", clock)
-    monkeypatch.setattr("textmill.server.in_flight.QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("textmill.generation.scheduler.time", clock)
+    monkeypatch.setattr("textmill.server.service.QUIET_SECONDS", 0.05)
     found = asyncio.run(requests_while_hung(service, hung))
     assert (found["before"], found["after"]) == (200, [200, 200])
     for path in ("/health", "/ready"):

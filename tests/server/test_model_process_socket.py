@@ -17,8 +17,7 @@ from textmill.config import SampleConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError
 from textmill.generation import worker as worker_module
 from textmill.generation.messages import MessageSocket, new_socket_pair
-from textmill.generation.requests import Request
-from textmill.generation.text_chunks import TextChunk
+from textmill.generation.requests import Request, TextChunk
 from textmill.generation.worker import Worker
 from textmill.server.model_process import ModelProcess
 

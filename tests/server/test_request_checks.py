@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from textmill.config import SampleConfig, ServeConfig
+from textmill.server.bodies import CompletionBody
 from textmill.server.request_checks import sampling_settings
-from textmill.server.request_models import CompletionBody
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from tests.support.server_process import new_service
 from tests.support.waiting import wait_for
 from textmill.config import SampleConfig
 from textmill.generation.requests import Request
-from textmill.server.completion_replies import CompletionReply
-from textmill.server.in_flight import start_request
-from textmill.server.request_models import CompletionBody
-from textmill.server.sse import EventStream
+from textmill.server.bodies import CompletionBody
+from textmill.server.replies import CompletionReply, EventStream
+from textmill.server.service import start_request
 
 
 def test_a_client_that_cannot_be_written_to_has_left() -> None:

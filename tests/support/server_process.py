@@ -19,11 +19,9 @@ from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.requests import Done, QueueFull, Request, Token
-from textmill.generation.text_chunks import ChunkDelivery
-from textmill.server.lifecycle import bind, run
+from textmill.generation.requests import ChunkDelivery, Done, QueueFull, Request, Token
+from textmill.server.lifecycle import bind, open_service, read_api_key, run
 from textmill.server.model_process import start_model_process
-from textmill.server.model_setup import open_service, read_api_key
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 from textmill.where import open_where

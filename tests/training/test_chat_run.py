@@ -22,7 +22,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import format_tables
 from textmill.server.app import new_app
-from textmill.server.model_setup import open_service
+from textmill.server.lifecycle import open_service
 from textmill.storage.tensor_files import read_model
 from textmill.tokens.chat_checks import example_conversations, print_conversation
 from textmill.tokens.store import loss_mask_path, open_store

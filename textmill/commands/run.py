@@ -20,8 +20,8 @@ from textmill.engines.early_import import import_torch_meanwhile
 from textmill.evaluation import format_tables
 from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
-from textmill.generation.chat_answers import answer
-from textmill.generation.encoders.fill import fill
+from textmill.generation.chat import answer
+from textmill.generation.fill import fill
 from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, read_shape
 from textmill.planning.verdict import RunFacts, describe_forecast, describe_quality, describe_state, read_curves
 from textmill.processes.command_time import CommandTime

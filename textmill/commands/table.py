@@ -203,7 +203,7 @@ COMMANDS = {
         result_is_output=True,
     ),
     "fill": Command(
-        "textmill.generation.encoders.fill:fill",
+        "textmill.generation.fill:fill",
         "fill in the masked tokens of a text with a model such as BERT",
         sections=("sample", "engine"),
         flags=(STEP, JSON),
@@ -211,7 +211,7 @@ COMMANDS = {
         result_is_output=True,
     ),
     "embed": Command(
-        "textmill.generation.encoders.embed:embed",
+        "textmill.generation.embed:embed",
         "compute an embedding (a vector) of each text, or of each line of a file",
         arguments=("WHERE", "[TEXT ...]"),
         sections=("embed", "engine"),

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.prompts import find_prompts
-from textmill.generation.terminal import Terminal, is_terminal
+from textmill.generation.prompts import Terminal, find_prompts, is_terminal
 from textmill.models import find_run_model
 from textmill.tokens.chat_template import ChatTemplate, open_template
 
@@ -51,7 +50,7 @@ def sample_prompts(
 
     Each result has prompt, text, seed and the number of new tokens.
     """
-    from textmill.generation.chat_answers import answer_all, render_question
+    from textmill.generation.chat import answer_all, render_question
     from textmill.generation.generator import open_generator
 
     generator = open_generator(checkpoint, engine)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from textmill.generation.incremental_text import StopStringFilter, TextDecoder
-from textmill.generation.requests import Done, FinishReason, Request, TopTokens
-from textmill.generation.running_text import Event, RunningText
-from textmill.generation.sampling import SamplingRules, choose_next_ids, collect_rules, new_state
-from textmill.generation.token_logprobs import compute_prompt_logprobs, top_logprobs
+from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
+from textmill.generation.sampling import SamplingRules, SamplingState, choose_next_ids, collect_rules, new_state
 from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
+from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -261,3 +260,91 @@ class RunningBatch:
             self.running[target] = self.running[source]
         del self.running[count:]
         self._rules = None
+
+
+NOT_FINITE = (
+    "the model's logits are not finite; its weights are damaged or its training diverged; use an earlier --step"
+)
+Event = Token | Done
+
+
+@dataclass(eq=False)
+class RunningText:
+    """One text of a batch."""
+
+    number: int
+    """The request's number."""
+    request: Request
+    max_new: int
+    ids: list[int]
+    """The prompt and the new tokens."""
+    state: SamplingState
+    decoder: TextDecoder
+    stops: StopStringFilter
+    cached: int = 0
+    """Tokens whose keys and values are in the slot."""
+    prompt_logprobs: tuple[tuple[float | None, TopTokens], ...] = ()
+    """With `echo`: the prompt's log-probabilities."""
+    received: int = 0
+    """New tokens in `ids`. `state.new_tokens` may be one more: a token that the device is still computing."""
+    finished: bool = False
+    """Whether the text has ended; tokens that are still pending for it are discarded."""
+
+    def receive(self, id_: int, logprob: float | None, top: TopTokens) -> list[Event]:
+        """Append a token; return its event, followed by Done if the text ends with it.
+
+        -1 means that the model's logits were not finite.
+        """
+        if id_ < 0:
+            return [self.finish("error", NOT_FINITE)]
+        if id_ in self.state.ends:
+            return [self.finish("stop")]
+        self.ids.append(id_)
+        self.received += 1
+        self.state.add(id_)
+        token = Token(id_, self.stops.add(self.decoder.add(id_)), logprob, top)
+        if self.stops.hit:
+            return [token, self.finish("stop")]
+        if self.received >= self.max_new:
+            return [token, self.finish("length")]
+        return [token]
+
+    def finish(self, reason: FinishReason, message: str = "") -> Done:
+        """End the text and return its last event, with the text that was held back."""
+        self.finished = True
+        text = "" if self.stops.hit else self.stops.add(self.decoder.end())
+        text += self.stops.end()
+        if self.stops.hit and reason == "length":  # the held-back text completed a stop string
+            reason = "stop"
+        return Done(reason, self.received, text, message, self.prompt_logprobs)
+
+
+PROMPT_CHUNK = 128
+"""Prompt tokens whose logits are computed at once."""
+
+
+def top_logprobs(logits_NV: Tensor, chosen_N: Tensor, counts: list[int]) -> list[tuple[float, TopTokens]]:
+    """Return each row's log-probability of the chosen token, and its `counts` most likely tokens."""
+    logprobs_NV = logits_NV.float().log_softmax(1)
+    values_NK, ids_NK = logprobs_NV.topk(min(max(counts), logprobs_NV.shape[1]), dim=1)
+    chosen = logprobs_NV.gather(1, chosen_N[:, None])[:, 0].tolist()
+    rows = zip(chosen, ids_NK.tolist(), values_NK.tolist(), counts, strict=True)
+    return [(logprob, tuple(zip(ids[:count], values[:count], strict=True))) for logprob, ids, values, count in rows]
+
+
+def compute_prompt_logprobs(
+    net: BaseNet, vocab: int, request: Request, hidden_TE: Tensor | None
+) -> tuple[tuple[float | None, TopTokens], ...]:
+    """Return log-probabilities of a prompt's tokens; the first has none.
+
+    `hidden_TE` are the hidden states of all prompt tokens but the last; None if there is a single token.
+    """
+    found: list[tuple[float | None, TopTokens]] = [(None, ())]
+    if hidden_TE is None:
+        return tuple(found)
+    for begin in range(0, len(hidden_TE), PROMPT_CHUNK):
+        logits_TV = net.logits(hidden_TE[begin : begin + PROMPT_CHUNK])[:, :vocab]
+        next_ids = request.ids[begin + 1 : begin + 1 + len(logits_TV)]
+        chosen_T = torch.tensor(next_ids, device=logits_TV.device)
+        found += top_logprobs(logits_TV, chosen_T, [request.logprobs] * len(logits_TV))
+    return tuple(found)

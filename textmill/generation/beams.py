@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from textmill.errors import TextmillError
+from textmill.generation.batch import NOT_FINITE
 from textmill.generation.incremental_text import StopStringFilter, WindowTextDecoder
 from textmill.generation.requests import Done, Request
-from textmill.generation.running_text import NOT_FINITE
 from textmill.generation.sampling import SamplingState, apply_bias_and_penalties, ban_end_tokens, new_state
 from textmill.models.decode_torch import Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer

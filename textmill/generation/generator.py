@@ -13,11 +13,10 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
-from textmill.generation.batch import RunningBatch
+from textmill.generation.batch import Event, RunningBatch
 from textmill.generation.beams import beam_search
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
 from textmill.generation.requests import Done, FinishReason, Request, max_new_tokens, repeat_request
-from textmill.generation.running_text import Event
 from textmill.models import check_next_token
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots, bytes_per_slot, open_slots

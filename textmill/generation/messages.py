@@ -26,8 +26,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from textmill.config import SampleConfig
-from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, Request
-from textmill.generation.text_chunks import TextChunk
+from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, Request, TextChunk
 
 HEARTBEAT_SECONDS = 0.5
 """Longest time between two messages of a healthy model process."""

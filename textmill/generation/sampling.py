@@ -10,7 +10,7 @@ Shapes in names: N texts (rows), V vocabulary, S steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -21,8 +21,6 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
-from textmill.generation.gpu_sampling import MASKED, TopKSampling, new_top_k_sampling
-from textmill.generation.warpers import WARPERS, Warper, apply_repetition_penalty
 from textmill.kernels.availability import can_run_kernels
 from textmill.kernels.transfer_torch import copy_to_device
 
@@ -273,3 +271,97 @@ def _find_banned_ids(states: Sequence[SamplingState], rules: SamplingRules, devi
         ids = [[*ends, *[-1] * (longest - len(ends))] for ends in banned]
         rules.banned_ids[below] = copy_to_device(ids, device) if below else None
     return rules.banned_ids[below]
+
+
+def apply_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty_N1: Tensor) -> Tensor:
+    """Make seen tokens less likely: divide positive logits by the penalty, multiply negative ones."""
+    return torch.where(seen_NV, torch.where(logits_NV < 0, logits_NV * penalty_N1, logits_NV / penalty_N1), logits_NV)
+
+
+def apply_temperature(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
+    """Divide by the temperature; the largest logit is shifted to 0 first, so that nothing overflows."""
+    return (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1.clamp(min=MIN_TEMPERATURE)
+
+
+def keep_top_k(logits_NV: Tensor, k_N1: Tensor, largest_k: int) -> Tensor:
+    """Keep the k most likely tokens, and those as likely as the last of them."""
+    k_N1 = k_N1.long().clamp(max=logits_NV.shape[1])
+    least_N1 = logits_NV.topk(min(largest_k, logits_NV.shape[1]), dim=1).values.gather(1, k_N1 - 1)
+    return logits_NV.masked_fill(logits_NV < least_N1, MASKED)
+
+
+def keep_top_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
+    """Nucleus sampling: keep the fewest most likely tokens whose probabilities add up to p, at least one."""
+    sorted_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
+    probabilities_NV = sorted_NV.softmax(1)
+    more_likely_NV = probabilities_NV.cumsum(1) - probabilities_NV  # the sum over more likely tokens
+    is_beyond_NV = more_likely_NV >= p_N1
+    is_beyond_NV[:, 0] = False
+    return logits_NV.masked_fill(is_beyond_NV.scatter(1, order_NV, is_beyond_NV), MASKED)
+
+
+def keep_min_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
+    """Keep tokens at least p times as likely as the most likely one."""
+    probabilities_NV = logits_NV.softmax(1)
+    return logits_NV.masked_fill(probabilities_NV < p_N1 * probabilities_NV.amax(1, keepdim=True), MASKED)
+
+
+def keep_typical(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
+    """Typical sampling: keep the tokens nearest to the expected surprise whose probabilities add up to p."""
+    logprobs_NV = logits_NV.log_softmax(1)
+    probabilities_NV = logprobs_NV.exp()
+    entropy_N1 = -(logprobs_NV * probabilities_NV).nansum(1, keepdim=True)
+    distance_NV, order_NV = (-logprobs_NV - entropy_N1).abs().sort(dim=1, stable=True)
+    is_below_p_NV = probabilities_NV.gather(1, order_NV).cumsum(1) < p_N1
+    last_kept_N1 = is_below_p_NV.sum(1, keepdim=True).clamp(max=logits_NV.shape[1] - 1)
+    is_far_NV = distance_NV > distance_NV.gather(1, last_kept_N1)
+    return logits_NV.masked_fill(is_far_NV.scatter(1, order_NV, is_far_NV), MASKED)
+
+
+Warper = Callable[[Tensor, Tensor], Tensor]
+"""From the logits of some rows and the setting of each row to the changed logits."""
+WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
+    ("temperature", 1.0, apply_temperature),
+    ("top_k", 0, keep_top_k),
+    ("top_p", 1.0, keep_top_p),
+    ("min_p", 0.0, keep_min_p),
+    ("typical_p", 1.0, keep_typical),
+]
+"""Setting, its neutral value, and the function; in the order of transformers."""
+
+
+MASKED = -math.inf
+"""The logit of a token that cannot be chosen."""
+MIN_TEMPERATURE = 1e-30
+"""A smaller temperature underflows in single precision. The most likely token is certain long before."""
+
+
+@dataclass(frozen=True)
+class TopKSampling:
+    """The settings of rows that are all sampled with temperature and top_k and no other rule."""
+
+    temperatures_N: Tensor
+    k_N1: Tensor | None
+    """Each row's top_k, 0 for no limit; None if no row has a limit."""
+    largest_k: int
+
+    def kth_logit(self, logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor | None:
+        """Return each row's smallest logit that may still be chosen."""
+        if self.k_N1 is None:
+            return None
+        more = 0 if banned_NK is None else banned_NK.shape[1]
+        found = logits_NV.topk(min(self.largest_k + more, logits_NV.shape[1]), dim=1)
+        values_NK = found.values.float()
+        if banned_NK is not None:
+            banned = (found.indices[:, :, None] == banned_NK[:, None]).any(2)
+            values_NK = values_NK.masked_fill(banned, MASKED).sort(1, descending=True).values
+        kth_N1 = values_NK.gather(1, (self.k_N1 - 1).clamp(0, values_NK.shape[1] - 1))
+        return torch.where(self.k_N1 > 0, kth_N1, MASKED)[:, 0]
+
+
+def new_top_k_sampling(samples: Sequence[SampleConfig], device: torch.device) -> TopKSampling:
+    """Collect the temperatures and top_k of all rows."""
+    temperatures = [max(sample.temperature, MIN_TEMPERATURE) for sample in samples]
+    k = [sample.top_k for sample in samples]
+    k_N1 = copy_to_device(k, device)[:, None] if any(k) else None
+    return TopKSampling(copy_to_device(temperatures, device, torch.float32), k_N1, max(k))

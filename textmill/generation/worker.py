@@ -15,13 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, TextmillError
+from textmill.generation.embed import can_embed, new_text_encoder
+from textmill.generation.fill import new_masked_texts
 from textmill.generation.messages import (
     HEARTBEAT_SECONDS,
     MessageSocket,
@@ -30,8 +32,12 @@ from textmill.generation.messages import (
     tune_interpreter,
     unpack_request,
 )
-from textmill.generation.requests import Done, Request
-from textmill.generation.text_chunks import ChunkDelivery, TextChunk
+from textmill.generation.requests import ChunkDelivery, Done, Request, TextChunk
+from textmill.models import has_masked_head, open_family, read_shape
+
+if TYPE_CHECKING:
+    from textmill.generation.encoder import EncoderThread
+    from textmill.generation.scheduler import Scheduler
 
 
 class Worker:
@@ -64,10 +70,6 @@ class Worker:
         return EXIT_DONE
 
     def _open(self, settings: dict[str, Any]) -> None:
-        # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
-        from textmill.generation.served_model import open_served_model
-        from textmill.models import open_family
-
         engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(settings["engine"])
         checkpoint = Checkpoint(Path(settings["folder"]), 0, {})
         serve = ServeConfig.model_validate(settings["serve"])
@@ -150,6 +152,37 @@ class Worker:
         problem = next((text for text in problems if text), "")
         with suppress(OSError):
             self.parent.send([tokens, cancelled, step_seconds, replace_surrogates(problem), chunks])
+
+
+def open_served_model(
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig, after_step: Callable[[], None]
+) -> tuple[Scheduler | None, EncoderThread | None]:
+    """Load a checkpoint once: a scheduler that generates text, an encoder for embeddings and masks, or both.
+
+    What both compute with, they use in turns.
+    """
+    # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
+    from textmill.generation.encoder import Embedder, EncoderThread, Filler, open_embedder
+    from textmill.generation.scheduler import Turns, open_scheduler
+
+    turns = Turns()
+    where = str(checkpoint.folder)
+    shape = read_shape(checkpoint.folder)
+    limits = {"slots": serve.slots, "queue": serve.queue}
+    if open_family(shape.family).OBJECTIVE == "masked":
+        embedder = open_embedder(checkpoint, engine, embed)
+        net = embedder.net
+        tokenizer = embedder.texts.tokenizer
+        texts = new_masked_texts(tokenizer, shape.positions, where) if has_masked_head(shape) else None
+        filler = None if texts is None else Filler(net, texts)
+        return None, EncoderThread(embedder, filler, turns=turns, after_step=after_step, **limits)
+    scheduler = open_scheduler(checkpoint, engine, serve, after_step, turns)
+    if not can_embed(shape):
+        return scheduler, None
+    generator = scheduler.generator
+    encoder, pooling = new_text_encoder(shape, generator.tokenizer, embed, checkpoint.folder)
+    embedder = Embedder(generator.net, encoder, pooling, where)
+    return scheduler, EncoderThread(embedder, None, turns=turns, after_step=after_step, **limits)
 
 
 def main() -> None:

@@ -11,8 +11,7 @@ def serve(config: RunConfig, step: StepChoice | None = None) -> None:
     """Serve a model over HTTP until stopped."""
     # FastAPI is slow to import.
     from textmill.server.connections import raise_file_limit
-    from textmill.server.lifecycle import bind, run
-    from textmill.server.model_setup import open_service
+    from textmill.server.lifecycle import bind, open_service, run
 
     raise_file_limit(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # first, because loading the model may take minutes

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.error_replies import error_body
+from textmill.server.errors import error_body
 from textmill.server.metrics import Metrics
 
 MIN_BYTES_PER_SECOND = 16 * 1024

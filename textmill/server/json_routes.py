@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from textmill.server.error_replies import STATUS_MESSAGES, HttpError, describe_validation_error, error_response
-from textmill.server.request_models import BODIES, Body
+from textmill.server.bodies import BODIES, Body
+from textmill.server.errors import STATUS_MESSAGES, HttpError, describe_validation_error, error_response
 
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
 

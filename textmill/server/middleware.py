@@ -13,9 +13,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from textmill.generation.messages import replace_surrogates
-from textmill.server.error_replies import HttpError, error_response, internal_error, quote_value
-from textmill.server.in_flight import queue_full_error, stopping_error
-from textmill.server.service import Service
+from textmill.server.errors import HttpError, error_response, internal_error, quote_value
+from textmill.server.service import Service, queue_full_error, stopping_error
 
 PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
 """Paths that need no key; all others do."""

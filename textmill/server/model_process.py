@@ -14,8 +14,16 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
 from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
-from textmill.generation.requests import Done, EncoderRequest, QueueFull, Request, describe_hang, max_new_tokens_served
-from textmill.generation.text_chunks import DeliverChunk, TextChunk
+from textmill.generation.requests import (
+    DeliverChunk,
+    Done,
+    EncoderRequest,
+    QueueFull,
+    Request,
+    TextChunk,
+    describe_hang,
+    max_new_tokens_served,
+)
 from textmill.models.family_files import loaded_family_files
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 

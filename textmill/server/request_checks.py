@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from textmill.config import SampleConfig
 from textmill.generation.requests import Request
-from textmill.server.error_replies import HttpError, quote_value
-from textmill.server.request_models import ChatBody, CompletionBody, SamplingBody
+from textmill.server.bodies import ChatBody, CompletionBody, SamplingBody
+from textmill.server.errors import HttpError, quote_value
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
+from fastapi import Request as HttpRequest
+from starlette.types import Receive
+
 from textmill.config import SampleConfig, ServeConfig
-from textmill.generation.encoders.embedding_texts import TextEncoder
-from textmill.generation.encoders.fill_texts import MaskedTexts
-from textmill.generation.requests import EncoderRequest, Request
-from textmill.generation.text_chunks import DeliverChunk
+from textmill.errors import TextmillError
+from textmill.generation.embed import TextEncoder
+from textmill.generation.fill import MaskedTexts
+from textmill.generation.requests import DeliverChunk, Done, EncoderRequest, QueueFull, Request, TextChunk, TokenLogprob
+from textmill.server.errors import HttpError
 from textmill.server.metrics import Metrics
 from textmill.server.token_text import TokenTexts
-from textmill.server.wakeup import WakeupQueue
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
@@ -86,7 +92,7 @@ class Service:
     """How texts with masks are encoded, if the model predicts masked tokens."""
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
-    wakeups: WakeupQueue = field(default_factory=WakeupQueue)
+    wakeups: WakeupQueue = field(default_factory=lambda: WakeupQueue())
     created: int = field(default_factory=lambda: int(time.time()))
     token_texts: TokenTexts = field(init=False)
     longest_text: float = field(init=False)
@@ -142,3 +148,229 @@ class Service:
         stats = self.model.stats()
         rounds = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
         return max(1, min(60, math.ceil(rounds * self.metrics.mean_seconds())))
+
+
+IndexedChunk = tuple[int, TextChunk]
+"""A text's index within its HTTP request, and its next chunk."""
+QUIET_SECONDS = 15.0
+"""After this time without a chunk, the model is checked and a streaming client gets a keep-alive comment."""
+
+
+@dataclass
+class GeneratedText:
+    """One text so far, and how it ended."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    done: Done | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Append a chunk."""
+        self.text += chunk.text
+        self.logprobs += chunk.logprobs
+        self.done = chunk.done
+
+
+class InFlightRequest:
+    """The texts of one HTTP request, submitted together."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._model = service.model
+        self._wakeups = service.wakeups
+        self._loop = asyncio.get_running_loop()
+        self._received: list[IndexedChunk] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.numbers: list[int] = []
+        """The model's number of each text."""
+        self.started = self._last_chunk = time.monotonic()
+        self._quiet = self.disconnected = False
+        self._ended = 0
+        """Texts that have ended."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all texts have ended."""
+        return self._ended == len(self.numbers)
+
+    def submit(self, requests: Sequence[Request | EncoderRequest], seconds: float, streamed: bool) -> None:
+        """Queue all texts, or none of them."""
+        deadline = self.started + seconds
+        try:
+            for index, request in enumerate(requests):
+                deliver = partial(self._wakeups.put, self._loop, partial(self._receive, index))
+                self.numbers.append(self._model.submit(request, deliver, deadline, streamed))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _receive(self, index: int, chunk: TextChunk) -> None:
+        self._received.append((index, chunk))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def chunks(self) -> AsyncIterator[list[IndexedChunk]]:
+        """Yield new chunks until every text has ended; yield an empty list after a quiet time.
+
+        Ends early if the client disconnects; raises HttpError if the model is broken.
+        """
+        self._check_quiet()
+        try:
+            while not self.complete:
+                if not self._received and not self._quiet and not self.disconnected:
+                    self._waiter = self._loop.create_future()
+                    await self._waiter
+                if self.disconnected:
+                    return
+                received = self._received
+                self._received = []
+                quiet = self._quiet
+                self._quiet = False
+                self._ended += sum(chunk.done is not None for _, chunk in received)
+                if received:
+                    self._last_chunk = time.monotonic()
+                elif quiet and (problem := self._service.problem()):
+                    raise broken_model_error(problem)
+                if received or quiet:
+                    yield received
+        finally:
+            self._timer.cancel()
+
+    def _check_quiet(self) -> None:
+        """Wake the waiter after a quiet time. One timer that re-arms itself is cheaper than one per chunk."""
+        limit = min(QUIET_SECONDS, self._service.config.step_timeout)
+        left = self._last_chunk + limit - time.monotonic()
+        if left <= 0:
+            self._quiet, self._last_chunk, left = True, time.monotonic(), limit
+            self._wake()
+        self._timer = self._loop.call_later(left, self._check_quiet)
+
+    def on_disconnect(self, _: object = None) -> None:
+        """Stop `chunks`, because the client is gone."""
+        self.disconnected = True
+        self._wake()
+
+    def cancel(self) -> None:
+        """Cancel all texts at the model's next step."""
+        for number in self.numbers:
+            self._model.cancel(number)
+
+    def seconds(self) -> float:
+        """Return the time since the request started."""
+        return time.monotonic() - self.started
+
+
+def start_request(service: Service, requests: Sequence[Request | EncoderRequest], *, streamed: bool) -> InFlightRequest:
+    """Submit the texts of a request; raise HttpError if the queue is full, the server stops or a text is invalid."""
+    if service.stopping:
+        raise stopping_error()
+    if problem := service.problem():
+        raise broken_model_error(problem)
+    in_flight = InFlightRequest(service)
+    try:
+        in_flight.submit(requests, service.config.request_timeout, streamed)
+    except QueueFull:
+        raise (stopping_error() if service.stopping else queue_full_error(service)) from None
+    except TextmillError as error:
+        if problem := service.problem():  # it may have broken a moment ago
+            raise broken_model_error(problem) from None
+        raise (stopping_error() if service.stopping else HttpError(400, str(error))) from None
+    return in_flight
+
+
+def queue_full_error(service: Service) -> HttpError:
+    """Count and return the error of a full server."""
+    service.metrics.refused += 1
+    wait = service.retry_after()
+    return HttpError(429, f"the server's queue is full; try again in {wait} s", code="queue_full", retry_after=wait)
+
+
+def stopping_error() -> HttpError:
+    """Return the error of a stopping server."""
+    return HttpError(503, "the server is stopping; try another one, or later", code="stopping", retry_after=10)
+
+
+def broken_model_error(problem: str) -> HttpError:
+    """Return the error of a server whose model does not work."""
+    return HttpError(503, problem, code="model_broken")
+
+
+async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFlightRequest) -> list[GeneratedText]:
+    """Return the complete texts; cancel them if the client disconnects."""
+    texts = [GeneratedText() for _ in in_flight.numbers]
+    disconnect = asyncio.create_task(wait_for_disconnect(http.receive))
+    disconnect.add_done_callback(in_flight.on_disconnect)
+    try:
+        async for received in in_flight.chunks():
+            for index, chunk in received:
+                texts[index].add(chunk)
+        if not in_flight.complete:
+            service.metrics.disconnects += 1
+            raise HttpError(499, "the client disconnected", code="client_left")
+    finally:
+        disconnect.cancel()
+        if not in_flight.complete:
+            in_flight.cancel()
+    _raise_failed(service, texts)
+    return texts
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _raise_failed(service: Service, texts: list[GeneratedText]) -> None:
+    """Raise HttpError for errors of the model, and for texts that ended without a token."""
+    for text in texts:
+        assert text.done is not None
+        if text.done.reason == "error":
+            raise HttpError(500, text.done.message or "the model failed; see the server's log", code="model_error")
+        if text.done.reason == "timeout":
+            service.metrics.timeouts += 1
+        if not text.done.tokens and text.done.reason == "cancelled":
+            raise stopping_error()
+        if not text.done.tokens and text.done.reason == "timeout":
+            wait = service.retry_after()
+            message = f"no token within the time limit of {service.config.request_timeout:g} s; try again in {wait} s"
+            raise HttpError(429, message, code="timeout", retry_after=wait)
+
+
+def merge_chunks(received: Sequence[IndexedChunk]) -> Iterator[tuple[int, GeneratedText]]:
+    """Merge the chunks of each text; yield its index and new text, in the order of first appearance."""
+    merged: dict[int, GeneratedText] = {}
+    for index, chunk in received:
+        merged.setdefault(index, GeneratedText()).add(chunk)
+    yield from merged.items()
+
+
+ReceiveChunk = Callable[[TextChunk], None]
+
+
+class WakeupQueue:
+    """A queue from any thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._queue = deque[tuple[ReceiveChunk, TextChunk]]()
+        self._scheduled = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, receive: ReceiveChunk, chunk: TextChunk) -> None:
+        """Have the loop call `receive` with a chunk; may be called from any thread."""
+        # Append first, then test the flag. The loop does it in the reverse order, so no chunk is left behind.
+        self._queue.append((receive, chunk))
+        if not self._scheduled:
+            self._scheduled = True
+            try:
+                loop.call_soon_threadsafe(self._deliver_all)
+            except RuntimeError:
+                self._scheduled = False  # the loop is closed; nobody waits for the chunk
+
+    def _deliver_all(self) -> None:
+        self._scheduled = False
+        while self._queue:
+            receive, chunk = self._queue.popleft()
+            receive(chunk)

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from textmill.generation.messages import replace_surrogates
-from textmill.server.request_models import expected_value, known_fields
+from textmill.server.bodies import expected_value, known_fields
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 STATUS_MESSAGES = {

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.prompts import find_prompts
-from textmill.generation.terminal import Terminal, is_terminal
+from textmill.generation.prompts import Terminal, find_prompts, is_terminal
 from textmill.models import find_run_model
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from textmill.generation.encoders.filler_torch import Filled, Filler
+    from textmill.generation.encoder import Filled, Filler
 
 
 def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> list[str]:
@@ -25,7 +26,7 @@ def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = Fals
 
     Returns the texts with the most likely token in each mask; `sample.top_k` is how many are shown.
     """
-    from textmill.generation.encoders.filler_torch import open_filler  # imports torch, which is slow
+    from textmill.generation.encoder import open_filler  # imports torch, which is slow
 
     checkpoint = find_run_model(config, step)
     sample = config.sample
@@ -65,3 +66,46 @@ def _print(filled: Filled, as_json: bool) -> str:
     for choices in filled.masks:
         print("  " + ", ".join(f"{one.token} {100 * one.probability:.1f}%" for one in choices), flush=True)
     return filled.text
+
+
+@dataclass(frozen=True)
+class MaskedTexts:
+    """A tokenizer with its mask, and the longest text of a model."""
+
+    tokenizer: TextTokenizer
+    longest: int
+    """In tokens, special ones included."""
+    mask_id: int
+    first_id: int
+
+    @property
+    def mask(self) -> str:
+        """How the mask is written."""
+        return str(self.tokenizer.inner.id_to_token(self.mask_id))
+
+    def encode(self, prompt: str) -> list[int]:
+        """[CLS], the text with its masks, [SEP]; other text that looks like a special token is plain text."""
+        ids: list[int] = [self.first_id]
+        for number, part in enumerate(prompt.split(self.mask)):
+            ids += [self.mask_id] if number else []
+            ids += self.tokenizer.encode(part)
+        return [*ids, self.tokenizer.separator]
+
+    def check(self, prompt: str, field: str = "sample.prompt") -> int:
+        """Refuse a text without a mask, or one that is too long; return the number of its tokens."""
+        if self.mask not in prompt:
+            raise TextmillError(f"{field}: {prompt[:60]!r} has no {self.mask}; write it where a token is missing")
+        if (count := len(self.encode(prompt))) > self.longest:
+            raise TextmillError(
+                f"{field}: {prompt[:60]!r} has {count:,} tokens, the model reads {self.longest:,}; shorten it"
+            )
+        return count
+
+
+def new_masked_texts(tokenizer: TextTokenizer, longest: int, where: Path | str) -> MaskedTexts:
+    """The masked texts of a model; `where` names it in errors."""
+    mask = tokenizer.mask
+    first = tokenizer.classifier
+    if mask is None or first is None:
+        raise TextmillError(f"{where}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another one")
+    return MaskedTexts(tokenizer, longest, mask, first)
