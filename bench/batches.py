@@ -18,11 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import Batches
 from textmill.tokens.batches.packed import PackedLayout
-from textmill.tokens.index_formats import index_blocks
-from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.store import TokenStore, index_blocks, open_store
 
 LENGTH, BATCH, SEED = 1024, 64, 1234
 

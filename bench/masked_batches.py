@@ -20,9 +20,8 @@ from textmill.config import MaskedConfig, TokenizerConfig
 from textmill.corpus.sources import bundled_corpora
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.masked import MaskedLayout
-from textmill.tokens.batches.masked_tokens import masked_tokens_of
-from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.batches.masking import masked_tokens_of
+from textmill.tokens.store import StoreWriter, TokenStore, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 SHAPES = ((256, 128), (64, 512))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import Batches
 from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.store import open_store
 

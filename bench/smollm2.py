@@ -26,7 +26,7 @@ import torch
 
 from textmill.models.decode_torch import NetSlots
 from textmill.models.nets_torch import open_net
-from textmill.tokens.chat_template import open_template
+from textmill.tokens.chat import open_template
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

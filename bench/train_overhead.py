@@ -27,7 +27,7 @@ from textmill.corpus.prepare import prepare
 from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights
 from textmill.schedules import lr_at
-from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.training import loop, setup

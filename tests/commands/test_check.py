@@ -13,8 +13,7 @@ from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import format_path, write_json
 from textmill.storage.stages import add_yaml_checksum
-from textmill.tokens.index_formats import find_index_errors
-from textmill.tokens.store import open_store
+from textmill.tokens.store import find_index_errors, open_store
 
 
 @pytest.mark.long_with(1000)

@@ -21,7 +21,7 @@ from textmill.commands.evaluate import evaluate
 from textmill.errors import TextmillError
 from textmill.storage import files
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.loader import Batches
 from textmill.training.loop import train
 
 SMALL = ("train.evaluate_batches=1", "train.warmup=0")

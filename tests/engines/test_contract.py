@@ -15,7 +15,7 @@ from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.tokens.batches.batch_sizes import BatchSizes
+from textmill.tokens.batches.blend import BatchSizes
 
 LAST_NORMS = (
     "ln_f.weight",

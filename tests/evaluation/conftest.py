@@ -16,8 +16,7 @@ from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEng
 from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2
 from textmill.storage.files import write_json
-from textmill.tokens.store import TokenStore, dtype_for, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import StoreWriter, TokenStore, dtype_for, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 WORDS = [

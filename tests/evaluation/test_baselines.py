@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from textmill.errors import TextmillError
 from textmill.evaluation.tasks import perplexity
 from textmill.evaluation.tasks.perplexity import count, sum_losses
-from textmill.tokens.index_formats import Index
-from textmill.tokens.store import TokenStore
+from textmill.tokens.store import Index, TokenStore
 
 VOCAB, FIRST = 7, 0
 streams = st.lists(st.integers(0, VOCAB - 1), max_size=60)

@@ -16,7 +16,7 @@ from textmill.corpus.labelled.example import Example
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.measuring import AnswerMeasure, ConfusionMatrix, EntityCounts, find_entities
 from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_score, find_best_answer, normalize_answer
-from textmill.tokens.labelled.encoding import Sample
+from textmill.tokens.labelled import Sample
 
 
 @pytest.mark.parametrize("classes", [2, 3, 7])

@@ -21,9 +21,8 @@ from textmill.evaluation import scorer_torch
 from textmill.evaluation.scorer_torch import TorchScorer
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.windows import window_batches
-from textmill.tokens.index_formats import Index
-from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.batches.packed import window_batches
+from textmill.tokens.store import Index, TokenStore, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from textmill.errors import TextmillError
 from textmill.planning import inspect_text as inspection
 from textmill.planning.inspect_text import HELD_OUT, inspect_text
 from textmill.planning.probe_machine import probe_machine
-from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS
+from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS
 from textmill.where import open_where
 
 SHAKESPEARE = Path(__file__).parents[2] / "textmill" / "corpora" / "tinyshakespeare.txt"

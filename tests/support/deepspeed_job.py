@@ -18,7 +18,7 @@ from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
 from textmill.processes.exits import run_and_exit
 from textmill.processes.ranks import Ranks
-from textmill.tokens.batches.batch_sizes import BatchSizes
+from textmill.tokens.batches.blend import BatchSizes
 
 LR = 1e-2
 

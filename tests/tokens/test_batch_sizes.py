@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from textmill.tokens.batches.batch_sizes import BatchSizes
+from textmill.tokens.batches.blend import BatchSizes
 
 
 def megatron_size(consumed: int, batch: int, start: int, increment: int, samples: int) -> int:

@@ -15,20 +15,14 @@ from hypothesis import strategies as st
 
 from textmill.config import TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
-from textmill.tokens.batches import prefix_sums as sums
-from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.blend import Blend
-from textmill.tokens.batches.by_step import Batches, batches_in_order
-from textmill.tokens.batches.from_config import valid_batches
-from textmill.tokens.batches.layout import check_ids
-from textmill.tokens.batches.packed import PackedLayout
+from textmill.tokens.batches import batch as sums
+from textmill.tokens.batches.batch import IGNORED, check_ids, permute
+from textmill.tokens.batches.blend import BatchSizes, Blend
+from textmill.tokens.batches.loader import Batches, batches_in_order, valid_batches
+from textmill.tokens.batches.packed import PackedLayout, count_windows, window_batches
 from textmill.tokens.batches.padded import PaddedLayout
-from textmill.tokens.batches.shuffle import permute
-from textmill.tokens.batches.windows import count_windows, window_batches
 from textmill.tokens.splits import Splits, WeightedStore
-from textmill.tokens.store import TokenStore, open_store, store_paths
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import StoreWriter, TokenStore, open_store, store_paths
 from textmill.tokens.vocabulary.tokenizer import fit
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.batches.by_step import Batches
-from textmill.tokens.batches.history import DataRange, blends_of, sizes_of
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments
+from textmill.tokens.batches.batch import SampleArrays, SampleDocuments
+from textmill.tokens.batches.blend import DataRange, blends_of, sizes_of
+from textmill.tokens.batches.loader import Batches
 
 
 class Numbers:

@@ -14,12 +14,10 @@ from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches, batches_in_order
-from textmill.tokens.batches.chat import ChatLayout
-from textmill.tokens.chat_checks import ChatCounts, count_conversations
-from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.chat import ChatCounts, ChatLayout, count_conversations
+from textmill.tokens.batches.loader import Batches, batches_in_order
+from textmill.tokens.store import StoreWriter, TokenStore, open_store
 
 X = IGNORED
 STOP, PAD = 9, 0

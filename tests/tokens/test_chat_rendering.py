@@ -19,7 +19,7 @@ from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.stages import open_manifest
-from textmill.tokens.chat_rendering import Rendered, render
+from textmill.tokens.chat import Rendered, render
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store
 from textmill.tokens.tokenize import tokenize

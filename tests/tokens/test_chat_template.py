@@ -8,7 +8,7 @@ import pytest
 
 from textmill.config import TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.tokens.chat_template import open_template
+from textmill.tokens.chat import open_template
 from textmill.tokens.vocabulary.tokenizer import fit
 
 CONVERSATION = [

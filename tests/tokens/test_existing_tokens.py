@@ -23,14 +23,12 @@ from textmill.cli import main
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.tokens import token_tables as tables
+from textmill.tokens import existing_tokens as tables
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.from_config import open_batches
-from textmill.tokens.existing_tokens import tokenize_existing
-from textmill.tokens.splits import open_splits, split_borders
-from textmill.tokens.store import TokenStore
-from textmill.tokens.store_writer import StoreWriter
-from textmill.tokens.token_tables import ListColumn, Table, strip_padding
+from textmill.tokens.batches.loader import open_batches
+from textmill.tokens.existing_tokens import ListColumn, Table, split_borders, strip_padding, tokenize_existing
+from textmill.tokens.splits import open_splits
+from textmill.tokens.store import StoreWriter, TokenStore
 from textmill.tokens.vocabulary.tokenizer import fit
 
 Rows = list[list[int]]

@@ -20,17 +20,15 @@ from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, read_json
-from textmill.tokens import features as features_module
+from textmill.tokens.batches import features as features_module
 from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches, batches_in_order
-from textmill.tokens.batches.features import FeaturesLayout
-from textmill.tokens.features import SCHEMA, build_rows, count_feature_rows, cut_chunks
-from textmill.tokens.splits import FeatureRows, WeightedStore, open_splits, split_borders
-from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.store_writer import StoreWriter
-from textmill.tokens.token_tables import Table
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.features import SCHEMA, FeaturesLayout, build_rows, count_feature_rows, cut_chunks
+from textmill.tokens.batches.loader import Batches, batches_in_order
+from textmill.tokens.existing_tokens import Table, split_borders
+from textmill.tokens.splits import FeatureRows, WeightedStore, open_splits
+from textmill.tokens.store import StoreWriter, TokenStore, open_store
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.where import open_where

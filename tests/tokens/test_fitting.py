@@ -17,11 +17,9 @@ from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary import algorithms
-from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer
-from textmill.tokens.vocabulary.fitting import fit_tokenizer
-from textmill.tokens.vocabulary.text_pieces import PIECE_CHARACTERS, cut_text
+from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS, WordCounter, cut_text, merge_counts, new_tokenizer
+from textmill.tokens.vocabulary.fitting import count_words, find_text_parts, fit_tokenizer, hash_text
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
-from textmill.tokens.vocabulary.training_text import count_words, find_text_parts, hash_text
 from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")

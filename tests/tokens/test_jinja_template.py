@@ -9,8 +9,7 @@ import pytest
 
 from textmill.config import TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.tokens.chat_template import open_template
-from textmill.tokens.jinja_template import JinjaTemplate
+from textmill.tokens.chat import JinjaTemplate, open_template
 from textmill.tokens.vocabulary.tokenizer import fit
 
 # As Qwen2 and SmolLM2 have it.

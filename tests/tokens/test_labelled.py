@@ -13,9 +13,8 @@ from textmill.corpus.labelled.example import Example
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.labelled import LabelledLayout
-from textmill.tokens.labelled.encoding import ExampleEncoder
-from textmill.tokens.store import labels_path, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.labelled import ExampleEncoder
+from textmill.tokens.store import StoreWriter, labels_path, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 CONTEXTS = {

@@ -8,16 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.blend import Blend
+from textmill.tokens.batches.blend import BatchSizes, Blend, DataRange, blends_of, sizes_of
 from textmill.tokens.batches.chat import ChatLayout
-from textmill.tokens.batches.history import DataRange, blends_of, sizes_of
-from textmill.tokens.batches.packed import PackedLayout
+from textmill.tokens.batches.masked import pack_rows
+from textmill.tokens.batches.packed import PackedLayout, window_batches
 from textmill.tokens.batches.padded import PaddedLayout
-from textmill.tokens.batches.row_packing import pack_rows
-from textmill.tokens.batches.windows import window_batches
-from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import StoreWriter, TokenStore, open_store
 
 NONE, PAD = -100, 99
 

@@ -17,16 +17,12 @@ from textmill.config import MaskedConfig
 from textmill.counters import draw, to_uniform
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches
-from textmill.tokens.batches.masked import MaskedLayout
-from textmill.tokens.batches.masked_tokens import MaskedTokens
-from textmill.tokens.batches.masking import MaskingRule, choose_tokens
-from textmill.tokens.batches.row_packing import pack_rows
-from textmill.tokens.batches.sentence_pairs import SentencePairs, truncate
-from textmill.tokens.batches.sentences import Sentences, search_sorted
-from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import Batches
+from textmill.tokens.batches.masked import MaskedLayout, pack_rows
+from textmill.tokens.batches.masking import MaskedTokens, MaskingRule, choose_tokens
+from textmill.tokens.batches.sentence_pairs import SentencePairs, Sentences, search_sorted, truncate
+from textmill.tokens.store import StoreWriter, TokenStore, open_store
 
 PAD, UNKNOWN, CLS, SEP, MASK, ORDINARY = 0, 1, 2, 3, 4, 5
 """Special tokens, and the first ordinary one."""

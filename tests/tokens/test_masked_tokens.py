@@ -12,14 +12,17 @@ from transformers import AutoTokenizer
 
 from textmill.config import MaskedConfig, TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
-from textmill.tokens.batches.from_config import open_batches, valid_batches
-from textmill.tokens.batches.masked_tokens import masked_tokens_of
+from textmill.tokens.batches.loader import open_batches, valid_batches
+from textmill.tokens.batches.masking import (
+    count_tokens,
+    find_word_starts,
+    masked_tokens_of,
+    read_token_counts,
+    write_token_counts,
+)
 from textmill.tokens.splits import Splits, WeightedStore
-from textmill.tokens.store import open_store
-from textmill.tokens.store_writer import StoreWriter
-from textmill.tokens.token_counts import count_tokens, read_token_counts, write_token_counts
+from textmill.tokens.store import StoreWriter, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
-from textmill.tokens.vocabulary.word_starts import find_word_starts
 
 TEXT = "The miller's wheel turns slowly, and the mill grinds wheat; 방앗간의 물레방아가 천천히 돈다. 水车慢慢转动。"
 

@@ -14,8 +14,7 @@ from textmill.storage.files import manifest_entry, read_json, write_json
 from textmill.storage.stages import Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
 from textmill.tokens.merge import merge
-from textmill.tokens.store import open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import StoreWriter, open_store
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from textmill.config import CorpusConfig
-from textmill.tokens.splits import split_borders
+from textmill.tokens.existing_tokens import split_borders
 
 
 @pytest.mark.parametrize(

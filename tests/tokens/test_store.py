@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
-from textmill.tokens.index_formats import IndexFormat, find_index_errors, index_blocks
-from textmill.tokens.store import dtype_for, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import IndexFormat, StoreWriter, dtype_for, find_index_errors, index_blocks, open_store
 
 # Two one-sequence documents of lengths 3 and 2 in uint16, as the format's description gives it.
 GOLDEN = (

@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from textmill.tokens.text_counts import LONG_SPACES, buffers_of, count_words
+from textmill.tokens.encoding import LONG_SPACES, buffers_of, count_words
 
 SPACES = [chr(sign) for sign in range(sys.maxunicode + 1) if chr(sign).isspace()]
 NEAR_SPACES = list("\x00\x08\x0e\x1b\x7f\x80\xa1\u180e\u200b\u2010\u2027\u2060\u3001\ufeff")

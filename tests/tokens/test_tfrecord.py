@@ -14,16 +14,24 @@ from tfrecord import TFRecordWriter, example_pb2, tfrecord_loader
 from textmill.config import MaskedConfig, RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.from_config import open_batches, valid_batches
-from textmill.tokens.batches.layout import SampleArrays
+from textmill.tokens.batches.batch import IGNORED, SampleArrays
+from textmill.tokens.batches.loader import open_batches, valid_batches
 from textmill.tokens.batches.masked import MaskedLayout
-from textmill.tokens.batches.masked_tokens import masked_tokens_of
+from textmill.tokens.batches.masking import masked_tokens_of
 from textmill.tokens.bert_examples import read_examples, to_examples
-from textmill.tokens.example_messages import build_examples, decode_varints, encode_varints, split_example
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import open_store
-from textmill.tokens.tfrecord import count_records, crc32c, is_tfrecord, read_records, write_records
+from textmill.tokens.tfrecord import (
+    build_examples,
+    count_records,
+    crc32c,
+    decode_varints,
+    encode_varints,
+    is_tfrecord,
+    read_records,
+    split_example,
+    write_records,
+)
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
@@ -87,11 +95,11 @@ def test_examples_equal_those_of_protobuf(numbers: list[int], floats: list[float
         found = split_example(data)
         assert decode_varints(found["a"].data).tolist() == numbers
         assert np.array_equal(np.frombuffer(found["b"].data, "<f4"), np.array(floats, np.float32), equal_nan=True)
-    assert decode_varints(encode_varints(np.array(numbers, np.int64))).tolist() == numbers
+    assert decode_varints(encode_varints(np.array([numbers], np.int64))[0]).tolist() == numbers
 
 
 def test_lists_that_are_not_packed_are_read() -> None:
-    tagged = b"".join(b"\x08" + encode_varints(np.array([number])) for number in (5, 300, 70000))
+    tagged = b"".join(b"\x08" + encode_varints(np.array([[number]]))[0] for number in (5, 300, 70000))
     feature = bytes([3 << 3 | 2, len(tagged)]) + tagged
     entry = b"\x0a\x01a" + bytes([2 << 3 | 2, len(feature)]) + feature
     message = bytes([0x0A, len(entry) + 2, 0x0A, len(entry)]) + entry

@@ -42,7 +42,7 @@ def permuted(tokenizer: TextTokenizer, folder: Path) -> TextTokenizer:
 def test_token_bytes_equal_the_decoded_text(kind: str, tiny_texts: Path) -> None:
     tokenizer = fitted(KINDS[kind], tiny_texts)
     inner: Tokenizer = tokenizer.inner
-    spelled = read_token_bytes(tokenizer)
+    spelled = read_token_bytes(tokenizer.inner)
     assert spelled.keys() == set(inner.get_vocab().values())
     before = tokenizer.encode("The mill")
     seen = 0
@@ -66,7 +66,7 @@ def test_different_kinds_match_by_token_bytes(old: str, new: str, tiny_texts: Pa
     assert transfer.kept is not None
     assert transfer.rows == now.vocab
     assert transfer.kept.keys() | transfer.new.keys() == set(range(now.vocab))
-    old_bytes, new_bytes = read_token_bytes(before), read_token_bytes(now)
+    old_bytes, new_bytes = read_token_bytes(before.inner), read_token_bytes(now.inner)
     texts = {id_: old_id for id_, old_id in transfer.kept.items() if not new_bytes[id_].special}
     assert len(texts) > 60
     assert all(new_bytes[id_] == old_bytes[old_id] for id_, old_id in texts.items())
@@ -98,7 +98,7 @@ def test_invalid_utf8_tokens_start_from_single_bytes(tiny_texts: Path, tmp_path:
     english = fit(iter([[(tiny_texts / "english.txt").read_text()]]), TokenizerConfig(vocab=300))
     english.save(tmp_path)
     korean = fit(iter([[(tiny_texts / "korean.txt").read_text(encoding="utf-8")]]), TokenizerConfig(vocab=340))
-    transfer, spelled = transfer_vocabulary(tmp_path, korean, english.vocab), read_token_bytes(korean)
+    transfer, spelled = transfer_vocabulary(tmp_path, korean, english.vocab), read_token_bytes(korean.inner)
     broken = {
         id_: parts
         for id_, parts in transfer.new.items()

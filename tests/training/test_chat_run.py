@@ -24,7 +24,7 @@ from textmill.evaluation import format_tables
 from textmill.server.app import new_app
 from textmill.server.lifecycle import open_service
 from textmill.storage.tensor_files import read_model
-from textmill.tokens.chat_checks import example_conversations, print_conversation
+from textmill.tokens.batches.chat import example_conversations, print_conversation
 from textmill.tokens.store import loss_mask_path, open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.training.loop import train

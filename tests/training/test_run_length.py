@@ -16,9 +16,8 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches
-from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import Batches, open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer

@@ -25,8 +25,8 @@ from textmill.engines.on_torch import OnTorch
 from textmill.errors import Interrupted, TextmillError
 from textmill.processes.command_time import CommandTime
 from textmill.processes.ranks import SINGLE_PROCESS
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import Batches
 from textmill.training.loop import train
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.run_minutes import Costs, MinutesTimer, fitting_steps

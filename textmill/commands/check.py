@@ -10,8 +10,7 @@ from textmill.config.distillation import TEACHER_CACHE
 from textmill.errors import TextmillError
 from textmill.storage.files import is_as_written
 from textmill.storage.stages import MANIFEST, find_stage_damage, find_yaml_damage
-from textmill.tokens.index_formats import find_index_errors
-from textmill.tokens.store import open_store, store_paths, store_prefix
+from textmill.tokens.store import find_index_errors, open_store, store_paths, store_prefix
 from textmill.where import open_where
 
 

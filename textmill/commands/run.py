@@ -28,9 +28,10 @@ from textmill.processes.command_time import CommandTime
 from textmill.runners import share_runner
 from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
-from textmill.tokens.splits import open_splits, tokenizer_of
+from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
+from textmill.tokens.vocabulary.tokenizer import tokenizer_of
 from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
@@ -134,7 +135,7 @@ def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:
 def _reason_to_skip(config: RunConfig, stage: str) -> str | None:
     """Why a stage is not needed: existing tokens need no corpus, and come with the tokenizer that made them."""
     if config.tokens.use and stage == "prepare":
-        tokenizer_of(config)  # fails here, before any work, if there is none
+        tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)  # fails here, before any work, if there is none
         return "tokens.use names existing tokens"
     if config.tokens.use and stage == "fit-tokenizer" and not config.tokenizer.use:
         return f"{format_path(config.folder_of('tokenizer'))} is used as it is"

@@ -18,7 +18,7 @@ from textmill.models import find_run_model
 from textmill.storage.files import format_path, write_bytes
 from textmill.storage.stages import MANIFEST, Force, Stage
 from textmill.tokens.vocabulary.reduction import reduce_vocabulary
-from textmill.tokens.vocabulary.sentencepiece_writer import is_sentencepiece, sentencepiece_files
+from textmill.tokens.vocabulary.sentencepiece_model import is_sentencepiece, sentencepiece_files
 from textmill.tokens.vocabulary.token_bytes import is_byte_level
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
@@ -67,7 +67,8 @@ def _write(tokenizer: TextTokenizer, folder: Path) -> Files:
     elif tree["model"]["type"] == "BPE" and is_byte_level(tree):
         contents = _gpt2_files(tokenizer, tree)
     elif is_sentencepiece(tree):
-        model, vocab = sentencepiece_files(tokenizer)
+        ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end, "pad_token": tokenizer.pad}
+        model, vocab = sentencepiece_files(tokenizer.inner, ids)
         contents = {"tokenizer.model": model, "tokenizer.vocab": vocab.encode()}
     else:
         raise TextmillError(f"export.kind: no other tool's files hold a vocabulary of type {tree['model']['type']}")

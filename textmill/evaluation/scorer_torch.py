@@ -41,7 +41,7 @@ from textmill.ranges import expand_ranges
 from textmill.storage.progress import progress
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.chat import ChatLayout
-from textmill.tokens.batches.windows import count_windows, window_batches
+from textmill.tokens.batches.packed import count_windows, window_batches
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 

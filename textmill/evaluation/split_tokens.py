@@ -19,8 +19,7 @@ from textmill.evaluation.task import Scorer
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.splits import open_splits
-from textmill.tokens.store import TokenStore, dtype_for, open_store
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import StoreWriter, TokenStore, dtype_for, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 MAX_FILE_BYTES = 64 << 20

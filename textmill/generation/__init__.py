@@ -15,7 +15,7 @@ from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.prompts import Terminal, find_prompts, is_terminal
 from textmill.models import find_run_model
-from textmill.tokens.chat_template import ChatTemplate, open_template
+from textmill.tokens.chat import ChatTemplate, open_template
 
 if TYPE_CHECKING:
     from textmill.generation.generator import GeneratedText, Generator

@@ -16,7 +16,7 @@ from textmill.generation.prompts import Terminal, is_terminal
 from textmill.generation.requests import Request
 from textmill.models import check_next_token, find_run_model, read_shape
 from textmill.storage.files import format_path
-from textmill.tokens.chat_template import AnyTemplate, Message, open_template
+from textmill.tokens.chat import AnyTemplate, Message, open_template
 from textmill.tokens.splits import Splits, open_splits
 
 if TYPE_CHECKING:

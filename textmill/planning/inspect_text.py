@@ -23,8 +23,7 @@ from textmill.corpus.streams import decompress, open_raw
 from textmill.errors import TextmillError, warn
 from textmill.planning.facts import TextFacts
 from textmill.planning.stored_sizes import content_size
-from textmill.tokens.vocabulary.algorithms import train_bpe_on_texts
-from textmill.tokens.vocabulary.text_pieces import cut_text
+from textmill.tokens.vocabulary.algorithms import cut_text, train_bpe_on_texts
 
 SAMPLE_BYTES = 4 << 20
 """Text to read; the rest is estimated from it."""

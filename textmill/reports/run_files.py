@@ -16,8 +16,7 @@ from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
 from textmill.storage.stages import PROJECT_YAML, RUN_YAML
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.history import sizes_of
+from textmill.tokens.batches.blend import BatchSizes, sizes_of
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.track.notes import NOTES_FILE, read_notes
 from textmill.training.changing import data_ranges

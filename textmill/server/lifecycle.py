@@ -28,7 +28,7 @@ from textmill.server.app import new_app
 from textmill.server.connections import Connection, ConnectionPool
 from textmill.server.model_process import start_model_process
 from textmill.server.service import ServedModel, Service
-from textmill.tokens.chat_template import open_template
+from textmill.tokens.chat import open_template
 
 BACKLOG = 2048
 DRAIN_SECONDS = 0.2

@@ -6,11 +6,8 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
+from textmill.tokens.vocabulary.token_bytes import BYTE_TOKEN, SPACE, byte_level_alphabet
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
-
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
-"""SentencePiece's character for a space."""
 
 
 class TokenTexts:
@@ -22,7 +19,7 @@ class TokenTexts:
         self.added = set(added)
         self.special_ids = {token.content: id_ for id_, token in added.items() if token.special}
         is_byte_level = type(tokenizer.inner.decoder).__name__ == "ByteLevel"
-        self.byte_letters = _byte_level_alphabet() if is_byte_level else None
+        self.byte_letters = byte_level_alphabet() if is_byte_level else None
         self.get_bytes = lru_cache(maxsize=100_000)(self._find_bytes)
 
     def _find_bytes(self, id_: int) -> bytes:
@@ -36,8 +33,8 @@ class TokenTexts:
             return bytes(self.byte_letters[letter] for letter in token)
         if byte := BYTE_TOKEN.fullmatch(token):
             return bytes([int(byte[1], 16)])
-        if SPACE_MARK in token:
-            return token.replace(SPACE_MARK, " ").encode()
+        if SPACE in token:
+            return token.replace(SPACE, " ").encode()
         return self.tokenizer.decode([id_]).encode()
 
     def split_special_tokens(self, text: str) -> Iterator[str | int]:
@@ -57,10 +54,3 @@ class TokenTexts:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each letter of byte-level BPE: printable Latin-1 is itself, the rest is numbered from 256."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}

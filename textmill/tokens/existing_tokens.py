@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import glob
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
+from textmill.ranges import expand_ranges
 from textmill.runners import open_runner
 from textmill.storage.files import format_path, hash_file, manifest_entry, read_json
 from textmill.storage.progress import progress
+from textmill.storage.remote_folders import fetch, is_url
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.batches.layout import check_ids
-from textmill.tokens.splits import converted_folder, existing_kind, split_borders, tokenizer_of, used_path
-from textmill.tokens.store import dtype_for, open_store, store_paths
-from textmill.tokens.store_writer import StoreWriter
-from textmill.tokens.token_tables import IDS, MASK, Table, named_files, open_tables, strip_padding
+from textmill.tokens.batches.batch import check_ids
+from textmill.tokens.bert_examples import ExampleRows
+from textmill.tokens.store import StoreWriter, dtype_for, open_store, store_paths, store_prefix
+from textmill.tokens.tfrecord import count_records, is_tfrecord
+from textmill.tokens.vocabulary.tokenizer import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
     if not tables:
         print("tokenize: nothing to do: tokens.use names token stores, which are read in place")
         return folder
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)
     inputs = {f"{number}/{name}": path for number, where in tables.items() for name, path in named_files(where).items()}
     accounts, mtimes = _check_inputs(inputs, folder)
     made_from = {"corpus.split": config.corpus.split, "tokenizer": tokenizer.fingerprint, **accounts}
@@ -124,3 +134,273 @@ def convert_split(task: Conversion) -> dict[str, int]:
 
 def _format_counts(splits: dict[str, dict[str, int]]) -> str:
     return ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"])
+
+
+DICT_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
+"""Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
+SPLIT_NAMES = {
+    "train": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+}
+SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})(?![a-z])")
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+ROWS = 1024
+"""Rows read at a time."""
+IDS = "input_ids"
+MASK = "attention_mask"
+LABELS = "labels"
+TYPES = "token_type_ids"
+PAIR = "next_sentence_label"
+TFRECORD = re.compile(r"\.tfrecords?$")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Consecutive rows of one or more files."""
+
+    files: tuple[Path, ...]
+    first: int
+    """The number of the first row, counted over all files."""
+    count: int
+
+    def read_columns(self, *names: str) -> Iterator[tuple[Path, int, dict[str, ListColumn]]]:
+        """(file, number of the first row, columns) for batches of rows; a missing attention mask is left out."""
+        before = 0
+        for path in self.files:
+            for batch in read_batches(path, names):
+                begin = max(self.first - before, 0)
+                end = min(self.first + self.count - before, batch.num_rows)
+                if begin < end:
+                    rows = batch.slice(begin, end - begin)
+                    present = [name for name in names if name in rows.schema.names]
+                    columns = {name: read_list_column(rows.column(name), path, name) for name in present}
+                    yield path, before + begin - self.first, columns
+                before += batch.num_rows
+                if before >= self.first + self.count:
+                    return
+
+
+@dataclass(frozen=True)
+class ListColumn:
+    """A column of lists: all values concatenated, and the length of each list."""
+
+    values: NDArray[Any]
+    lengths: NDArray[np.int64]
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether the folder was written by `datasets.save_to_disk`."""
+    return (path / DICT_FILE).is_file() or (path / STATE_FILE).is_file()
+
+
+def find_table_files(where: Path) -> list[Path]:
+    """The Parquet or TFRecord files of a file name, folder or glob; files of Apache Beam have no ending."""
+    if where.is_file():
+        return [where]
+    if where.is_dir():
+        found = sorted(
+            path
+            for path in where.rglob("*")
+            if path.is_file() and (path.suffix == ".parquet" or SHARD.search(path.name) or TFRECORD.search(path.name))
+        )
+    else:
+        found = sorted(path for path in map(Path, glob.glob(str(where), recursive=True)) if path.is_file())
+    return found
+
+
+def open_tables(where: Path, edges_of: Callable[[int], list[int]]) -> dict[str, Table]:
+    """The rows of each split: by the names of files and folders, or, if these name no split, by `edges_of(rows)`."""
+    named = _saved_files(where) if is_dataset(where) else _files_by_name(where, find_table_files(where))
+    if None in named:
+        files = named[None]
+        edges = edges_of(sum(map(count_rows, files)))
+        return {
+            split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)
+        }
+    tables: dict[str, Table] = {}
+    for split in SPLITS:
+        files = named.get(split, ())
+        tables[split] = Table(files, 0, sum(map(count_rows, files)))
+    return tables
+
+
+def files_in(where: Path) -> list[Path]:
+    """All files with rows of a dataset, in order."""
+    named = _saved_files(where) if is_dataset(where) else {None: tuple(find_table_files(where))}
+    return [path for files in named.values() for path in files]
+
+
+def named_files(where: Path) -> dict[str, Path]:
+    """The files of a dataset by their path in it, so that two files of the same name stay different."""
+    files = files_in(where)
+    if where.is_dir():
+        return {path.relative_to(where).as_posix() if path.is_relative_to(where) else path.name: path for path in files}
+    return {f"{number} {path.name}": path for number, path in enumerate(files)}
+
+
+def _saved_files(folder: Path) -> dict[str | None, tuple[Path, ...]]:
+    if not (folder / DICT_FILE).is_file():
+        return {None: _arrow_files(folder)}
+    splits: dict[str | None, tuple[Path, ...]] = {}
+    for name in read_json(folder / DICT_FILE)["splits"]:
+        if name not in SPLIT_NAMES:
+            raise TextmillError(
+                f"{folder}: unknown split '{name}'; known are train, validation and test; "
+                f"to use it anyway, name its own folder: {folder / name}"
+            )
+        splits[SPLIT_NAMES[name]] = splits.get(SPLIT_NAMES[name], ()) + _arrow_files(folder / name)
+    return splits
+
+
+def _arrow_files(folder: Path) -> tuple[Path, ...]:
+    state = read_json(folder / STATE_FILE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise TextmillError(
+            f"{folder}: is a selection of other rows; save it again with dataset.flatten_indices().save_to_disk(...)"
+        )
+    return tuple(folder / file["filename"] for file in state["_data_files"])
+
+
+def _files_by_name(where: Path, files: Sequence[Path]) -> dict[str | None, tuple[Path, ...]]:
+    """Group files by split: the name of a file, or of a folder above it, starts with the name of the split."""
+    splits: dict[str | None, tuple[Path, ...]] = {}
+    for path in files:
+        inside = path.relative_to(where).parts if where.is_dir() else (path.name,)
+        matches = [SPLIT_PREFIX.match(part.lower()) for part in inside]
+        match = next((match for match in matches if match is not None), None)
+        split = SPLIT_NAMES[match[1]] if match else None
+        splits[split] = (*splits.get(split, ()), path)
+    if None in splits and len(splits) > 1:
+        raise TextmillError(
+            f"{where}: {splits[None][0].name} is not named after a split, but other files are; "
+            f"name all files train-*, validation-* or test-*, or none"
+        )
+    return splits
+
+
+def count_rows(path: Path) -> int:
+    """The number of rows in a file; an Arrow stream must be read up to its last batch header."""
+    if _has_examples(path):
+        return count_records(path)
+    with _open_table(path) as (file, kind):
+        return int(file.metadata.num_rows) if kind == "parquet" else sum(batch.num_rows for batch in file)
+
+
+def read_batches(path: Path, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a file with these columns; a missing column is an error, except `attention_mask`."""
+    with _open_table(path) as (file, kind):
+        schema = file.schema_arrow if kind == "parquet" else file.schema
+        if missing := [name for name in names if name not in schema.names and name != MASK]:
+            raise TextmillError(f"{path}: has no column '{missing[0]}'; found {schema.names[:12]}")
+        wanted = [name for name in names if name in schema.names]
+        if kind == "parquet":
+            yield from file.iter_batches(batch_size=ROWS, columns=wanted, use_threads=False)
+        else:
+            for batch in file:
+                yield from (batch.slice(start, ROWS).select(wanted) for start in range(0, batch.num_rows, ROWS))
+
+
+@contextmanager
+def _open_table(path: Path) -> Iterator[tuple[Any, str]]:
+    """A Parquet file, TFRecord file, or Arrow stream over mapped memory; whatever is wrong with it names the file."""
+    if _has_examples(path):
+        yield ExampleRows(path), "tfrecord"
+        return
+    try:
+        with pa.memory_map(str(path)) as stream:
+            if stream.size() >= 4 and stream.read(4) == b"PAR1":
+                with pq.ParquetFile(path) as file:
+                    yield file, "parquet"
+            else:
+                stream.seek(0)
+                with pa.ipc.open_stream(stream) as batches:
+                    yield batches, "arrow"
+    except FileNotFoundError:
+        raise TextmillError(f"{path}: file not found") from None
+    except (pa.ArrowException, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TextmillError(f"{path}: not a complete Parquet file or Arrow stream ({first})") from None
+
+
+def _has_examples(path: Path) -> bool:
+    return path.is_file() and (TFRECORD.search(path.name) is not None or is_tfrecord(path))
+
+
+def has_masked_rows(table: Table) -> bool:
+    """Whether the rows are BERT's masked examples; true for a table without rows."""
+    for path in table.files[:1]:
+        with _open_table(path) as (file, kind):
+            return PAIR in (file.schema_arrow if kind == "parquet" else file.schema).names
+    return True
+
+
+def read_list_column(column: pa.Array, path: Path, name: str) -> ListColumn:
+    """Convert an Arrow column of lists, without copying."""
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise TextmillError(f"{path}: column '{name}' has the type {kind}; expected a list of integers per row")
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise TextmillError(f"{path}: column '{name}' has empty cells (null); expected a list of integers per row")
+    if name != MASK and not pa.types.is_integer(values.type):
+        raise TextmillError(f"{path}: column '{name}' has lists of {values.type}; token ids are integers")
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+    return ListColumn(values.to_numpy(zero_copy_only=False), lengths)
+
+
+def strip_padding(ids: ListColumn, mask: ListColumn) -> ListColumn:
+    """Remove masked positions at the start and end of each row; masked positions between tokens stay."""
+    ends = np.cumsum(ids.lengths)
+    starts = ends - ids.lengths
+    seen = np.flatnonzero(mask.values)
+    rows = np.searchsorted(ends, seen, side="right")
+    first = starts.copy()
+    last = starts.copy()
+    first[rows[::-1]] = seen[::-1]  # if a row occurs more than once, the last assignment counts
+    last[rows] = seen + 1
+    lengths = last - first
+    return ListColumn(ids.values[expand_ranges(first, lengths)], lengths)
+
+
+def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
+    """The kind of existing tokens: a folder of textmill, a prefix of .bin and .idx, or a dataset of rows."""
+    if (path / MANIFEST).is_file() and open_manifest(path).get("verb") == "tokenize":
+        return "folder"
+    if store_paths(store_prefix(path))[0].is_file():
+        return "prefix"
+    if is_dataset(path) or find_table_files(path):
+        return "table"
+    raise TextmillError(
+        f"tokens.use: {path}: no tokens found; name a prefix of .bin and .idx files, a folder written by textmill or "
+        f"datasets.save_to_disk, or Parquet files with a column input_ids"
+    )
+
+
+def used_path(config: RunConfig, number: int) -> Path:
+    """Where an entry of `tokens.use` is, or its local copy if it is a URL."""
+    named = config.tokens.use[number].path
+    return fetch(named) if is_url(named) else Path(named)
+
+
+def converted_folder(config: RunConfig, number: int) -> Path:
+    """Where `tokenize` writes the stores of a dataset: the tokens folder, or a subfolder each if there are several."""
+    folder = config.folder_of("tokens")
+    return folder if len(config.tokens.use) == 1 else folder / f"used-{number}"
+
+
+def split_borders(fractions: Sequence[float], count: int) -> list[int]:
+    """Where each split starts and ends if documents are split in their order, as Megatron does it.
+
+    Each split gets its rounded fraction; the rounding error is taken off all borders but the first. Fractions 90, 5, 5
+    of 1,000 documents -> [0, 900, 950, 1000]
+    """
+    total = sum(fractions)
+    edges = [0]
+    for fraction in fractions:
+        edges.append(edges[-1] + round(fraction / total * count))
+    return [0, *(edge - (edges[-1] - count) for edge in edges[1:])]

@@ -11,8 +11,7 @@ from textmill.storage.files import create_folder, format_path, manifest_entry, w
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
-from textmill.tokens.store import TokenStore, loss_mask_path, open_store, store_paths, store_prefix
-from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.store import StoreWriter, TokenStore, loss_mask_path, open_store, store_paths, store_prefix
 
 SAME_ENTRIES = ("tokenizer", "vocab", "end")
 """Manifest entries that stores must have in common to be joined."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,21 @@ from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, hash_file, hash_json
-from textmill.storage.remote_folders import fetch, is_url
 from textmill.storage.stages import MANIFEST, open_manifest
-from textmill.tokens.batches.history import Source
-from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
-from textmill.tokens.token_tables import (
+from textmill.tokens.batches.blend import Source
+from textmill.tokens.existing_tokens import (
     Table,
+    converted_folder,
     count_rows,
-    find_table_files,
+    existing_kind,
     has_masked_rows,
-    is_dataset,
     named_files,
     open_tables,
+    split_borders,
+    used_path,
 )
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open_tokenizer
+from textmill.tokens.store import TokenStore, open_store, store_prefix
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer, tokenizer_of
 
 SAMPLE_RANGES = 64
 SAMPLE_TOKENS = 1 << 15
@@ -98,7 +99,7 @@ class _SplitSource:
 def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Splits:
     """Open the splits of a config and check that they were made with the tokenizer (default: the one of the config)."""
     if config.tokens.use:
-        tokenizer = tokenizer or tokenizer_of(config)
+        tokenizer = tokenizer or tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)
         sources = [_open_existing(config, number, tokenizer) for number in range(len(config.tokens.use))]
         weights = [entry.weight for entry in config.tokens.use]
         fingerprints = [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
@@ -119,27 +120,6 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
 def hash_sources(sources: Sequence[Source]) -> str:
     """The fingerprint of several stores and their weights."""
     return hash_json([list(source) for source in sources])
-
-
-def tokenizer_of(config: RunConfig) -> TextTokenizer:
-    """The tokenizer of existing tokens: the one in the tokenizer folder, or the one that `tokenizer.use` names."""
-    folder = config.folder_of("tokenizer")
-    if not (folder / MANIFEST).is_file() and not config.tokenizer.use:
-        raise TextmillError(
-            "tokenizer.use: is not set, and tokens.use names existing tokens; set it to the tokenizer that made them"
-        )
-    named = (
-        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
-        if config.tokenizer.use
-        else None
-    )
-    if named is None:
-        return open_tokenizer(folder)
-    if (folder / MANIFEST).is_file() and open_manifest(folder)["tokenizer"] != named.fingerprint:
-        raise TextmillError(
-            f"{folder}: this tokenizer differs from tokenizer.use={config.tokenizer.use}; change one of them"
-        )
-    return named
 
 
 def _weighted_stores(sources: list[_SplitSource], weights: list[float]) -> dict[str, list[WeightedStore]]:
@@ -192,32 +172,6 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> dict[Path, dict[str,
 
 def _open_table(files: tuple[Path, ...]) -> Table:
     return Table(files, 0, sum(map(count_rows, files)))
-
-
-def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
-    """The kind of existing tokens: a folder of textmill, a prefix of .bin and .idx, or a dataset of rows."""
-    if (path / MANIFEST).is_file() and open_manifest(path).get("verb") == "tokenize":
-        return "folder"
-    if store_paths(store_prefix(path))[0].is_file():
-        return "prefix"
-    if is_dataset(path) or find_table_files(path):
-        return "table"
-    raise TextmillError(
-        f"tokens.use: {path}: no tokens found; name a prefix of .bin and .idx files, a folder written by textmill or "
-        f"datasets.save_to_disk, or Parquet files with a column input_ids"
-    )
-
-
-def converted_folder(config: RunConfig, number: int) -> Path:
-    """Where `tokenize` writes the stores of a dataset: the tokens folder, or a subfolder each if there are several."""
-    folder = config.folder_of("tokens")
-    return folder if len(config.tokens.use) == 1 else folder / f"used-{number}"
-
-
-def used_path(config: RunConfig, number: int) -> Path:
-    """Where an entry of `tokens.use` is, or its local copy if it is a URL."""
-    named = config.tokens.use[number].path
-    return fetch(named) if is_url(named) else Path(named)
 
 
 def _open_existing(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _SplitSource:
@@ -286,16 +240,3 @@ def _hash_sampled_ids(store: TokenStore) -> str:
     starts = np.linspace(0, max(0, store.tokens - SAMPLE_TOKENS), SAMPLE_RANGES, dtype=np.int64).tolist()
     ranges = (store.ids[start : start + SAMPLE_TOKENS].tobytes() for start in starts)
     return hashlib.sha256(b"".join(ranges)).hexdigest()
-
-
-def split_borders(fractions: Sequence[float], count: int) -> list[int]:
-    """Where each split starts and ends if documents are split in their order, as Megatron does it.
-
-    Each split gets its rounded fraction; the rounding error is taken off all borders but the first. Fractions 90, 5, 5
-    of 1,000 documents -> [0, 900, 950, 1000]
-    """
-    total = sum(fractions)
-    edges = [0]
-    for fraction in fractions:
-        edges.append(edges[-1] + round(fraction / total * count))
-    return [0, *(edge - (edges[-1] - count) for edge in edges[1:])]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.index_formats import BLOCK, Index, open_index
-from textmill.tokens.mmap_advice import advise
+from textmill.storage.files import fsync_path
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:
@@ -177,3 +181,307 @@ def store_paths(prefix: Path) -> tuple[Path, Path]:
 def store_prefix(path: Path) -> Path:
     """The prefix of a store, given the prefix or one of its two files."""
     return path.with_name(path.name.removesuffix(".bin").removesuffix(".idx"))
+
+
+IndexFormat = Literal["mmap", "lazy"]
+MMAP = b"MMIDIDX\x00\x00"
+LAZY = b"TNTIDX\x00\x00"
+MMAP_HEADER = struct.Struct("<9sQBQQ")
+LAZY_HEADER = struct.Struct("<8s5Q")
+DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+BLOCK = 1 << 20
+"""Entries processed at a time when an index is written or checked."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where sequences and documents start, as arrays memory-mapped from the file."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    lengths: NDArray[Any]
+    """The number of tokens in each sequence."""
+    offsets: NDArray[np.int64]
+    """Where each sequence starts, in bytes (mmap) or in tokens (lazy)."""
+    offset_divisor: int
+    """Divide an offset by this to get tokens: the bytes per token (mmap), or 1 (lazy)."""
+    documents: NDArray[np.int64]
+    """The number of sequences before each document; the last entry is the number of all sequences."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of token ids; computed from the last entry, so that opening takes the same time for any length."""
+        return (
+            int(self.offsets[len(self.lengths) - 1]) // self.offset_divisor + int(self.lengths[-1])
+            if len(self.lengths)
+            else 0
+        )
+
+
+def open_index(path: Path) -> Index:
+    """Memory-map an index of either format; raises an error for truncated files and other formats."""
+    with open(path, "rb") as stream:
+        head = stream.read(LAZY_HEADER.size)
+    if head.startswith(MMAP) and len(head) >= MMAP_HEADER.size:
+        index = _open_mmap(path, head)
+    elif head.startswith(LAZY) and len(head) >= LAZY_HEADER.size:
+        index = _open_lazy(path, head)
+    else:
+        raise TextmillError(f"{path}: not a token index (it starts with {head[:9]!r}, not with {MMAP!r} or {LAZY!r})")
+    begins = int(index.documents[0])
+    ends = int(index.documents[-1])
+    if begins != 0 or ends != len(index.lengths):
+        raise TextmillError(
+            f"{path}: the documents cover sequences {begins:,} to {ends:,} of {len(index.lengths):,}; "
+            f"the file is damaged"
+        )
+    return index
+
+
+def _open_mmap(path: Path, head: bytes) -> Index:
+    _, version, code, sequences, entries = MMAP_HEADER.unpack(head[: MMAP_HEADER.size])
+    dtype = _dtype(path, version, code)
+    size = MMAP_HEADER.size + 12 * sequences + 8 * entries
+    _check_size(path, sequences, (size, size + sequences))  # newer Megatron files end with a mode byte per sequence
+    lengths = _memory_map(path, np.int32, MMAP_HEADER.size, sequences)
+    offsets = _memory_map(path, np.int64, MMAP_HEADER.size + 4 * sequences, sequences)
+    documents = _memory_map(path, np.int64, MMAP_HEADER.size + 12 * sequences, entries)
+    return Index(path, dtype, lengths, offsets, dtype.itemsize, documents if entries else np.zeros(1, np.int64))
+
+
+def _open_lazy(path: Path, head: bytes) -> Index:
+    _, version, code, width, items, sizes = LAZY_HEADER.unpack(head)
+    dtype = _dtype(path, version, code)
+    if width != dtype.itemsize or sizes != items:
+        raise TextmillError(
+            f"{path}: {sizes:,} sizes for {items:,} items of {width} bytes; "
+            f"only one-dimensional items of {dtype} are supported"
+        )
+    without_documents = LAZY_HEADER.size + 8 * (2 * (items + 1) + sizes)
+    has_documents = path.stat().st_size > without_documents  # files of fairseq itself have none
+    begin = LAZY_HEADER.size + 8 * has_documents
+    entries = int(np.fromfile(path, "<u8", 1, offset=LAZY_HEADER.size)[0]) if has_documents else 0
+    _check_size(path, items, (without_documents + 8 * (1 + entries) if has_documents else without_documents,))
+    offsets = _memory_map(path, np.int64, begin + 8 * (items + 1), items + 1)
+    lengths = _memory_map(path, np.int64, begin + 16 * (items + 1), sizes)
+    documents = _memory_map(path, np.int64, begin + 16 * (items + 1) + 8 * sizes, entries)
+    return Index(path, dtype, lengths, offsets, 1, documents if entries else np.arange(items + 1, dtype=np.int64))
+
+
+def _dtype(path: Path, version: int, code: int) -> np.dtype[Any]:
+    if version != 1 or code not in DTYPES:
+        raise TextmillError(
+            f"{path}: version {version} with dtype code {code}; supported are version 1 and codes {sorted(DTYPES)}"
+        )
+    dtype: np.dtype[Any] = np.dtype(DTYPES[code])
+    return dtype
+
+
+def _check_size(path: Path, sequences: int, allowed: tuple[int, ...]) -> None:
+    if (size := path.stat().st_size) not in allowed:
+        raise TextmillError(
+            f"{path}: has {size:,} bytes, expected {allowed[0]:,} for {sequences:,} sequences; "
+            f"the file is truncated or damaged"
+        )
+
+
+def _memory_map(path: Path, dtype: Any, offset: int, count: int) -> NDArray[Any]:
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+
+
+def index_blocks(
+    index_format: IndexFormat, dtype: np.dtype[Any], lengths: NDArray[np.int32], documents: NDArray[np.int64]
+) -> Iterator[bytes]:
+    """The bytes of an index, in blocks; `documents` counts the sequences up to the end of each document."""
+    sequences = len(lengths)
+    entries = len(documents) + 1
+    if index_format == "mmap":
+        yield MMAP_HEADER.pack(MMAP, 1, CODES[dtype], sequences, entries)
+        for start in range(0, sequences, BLOCK):
+            yield lengths[start : start + BLOCK].astype("<i4").tobytes()
+        for ends, sizes in _cumulative_lengths(lengths):
+            yield ((ends - sizes) * dtype.itemsize).astype("<i8").tobytes()
+    else:
+        yield LAZY_HEADER.pack(LAZY, 1, CODES[dtype], dtype.itemsize, sequences, sequences) + struct.pack("<Q", entries)
+        for start in range(0, sequences + 1, BLOCK):
+            yield np.arange(start, min(start + BLOCK, sequences + 1), dtype="<i8").tobytes()
+        yield bytes(8)
+        for ends, _ in _cumulative_lengths(lengths):
+            yield ends.astype("<i8").tobytes()
+        for start in range(0, sequences, BLOCK):
+            yield lengths[start : start + BLOCK].astype("<i8").tobytes()
+    yield bytes(8)
+    for start in range(0, len(documents), BLOCK):
+        yield documents[start : start + BLOCK].astype("<i8").tobytes()
+
+
+def _cumulative_lengths(lengths: NDArray[Any]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """(tokens up to the end of each sequence, tokens of the sequence), in blocks."""
+    before = 0
+    for start in range(0, len(lengths), BLOCK):
+        sizes = lengths[start : start + BLOCK].astype(np.int64)
+        ends = before + np.cumsum(sizes)
+        before = int(ends[-1])
+        yield ends, sizes
+
+
+def find_index_errors(index: Index) -> list[str]:
+    """Errors inside an index that opens: offsets that do not match the lengths, documents out of order."""
+    position = 0
+    for ends, sizes in _cumulative_lengths(index.lengths):
+        found = index.offsets[position : position + len(sizes)] // index.offset_divisor
+        if wrong := np.flatnonzero((found != ends - sizes) | (sizes < 0)).tolist():
+            return [f"{index.path.name}: sequence {position + wrong[0]:,} does not start where the previous one ends"]
+        position += len(sizes)
+    for start in range(0, len(index.documents), BLOCK):
+        steps = np.diff(index.documents[start : start + BLOCK + 1])
+        if len(steps) and int(steps.min()) < 0:
+            return [f"{index.path.name}: document {start + int(steps.argmin()):,} ends before it starts"]
+    return []
+
+
+def advise(array: NDArray[Any], *, random: bool) -> None:
+    """Announce random or sequential reads of a memory-mapped array; no effect on an array in memory."""
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = getattr(base, "base", None)
+    if base is not None and hasattr(mmap, "MADV_RANDOM"):
+        base.madvise(mmap.MADV_RANDOM if random else mmap.MADV_NORMAL)
+
+
+class StoreWriter:
+    """Appends documents to a store; lengths and document ends go to temporary files until the index is written."""
+
+    def __init__(
+        self, prefix: Path, dtype: np.dtype[Any], index_format: IndexFormat = "mmap", has_loss_mask: bool = False
+    ) -> None:
+        self.prefix, self.dtype, self.index_format = prefix, np.dtype(dtype), index_format
+        if self.dtype not in CODES:
+            raise TextmillError(
+                f"{prefix}: token ids of dtype {dtype} cannot be stored; the format knows {', '.join(map(str, CODES))}"
+            )
+        self.largest_id = int(np.iinfo(self.dtype).max)
+        self.sequences = 0
+        self._ids, self._lengths, self._documents = (
+            self._open(suffix) for suffix in (".bin", ".lengths", ".documents")
+        )
+        self._mask = self._open(".mask") if has_loss_mask else None
+
+    def add(self, documents: Sequence[Any]) -> None:
+        """Add documents of one sequence each."""
+        if len(documents):
+            lengths = np.fromiter((len(document) for document in documents), np.int64, len(documents))
+            self.add_flat(np.concatenate([np.asarray(document, np.int64) for document in documents]), lengths)
+
+    def add_flat(
+        self,
+        ids: NDArray[Any],
+        lengths: NDArray[Any],
+        sequences: NDArray[Any] | None = None,
+        loss_mask: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Add documents as one array of ids and the lengths of their sequences.
+
+        `sequences`: how many sequences each document has (default: one each).
+        `loss_mask`: 1 for each token with loss; required if the store has a loss mask.
+        """
+        if len(ids) and (int(ids.max()) > self.largest_id or int(ids.min()) < 0):
+            worst = int(ids.max()) if int(ids.max()) > self.largest_id else int(ids.min())
+            raise TextmillError(
+                f"{self.prefix}: token id {worst} does not fit into {self.dtype}; "
+                f"the store was made for a smaller vocabulary"
+            )
+        if len(lengths) and int(np.max(lengths)) > np.iinfo(np.int32).max:
+            raise TextmillError(
+                f"{self.prefix}: a document has {int(np.max(lengths)):,} tokens; "
+                f"the format allows 2,147,483,647 at most"
+            )
+        counts = np.ones(len(lengths), np.int64) if sequences is None else np.asarray(sequences, np.int64)
+        if int(np.sum(lengths)) != len(ids) or int(counts.sum()) != len(lengths):
+            raise ValueError(
+                f"{len(ids)} ids but lengths sum to {int(np.sum(lengths))}; "
+                f"{len(lengths)} sequences but counts sum to {int(counts.sum())}"
+            )
+        self._add_mask(loss_mask, len(ids))
+        self._ids.write(np.ascontiguousarray(ids.astype(self.dtype, copy=False)).data)
+        self._lengths.write(np.asarray(lengths, np.int32).tobytes())
+        self._documents.write((self.sequences + np.cumsum(counts)).tobytes())
+        self.sequences += len(lengths)
+
+    def _add_mask(self, loss_mask: NDArray[np.uint8] | None, tokens: int) -> None:
+        if (loss_mask is None) != (self._mask is None) or (loss_mask is not None and len(loss_mask) != tokens):
+            found = 0 if loss_mask is None else len(loss_mask)
+            raise ValueError(f"{self.prefix}: a loss mask of {found} for {tokens} ids")
+        if self._mask is not None and loss_mask is not None:
+            self._mask.write(np.ascontiguousarray(loss_mask, np.uint8).data)
+
+    def add_store(self, store: TokenStore) -> None:
+        """Add all documents of another store, unchanged, in blocks."""
+        if store.ids.dtype != self.dtype:
+            raise TextmillError(
+                f"{store.prefix}: has {store.ids.dtype} ids and {self.prefix} has {self.dtype}; "
+                f"only stores of the same dtype can be joined"
+            )
+        if (store.loss_mask is None) != (self._mask is None):
+            raise TextmillError(
+                f"{store.prefix}: a store has either conversations or plain text, not both; "
+                f"join stores of the same kind"
+            )
+        step = 8 * BLOCK
+        for start in range(0, store.tokens, step):
+            if store.loss_mask is not None:
+                self._add_mask(store.loss_mask[start : start + step], len(store.ids[start : start + step]))
+            self._ids.write(np.ascontiguousarray(store.ids[start : start + step]).data)
+        lengths = store.lengths
+        documents = store.index.documents
+        for start in range(0, len(lengths), BLOCK):
+            self._lengths.write(np.asarray(lengths[start : start + BLOCK], np.int32).tobytes())
+        shift = self.sequences - int(documents[store.first_document])
+        for start in range(store.first_document, store.first_document + len(store), BLOCK):
+            ends = documents[start + 1 : min(start + BLOCK, store.first_document + len(store)) + 1]
+            self._documents.write((ends + np.int64(shift)).astype(np.int64).tobytes())
+        self.sequences += len(lengths)
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for stream in (self._ids, self._lengths, self._documents, self._mask):
+                if stream is not None:
+                    stream.close()
+            if kind is None:
+                self._write_index()
+                index_path, ids_path = store_paths(self.prefix)
+                if self._mask is not None:
+                    fsync_path(self._temporary(".mask"))
+                    os.replace(self._temporary(".mask"), loss_mask_path(self.prefix))
+                # The ids first: if the index exists, the pair is complete.
+                os.replace(self._temporary(".bin"), ids_path)
+                os.replace(self._temporary(".idx"), index_path)
+        finally:
+            for suffix in (".bin", ".lengths", ".documents", ".idx", ".mask"):
+                self._temporary(suffix).unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        fsync_path(self._temporary(".bin"))
+        lengths, documents = (
+            _map_file(self._temporary(suffix), dtype)
+            for suffix, dtype in ((".lengths", np.int32), (".documents", np.int64))
+        )
+        with open(self._temporary(".idx"), "wb") as index:
+            index.writelines(index_blocks(self.index_format, self.dtype, lengths, documents))
+        fsync_path(self._temporary(".idx"))
+
+    def _open(self, suffix: str) -> BinaryIO:
+        return open(self._temporary(suffix), "wb")
+
+    def _temporary(self, suffix: str) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}.tmp-{os.getpid()}{suffix}")
+
+
+def _map_file(path: Path, dtype: Any) -> NDArray[Any]:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)

@@ -1,60 +1,43 @@
-"""Reads and writes TFRecord files: records with a checksum (masked CRC-32C) of their length and of their bytes."""
+"""Reads and writes TFRecord files: records with checksums of their length and their bytes, and TensorFlow's examples.
+
+TensorFlow would be the library for it; it is larger than all that textmill needs together. An example, the message
+`tf.train.Example` in a record, is nested fields:
+
+    1: features
+        1: entry             one for each feature
+            1: name          "input_ids"
+            2: feature
+                3: list      1 bytes, 2 floats, 3 integers
+                    1: values, packed
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
+from textmill.ranges import expand_ranges
+from textmill.tokens.protobuf import DELIMITED, VARINT, BrokenMessage, bytes_field, read_fields
 
 LENGTH = struct.Struct("<Q")
 CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = LENGTH.size + CHECKSUM.size
 CRC_BLOCK = 1024
 """Bytes whose checksum is computed at a time."""
-_POLYNOMIAL = 0x82F63B78
-_ONES = 0xFFFFFFFF
-_MASK_DELTA = 0xA282EAD8
-
-
-def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli) of some bytes."""
-    tables = _crc_tables()
-    state = _ONES
-    values = np.frombuffer(data, np.uint8)
-    for start in range(0, len(values), CRC_BLOCK):
-        block = values[start : start + CRC_BLOCK].copy()
-        head = np.frombuffer(CHECKSUM.pack(state), np.uint8)[: len(block)]
-        block[: len(head)] ^= head
-        rest = state >> (8 * len(block)) if len(block) < CHECKSUM.size else 0
-        state = rest ^ int(np.bitwise_xor.reduce(tables[np.arange(len(block) - 1, -1, -1), block]))
-    return state ^ _ONES
-
-
-def masked_crc(data: bytes) -> int:
-    """The checksum as TFRecord stores it: rotated, plus a constant."""
-    crc = crc32c(data)
-    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & _ONES
-
-
-@lru_cache(maxsize=1)
-def _crc_tables() -> NDArray[np.uint32]:
-    """[following bytes, byte]: what a byte adds to the checksum if this many bytes follow in its block."""
-    first = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        first = (first >> np.uint32(1)) ^ (np.uint32(_POLYNOMIAL) * (first & np.uint32(1)))
-    tables = np.empty((CRC_BLOCK, 256), np.uint32)
-    tables[0] = first
-    for number in range(1, CRC_BLOCK):
-        before = tables[number - 1]
-        tables[number] = first[before & np.uint32(255)] ^ (before >> np.uint32(8))
-    return tables
+BYTES = 1
+FLOATS = 2
+INTEGERS = 3
+"""The fields of a feature: its list of bytes, floats or 64-bit integers."""
+KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "integers"}
 
 
 def is_tfrecord(path: Path) -> bool:
@@ -109,3 +92,119 @@ def write_records(stream: BinaryIO, records: Iterable[bytes]) -> None:
     for data in records:
         length = LENGTH.pack(len(data))
         stream.write(length + CHECKSUM.pack(masked_crc(length)) + data + CHECKSUM.pack(masked_crc(data)))
+
+
+def masked_crc(data: bytes) -> int:
+    """The checksum as TFRecord stores it: rotated, plus a constant."""
+    crc = crc32c(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli) of some bytes."""
+    tables = _crc_tables()
+    state = 0xFFFFFFFF
+    values = np.frombuffer(data, np.uint8)
+    for start in range(0, len(values), CRC_BLOCK):
+        block = values[start : start + CRC_BLOCK].copy()
+        head = np.frombuffer(CHECKSUM.pack(state), np.uint8)[: len(block)]
+        block[: len(head)] ^= head
+        rest = state >> (8 * len(block)) if len(block) < CHECKSUM.size else 0
+        state = rest ^ int(np.bitwise_xor.reduce(tables[np.arange(len(block) - 1, -1, -1), block]))
+    return state ^ 0xFFFFFFFF
+
+
+@lru_cache(maxsize=1)
+def _crc_tables() -> NDArray[np.uint32]:
+    """[following bytes, byte]: what a byte adds to the checksum if this many bytes follow in its block."""
+    first = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        first = (first >> np.uint32(1)) ^ (np.uint32(0x82F63B78) * (first & np.uint32(1)))
+    tables = np.empty((CRC_BLOCK, 256), np.uint32)
+    tables[0] = first
+    for number in range(1, CRC_BLOCK):
+        before = tables[number - 1]
+        tables[number] = first[before & np.uint32(255)] ^ (before >> np.uint32(8))
+    return tables
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature before its values are decoded."""
+
+    kind: int
+    data: bytes
+    """Its values as they are in the message, packed."""
+
+
+def split_example(data: bytes) -> dict[str, Feature]:
+    """The features of an example, by name."""
+    by_name: dict[str, Feature] = {}
+    for features in read_fields(data)[1].get(1, []):
+        for entry in read_fields(features)[1].get(1, []):
+            parts = read_fields(entry)[1]
+            name = parts.get(1, [b""])[-1].decode("utf-8", "replace")
+            by_name[name] = Feature(INTEGERS, b"")
+            for kind, lists in read_fields(parts.get(2, [b""])[-1])[1].items():
+                by_name[name] = Feature(kind, _packed_values(kind, lists[0]))
+                break
+    return by_name
+
+
+def _packed_values(kind: int, data: bytes) -> bytes:
+    """The values of a list; a list that is not packed has a tag before each value, which is removed."""
+    if kind == BYTES or not data:
+        return data
+    if data[0] == 1 << 3 | DELIMITED:
+        return b"".join(read_fields(data)[1].get(1, []))
+    if kind == FLOATS:
+        if len(data) % 5:
+            raise BrokenMessage("a list of floats is cut short")
+        return np.frombuffer(data, np.uint8).reshape(-1, 5)[:, 1:].tobytes()
+    numbers = decode_varints(data)
+    if len(numbers) % 2 or (numbers[::2] != 1 << 3 | VARINT).any():
+        raise BrokenMessage("a list of integers is not readable")
+    return encode_varints(numbers[None, 1::2])[0]
+
+
+def decode_varints(data: bytes) -> NDArray[np.int64]:
+    """The integers of a packed list."""
+    values = np.frombuffer(data, np.uint8)
+    if not len(values):
+        return np.zeros(0, np.int64)
+    ends = np.flatnonzero(values < 128)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
+    if not len(ends) or ends[-1] != len(values) - 1 or int((ends - starts).max()) > 9:
+        raise BrokenMessage("a number is cut short")
+    shifts = expand_ranges(0, ends - starts + 1) * 7
+    parts = (values & np.uint8(127)).astype(np.uint64) << shifts.astype(np.uint64)
+    return np.add.reduceat(parts, starts).view(np.int64)
+
+
+def encode_varints(rows: NDArray[np.int64]) -> list[bytes]:
+    """A packed list of integers for each row."""
+    values = np.ascontiguousarray(rows, np.int64).view(np.uint64).ravel()
+    limits = np.array([1 << (7 * size) for size in range(1, 10)], np.uint64)
+    sizes = np.searchsorted(limits, values, side="right") + 1
+    ends = np.cumsum(sizes)
+    number = expand_ranges(0, sizes)
+    octets = (np.repeat(values, sizes) >> (number * 7).astype(np.uint64)).astype(np.uint8) & np.uint8(127)
+    octets |= (number < np.repeat(sizes, sizes) - 1).astype(np.uint8) << np.uint8(7)
+    edges = [0, *ends.reshape(len(rows), -1)[:, -1].tolist()] if values.size else [0] * (len(rows) + 1)
+    data = octets.tobytes()
+    return [data[begin:end] for begin, end in pairwise(edges)]
+
+
+def build_examples(columns: Mapping[str, NDArray[Any]]) -> list[bytes]:
+    """One example for each row of the columns, which are [rows, values] of int64 or float32."""
+    encoded: list[Sequence[bytes]] = []
+    for name, values in columns.items():
+        if np.issubdtype(values.dtype, np.integer):
+            kind = INTEGERS
+            lists = encode_varints(values)
+        else:
+            kind = FLOATS
+            lists = [row.astype("<f4").tobytes() for row in values]
+        key = bytes_field(1, name.encode())
+        encoded.append([bytes_field(1, key + bytes_field(2, bytes_field(kind, bytes_field(1, one)))) for one in lists])
+    return [bytes_field(1, b"".join(parts)) for parts in zip(*encoded, strict=True)]

@@ -1,6 +1,6 @@
 """The command tokenize: encodes every document of the corpus as token ids, one token store per split.
 
-The corpus is Parquet shards. A task encodes some row groups of one shard into a small token store (shard_encoding.py);
+The corpus is Parquet shards. A task encodes some row groups of one shard into a small token store (encoding.py);
 a runner maps tasks over processes; at the end the small stores of a split are joined in order. There are two encoders
 (vocabulary/encoders.py): a fast one, and the reference, which is used if they differ on a sample of the corpus.
 """
@@ -23,20 +23,17 @@ from textmill.runners import open_runner
 from textmill.storage.files import format_path, manifest_entry, read_json, remove_folder, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.chat_rendering import TurnTemplates
-from textmill.tokens.example_files import check_examples, examples_made_from, write_examples
+from textmill.tokens.batches.features import write_features
+from textmill.tokens.bert_examples import check_examples, examples_made_from, write_examples
+from textmill.tokens.encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
 from textmill.tokens.existing_tokens import tokenize_existing
-from textmill.tokens.features import write_features
-from textmill.tokens.index_formats import IndexFormat
-from textmill.tokens.labelled.tokenize import tokenize_labelled
+from textmill.tokens.labelled import tokenize_labelled
 from textmill.tokens.lineage import LineageWriter, lineage_path
-from textmill.tokens.shard_encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
-from textmill.tokens.store import dtype_for, open_store
-from textmill.tokens.store_writer import StoreWriter
-from textmill.tokens.vocabulary.encoder import Encoder
+from textmill.tokens.store import IndexFormat, StoreWriter, dtype_for, open_store
 from textmill.tokens.vocabulary.encoders import (
     FAST,
     REFERENCE,
+    Encoder,
     NamedText,
     ReferenceEncoder,
     first_difference,
@@ -44,7 +41,7 @@ from textmill.tokens.vocabulary.encoders import (
     why_not_fast,
 )
 from textmill.tokens.vocabulary.fitting import check_fitted, fit_tokenizer
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, TurnTemplates, open_tokenizer
 
 PARTS = "parts"
 TASK_BYTES = 32 << 20

@@ -19,7 +19,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config.load import read_yaml
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.tokens.batches.history import DataRange, Source
+from textmill.tokens.batches.blend import DataRange, Source
 from textmill.tokens.splits import Splits, hash_sources
 
 CHANGEABLE = (

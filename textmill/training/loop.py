@@ -17,7 +17,7 @@ from textmill.storage.files import claim_folder, format_path
 from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import Batch, inject_spike
-from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.loader import Batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
 from textmill.training.divergence import SkippedUpdates

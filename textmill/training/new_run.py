@@ -28,8 +28,8 @@ from textmill.models.lora import initial_adapters, trained_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
 from textmill.storage.tensor_files import Named, fingerprint_weights
-from textmill.tokens.batches.layout import objectives_of
-from textmill.tokens.chat_checks import check_training_data
+from textmill.tokens.batches.batch import objectives_of
+from textmill.tokens.batches.chat import check_training_data
 from textmill.tokens.splits import Splits
 from textmill.tokens.vocabulary.tokenizer import open_named
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary

@@ -18,8 +18,8 @@ from textmill.config.training import UNITS
 from textmill.errors import TextmillError
 from textmill.schedules import lr_at, multi_token_weight_at
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import Batches
 
 PROVISIONAL_STEPS = 20_000
 """`train.minutes`: a warm-up that is a fraction rises as if the run had this many steps, until the first estimate."""

@@ -14,8 +14,7 @@ from textmill.errors import TextmillError
 from textmill.processes.ranks import Ranks, report_each
 from textmill.storage import faults
 from textmill.storage.stages import Force
-from textmill.tokens.batches.by_step import Batches
-from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.loader import Batches, open_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.best_step import open_best_step

@@ -18,7 +18,7 @@ from textmill.models.family_files import find_family_file
 from textmill.models.lora import normalized_targets
 from textmill.storage.files import hash_file
 from textmill.storage.tensor_files import Named
-from textmill.tokens.batches.history import Source
+from textmill.tokens.batches.blend import Source
 from textmill.tokens.splits import Splits
 from textmill.training.teachers import fingerprint_teachers
 

@@ -20,8 +20,7 @@ from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, format_path, manifest_entry, write_bytes
 from textmill.storage.progress import format_amount, progress
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
-from textmill.tokens.batches.by_step import Batches
-from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.loader import Batches, open_batches
 from textmill.tokens.batches.teacher_cache import TeacherCache, encode_records, file_name, record_of, records_per_file
 from textmill.tokens.splits import Splits, open_splits
 from textmill.training.auto_preset import fill_auto_preset

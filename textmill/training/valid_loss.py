@@ -10,7 +10,7 @@ from typing import Literal
 from textmill.config import RunConfig
 from textmill.engines import Engine, Sums
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.from_config import valid_batches
+from textmill.tokens.batches.loader import valid_batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
 from textmill.training.best_step import open_best_step

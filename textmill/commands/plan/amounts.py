@@ -15,8 +15,8 @@ from textmill.models import Shape, Weight, open_family
 from textmill.models.lora import saved_weights, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.storage.stages import MANIFEST
-from textmill.tokens.batches.batch_sizes import BatchSizes
-from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.batches.teacher_cache import record_of
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import dtype_for

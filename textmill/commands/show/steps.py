@@ -12,7 +12,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path
 from textmill.storage.stages import list_changes
-from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore

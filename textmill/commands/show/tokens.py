@@ -12,10 +12,9 @@ from textmill.commands.show.bars import print_bars
 from textmill.config import RunConfig
 from textmill.counters import uniform_from
 from textmill.storage.files import format_path
-from textmill.tokens.index_formats import BLOCK
+from textmill.tokens.batches.masking import count_tokens, write_token_counts
 from textmill.tokens.splits import Splits, open_splits
-from textmill.tokens.store import TokenStore
-from textmill.tokens.token_counts import count_tokens, write_token_counts
+from textmill.tokens.store import BLOCK, TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 MAX_COUNTED = 20_000_000

@@ -21,7 +21,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation.labelled.squad import AnswerScores, find_best_answer
 from textmill.evaluation.task import Result
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
-from textmill.tokens.labelled.encoding import Sample
+from textmill.tokens.labelled import Sample
 
 Logits = NDArray[np.float32]
 Row = dict[str, Any]

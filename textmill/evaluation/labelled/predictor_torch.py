@@ -17,7 +17,7 @@ from textmill.errors import TextmillError
 from textmill.models import check_segments, label_head_of
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.labelled import find_types
-from textmill.tokens.labelled.encoding import ExampleEncoder, Sample
+from textmill.tokens.labelled import ExampleEncoder, Sample
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 BLOCK = 1024

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config.evaluation import AnswersConfig
-from textmill.tokens.labelled.encoding import NO_SPAN, Sample
+from textmill.tokens.labelled import NO_SPAN, Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

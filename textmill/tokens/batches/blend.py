@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from math import lcm
@@ -67,3 +72,152 @@ def _integer_weights(weights: list[float]) -> list[int]:
     for number in most_rounded[: max(0, MAX_PERIOD - sum(parts))]:
         parts[number] += 1
     return parts
+
+
+@dataclass(frozen=True)
+class SizePhase:
+    """Consecutive steps with the same batch size, up to the start of the next phase."""
+
+    step: int
+    """The first step."""
+    sample: int
+    """The first sample of that step."""
+    size: int
+    """Samples per step."""
+
+
+class BatchSizes:
+    """The batch size and the first sample of every step, as pure functions of the step."""
+
+    def __init__(self, batch: int, ramp: Sequence[int] = ()) -> None:
+        self.phases = _phases(batch, ramp, 0, 0)
+
+    def changed(self, step: int, batch: int, ramp: Sequence[int] = ()) -> BatchSizes:
+        """The same sizes before `step`, others from there on; a ramp-up goes on from the samples seen so far."""
+        sizes = BatchSizes(batch, ramp)
+        sizes.phases = [phase for phase in self.phases if phase.step < step]
+        sizes.phases += _phases(batch, ramp, step, self.samples_before(step))
+        return sizes
+
+    def size_at(self, step: int) -> int:
+        """Samples of a step."""
+        return self._phase_of(step).size
+
+    def samples_before(self, step: int) -> int:
+        """Samples of all earlier steps, which is also the number of this step's first sample."""
+        phase = self._phase_of(step)
+        return phase.sample + (step - phase.step) * phase.size
+
+    def full_steps_in(self, samples: int) -> int:
+        """How many full steps this many samples are enough for."""
+        phase = self.phases[bisect_right(self.phases, samples, key=lambda phase: phase.sample) - 1]
+        return phase.step + (samples - phase.sample) // phase.size
+
+    def steps_to_cover(self, samples: int) -> int:
+        """How many steps it takes to see all of this many samples."""
+        steps = self.full_steps_in(samples)
+        return steps + (self.samples_before(steps) < samples)
+
+    def _phase_of(self, step: int) -> SizePhase:
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.step) - 1]
+
+
+def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[SizePhase]:
+    """The phases from a step and its first sample on.
+
+    With a ramp-up (start, increment, samples) the batch size after c samples is
+    start + increment * floor(c * increases / samples), at most `batch`. A batch of 8 with the ramp-up 2, 2, 24 grows
+    three times in 24 samples: 2 from step 0, 4 from step 4 (sample 8), 6 from step 6 (16), 8 from step 8 (28).
+    """
+    if not ramp:
+        return [SizePhase(step, sample, batch)]
+    start, increment, ramp_samples = ramp
+    all_increases = (batch - start) // increment
+    increases = 0
+    phases: list[SizePhase] = []
+    while increases < all_increases:
+        increases = min(all_increases, sample * all_increases // ramp_samples)
+        size = start + increases * increment
+        phases.append(SizePhase(step, sample, size))
+        next_increase = -(-(increases + 1) * ramp_samples // all_increases)  # the sample at which the batch grows
+        steps = -(-(next_increase - sample) // size)
+        step = step + steps
+        sample = sample + steps * size
+    return phases
+
+
+Source = tuple[str, float]
+"""A token store of a blend: its fingerprint and its weight."""
+
+
+@dataclass(frozen=True)
+class DataRange:
+    """The settings of the samples from a step on, up to the next range."""
+
+    step: int
+    batch: int
+    batch_rampup: Sequence[int]
+    sources: Sequence[Source]
+
+
+@dataclass(frozen=True)
+class BlendRange:
+    """Consecutive samples with the same blend."""
+
+    sample: int
+    """The first one."""
+    blend: Blend
+    layouts: list[int | None]
+    """The number of the open layout of each store of the blend; None: a store that is no longer used."""
+    taken: list[int]
+    """How many samples each store of the blend gave in earlier ranges: it goes on with the next one."""
+
+
+def sizes_of(ranges: Sequence[DataRange]) -> BatchSizes:
+    """The batch sizes of all ranges."""
+    sizes = BatchSizes(ranges[0].batch, ranges[0].batch_rampup)
+    for before, after in itertools.pairwise(ranges):
+        if (after.batch, list(after.batch_rampup)) != (before.batch, list(before.batch_rampup)):
+            sizes = sizes.changed(after.step, after.batch, after.batch_rampup)
+    return sizes
+
+
+def blends_of(ranges: Sequence[DataRange], sizes: BatchSizes) -> list[BlendRange]:
+    """The blends of all ranges; the layouts are numbered by the stores of the last range.
+
+    A run that saw 100 samples of store a, then 50 of a and 50 of b, then only b: the ranges begin at the samples 0, 100
+    and 200, `taken` is [0], [100, 0] and [50]. Only b is open at the end: `layouts` are [None], [None, 0] and [0].
+    """
+    layout_of_store = {store: number for number, store in enumerate(_store_keys(ranges[-1]))}
+    changes = [ranges[0]]
+    for before, after in itertools.pairwise(ranges):
+        if list(after.sources) != list(before.sources):
+            changes.append(after)
+    starts = [sizes.samples_before(data_range.step) for data_range in changes]
+    taken: Counter[tuple[str, int]] = Counter()
+    blends: list[BlendRange] = []
+    for number, data_range in enumerate(changes):
+        stores = _store_keys(data_range)
+        blend = Blend([weight for _, weight in data_range.sources])
+        blends.append(
+            BlendRange(
+                starts[number],
+                blend,
+                layouts=[layout_of_store.get(store) for store in stores],
+                taken=[taken[store] for store in stores],
+            )
+        )
+        if number + 1 < len(changes):
+            counts = blend.counts_before(starts[number + 1] - starts[number])
+            taken.update(dict(zip(stores, counts.tolist(), strict=True)))
+    return blends
+
+
+def _store_keys(data_range: DataRange) -> list[tuple[str, int]]:
+    """A key for each store: its fingerprint, and its number among those with the same fingerprint."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for fingerprint, _ in data_range.sources:
+        keys.append((fingerprint, seen[fingerprint]))
+        seen[fingerprint] += 1
+    return keys

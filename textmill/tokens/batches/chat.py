@@ -10,19 +10,35 @@ padding token):
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.errors import TextmillError
+from textmill.config import TrainConfig
+from textmill.errors import TextmillError, warn
 from textmill.ranges import expand_ranges
-from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
+from textmill.tokens.batches.batch import (
+    IGNORED,
+    CountAt,
+    SampleArrays,
+    SampleDocuments,
+    check_ids,
+    gather_ranges,
+    permute,
+    prefix_sums,
+    prefix_sums_path,
+    shuffle_in_epoch,
+)
 from textmill.tokens.batches.packed import number_spans
-from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
-from textmill.tokens.batches.shuffle import permute, shuffle_in_epoch
+from textmill.tokens.splits import Splits
 from textmill.tokens.store import TokenStore
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 _CONVERSATIONS_KEY = 5
 _SAMPLES_KEY = 6
@@ -122,3 +138,260 @@ def _first_conversations(ends: NDArray[np.int64], length: int) -> NDArray[np.int
         firsts.append(position)
         position = following.item(position)
     return np.array(firsts, np.int64)
+
+
+BLOCK = 1 << 13
+"""Conversations processed at a time."""
+EXAMPLES = 3
+MAX_CHARACTERS = 600
+"""How many conversations are printed, and how many characters of each part."""
+LOSS = "loss"
+NO_LOSS = "no loss"
+TRUNCATED = "truncated"
+STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
+MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
+WARN_TRUNCATED = 0.1
+WARN_WITHOUT_LOSS = 0.01
+"""Fractions of conversations above which a warning is printed."""
+
+TextSpan = tuple[str, str]
+"""LOSS, NO_LOSS or TRUNCATED; and the text."""
+
+
+@dataclass(frozen=True)
+class ChatCounts:
+    """Counts over conversations, with samples of a given length."""
+
+    conversations: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    """Tokens with loss before truncation."""
+    kept_loss_tokens: int = 0
+    """Tokens with loss after truncation."""
+    truncated: int = 0
+    """Conversations longer than a sample."""
+    over_long: int = 0
+    """Conversations whose answers alone do not fit into a sample."""
+    without_loss: int = 0
+    """Conversations without loss tokens after truncation."""
+    with_answer: int = 0
+    """Conversations with loss tokens before truncation."""
+    with_stop: int = 0
+    """Conversations in which a stop token has loss."""
+    longest: int = 0
+    """Tokens of the longest conversation."""
+
+    def __add__(self, other: ChatCounts) -> ChatCounts:
+        sums = ChatCounts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return replace(sums, longest=max(self.longest, other.longest))
+
+
+def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: int) -> None:
+    """Print examples and counts of chat data; raise an error where training could not work.
+
+    Plain text gets warnings only. `vectors`: rows of the model's token embedding.
+    """
+    stores = data.stores("train")
+    if not data.stores("valid"):
+        warn(
+            "there is no valid split, so overfitting cannot be noticed and no step is the best; "
+            "give it a fraction in corpus.split"
+        )
+    if train.layout != "chat":
+        if any(store.loss_mask is not None for store in stores):
+            warn(
+                f"the tokens are conversations, but train.layout={train.layout} has loss on every token, "
+                f"questions included; set train.layout=chat"
+            )
+        return
+    tokenizer = data.tokenizer
+    _check_special_tokens(tokenizer, vectors)
+    counts = sum(
+        (count_conversations(store, length, train.chat.truncate, tokenizer.end) for store in stores), ChatCounts()
+    )
+    for store in stores[:1]:
+        for number, spans in enumerate(example_conversations(store, tokenizer, length, train.chat.truncate), 1):
+            print_conversation(f"sample {number}", spans)
+    print(_format_counts(counts, length, tokenizer), flush=True)
+    _check_counts(counts, train, length, tokenizer)
+    _warn_about_counts(counts, train, length)
+    _check_overlap(stores, data.stores("valid"))
+
+
+def count_conversations(store: TokenStore, length: int, truncate: str, stop: int) -> ChatCounts:
+    """The counts of a store in samples of `length` tokens; `stop` is the id of the stop token."""
+    counts = ChatCounts()
+    for begin in range(0, len(store) if store.loss_mask is not None else 0, BLOCK):
+        edges = store.document_starts(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
+        block = slice(edges[0], edges[-1])
+        loss = np.asarray(store.loss_mask[block]) > 0 if store.loss_mask is not None else np.zeros(0, np.bool_)
+        stops = loss & (np.asarray(store.ids[block]) == stop)
+        loss_before, stops_before = (np.concatenate([[0], np.cumsum(one)]) for one in (loss, stops))
+        firsts = edges[:-1] - edges[0]
+        lasts = edges[1:] - edges[0]
+        first, last = kept_range(firsts, lasts, length, truncate)
+        loss_tokens = loss_before[lasts] - loss_before[firsts]
+        kept = loss_before[last] - loss_before[first]
+        lengths = lasts - firsts
+        counts += ChatCounts(
+            conversations=len(lengths),
+            tokens=int(lengths.sum()),
+            loss_tokens=int(loss_tokens.sum()),
+            kept_loss_tokens=int(kept.sum()),
+            truncated=int((lengths > length + 1).sum()),
+            over_long=int((loss_tokens > length).sum()),
+            without_loss=int((kept == 0).sum()),
+            with_answer=int((loss_tokens > 0).sum()),
+            with_stop=int((stops_before[last] > stops_before[first]).sum()),
+            longest=int(lengths.max()),
+        )
+    return counts
+
+
+def kept_range(
+    firsts: NDArray[np.int64], lasts: NDArray[np.int64], length: int, truncate: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The range of labels left after truncation; the first token of a conversation is never a label."""
+    if truncate == "start":
+        return np.maximum(firsts + 1, lasts - length), lasts
+    return np.minimum(firsts + 1, lasts), np.minimum(lasts, firsts + 1 + length)
+
+
+def example_conversations(
+    store: TokenStore, tokenizer: TextTokenizer, length: int, truncate: str
+) -> Iterator[list[TextSpan]]:
+    """A few conversations as text spans; the last one is truncated if any is."""
+    numbers = list(dict.fromkeys(len(store) * number // EXAMPLES for number in range(EXAMPLES)))
+    too_long = np.flatnonzero(store.document_lengths() > length + 1)
+    if len(too_long) and not set(numbers) & set(too_long.tolist()):
+        numbers[-1] = int(too_long[0])
+    if not len(store) or store.loss_mask is None:
+        return
+    for number in numbers:
+        begin, end = store.document_starts(np.array([number, number + 1])).tolist()
+        first, last = (int(edge[0]) for edge in kept_range(np.array([begin]), np.array([end]), length, truncate))
+        kept = range(first - 1, last)
+        loss_mask = enumerate(store.loss_mask[begin:end].tolist(), begin)
+        kinds = [(LOSS if loss else NO_LOSS) if place in kept else TRUNCATED for place, loss in loss_mask]
+        runs = groupby(zip(kinds, store.ids[begin:end].tolist(), strict=True), key=lambda pair: pair[0])
+        yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
+
+
+def print_conversation(name: str, spans: list[TextSpan]) -> None:
+    """Print one conversation: in colour on a terminal, else with markers: {+loss+}, [-truncated-]."""
+    short = [(kind, _shorten(text.replace("\n", "\\n"))) for kind, text in spans]
+    if not sys.stdout.isatty():
+        print(f"{name}: {''.join(text.join(MARKERS[kind]) for kind, text in short)}")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False).print(
+        Text.assemble(f"{name}: ", *((text, STYLES[kind]) for kind, text in short)), soft_wrap=True
+    )
+
+
+def _shorten(text: str) -> str:
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+def _format_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) -> str:
+    total = max(1, counts.conversations)
+    stop = tokenizer.inner.id_to_token(tokenizer.end)
+    return (
+        f"chat: {counts.conversations:,} conversations, {counts.tokens:,} tokens, "
+        f"{counts.kept_loss_tokens / max(1, counts.tokens):.1%} with loss; "
+        f"truncated {counts.truncated / total:.1%} (longer than {length + 1:,}), "
+        f"without loss {counts.without_loss / total:.1%}, "
+        f"over-long {counts.over_long / total:.1%} (answers alone do not fit); "
+        f"stop token {stop} has loss in {counts.with_stop / total:.1%}"
+    )
+
+
+def _check_special_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
+    if tokenizer.chat is None:
+        raise TextmillError(
+            "tokenizer.chat: the tokenizer has no chat template; set tokenizer.chat=default, then run: "
+            "textmill fit-tokenizer WHERE --force and textmill tokenize WHERE --force"
+        )
+    ids = {token: tokenizer.inner.token_to_id(token) for token in tokenizer.chat.tokens}
+    if missing := [token for token, id_ in ids.items() if id_ is None or id_ >= vectors]:
+        raise TextmillError(
+            f"the model has {vectors:,} token vectors and none for {', '.join(missing)}; "
+            f"start from a model's weights with model.init_from"
+        )
+    if tokenizer.inner.token_to_id(tokenizer.chat.stop) != tokenizer.end:
+        end = tokenizer.inner.id_to_token(tokenizer.end)
+        raise TextmillError(
+            f"the stop token of the chat template is {tokenizer.chat.stop}, "
+            f"but the tokenizer's end-of-text token is {end}; "
+            f"make the tokenizer again with: textmill fit-tokenizer WHERE --force"
+        )
+
+
+def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer: TextTokenizer) -> None:
+    if not counts.loss_tokens:
+        raise TextmillError(
+            f"no token has loss: none of {counts.conversations:,} conversations has an assistant's turn that is not "
+            f"masked; check the roles in the sources and corpus.chat, then run: textmill tokenize WHERE --force"
+        )
+    fix = f"raise train.length (the longest has {counts.longest:,} tokens)" + (
+        "" if train.chat.truncate == "start" else ", or set train.chat.truncate=start"
+    )
+    if not counts.kept_loss_tokens:
+        raise TextmillError(f"train.length: truncating to {length:,} removes every answer, so no token has loss; {fix}")
+    if not counts.with_stop:
+        stop = tokenizer.inner.id_to_token(tokenizer.end)
+        if counts.truncated:
+            raise TextmillError(
+                f"train.length: truncating to {length:,} removes every stop token, so the model would never stop; {fix}"
+            )
+        raise TextmillError(
+            f"the stop token {stop} never has loss, so the model would never stop; "
+            f"make the tokens again with: textmill tokenize WHERE --force"
+        )
+
+
+def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> None:
+    if counts.truncated > WARN_TRUNCATED * counts.conversations:
+        warn(
+            f"{counts.truncated:,} conversations are truncated at their {train.chat.truncate} "
+            f"to train.length={length:,}; the longest has {counts.longest:,} tokens"
+        )
+    if counts.without_loss > WARN_WITHOUT_LOSS * counts.conversations:
+        warn(
+            f"{counts.without_loss:,} conversations have no loss tokens, so nothing is learned from them; "
+            f"look for conversations without an answer, or raise train.length"
+        )
+    if (without_stop := counts.with_answer - counts.with_stop) > WARN_WITHOUT_LOSS * counts.with_answer:
+        warn(
+            f"in {without_stop:,} conversations the stop token has no loss, so the model may not learn to stop; "
+            f"raise train.length"
+        )
+
+
+def _check_overlap(train: list[TokenStore], valid: list[TokenStore]) -> None:
+    """Warn of valid conversations that are in train too; raise an error if it is half of them or more."""
+    digests = {digest for store in valid for digest in _digests(store)}
+    if not digests:
+        return
+    both = len({digest for store in train for digest in _digests(store) if digest in digests})
+    if 2 * both >= len(digests):
+        raise TextmillError(
+            f"{both:,} of {len(digests):,} valid conversations are in train too, so the valid loss would mean nothing; "
+            f"set corpus.dedup=exact, and remove duplicates from corpus.source_splits and tokens.use"
+        )
+    if both:
+        warn(
+            f"{both:,} of {len(digests):,} valid conversations are in train too; set corpus.dedup=exact to prevent that"
+        )
+
+
+def _digests(store: TokenStore) -> Iterator[bytes]:
+    for begin in range(0, len(store), BLOCK):
+        edges = store.document_starts(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
+        ids = np.ascontiguousarray(store.ids[edges[0] : edges[-1]]).astype(np.int32)
+        edges = edges - edges[0]
+        for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            yield hashlib.blake2b(ids[first:last].data, digest_size=16).digest()

@@ -6,9 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
-from textmill.tokens.batches.shuffle import shuffle_in_epoch
+from textmill.tokens.batches.batch import (
+    IGNORED,
+    SampleArrays,
+    SampleDocuments,
+    check_ids,
+    gather_ranges,
+    shuffle_in_epoch,
+)
 from textmill.tokens.store import TokenStore
 
 _SAMPLES_KEY = 10

@@ -14,10 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
-from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
-from textmill.tokens.batches.shuffle import shuffle_in_epoch
+from textmill.tokens.batches.batch import (
+    IGNORED,
+    CountAt,
+    SampleArrays,
+    SampleDocuments,
+    check_ids,
+    gather_ranges,
+    prefix_sums,
+    prefix_sums_path,
+    shuffle_in_epoch,
+)
 from textmill.tokens.store import TokenStore
 
 _SAMPLES_KEY = 3

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from textmill.counters import draw, hash_counters, to_uniform
-from textmill.tokens.batches.sentences import Numbers, Sentences
+from textmill.tokens.store import TokenStore
 
 _TARGETS_KEY = 7
 _CUT, _LABEL, _DOCUMENT, _SENTENCE = range(4)
@@ -188,3 +188,127 @@ def _below(bits: NDArray[np.uint64], limits: Numbers | np.int64) -> Numbers:
 def _is_wrong(keys: Keys) -> NDArray[np.bool_]:
     """Which pairs are made wrong: half of them."""
     return (draw(keys, _LABEL) & np.uint64(1)).astype(np.bool_)
+
+
+Numbers = NDArray[np.int64]
+BLOCK = 1 << 14
+"""Documents in a block of `blocks`."""
+
+
+class Sentences:
+    """The sentences of a store's documents, numbered from 0.
+
+    `begin` and `end`: tokens that a document of the store may begin or end with, and that are not part of its text.
+    """
+
+    def __init__(self, store: TokenStore, begin: int | None = None, end: int | None = None) -> None:
+        self.ids, self.documents, self._begin_token, self._end_token = np.asarray(store.ids), len(store), begin, end
+        index = store.index
+        first = store.first_document
+        stop = store.first_document + store.document_count
+        self._documents = np.asarray(index.documents[first : stop + 1])
+        self._first = int(self._documents[0])
+        self.count = int(self._documents[-1]) - self._first
+        self._offsets = np.asarray(index.offsets[self._first : self._first + self.count])
+        self._divisor = index.offset_divisor
+        self._tokens = store.tokens
+        self._begin = int(self._offsets[0]) if self.count else 0
+
+    def starts(self, numbers: Numbers) -> Numbers:
+        """The token at which each sentence starts; number `count` gives the end of the last one."""
+        if not self.count:
+            return np.zeros_like(numbers)
+        inside = np.minimum(numbers, self.count - 1)
+        starts: Numbers = (self._offsets[inside] - self._begin) // self._divisor
+        return np.where(numbers == inside, starts, self._tokens)
+
+    def count_before(self, tokens: Numbers, side: Literal["left", "right"]) -> Numbers:
+        """How many sentences start before each token (left), or at or before it (right)."""
+        return search_sorted(self._offsets, tokens * self._divisor + self._begin, side)
+
+    def first_of(self, documents: Numbers) -> Numbers:
+        """The first sentence of each document; the number after the last document gives `count`."""
+        found: Numbers = self._documents[documents] - self._first
+        return found
+
+    def blocks(self) -> Iterator[Numbers]:
+        """For each block of documents: the first sentence of each document, and the end of the last document."""
+        for start in range(0, self.documents, BLOCK):
+            yield self.first_of(np.arange(start, min(start + BLOCK, self.documents) + 1))
+
+    def document_of(self, numbers: Numbers) -> Numbers:
+        """The document of each sentence."""
+        return search_sorted(self._documents, numbers + self._first, "right") - 1
+
+    def skip_begin(self, starts: Numbers) -> Numbers:
+        """Where text starts if documents, or parts of them, start at these tokens."""
+        if self._begin_token is None:
+            return starts
+        is_begin: NDArray[np.bool_] = self.ids[np.minimum(starts, len(self.ids) - 1)] == self._begin_token
+        return starts + is_begin
+
+    def skip_end(self, stops: Numbers) -> Numbers:
+        """Where text stops if documents, or parts of them, stop before these tokens."""
+        if self._end_token is None:
+            return stops
+        is_end: NDArray[np.bool_] = self.ids[np.maximum(stops - 1, 0)] == self._end_token
+        return stops - is_end
+
+
+def search_sorted(values: Numbers, wanted: Numbers, side: Literal["left", "right"]) -> Numbers:
+    """np.searchsorted without a copy: numpy would copy all of an index file, whose numbers are not aligned."""
+    low = np.zeros(wanted.shape, np.int64)
+    high = np.full(wanted.shape, len(values), np.int64)
+    for _ in range(len(values).bit_length()):
+        middle = (low + high) // 2
+        found = values[np.minimum(middle, len(values) - 1)]
+        goes_right = (low < high) & ((found < wanted) if side == "left" else (found <= wanted))
+        low = np.where(goes_right, middle + 1, low)
+        high = np.where(goes_right, high, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class FullSentences:
+    """Spans of as many consecutive sentences of a document as fit; only a longer sentence is cut."""
+
+    segments: ClassVar[int] = 1
+    sentences: Sentences
+    longest: int
+    """The most tokens of a span."""
+
+    def find_spans(self) -> Iterator[Numbers]:
+        """[spans, (first token, token after the last, tokens)] for blocks of documents, in their order."""
+        for edges in self.sentences.blocks():
+            yield self._spans_between(edges)
+
+    def _spans_between(self, edges: Numbers) -> Numbers:
+        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
+
+        The next span of a document starts where the one before stops, so each round of the loop finds one span per
+        document.
+        """
+        token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
+        document_edges = token_starts[edges - edges[0]]
+        has_tokens = np.diff(document_edges) > 0
+        firsts = self.sentences.skip_begin(document_edges[:-1][has_tokens])
+        document_stops = self.sentences.skip_end(document_edges[1:][has_tokens])
+        rounds = [np.zeros((0, 3), np.int64)]
+        while (has_text := firsts < document_stops).any():
+            firsts = firsts[has_text]
+            document_stops = document_stops[has_text]
+            last_fitting = token_starts[np.searchsorted(token_starts, firsts + self.longest, side="right") - 1]
+            stops = np.where(last_fitting > firsts, last_fitting, firsts + self.longest)
+            stops = np.minimum(stops, document_stops)
+            rounds.append(np.stack([firsts, stops, stops - firsts], axis=1))
+            firsts = stops
+        spans = np.concatenate(rounds)
+        return spans[np.argsort(spans[:, 0])]
+
+    def find_documents(self, spans: Numbers, keys: Keys) -> list[Numbers]:
+        """The document of each span."""
+        return [self.sentences.document_of(self.sentences.count_before(spans[:, 0], "right") - 1)]
+
+    def find_segments(self, spans: Numbers, keys: Keys) -> Segments:
+        """Each span as one segment."""
+        return Segments(spans[:, :1], spans[:, 2:])

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from textmill.config import TokenizerConfig
 from textmill.config.vocabulary import UNKNOWN_TOKENS, special_tokens_of
 from textmill.errors import TextmillError
-from textmill.tokens.vocabulary.text_pieces import BOUNDARY, cut_text
+from textmill.tokens.vocabulary.token_bytes import BYTE_TOKENS, SPACE
 
 COUNTED_CHARACTERS = 1 << 20
 """Characters whose segments, cut at `BOUNDARY`, are counted at once, before they are split into words."""
@@ -28,8 +28,6 @@ MAX_WORD_CHARACTERS = 256
 FEED_CHARACTERS = 2048
 """Characters per text passed to the library; it buffers a few hundred texts, at 16 bytes per character."""
 CONTINUATION = "##"
-SPACE = "\u2581"
-BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SCORE_DECIMALS = 9
 """Decimals kept of a score; further ones vary from run to run."""
 ADDED_SCORE_STEP = 0.0001
@@ -305,3 +303,20 @@ def _vocab_of(model: models.Model) -> dict[str, int]:
 def _unigram_entries(model: models.Model) -> list[tuple[str, float]]:
     entries: list[tuple[str, float]] = json.loads(Tokenizer(model).to_str())["model"]["vocab"]
     return entries
+
+
+BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")
+"""Every kind of tokenizer starts a new word before a single space or newline."""
+PIECE_CHARACTERS = 1 << 16
+"""Documents up to twice this length are sampled whole, longer ones in pieces of about this length."""
+
+
+def cut_text(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Pieces of `size` characters or more, each at most twice as long; they are cut between words where possible."""
+    start = 0
+    while len(text) - start > 2 * size:
+        found = BOUNDARY.search(text, start + size, start + 2 * size)
+        end = found.start() if found else start + 2 * size
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.tokens.vocabulary.encoder import Encoder
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 REFERENCE = "tokenizers"
@@ -187,3 +186,16 @@ def hard_texts() -> Iterator[NamedText]:
         for start in range(0, 0x3400, 0x400)
     ]
     return (NamedText(f"hard text {number}", text) for number, text in enumerate(texts))
+
+
+class Encoder(Protocol):
+    """Turns texts into ids. Adds no special tokens; text that looks like a special token is encoded as plain text."""
+
+    @property
+    def name(self) -> str:
+        """The library and its version."""
+        ...
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The ids of all texts, concatenated, and the number of ids of each text."""
+        ...

@@ -7,7 +7,6 @@ A BPE vocabulary of 50,257 tokens, of which a text uses 9,000: kept are these, t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +19,10 @@ from tokenizers import Tokenizer
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.stages import MANIFEST, open_manifest
-from textmill.tokens.index_formats import BLOCK
-from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
-from textmill.tokens.vocabulary.token_bytes import is_byte_level
+from textmill.tokens.store import BLOCK, TokenStore, open_store, store_paths, store_prefix
+from textmill.tokens.vocabulary.token_bytes import BYTE_TOKEN, is_byte_level
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Tree = dict[str, Any]
 CHECKED_TOKENS = 20_000
 """Tokens of each store whose text is encoded with both tokenizers."""
@@ -114,7 +111,7 @@ def keep_tokens(tokenizer: TextTokenizer, used: NDArray[np.bool_]) -> Reduction:
 
 
 def _is_byte(token: str, tree: Tree) -> bool:
-    return len(token) == 1 if is_byte_level(tree) else _BYTE.fullmatch(token) is not None
+    return len(token) == 1 if is_byte_level(tree) else BYTE_TOKEN.fullmatch(token) is not None
 
 
 def _reduce_bpe(model: Tree, kept: set[str]) -> set[str]:

@@ -1,16 +1,24 @@
-"""Opens a sentencepiece .model without that library: reads its protobuf fields and builds an equal tokenizer."""
+"""Reads and writes sentencepiece .model files: opens one as an equal tokenizer, and writes a tokenizer as one.
+
+Without the sentencepiece library: its processor encodes on its own, while here a tokenizer of the tokenizers library is
+built or written, and reading the fields of a file takes fewer lines than its generated classes and protobuf need.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from textmill.errors import TextmillError
-from textmill.tokens.vocabulary.algorithms import SPACE, split_reserved
+from textmill.tokens.protobuf import bytes_field, fixed32_field, integer_field, read_fields
+from textmill.tokens.vocabulary.algorithms import split_reserved
+from textmill.tokens.vocabulary.token_bytes import BYTE_TOKEN, SPACE, is_byte_level
 
 UNIGRAM = 1
 BPE = 2
@@ -25,6 +33,8 @@ RESERVED = (UNKNOWN, CONTROL, BYTE)
 ROLES = {"unk_token": 40, "bos_token": 41, "eos_token": 42, "pad_token": 43}
 IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2, "pad_token": -1}
 """Default ids of models without these fields."""
+SPLITTERS = {"Split", "Punctuation", "Digits", "Metaspace", "Sequence"}
+"""What may split words: no token goes across its borders, so that sentencepiece finds the same tokens without it."""
 
 
 @dataclass(frozen=True)
@@ -77,81 +87,34 @@ def open_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 def parse_model(data: bytes) -> SpmModel:
     """Parse the fields of a ModelProto that matter for encoding."""
-    top = list(_fields(data))
-    pieces = [_parse_piece(value) for number, value in top if number == 1 and isinstance(value, bytes)]
-    trainer, normalizer = (
-        dict(_fields(b"".join(v for n, v in top if n == field and isinstance(v, bytes)))) for field in (2, 3)
-    )
+    _, parts = read_fields(data)
+    pieces = [_parse_piece(piece) for piece in parts.get(1, [])]
+    trainer, _ = read_fields(b"".join(parts.get(2, [])))
+    normalizer, normalizer_bytes = read_fields(b"".join(parts.get(3, [])))
     if not pieces or len({piece.text for piece in pieces}) != len(pieces):
         raise ValueError("it has no pieces, or a piece occurs twice")
-    charsmap = normalizer.get(2, b"")
-    ids = {role: _signed(trainer.get(field, IDS[role])) for role, field in ROLES.items()}
+    roles = {}
+    for role, field in ROLES.items():
+        id_ = trainer.get(field, IDS[role])  # a negative number, for no such token, is beyond the pieces
+        if 0 <= id_ < len(pieces) and pieces[id_].type in (UNKNOWN, CONTROL):
+            roles[role] = pieces[id_].text
     return SpmModel(
         pieces=pieces,
-        type=_number(trainer.get(3, UNIGRAM)),
+        type=trainer.get(3, UNIGRAM),
         byte_fallback=bool(trainer.get(35, 0)),
         suffix=bool(trainer.get(24, 0)),
-        roles={
-            role: pieces[id_].text
-            for role, id_ in ids.items()
-            if 0 <= id_ < len(pieces) and pieces[id_].type in (UNKNOWN, CONTROL)
-        },
-        charsmap=charsmap if isinstance(charsmap, bytes) else b"",
+        roles=roles,
+        charsmap=normalizer_bytes.get(2, [b""])[-1],
         dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra=bool(normalizer.get(4, 1)),
         escape=bool(normalizer.get(5, 1)),
     )
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of a protobuf message; strings, messages and floats are returned as bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        wire = key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        if wire not in (1, 2, 5):
-            raise ValueError(f"wire type {wire} at byte {at:,}")
-        length, at = _varint(data, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
-        if at + length > len(data):
-            raise ValueError(f"it ends inside a field, at byte {at:,}")
-        yield key >> 3, data[at : at + length]
-        at += length
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            raise ValueError("it ends inside a varint")
-        value |= (data[at] & 127) << shift
-        at += 1
-        if data[at - 1] < 128:
-            return value, at
-    raise ValueError(f"a varint without end at byte {at:,}")
-
-
-def _number(value: int | bytes) -> int:
-    if not isinstance(value, int):
-        raise ValueError("found bytes, expected a number")
-    return value
-
-
-def _signed(value: int | bytes) -> int:
-    number = _number(value) & (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number
-
-
 def _parse_piece(data: bytes) -> SentencePiece:
-    fields = dict(_fields(data))
-    text = fields.get(1, b"")
-    score = fields.get(2, b"\0\0\0\0")
-    if not isinstance(text, bytes) or not isinstance(score, bytes):
-        raise ValueError("a piece without text or score")
-    return SentencePiece(text.decode(), struct.unpack("<f", score)[0], _number(fields.get(3, NORMAL)))
+    integers, others = read_fields(data)
+    (score,) = struct.unpack("<f", others.get(2, [bytes(4)])[-1])
+    return SentencePiece(others.get(1, [b""])[-1].decode(), score, integers.get(3, NORMAL))
 
 
 def _build_tokenizer(model: SpmModel) -> Tokenizer:
@@ -213,3 +176,94 @@ def _bpe(model: SpmModel) -> models.Model:
         merges += [(left, right) for left, right in halves if left in usable and right in usable]
     unknown = next((piece.text for piece in model.pieces if piece.type == UNKNOWN), None)
     return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
+
+
+def is_sentencepiece(tree: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json has a model that a .model file can hold."""
+    return tree["model"]["type"] == "Unigram" or (tree["model"]["type"] == "BPE" and not is_byte_level(tree))
+
+
+def sentencepiece_files(inner: Tokenizer, ids: dict[str, int | None]) -> tuple[bytes, str]:
+    """The contents of the .model and the .vocab file; `ids` has the bos_token, eos_token and pad_token, if any."""
+    tree: dict[str, Any] = json.loads(inner.to_str())
+    model = tree["model"]
+    pieces = _pieces_of(tree, inner)
+    vocab = "".join(f"{piece.text}\t{piece.score:g}\n" for piece in pieces)
+    unknown = next(number for number, piece in enumerate(pieces) if piece.type == UNKNOWN)
+    trainer = integer_field(3, UNIGRAM if model["type"] == "Unigram" else BPE) + integer_field(4, len(pieces))
+    trainer += integer_field(35, bool(model.get("byte_fallback")))
+    for role, field in ROLES.items():
+        id_ = unknown if role == "unk_token" else ids[role]
+        trainer += integer_field(field, -1 if id_ is None else id_)
+        if id_ is not None:
+            trainer += bytes_field(field + 5, pieces[id_].text.encode())
+    encoded = []
+    for piece in pieces:
+        data = bytes_field(1, piece.text.encode()) + fixed32_field(2, struct.pack("<f", piece.score))
+        encoded.append(bytes_field(1, data if piece.type == NORMAL else data + integer_field(3, piece.type)))
+    return b"".join(encoded) + bytes_field(2, trainer) + bytes_field(3, _normalizer_fields(tree)), vocab
+
+
+def _pieces_of(tree: dict[str, Any], inner: Tokenizer) -> list[SentencePiece]:
+    model = tree["model"]
+    ids = inner.get_vocab(with_added_tokens=True)
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise TextmillError("a sentencepiece model numbers its tokens from 0 without gaps; this vocabulary has gaps")
+    unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
+    if unknown is None:
+        raise TextmillError("a sentencepiece model needs a token for unknown text; this vocabulary has none")
+    if model["type"] == "Unigram":
+        scores = {text: float(score) for text, score in model["vocab"]}
+    else:
+        merged = [left + right for left, right in model["merges"]]
+        scores = {text: -float(rank) for rank, text in reversed(list(enumerate(merged)))}
+    added = {token["content"]: token["special"] for token in tree["added_tokens"]}
+
+    def piece(text: str) -> SentencePiece:
+        if text == unknown:
+            return SentencePiece(text, 0.0, UNKNOWN)
+        if text in added:
+            return SentencePiece(text, 0.0, CONTROL if added[text] else USER_DEFINED)
+        if model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text):
+            return SentencePiece(text, 0.0, BYTE)
+        return SentencePiece(text, scores.get(text, 0.0), NORMAL)
+
+    return [piece(text) for text in sorted(ids, key=lambda text: ids[text])]
+
+
+def _normalizer_fields(tree: dict[str, Any]) -> bytes:
+    """The normalizer's fields; a step that sentencepiece does not have is an error that names it."""
+    charsmap = b""
+    prefix = False
+    remove = False
+    escape = False
+    top = tree["normalizer"] or {}
+    for step in top.get("normalizers", [top] if top else []):
+        pattern = (step.get("pattern") or {}).get("Regex")
+        if step["type"] == "Precompiled":
+            charsmap = base64.b64decode(step["precompiled_charsmap"])
+        elif step["type"] == "Prepend" and step["prepend"] == SPACE:
+            prefix = True
+        elif step["type"] == "Replace" and pattern in (r"\A +| +\z", r" +\z", " {2,}"):
+            remove = True
+        elif step["type"] == "Replace" and step["pattern"].get("String") == " " and step["content"] == SPACE:
+            escape = True
+        else:
+            raise TextmillError(f"a sentencepiece model has no place for the normalizer {step['type']}")
+    for step in _flatten(tree["pre_tokenizer"]):
+        if step["type"] not in SPLITTERS:
+            raise TextmillError(f"a sentencepiece model has no place for the pre-tokenizer {step['type']}")
+        if step["type"] == "Metaspace":
+            escape = True
+            prefix = prefix or step.get("prepend_scheme") in ("first", "always")
+    name = bytes_field(1, b"identity")
+    if charsmap:
+        name = bytes_field(1, b"nmt_nfkc") + bytes_field(2, charsmap)
+    return name + integer_field(3, prefix) + integer_field(4, remove) + integer_field(5, escape)
+
+
+def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The pre-tokenizers of a sequence, also of nested ones."""
+    if step is None:
+        return []
+    return [inside for one in step["pretokenizers"] for inside in _flatten(one)] if "pretokenizers" in step else [step]

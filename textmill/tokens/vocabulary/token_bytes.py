@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import pre_tokenizers
-
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from tokenizers import Tokenizer
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """The character that sentencepiece writes for a space."""
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+"""The tokens of single bytes in a vocabulary with byte fallback."""
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -24,33 +25,30 @@ class TokenBytes:
     special: bool = False
 
 
-def read_token_bytes(tokenizer: TextTokenizer) -> dict[int, TokenBytes]:
+def read_token_bytes(inner: Tokenizer) -> dict[int, TokenBytes]:
     """The bytes of every id. A token that starts a word has a space before it, also for WordPiece."""
-    tree = json.loads(tokenizer.inner.to_str())
-    added = tokenizer.inner.get_added_tokens_decoder()
-    to_bytes = _byte_converter(tree)
-    found = {
-        id_: TokenBytes(to_bytes(token)) for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=False).items()
-    }
-    return found | {id_: TokenBytes(token.content.encode(), bool(token.special)) for id_, token in added.items()}
+    to_bytes = _byte_converter(json.loads(inner.to_str()))
+    found = {id_: TokenBytes(to_bytes(token)) for token, id_ in inner.get_vocab(with_added_tokens=False).items()}
+    for id_, token in inner.get_added_tokens_decoder().items():
+        found[id_] = TokenBytes(token.content.encode(), bool(token.special))
+    return found
 
 
-def _byte_converter(tree: dict[str, Any]) -> Any:
+def _byte_converter(tree: dict[str, Any]) -> Callable[[str], bytes]:
     """A function from a token to its bytes, for the kind of vocabulary in a tokenizer.json."""
     model = tree["model"]
     if is_byte_level(tree):
         table = byte_level_alphabet()
-        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
         # A token with a character outside the byte-level alphabet is plain UTF-8.
         return lambda token: (
-            bytes(table[character] for character in token) if alphabet.issuperset(token) else token.encode()
+            bytes(table[character] for character in token) if table.keys() >= set(token) else token.encode()
         )
     if model["type"] == "WordPiece":
         prefix = model["continuing_subword_prefix"]
         return lambda token: token[len(prefix) :].encode() if token.startswith(prefix) else b" " + token.encode()
 
     def sentencepiece_bytes(token: str) -> bytes:
-        byte = _BYTE.fullmatch(token) if model.get("byte_fallback") else None
+        byte = BYTE_TOKEN.fullmatch(token) if model.get("byte_fallback") else None
         return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
 
     return sentencepiece_bytes

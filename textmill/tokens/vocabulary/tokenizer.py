@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.config.chat import turns_of
+from textmill.config.chat import CONTENT, tokens_in, turns_of
+from textmill.config.chat import END as END_PLACEHOLDER
 from textmill.config.vocabulary import ENDS, end_of
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_json, read_json, write_text
 from textmill.storage.hub import find_model_folder
-from textmill.tokens.chat_rendering import TurnTemplates, TurnTokens, build_turn_templates
+from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer, train_vocabulary
 from textmill.tokens.vocabulary.foreign_files import END, find_special_tokens, open_files
 
@@ -95,7 +96,8 @@ class TextTokenizer:
 
     def with_chat(self, turns: Mapping[str, str]) -> TextTokenizer:
         """A copy with a chat template: adds missing special tokens; the stop token becomes the end-of-text token."""
-        template = build_turn_templates(turns, str(self.inner.id_to_token(self.end)))
+        end = str(self.inner.id_to_token(self.end))
+        template = TurnTemplates(tuple((role, text.replace(END_PLACEHOLDER, end)) for role, text in turns.items()))
         inner = Tokenizer.from_str(self.inner.to_str())
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
         inner.add_special_tokens(
@@ -248,3 +250,85 @@ def _adds_space(pre_tokenizer: Any) -> bool:
     if not isinstance(pre_tokenizer, dict):
         return False
     return bool(pre_tokenizer.get("add_prefix_space")) or any(map(_adds_space, pre_tokenizer.get("pretokenizers", [])))
+
+
+@dataclass(frozen=True)
+class TurnTemplates:
+    """The chat template as text: for each role the special tokens before and after its content."""
+
+    turns: tuple[tuple[str, str], ...]
+    """A role and its turn, such as `<|user|>{content}<|endoftext|>`."""
+
+    @property
+    def tokens(self) -> list[str]:
+        """Every special token of the template, once."""
+        return list(dict.fromkeys(token for _, text in self.turns for token in tokens_in(text)))
+
+    @property
+    def stop(self) -> str:
+        """The stop token: the last token of the assistant's turn."""
+        return tokens_in(dict(self.turns)["assistant"])[-1]
+
+    @property
+    def prompt(self) -> str:
+        """The generation prompt: what comes before the content of the assistant's turn."""
+        return dict(self.turns)["assistant"].partition(CONTENT)[0]
+
+    def to_turn_tokens(self, vocab: Mapping[str, int]) -> TurnTokens:
+        """The template as token ids of a vocabulary."""
+
+        def ids_in(half: str) -> tuple[int, ...]:
+            return tuple(vocab[token] for token in tokens_in(half))
+
+        halves = ((role, *text.split(CONTENT)) for role, text in self.turns)
+        return TurnTokens(tuple((role, ids_in(before), ids_in(after)) for role, before, after in halves))
+
+    def jinja(self) -> str:
+        """The same template as transformers' `chat_template`; it raises an error for the same roles as `render`."""
+        branches = []
+        keyword = "if"
+        for role, text in self.turns:
+            before, _, after = text.partition(CONTENT)
+            turn = " + ".join([_quoted(before), "message['content']", *([_quoted(after)] if after else [])])
+            branches.append(f"{{% {keyword} message['role'] == '{role}' %}}{{{{ {turn} }}}}")
+            keyword = "elif"
+        refusal = "{% else %}{{ raise_exception('this template has no turn of the ' + message['role']) }}{% endif %}"
+        prompt = f"{{% if add_generation_prompt %}}{{{{ {_quoted(self.prompt)} }}}}{{% endif %}}"
+        return f"{{% for message in messages %}}{''.join(branches)}{refusal}{{% endfor %}}{prompt}"
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """The chat template as token ids of one tokenizer."""
+
+    turns: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """A role, and the ids before and after its content."""
+
+    def tokens_around(self, role: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and after the content of a role."""
+        for name, before, after in self.turns:
+            if name == role:
+                return before, after
+        raise ValueError(
+            f"the chat template has no turn of the {role}; use another tokenizer.chat, or leave such turns out"
+        )
+
+
+def _quoted(text: str) -> str:
+    return "'" + json.dumps(text, ensure_ascii=False)[1:-1].replace("'", "\\'").replace('\\"', '"') + "'"
+
+
+def tokenizer_of(folder: Path, config: TokenizerConfig) -> TextTokenizer:
+    """The tokenizer of existing tokens: the one that `tokenizer.use` names, or the one in the tokenizer folder."""
+    has_folder = (folder / MANIFEST).is_file()
+    if not config.use:
+        if not has_folder:
+            raise TextmillError(
+                "tokenizer.use: is not set, and tokens.use names existing tokens; set it to the tokenizer that made "
+                "them"
+            )
+        return open_tokenizer(folder)
+    named = open_named(config.use, config.end_token, config.lowercase)
+    if has_folder and open_manifest(folder)["tokenizer"] != named.fingerprint:
+        raise TextmillError(f"{folder}: this tokenizer differs from tokenizer.use={config.use}; change one of them")
+    return named

@@ -48,11 +48,11 @@ def transfer_vocabulary(folder: Path, tokenizer: TextTokenizer, rows: int) -> Vo
 
 def _match_tokens(folder: Path, before: TextTokenizer, tokenizer: TextTokenizer, rows: int) -> VocabularyTransfer:
     """Match two different vocabularies: tokens with the same bytes, or with the same role, keep their vectors."""
-    old = {id_: token for id_, token in read_token_bytes(before).items() if id_ < rows}
+    old = {id_: token for id_, token in read_token_bytes(before.inner).items() if id_ < rows}
     # A byte may occur twice, as normal token and as fallback token <0x..>; only the normal token was trained.
     order = sorted(old, key=lambda id_: (not str(before.inner.id_to_token(id_)).startswith("<0x"), -id_))
     old_ids = {old[id_]: id_ for id_ in order}
-    now = read_token_bytes(tokenizer)
+    now = read_token_bytes(tokenizer.inner)
     kept = {id_: old_ids[token] for id_, token in now.items() if token in old_ids}
     for role in ROLES:
         mine = getattr(tokenizer, role)

@@ -1,4 +1,4 @@
-"""A chat template of another origin: Jinja, run in its sandbox, which reaches no file, module or private attribute."""
+"""The chat template of a model: turns a conversation into the token ids that prompt the next answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,104 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from textmill.corpus.document import Turn
 from textmill.errors import TextmillError
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.encoders import Encoder, ReferenceEncoder
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, TurnTokens, open_tokenizer
+
+AnyTemplate: TypeAlias = "ChatTemplate | JinjaTemplate"
+Message = dict[str, str]
+"""One message of a conversation, with the keys "role" and "content"."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How conversations are written for a model that textmill finetuned for chat."""
+
+    tokenizer: TextTokenizer
+    turn_tokens: TurnTokens
+    jinja: str
+    """The same template in Jinja, as transformers reads it."""
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.turn_tokens.tokens_around("assistant")[1][-1:]
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        """The conversation as ids, followed by the tokens that start the assistant's answer if requested."""
+        turns = [(message["role"], message["content"]) for message in messages]
+        try:
+            rendered = render([turns], self.turn_tokens, ReferenceEncoder(self.tokenizer), prompt=add_generation_prompt)
+        except ValueError as error:  # a role that the template has no turn for
+            raise TextmillError(str(error)) from None
+        ids: list[int] = rendered.ids.tolist()
+        return ids
+
+
+def open_template(folder: Path) -> AnyTemplate | None:
+    """The chat template of the tokenizer in a folder: textmill's own, or Jinja of another origin."""
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.chat is not None and tokenizer.turn_tokens is not None:
+        return ChatTemplate(tokenizer, tokenizer.turn_tokens, tokenizer.chat.jinja())
+    return JinjaTemplate(tokenizer, tokenizer.jinja) if tokenizer.jinja is not None else None
+
+
+PROMPT = ""
+"""Used as a role: the generation prompt, that is the tokens before an answer of the assistant."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Conversations as ids, concatenated."""
+
+    ids: NDArray[Any]
+    lengths: NDArray[np.int64]
+    """The number of tokens in each conversation."""
+    loss_mask: NDArray[np.uint8]
+    """1 for tokens with loss: the content of the assistant's turns and the tokens after it."""
+
+
+def render(
+    conversations: Sequence[Sequence[Turn]], turn_tokens: TurnTokens, encoder: Encoder, prompt: bool = False
+) -> Rendered:
+    """Encode conversations; `prompt`: end each one with the generation prompt.
+
+    Content that looks like a special token is encoded as plain text.
+    """
+    roles = dict.fromkeys(role for turns in conversations for role, _ in turns)  # in their order, for the error
+    if prompt:
+        roles["assistant"] = None
+    around = {role: [np.array(half, np.int32) for half in turn_tokens.tokens_around(role)] for role in roles}
+    flat, lengths = encoder.encode([text for turns in conversations for _, text in turns])
+    ends = np.cumsum(lengths)
+    edges = iter(zip((ends - lengths).tolist(), ends.tolist(), strict=True))  # of each content in `flat`
+    # Every turn is three arrays of ids: before its content, the content, and after it.
+    ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
+    has_loss: list[bool] = [False]
+    arrays_in = []
+    for turns in conversations:
+        for role, _ in turns:
+            before, after = around[role]
+            start, stop = next(edges)
+            ids += [before, flat[start:stop], after]
+            has_loss += [False, role == "assistant", role == "assistant"]
+        if prompt:
+            ids.append(around["assistant"][0])
+            has_loss.append(False)
+        arrays_in.append(3 * len(turns) + prompt)
+    counts = np.fromiter(map(len, ids), np.int64, len(ids))
+    conversation_ends = np.cumsum(counts)[np.cumsum([0, *arrays_in])]
+    joined = np.concatenate(ids).astype(np.int32)
+    return Rendered(joined, np.diff(conversation_ends), np.repeat(np.array(has_loss, np.uint8), counts))
+
 
 MARK = "\ue000{}\ue001"
 """In place of a message while its template is rendered; characters for private use, which no template has."""

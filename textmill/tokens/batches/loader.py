@@ -1,0 +1,282 @@
+"""batch_at(step): the samples of a step, from one store or a blend of several, as a pure function of the step.
+
+Step 10 with a batch of 8 has the samples 80 to 87 of the run (`BatchSizes`). The blend says which store each sample
+comes from and its number there (`Blend`); the store's layout builds it (packed.py and the other layouts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import TrainConfig
+from textmill.errors import TextmillError
+from textmill.tokens.batches.batch import IGNORED, Batch, Layout, SampleArrays
+from textmill.tokens.batches.blend import BatchSizes, Blend, BlendRange, DataRange, blends_of, sizes_of
+from textmill.tokens.batches.chat import ChatLayout
+from textmill.tokens.batches.features import FeaturesLayout
+from textmill.tokens.batches.labelled import LabelledLayout
+from textmill.tokens.batches.masked import MaskedLayout, has_spans
+from textmill.tokens.batches.masking import masked_tokens_of
+from textmill.tokens.batches.packed import PackedLayout, window_batches
+from textmill.tokens.batches.padded import PaddedLayout
+from textmill.tokens.batches.teacher_cache import TeacherCache
+from textmill.tokens.existing_tokens import has_masked_rows
+from textmill.tokens.splits import FeatureRows, Splits, WeightedStore
+from textmill.tokens.store import TokenStore
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+
+class Batches:
+    """The batches of a run: one layout per store, their weights in the blend, and the batch sizes.
+
+    `stores` are checked before each batch: one that is truncated while it is mapped would kill the process.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        weights: Sequence[float],
+        sizes: BatchSizes,
+        stores: Sequence[TokenStore] = (),
+        blends: Sequence[BlendRange] = (),
+    ) -> None:
+        """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`."""
+        self.layouts = layouts
+        self.sizes = sizes
+        self.stores = stores
+        self.teacher: TeacherCache | None = None
+        """Cached predictions of teachers, which are read with each batch."""
+        self.blends = blends
+        if not blends:
+            all_layouts = range(len(layouts))
+            self.blends = [BlendRange(0, Blend(list(weights)), layouts=[*all_layouts], taken=[0 for _ in all_layouts])]
+
+    def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
+        """The global batch of a step, or only the samples of it that `part` selects."""
+        batch = self.samples_at(self._sample_numbers(step)[part])
+        return batch if self.teacher is None else self.teacher.attach(batch)
+
+    def samples_at(self, samples: NDArray[np.int64]) -> Batch:
+        """The samples with these numbers, counted from the start of the run."""
+        for mapped in self.stores:
+            mapped.check_mapped()
+        stores, numbers = self._locate(samples)
+        if len(np.unique(stores)) <= 1:
+            store = int(stores[0]) if len(stores) else 0
+            return _batch_of(self.layouts[store].build_samples(numbers), samples)
+        parts = []
+        for store, rows in _rows_by_store(stores):
+            parts.append((rows, self.layouts[store].build_samples(numbers[rows])))
+        return _batch_of(_merge(parts), samples)
+
+    def documents_at(self, step: int) -> Iterator[tuple[int, int, int]]:
+        """(sample, store, document) for every document in the batch of a step."""
+        samples = self._sample_numbers(step)
+        stores, numbers = self._locate(samples)
+        for store, rows in _rows_by_store(stores):
+            in_samples = self.layouts[store].find_documents(numbers[rows])
+            for row, document in zip(in_samples.rows.tolist(), in_samples.documents.tolist(), strict=True):
+                yield int(samples[rows[row]]), store, document
+
+    def _locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(layout, number of the sample within its store) for each sample of the run."""
+        layouts = np.zeros_like(samples)
+        numbers = np.zeros_like(samples)
+        range_starts = [blend_range.sample for blend_range in self.blends]
+        ranges = np.searchsorted(range_starts, samples, side="right") - 1
+        for number in np.unique(ranges).tolist():
+            rows = ranges == number
+            blend_range = self.blends[number]
+            stores, numbers_in_range = blend_range.blend.locate(samples[rows] - blend_range.sample)
+            if any(blend_range.layouts[store] is None for store in np.unique(stores).tolist()):
+                raise TextmillError(
+                    "the step saw a token store that tokens.use no longer names; add it again to see it"
+                )
+            layout_by_store = np.array([-1 if layout is None else layout for layout in blend_range.layouts])
+            taken_by_store = np.array(blend_range.taken, np.int64)
+            layouts[rows] = layout_by_store[stores]
+            numbers[rows] = numbers_in_range + taken_by_store[stores]
+        return layouts, numbers
+
+    def _sample_numbers(self, step: int) -> NDArray[np.int64]:
+        return np.arange(self.sizes.samples_before(step), self.sizes.samples_before(step + 1), dtype=np.int64)
+
+
+def batches_in_order(layouts: Sequence[Layout], batch: int, stores: Sequence[TokenStore] = ()) -> Iterator[Batch]:
+    """Every sample of every layout once, one layout after the other; `stores` are checked before each batch."""
+    before = 0
+    for layout in layouts:
+        for start in range(0, layout.samples_per_epoch, batch):
+            for mapped in stores:
+                mapped.check_mapped()
+            numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
+            arrays = layout.build_samples(numbers)
+            yield _batch_of(arrays, before + numbers)
+        before += layout.samples_per_epoch
+
+
+def _batch_of(arrays: SampleArrays, samples: NDArray[np.int64]) -> Batch:
+    return Batch(samples=samples, **vars(arrays))
+
+
+def _rows_by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    for store in np.unique(stores).tolist():
+        yield store, np.flatnonzero(stores == store)
+
+
+def _merge(parts: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
+    """Put the samples of all stores back into the order of the batch; a part has its rows there and their arrays."""
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+    if any(arrays.pair_labels is not None for _, arrays in parts):
+        parts = [(rows, _with_pair_labels(arrays)) for rows, arrays in parts]
+    merged = {}
+    for name in SampleArrays.__dataclass_fields__:
+        values = [getattr(arrays, name) for _, arrays in parts]
+        if values[0] is not None:
+            merged[name] = np.concatenate(values)[order]
+    return SampleArrays(**merged)
+
+
+def _with_pair_labels(arrays: SampleArrays) -> SampleArrays:
+    """The arrays of a store, with labels of pairs even if it has no pairs."""
+    if arrays.pair_labels is not None:
+        return arrays
+    return replace(arrays, pair_labels=np.full_like(arrays.labels, IGNORED))
+
+
+def open_batches(
+    train: TrainConfig, splits: Splits, *, length: int, folder: Path | None, history: Sequence[DataRange] = ()
+) -> Batches:
+    """The batches of the train split, blended by weight; large indexes are cached in `folder`.
+
+    `history` are the step ranges of a run whose batch or blend was changed, the last with today's settings.
+    """
+    stores = splits.by_split["train"]
+    layouts = [_build_layout(train, weighted, splits.tokenizer, length, train.seed, folder) for weighted in stores]
+    ranges = history or [DataRange(0, train.batch, train.batch_rampup, splits.sources)]
+    sizes = sizes_of(ranges)
+    return Batches(
+        layouts,
+        [weighted.weight for weighted in stores],
+        sizes,
+        [weighted.store for weighted in stores],
+        blends_of(ranges, sizes) if splits.sources else (),
+    )
+
+
+def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
+    """The valid split in the layout of training: with loss on every token once, or masked in the same way each time."""
+    stores = splits.nonempty("valid")
+    tokenizer = splits.tokenizer
+    if train.layout == "packed" and not train.packed.isolate_documents:
+        for weighted in stores:
+            yield from window_batches(
+                weighted.store,
+                length=length,
+                stride=length,
+                batch=train.batch,
+                first_input=tokenizer.end,
+                vocab=tokenizer.vocab,
+            )
+    else:
+        all_kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})
+        used = [weighted for weighted in stores if _has_samples(train, weighted)]
+        layouts = [_build_layout(all_kept, weighted, tokenizer, length, None, folder) for weighted in used]
+        yield from batches_in_order(layouts, train.batch, [weighted.store for weighted in stores])
+
+
+def _has_samples(train: TrainConfig, weighted: WeightedStore) -> bool:
+    """Whether the layout gets at least one sample from this store."""
+    if train.layout == "features" or weighted.features is not None:
+        return weighted.features is None or bool(weighted.features.table.count)
+    if train.layout == "labelled":
+        return bool(len(weighted.store))
+    if train.layout == "masked":
+        return has_spans(weighted.store, train.masked)
+    return (
+        weighted.store.tokens > 1 if train.layout == "packed" else bool((weighted.store.document_lengths() > 1).any())
+    )
+
+
+def _build_layout(
+    train: TrainConfig,
+    weighted: WeightedStore,
+    tokenizer: TextTokenizer,
+    length: int,
+    seed: int | None,
+    folder: Path | None,
+) -> Layout:
+    """`train.layout` over a store; Parquet files of masked examples need FeaturesLayout too."""
+    store = weighted.store
+    vocab = tokenizer.vocab
+    if train.layout == "features" or weighted.features is not None:
+        return FeaturesLayout(
+            _check_features(train, weighted),
+            store,
+            length=length,
+            seed=seed,
+            vocab=vocab,
+            folder=folder,
+            pairs=train.masked.pairs != "none",
+        )
+    if train.layout == "packed":
+        return PackedLayout(
+            store,
+            length=length,
+            seed=seed,
+            isolate_documents=train.packed.isolate_documents,
+            last_window=train.packed.last_window,
+            vocab=vocab,
+            folder=folder,
+        )
+    if train.layout == "masked":
+        return MaskedLayout(
+            store,
+            length=length,
+            seed=seed,
+            tokens=masked_tokens_of(tokenizer, train.masked),
+            settings=train.masked,
+            folder=folder,
+        )
+    pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
+    if train.layout == "labelled":
+        return LabelledLayout(store, length=length, seed=seed, pad=pad, separator=tokenizer.separator, vocab=vocab)
+    if train.layout == "chat":
+        return ChatLayout(
+            store,
+            length=length,
+            seed=seed,
+            pad=pad,
+            truncate=train.chat.truncate,
+            pack=train.chat.pack,
+            vocab=vocab,
+            folder=folder,
+        )
+    return PaddedLayout(
+        store,
+        length=length,
+        seed=seed,
+        pad=pad,
+        long_documents=train.padded.long_documents,
+        end_token=tokenizer.end if train.padded.end_truncated else None,
+        vocab=vocab,
+        folder=folder,
+    )
+
+
+def _check_features(train: TrainConfig, weighted: WeightedStore) -> FeatureRows:
+    """The rows of a store; an error if it has none, or masked examples that another layout reads."""
+    features = weighted.features
+    if features is None:
+        raise TextmillError(
+            f"{weighted.store.prefix.parent}: has no feature rows, which train.layout=features needs; make them with "
+            f"tokens.kind=features, name Parquet files that have them in tokens.use, or set train.layout=packed"
+        )
+    if train.layout == "features" and features.table.count and has_masked_rows(features.table):
+        raise TextmillError(f"{features.table.files[0].parent}: has masked examples; set train.layout=masked")
+    return features

@@ -1,1 +1,0 @@
-"""Examples with labels as token ids: how they are encoded, and the stores that training reads."""
