@@ -123,7 +123,7 @@ def plain_linears() -> Patches:
 
 def no_bias_gelu(family: str) -> Patches:
     """The compiler's GELU."""
-    return {f"textmill.models.{family}.net_torch:bias_gelu": None}
+    return {f"textmill.models.{family}.net_torch:HAS_TRITON": False}
 
 
 def no_joined_linears(family: str) -> Patches:
@@ -138,7 +138,7 @@ def no_joined_linears(family: str) -> Patches:
 
 def no_cross_entropy() -> Patches:
     """torch operations, not compiled."""
-    return {"textmill.engines.losses_torch:load_kernels": lambda name: None}
+    return {"textmill.engines.losses_torch:can_run_kernels": lambda tensor: False}
 
 
 def compiled_cross_entropy() -> Patches:
@@ -169,17 +169,8 @@ def compiled_cross_entropy() -> Patches:
 
 def no_column_sums() -> Patches:
     """torch's sum over the partial sums that the other kernels write."""
-    names = ("norms_triton", "gelu_triton", "qkv_triton", "gelu_fp8_triton")
-    return {f"textmill.kernels.{name}:column_sums": sum_columns for name in names if can_import(name)}
-
-
-def can_import(name: str) -> bool:
-    """True if a module of kernels can be imported here."""
-    try:
-        import_module(f"textmill.kernels.{name}")
-    except ImportError:
-        return False
-    return True
+    names = ("norms_torch", "gelu_torch", "attention_torch", "fp8_torch")
+    return {f"textmill.kernels.{name}:column_sums": sum_columns for name in names}
 
 
 def no_fp8_kernels() -> Patches:
@@ -213,7 +204,7 @@ def no_fp8_kernels() -> Patches:
 
 def no_muon_kernels() -> Patches:
     """Muon with compiled torch operations around the matmuls."""
-    return {"textmill.engines.optimizers.muon_torch:load_kernels": lambda name: None}
+    return {"textmill.engines.optimizers.muon_torch:can_run_kernels": lambda tensor: False}
 
 
 COMMON = [
@@ -242,7 +233,7 @@ TRAINING: dict[str, tuple[dict[str, Any], list[Variant]]] = {
         {"size": "small", "batch": 64, "document_tokens": 300},
         [
             Variant("qkv-projection", no_qkv),
-            Variant("qkv-kernel", lambda: {"textmill.kernels.qkv_torch:qkv_triton": None}),
+            Variant("qkv-kernel", lambda: {"textmill.kernels.attention_torch:can_run_kernels": lambda tensor: False}),
         ],
     ),
     "gpt2-fp8": (
@@ -428,7 +419,7 @@ def no_graphs() -> Patches:
 
 BETWEEN = {"embed": embed, "add_norm": add_norm, "multiply_gate": multiply_gate}
 DECODING = [
-    Variant("sampling", lambda: {"textmill.generation.sampling:fused": None}),
+    Variant("sampling", lambda: {"textmill.generation.sampling:can_run_kernels": lambda tensor: False}),
     Variant("fused-linear", with_kernels(MAX_FUSED_TEXTS=0)),
     Variant("decode-attention", with_kernels(attend=attend)),
     Variant("kernels-between-matmuls", with_kernels(**BETWEEN)),

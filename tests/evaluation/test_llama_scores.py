@@ -71,20 +71,15 @@ def test_a_short_text_does_not_fill_the_context(scorer: TorchScorer, folder: Pat
     assert shapes == [(1, len(ids))]
 
 
-@pytest.mark.parametrize(
-    ("cap", "rows", "wanted"), [(0.0, 512, "kernel"), (15.0, 512, None), (0.0, 256, None)], ids=str
-)
+@pytest.mark.parametrize(("cap", "rows", "wanted"), [(0.0, 512, True), (15.0, 512, False), (0.0, 256, False)], ids=str)
 def test_the_kernel_reads_only_logits_that_it_can(
-    cap: float, rows: int, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+    cap: float, rows: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It knows no cap, and a tensor-parallel rank has some rows of the head only."""
 
-    class OnGpu(list[int]):
-        is_cuda = True
-
-    monkeypatch.setattr(scorer_torch, "load_kernels", lambda _: "kernel")
-    net: Any = SimpleNamespace(head=OnGpu(range(rows)), logit_softcap=cap, shape=SimpleNamespace(vocab=500))
-    assert scorer_torch.find_kernel(net) == wanted
+    monkeypatch.setattr(scorer_torch, "can_run_kernels", lambda _: True)
+    net: Any = SimpleNamespace(head=range(rows), logit_softcap=cap, shape=SimpleNamespace(vocab=500))
+    assert scorer_torch.can_use_kernel(net) == wanted
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.kernels import attention_torch
-from textmill.kernels.attention_torch import attend, attend_backward, fused_attention
-from textmill.kernels.qkv_torch import split_qkv
+from textmill.kernels.attention_torch import attend, attend_backward, fused_attention, split_qkv
 
 by_cudnn = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no such GPU here"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from textmill.kernels import availability as building
+from textmill.kernels import triton_support as building
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +51,35 @@ def test_the_headers_are_missing(machine: Path) -> None:
     assert building.missing_requirement() == f"Python.h in {machine} (install python3-dev or similar)"
 
 
-def test_without_a_compiler_torch_is_the_fallback(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as if Triton was not installed."""
-    (machine / "Python.h").unlink()
-    monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
-    with pytest.raises(ImportError, match=r"missing: Python\.h"):
-        importlib.import_module("textmill.kernels.require_triton")
-    assert building.load_kernels("textmill.kernels.norms_triton") is None
+@pytest.fixture
+def imported_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
+    """Imports the module again, as a new process does."""
+
+    def again() -> ModuleType:
+        monkeypatch.delitem(sys.modules, building.__name__)
+        return importlib.import_module(building.__name__)
+
+    return again
 
 
-def test_torch_without_gpus_does_not_import_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_is_the_fallback(
+    imported_again: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as if Triton was not installed: kernels can be imported, and none runs."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    again = imported_again()
+    assert again.missing_requirement() == "C compiler (install gcc)"
+    assert not again.HAS_TRITON
+    assert not again.can_run_kernels(SimpleNamespace(is_cuda=True))
+
+
+def test_torch_without_gpus_does_not_import_triton(
+    imported_again: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("cuda", "hip"):
         monkeypatch.setattr(torch.version, name, None)
-    monkeypatch.setattr(building, "INTERPRETED", False)
-    monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
-    with pytest.raises(ImportError, match="without support for GPUs"):
-        importlib.import_module("textmill.kernels.require_triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert not imported_again().HAS_TRITON
+    assert "triton" not in sys.modules

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.kernels.availability import missing_requirement
+from textmill.kernels.triton_support import missing_requirement
 
 SHARED_MEMORY = 227 << 10
 """Bytes that a program can have on a GPU of compute capability 9.0."""
@@ -20,7 +20,7 @@ SHARED_MEMORY = 227 << 10
 def launched_kernels(root: Path) -> set[str]:
     """The kernels that are launched somewhere, as `name[grid](...)`, with their modules."""
     found = set()
-    for file in root.glob("textmill/**/*_triton.py"):
+    for file in root.glob("textmill/**/*.py"):
         module = ".".join(file.relative_to(root).with_suffix("").parts)
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import decode_kernels as formulas
-from tests.support.kernel_devices import DEVICE, INTERPRETED, on_gpu_only, why_no_kernels
-from textmill.kernels.availability import load_kernels
+from tests.support.kernel_devices import DEVICE, INTERPRETED, on_gpu_only
+from textmill.kernels import decode_triton as kernels
 from textmill.models.llama.net_torch import RMSNorm
 
-kernels: Any = None if why_no_kernels() else load_kernels("textmill.kernels.decode_triton")
 pytestmark = pytest.mark.kernels
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernel_devices import DEVICE, INTERPRETED
-from textmill.kernels.availability import missing_requirement
+from textmill.kernels.triton_support import missing_requirement
 
 pytestmark = [
     pytest.mark.skipif(bool(missing_requirement()), reason=f"no {missing_requirement()}"),

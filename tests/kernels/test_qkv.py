@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.kernel_devices import DEVICE, on_gpu_only
-from textmill.kernels import qkv_torch
-from textmill.kernels.qkv_torch import join_heads, project_qkv
+from textmill.kernels import attention_torch
+from textmill.kernels.attention_torch import join_heads, project_qkv
 
 LAYOUTS = {
     "as attention leaves them": lambda draw, N, H, T, D: draw(N, T, H, D).transpose(1, 2),
@@ -61,7 +61,7 @@ def test_the_kernel_joins_and_sums(
     layout: str, kind: torch.dtype, shape: tuple[int, int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The joined gradient has torch's bits, the sums are close to fp64, and every run gives the same bits."""
-    monkeypatch.setattr(qkv_torch.qkv_triton, "PROGRAMS", programs)
+    monkeypatch.setattr(attention_torch, "PROGRAMS", programs)
     torch.manual_seed(4)
     parts = [LAYOUTS[layout](partial(torch.randn, device=DEVICE, dtype=kind), *shape) for _ in range(3)]
     joined, sums = join_heads(*parts)

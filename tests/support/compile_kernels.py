@@ -31,7 +31,7 @@ from textmill.engines.optimizers.adam_torch import Adam
 from textmill.engines.optimizers.muon_torch import Muon
 from textmill.generation import sampling
 from textmill.kernels import attention_torch, matmul_torch
-from textmill.kernels.require_triton import triton
+from textmill.kernels.triton_support import triton
 from textmill.models import find_family_module, open_family
 from textmill.models.nets_torch import build_net, parameters_of
 from textmill.models.parameter_groups import rules_of

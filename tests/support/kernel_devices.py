@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from textmill.kernels.availability import INTERPRETED, missing_requirement
+from textmill.kernels.triton_support import INTERPRETED, missing_requirement
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 """The device of tensors for kernels."""
@@ -57,11 +57,11 @@ def patch_interpreter() -> None:
     """What the interpreter lacks: CUDA's libdevice, and correct rounding to bf16 and fp8, which it truncates."""
     from triton.runtime import interpreter
 
-    from textmill.kernels import gelu_triton
-    from textmill.kernels.require_triton import tl
+    from textmill.kernels import gelu_torch
+    from textmill.kernels.triton_support import tl
 
     # Looked up when they are called: inside a kernel the interpreter replaces the functions of `tl`.
-    gelu_triton.libdevice = SimpleNamespace(exp2=lambda x: tl.exp2(x), fast_dividef=lambda x, y: x / y)
+    gelu_torch.libdevice = SimpleNamespace(exp2=lambda x: tl.exp2(x), fast_dividef=lambda x, y: x / y)
     interpreter._convert_float = round_as_torch
 
 

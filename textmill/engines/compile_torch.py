@@ -13,7 +13,7 @@ from textmill.devices import peak_flops_of
 from textmill.engines import format_compile_time, shortest_compiled_run
 from textmill.engines.meshes import Mesh
 from textmill.errors import TextmillError
-from textmill.kernels.availability import missing_requirement
+from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
 from textmill.runners.on_local import usable_cores
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from textmill.kernels.availability import can_run_kernels, load_kernels
+from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct, cross_entropy_with_gradient
 from textmill.kernels.fp8_torch import fp8_matmul, quantize_rows
 from textmill.kernels.matmul_torch import matmul, matmul_into
+from textmill.kernels.triton_support import can_run_kernels
 from textmill.models.base_torch import cap_logits
 from textmill.tokens.batches.batch import IGNORED
 
-KERNELS = "textmill.kernels.cross_entropy_triton"
 CPU_LOGITS = 1 << 24
 """Logits of a chunk on a CPU."""
 GPU_TOKENS = 32768
@@ -181,9 +181,8 @@ def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: 
     """The loss of each row; overwrites the logits, before their cap, with the gradient of the weighted sum."""
     labels_M, weights_M, _ = labels
     vocab, smoothing, z, cap = formula
-    if can_run_kernels(logits_MV) and not cap and (fused := load_kernels(KERNELS)) is not None:
-        losses: Tensor = fused.cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
-        return losses
+    if can_run_kernels(logits_MV) and not cap:
+        return cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
     real = logits_MV[:, :vocab]
     values = cap_logits(real.float() if real.dtype.itemsize < 4 else real, cap)
     slopes = 1 - (values / cap).square() if cap else None
@@ -229,9 +228,8 @@ def multi_token_gradient(
 
 
 def _chunk_loss_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    if can_run_kernels(logits_MV) and (fused := load_kernels(KERNELS)) is not None:
-        both: tuple[Tensor, Tensor] = fused.cross_entropy_and_correct(logits_MV, labels_M, vocab)
-        return both
+    if can_run_kernels(logits_MV):
+        return cross_entropy_and_correct(logits_MV, labels_M, vocab)
     values = logits_MV[:, :vocab].float()
     losses_M = torch.nn.functional.cross_entropy(values, labels_M.long(), ignore_index=IGNORED, reduction="none")
     return losses_M, values.argmax(1) == labels_M

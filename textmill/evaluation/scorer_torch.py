@@ -31,8 +31,9 @@ from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
 from textmill.evaluation.packing import CONTEXT, Rows, Tree, build_trees, fill_rows, pack
 from textmill.evaluation.task import ALL_BATCHES, Numbered, Pair, Score, Scorer, Share, StoreLoss
-from textmill.kernels.availability import load_kernels
+from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct
 from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
+from textmill.kernels.triton_support import can_run_kernels
 from textmill.models import check_masked_head, check_next_token, open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.cache_torch import Cache
@@ -353,8 +354,6 @@ def _sample_windows(count: int, sample: int | None, seed: int) -> NDArray[np.int
     return np.sort(np.random.default_rng(seed).choice(count, sample, replace=False)).astype(np.int64)
 
 
-KERNELS = "textmill.kernels.cross_entropy_triton"
-"""Its kernel reads the logits of a token once, where torch reads and writes them several times."""
 MAX_LOGITS = 1 << 26
 MAX_KERNEL_LOGITS = 1 << 28
 """Logits held at once, however large the vocabulary: 256 MiB in fp32; with the kernel, 512 MiB in bf16."""
@@ -383,26 +382,21 @@ def token_log_likelihoods(
     with autocast(device, precision):
         hidden_NTE = net(copy_to_device(ids_NT, device), cache=cache)
         hidden_SE = hidden_NTE.flatten(0, 1)
-        if (kernels := find_kernel(net)) is not None:
-            return _with_kernel(net, hidden_SE, places_M, labels_M, precision, kernels)
+        if can_use_kernel(net):
+            return _with_kernel(net, hidden_SE, places_M, labels_M, precision)
         result = _with_torch(net, hidden_SE, places_M, labels_M, greedy)
         return lambda: result
 
 
-def find_kernel(net: BaseNet) -> Any:
-    """The kernel, for a net on a GPU that has all rows of the head and no cap of its logits; None: `net.logits`
-    computes them."""
-    has_all_rows = len(net.head) >= net.shape.vocab
-    return load_kernels(KERNELS) if net.head.is_cuda and has_all_rows and not net.logit_softcap else None
+def can_use_kernel(net: BaseNet) -> bool:
+    """True for a net on a GPU that has all rows of the head and no cap of its logits; else `net.logits` computes them.
+
+    The kernel reads the logits of a token once, where torch reads and writes them several times."""
+    return can_run_kernels(net.head) and len(net.head) >= net.shape.vocab and not net.logit_softcap
 
 
 def _with_kernel(
-    net: BaseNet,
-    hidden_SE: Tensor,
-    places_M: NDArray[np.int64],
-    labels_M: NDArray[np.int64],
-    precision: torch.dtype,
-    kernels: Any,
+    net: BaseNet, hidden_SE: Tensor, places_M: NDArray[np.int64], labels_M: NDArray[np.int64], precision: torch.dtype
 ) -> Callable[[], Result]:
     """Logits row by row in a kernel; a place that predicts several labels is computed for each."""
     places, labels = (copy_to_device(array, hidden_SE.device) for array in (places_M, labels_M))
@@ -414,7 +408,7 @@ def _with_kernel(
         block = slice(start, start + block_rows)
         x_RE = net.head_input(hidden_SE[places[block]])
         logits_RV = F.linear(x_RE.to(precision), head_VE, bias_V)
-        blocks.append(kernels.cross_entropy_and_correct(logits_RV, labels[block], net.shape.vocab))
+        blocks.append(cross_entropy_and_correct(logits_RV, labels[block], net.shape.vocab))
     losses, correct = (PendingCopy(torch.cat(tensors)) for tensors in zip(*blocks, strict=True))
     return lambda: (-losses.array().astype(np.float64), correct.array().astype(np.bool_))
 

@@ -21,13 +21,9 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
-from textmill.kernels.availability import can_run_kernels
+from textmill.kernels import sampling_triton
 from textmill.kernels.transfer_torch import copy_to_device
-
-try:
-    from textmill.kernels import sampling_triton as fused
-except ImportError:  # no Triton here
-    fused = None  # type: ignore[assignment]
+from textmill.kernels.triton_support import can_run_kernels
 
 STEPS_AHEAD = 16
 """Steps whose random numbers are computed at once."""
@@ -237,7 +233,7 @@ def choose_next_ids(logits_NV: Tensor, states: Sequence[SamplingState], rules: S
     -1 means that the text's logits are not finite.
     """
     simple = rules.top_k_only or not rules.any_sampled
-    if fused is not None and can_run_kernels(logits_NV) and not rules.adjusted and simple:
+    if can_run_kernels(logits_NV) and not rules.adjusted and simple:
         return _choose_next_ids_fused(logits_NV, states, rules)
     low_N, high_N = logits_NV.aminmax(dim=1)
     finite_N = high_N.float() - low_N.float() < math.inf
@@ -254,12 +250,10 @@ def choose_next_ids(logits_NV: Tensor, states: Sequence[SamplingState], rules: S
 def _choose_next_ids_fused(logits_NV: Tensor, states: Sequence[SamplingState], rules: SamplingRules) -> Tensor:
     banned_NK = _find_banned_ids(states, rules, logits_NV.device)
     if rules.top_k_only is None:
-        ids_N: Tensor = fused.greedy_ids(logits_NV, banned_NK)
-    else:
-        uniforms_N = rules.uniforms.at(states[0].new_tokens)
-        kth_N = rules.top_k_only.kth_logit(logits_NV, banned_NK)
-        ids_N = fused.sample_ids(logits_NV, banned_NK, rules.top_k_only.temperatures_N, kth_N, uniforms_N)
-    return ids_N
+        return sampling_triton.greedy_ids(logits_NV, banned_NK)
+    uniforms_N = rules.uniforms.at(states[0].new_tokens)
+    kth_N = rules.top_k_only.kth_logit(logits_NV, banned_NK)
+    return sampling_triton.sample_ids(logits_NV, banned_NK, rules.top_k_only.temperatures_N, kth_N, uniforms_N)
 
 
 def _find_banned_ids(states: Sequence[SamplingState], rules: SamplingRules, device: torch.device) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from textmill.kernels.matmul_torch import linear, use_tuned_matmul
-from textmill.kernels.qkv_torch import join_heads, split_qkv
+from textmill.kernels.triton_support import can_run_kernels, column_sums, tl, triton
 
 aten = torch.ops.aten
 CUDA_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -183,3 +183,140 @@ def _in_place_works(device: torch.device, dtype: torch.dtype) -> bool:
         torch.allclose(gradient.float(), reference.float(), rtol=0.05, atol=0.05)
         for gradient in (written_in_place, reference_after)
     )
+
+
+def split_qkv(qkv_NTF: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, H, T, D] as views."""
+    q, k, v = (part.transpose(1, 2) for part in qkv_NTF.view(*qkv_NTF.shape[:2], -1, 3, D).unbind(3))
+    return q, k, v
+
+
+def project_qkv(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, H, T, D] of a linear layer with tuned matmuls."""
+    qkv_NTF = linear(x_NTE, weight_FE, bias_F.detach())  # _Split computes its gradient
+    parts: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv_NTF, bias_F, D)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_NTF: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(bias_F)
+        return split_qkv(qkv_NTF, D)
+
+    @staticmethod
+    def backward(ctx: Any, dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor, None]:
+        (bias_F,) = ctx.saved_tensors
+        dqkv_MF, sums_F = join_heads(dq_NHTD, dk_NHTD, dv_NHTD)
+        return dqkv_MF.view(len(dq_NHTD), -1, len(bias_F)), sums_F.to(bias_F.dtype), None
+
+
+@torch.library.custom_op("textmill::join_heads", mutates_args=())
+def join_heads(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the joined QKV matrix [M, F], and its sum over tokens in fp32."""
+    if can_run_kernels(dq_NHTD):
+        return _run_join(dq_NHTD, dk_NHTD, dv_NHTD)
+    dqkv_MF = torch.stack([part.transpose(1, 2) for part in (dq_NHTD, dk_NHTD, dv_NHTD)], 3).flatten(2).flatten(0, 1)
+    return dqkv_MF, dqkv_MF.sum(0, dtype=torch.float32)
+
+
+@join_heads.register_fake
+def _join_heads_fake(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
+    N, H, T, D = dq_NHTD.shape
+    return dq_NHTD.new_empty(N * T, H * 3 * D), dq_NHTD.new_empty(H * 3 * D, dtype=torch.float32)
+
+
+COLUMNS = 128
+ROWS = 8
+WARPS = 4
+"""Columns per program (of each of Q, K, V), tokens per iteration, and warps."""
+PROGRAMS = 660
+"""Number of programs, each with its own sums: as many as an H200 runs at once, so that they end together."""
+
+
+@triton.jit
+def _load_rows(of, row, valid, tokens, h, d, by_n, by_h, by_t, by_d):  # type: ignore[no-untyped-def]
+    """Load rows of one of the three, with any strides."""
+    return tl.load(
+        of + (row // tokens * by_n + row % tokens * by_t)[:, None] + (h * by_h + d * by_d)[None, :],
+        mask=valid,
+        other=0.0,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    dq,
+    dk,
+    dv,
+    out,
+    sums,
+    rows,
+    tokens,
+    width,
+    qn,
+    qh,
+    qt,
+    qd,
+    kn,
+    kh,
+    kt,
+    kd,
+    vn,
+    vh,
+    vt,
+    vd,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Programs interleave rows, so that together they read memory from start to end."""
+    columns = tl.program_id(1) * C + tl.arange(0, C)
+    inside = (columns < width)[None, :]
+    h = columns // D
+    d = columns % D
+    target = h * (3 * D) + d
+    total_q = tl.zeros([R, C], tl.float32)
+    total_k = tl.zeros([R, C], tl.float32)
+    total_v = tl.zeros([R, C], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    valid = (row < rows)[:, None] & inside
+    q = _load_rows(dq, row, valid, tokens, h, d, qn, qh, qt, qd)
+    k = _load_rows(dk, row, valid, tokens, h, d, kn, kh, kt, kd)
+    v = _load_rows(dv, row, valid, tokens, h, d, vn, vh, vt, vd)
+    for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
+        q_now = q
+        k_now = k
+        v_now = v
+        valid_now = valid
+        at = row[:, None] * (3 * width) + target[None, :]
+        row += tl.num_programs(0) * R  # prefetch the next rows
+        valid = (row < rows)[:, None] & inside
+        q = _load_rows(dq, row, valid, tokens, h, d, qn, qh, qt, qd)
+        k = _load_rows(dk, row, valid, tokens, h, d, kn, kh, kt, kd)
+        v = _load_rows(dv, row, valid, tokens, h, d, vn, vh, vt, vd)
+        tl.store(out + at, q_now, mask=valid_now)
+        tl.store(out + at + D, k_now, mask=valid_now)
+        tl.store(out + at + 2 * D, v_now, mask=valid_now)
+        total_q += q_now.to(tl.float32)
+        total_k += k_now.to(tl.float32)
+        total_v += v_now.to(tl.float32)
+    own = sums + tl.program_id(0) * (3 * width) + target
+    tl.store(own, tl.sum(total_q, 0), mask=columns < width)
+    tl.store(own + D, tl.sum(total_k, 0), mask=columns < width)
+    tl.store(own + 2 * D, tl.sum(total_v, 0), mask=columns < width)
+
+
+def _run_join(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the projection's output [tokens, heads x 3 x head width], and its column sums in fp32."""
+    N, H, T, D = dq_NHTD.shape
+    rows = N * T
+    width = H * D
+    out = dq_NHTD.new_empty(rows, 3 * width)
+    blocks = triton.cdiv(width, COLUMNS)
+    programs = min(max(1, PROGRAMS // blocks), triton.cdiv(rows, ROWS))
+    sums = torch.empty(programs, 3 * width, device=out.device)
+    strides = *dq_NHTD.stride(), *dk_NHTD.stride(), *dv_NHTD.stride()
+    given = dq_NHTD, dk_NHTD, dv_NHTD, out, sums, rows, T, width, *strides
+    _join[programs, blocks](*given, D=D, R=ROWS, C=COLUMNS, num_warps=WARPS)
+    return out, column_sums(sums)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.kernels.require_triton import tl, triton
+from textmill.kernels.triton_support import tl, triton
 
 LANES = 1024
 WARPS = 32

@@ -3,7 +3,7 @@
 cuBLASLt's first proposal is the fastest on a cool GPU. A GPU that trains runs at its power limit, where other tile
 sizes need less power for the same work: on an H200 they make most matmuls of a GPT-2 5 to 20% faster. So the GPU is
 warmed up first. Every proposal gets a short trial; the fastest few, and variants of them with another tile order, get
-longer ones. The choice is cached for later runs (matmul_cache.py). Algorithms differ in rounding, so results may differ
+longer ones. The choice is cached on disk for later runs. Algorithms differ in rounding, so results may differ
 between GPU models, and between processes that measure at the same time. `engine.deterministic` uses torch's matmuls.
 
 The loss always uses tuned matmuls for the output head; a net uses them for its own layers if it is compiled.
@@ -12,16 +12,20 @@ Shapes in names: M rows, E inputs, F outputs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.errors import TextmillError
 from textmill.kernels.cublaslt import DTYPE_CODES, WORKSPACE_BYTES, Algorithm, Matmul, MatmulSpec, gpu_key, library
-from textmill.kernels.matmul_cache import load_algorithm, store_algorithm
+from textmill.storage.files import file_lock, read_json, write_json
 
 MIN_FLOPS = 1e10
 """Smaller matmuls are left to torch: tuning them gains nothing."""
@@ -259,3 +263,41 @@ def _seconds(work: Callable[[], None], budget: float) -> float:
         end.synchronize()
         each = start.elapsed_time(end) / 1e3 / repeats
     return each
+
+
+CACHE_FILE = "matmuls-3.json"
+"""The number changes when algorithms are searched, measured or named differently."""
+
+
+def cache_path() -> Path:
+    """The cache file, under XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "textmill" / CACHE_FILE
+
+
+def load_algorithm(gpu: str, matmul: str) -> bytes | None:
+    """The algorithm chosen for a matmul on this GPU; empty: torch's own was fastest; None: not measured yet."""
+    chosen = _read_cache().get(gpu, {})
+    try:
+        return bytes.fromhex(chosen[matmul])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def store_algorithm(gpu: str, matmul: str, algorithm: bytes) -> None:
+    """Add a choice to the file, under a lock; do nothing if the file cannot be written or locked."""
+    with suppress(OSError, RuntimeError, TextmillError):  # RuntimeError: no home directory
+        cache_path().parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(cache_path().with_suffix(".lock"), None):
+            cached_choices = _read_cache()
+            chosen = cached_choices.get(gpu)
+            cached_choices[gpu] = {**(chosen if isinstance(chosen, dict) else {}), matmul: algorithm.hex()}
+            write_json(cache_path(), cached_choices)
+
+
+def _read_cache() -> dict[str, Any]:
+    """The file's content; empty if it is missing or damaged."""
+    try:
+        cached_choices = read_json(cache_path())
+    except (RuntimeError, TextmillError):
+        return {}
+    return cached_choices if isinstance(cached_choices, dict) else {}

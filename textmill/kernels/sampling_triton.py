@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.kernels.require_triton import tl, triton
+from textmill.kernels.triton_support import tl, triton
 
 PROGRAMS = 1024
 PARTS = 256

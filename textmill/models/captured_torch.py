@@ -7,22 +7,19 @@ Shapes in names: N texts, T tokens, E width, F width of a matrix's output, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.kernels.graph_capture_torch import capture_graph
+from textmill.kernels import decode_triton
 from textmill.kernels.transfer_torch import copy_to_device
+from textmill.kernels.triton_support import HAS_TRITON
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import PREFILL_TOKENS, NetSlots
-
-try:
-    from textmill.kernels import decode_triton
-except ImportError:  # Triton kernels cannot be built here
-    decode_triton = None  # type: ignore[assignment]
 
 SHORTEST = 32
 """Prompts are padded to a power of two, at least this: capturing a shape takes 100 times as long as replaying it."""
@@ -30,7 +27,7 @@ SHORTEST = 32
 
 def usable(net: BaseNet) -> bool:
     """True if the kernels can run this net on its device."""
-    return net.head.is_cuda and decode_triton is not None
+    return HAS_TRITON and net.head.is_cuda
 
 
 class CapturedSlots(NetSlots):
@@ -184,3 +181,17 @@ def prefill_shapes(slots: int, length: int) -> list[tuple[int, int]]:
     rows = sorted({padded_shape(count, 1)[0] for count in range(1, slots + 1)})
     tokens = sorted({padded_shape(1, T)[1] for T in range(1, length)})
     return [(row, many) for row in rows for many in tokens if row * many <= PREFILL_TOKENS and many <= length]
+
+
+@contextmanager
+def capture_graph(graph: Any, pool: Any) -> Iterator[None]:
+    """Capture everything done inside the `with` block into `graph`.
+
+    The cuBLAS workspaces are cleared before and after, so that cuBLAS allocates its workspace from the graph's own
+    memory pool. Otherwise torch's compiler, which frees all workspaces now and then, would leave the graph with freed
+    memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.graph(graph, pool=pool):
+        yield
+    torch._C._cuda_clearCublasWorkspaces()

@@ -36,7 +36,7 @@ COMPILE = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(
 KERNEL = """
 import torch
 from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
-from textmill.kernels.availability import missing_requirement
+from textmill.kernels.triton_support import missing_requirement
 from textmill.storage import faults
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

@@ -12,17 +12,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from textmill.kernels.availability import can_run_kernels, load_kernels
+from textmill.engines.optimizers.muon_triton import FusedStack, can_update_in_place
+from textmill.kernels.triton_support import can_run_kernels
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
-
-if TYPE_CHECKING:
-    from textmill.engines.optimizers.muon_triton import FusedStack
 
 COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
 """The quintic's coefficients in each of the five iterations of Newton-Schulz."""
@@ -174,11 +172,8 @@ def _build_stack(
 ) -> Stack | FusedStack:
     """A stack with fused kernels if they support its parameters, all of whose matrices are in it."""
     parameters = [parameter for _, parameter, _ in whole_members]
-    if parameters and all(can_run_kernels(parameter) for parameter in parameters):
-        fused = load_kernels("textmill.engines.optimizers.muon_triton")
-        if fused is not None and all(fused.can_update_in_place(parameter) for parameter in parameters):
-            stack: FusedStack = fused.FusedStack(whole_members, matrices[0].shape, momentum, MIN_NORM)
-            return stack
+    if parameters and all(can_run_kernels(one) and can_update_in_place(one) for one in parameters):
+        return FusedStack(whole_members, matrices[0].shape, momentum, MIN_NORM)
     return Stack(matrices, momentum, compiled=compiled)
 
 

@@ -14,13 +14,14 @@ Each program of `_gather` and `_apply` handles a square tile of one matrix, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from textmill.kernels.require_triton import tl, triton
 from textmill.kernels.transfer_torch import copy_to_device
+from textmill.kernels.triton_support import tl, triton
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
@@ -166,7 +167,11 @@ class FusedStack:
     """`Stack` with fused kernels, for parameters on a GPU that `can_update_in_place` accepts."""
 
     def __init__(
-        self, members: list[tuple[Weight, nn.Parameter, Rule]], shape: tuple[int, int], momentum: float, min_norm: float
+        self,
+        members: Sequence[tuple[Weight, nn.Parameter, Rule]],
+        shape: tuple[int, int],
+        momentum: float,
+        min_norm: float,
     ) -> None:
         """`shape` is R and C; all matrices of the members have it."""
         self.shape = shape

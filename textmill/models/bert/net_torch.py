@@ -10,7 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.fp8_torch import fp8_mlp
+from textmill.kernels.gelu_torch import bias_gelu
 from textmill.kernels.matmul_torch import linear
+from textmill.kernels.triton_support import HAS_TRITON
 from textmill.models.activations import GELUS
 from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.bert.facts import ANSWERS, SEQUENCES, Shape
@@ -18,11 +20,6 @@ from textmill.models.bert.heads_torch import Heads, Pooler
 from textmill.models.cache_torch import Cache
 from textmill.models.lora_torch import apply_linear, join_linears
 from textmill.models.masks_torch import Mask, token_positions, two_way_block_mask, two_way_mask, use_block_mask
-
-try:
-    from textmill.kernels.gelu_triton import bias_gelu
-except ImportError:  # Triton kernels cannot be built here
-    bias_gelu = None  # type: ignore[assignment]
 
 
 class Embeddings(nn.Module):
@@ -117,7 +114,7 @@ class Intermediate(nn.Module):
         self.activation = shape.activation
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
-        fused = bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.dense) is nn.Linear
+        fused = HAS_TRITON and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.dense) is nn.Linear
         if fused and self.activation in GELUS:
             x_NTF = linear(x_NTE, self.dense.weight, None)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.dense.bias, self.activation == "gelu_new")

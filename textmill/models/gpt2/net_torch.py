@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from textmill.kernels.attention_torch import can_use_fused_attention, fused_attention
+from textmill.kernels.attention_torch import can_use_fused_attention, fused_attention, project_qkv
 from textmill.kernels.dropout_torch import drop
 from textmill.kernels.fp8_torch import fp8_mlp
+from textmill.kernels.gelu_torch import bias_gelu
 from textmill.kernels.matmul_torch import add_linear, linear, use_tuned_matmul
 from textmill.kernels.norms_torch import norm_and_residual
-from textmill.kernels.qkv_torch import project_qkv
+from textmill.kernels.triton_support import HAS_TRITON
 from textmill.models.activations import GELUS
 from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
 from textmill.models.cache_torch import Cache
@@ -26,11 +27,6 @@ from textmill.models.masks_torch import (
     token_positions,
     use_block_mask,
 )
-
-try:
-    from textmill.kernels.gelu_triton import bias_gelu
-except ImportError:  # Triton kernels cannot be built here
-    bias_gelu = None  # type: ignore[assignment]
 
 
 class Attention(nn.Module):
@@ -132,7 +128,7 @@ class MLP(nn.Module):
         """The activations between the two matrices."""
         if self.activation is not None:
             return self.activation(apply_linear(self.c_fc, x_NTE, keys_N))
-        if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
+        if HAS_TRITON and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
             x_NTF = linear(x_NTE, self.c_fc.weight, None)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
             return y_MF.view(x_NTF.shape)

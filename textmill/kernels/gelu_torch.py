@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.kernels.column_sums_triton import column_sums
-from textmill.kernels.require_triton import libdevice, tl, triton
+from textmill.kernels.triton_support import column_sums, libdevice, tl, triton
 
 COLUMNS = 512
 ROWS = 4

@@ -1,0 +1,97 @@
+"""Triton, or a stand-in where its kernels cannot be built, so that one module has a kernel and its torch fallback.
+
+Kernels are written as usual with `tl` and `triton` from here. They run where `can_run_kernels` is true; elsewhere
+`triton.jit` leaves a function that nobody calls, and torch's own operations do the work.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "can_run_kernels",
+    "column_sums",
+    "libdevice",
+    "missing_requirement",
+    "tl",
+    "triton",
+]
+
+COMPILERS = ("gcc", "clang")
+"""Compilers that Triton tries for its launcher code if CC is not set."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""True if Triton interprets kernels, slowly and without a GPU; read by Triton too, when it is imported."""
+
+
+@cache
+def missing_requirement() -> str:
+    """What is missing for building Triton kernels, and how to install it; empty if nothing is missing."""
+    if find_spec("triton") is None:
+        return "Triton (it comes with torch's builds for GPUs on Linux)"
+    if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):
+        return "C compiler (install gcc)"
+    scheme = sysconfig.get_default_scheme()
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    return "" if (headers / "Python.h").is_file() else f"Python.h in {headers} (install python3-dev or similar)"
+
+
+def _uses_triton() -> bool:
+    """True if Triton is worth importing, which takes time: torch supports GPUs, and kernels can be built."""
+    has_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    return (has_gpus or INTERPRETED) and not missing_requirement()
+
+
+HAS_TRITON = _uses_triton()
+"""False: `triton`, `tl` and `libdevice` are stand-ins with which modules of kernels can be imported."""
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+else:
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+    libdevice = None
+
+
+def can_run_kernels(tensor: Tensor) -> bool:
+    """True if Triton kernels can run on this tensor: on a GPU, or on any device if Triton interprets them."""
+    return HAS_TRITON and (INTERPRETED or tensor.is_cuda)
+
+
+ROWS = 256
+COLUMNS = 32
+WARPS = 8
+"""Rows that a program of `column_sums` reads at a time, its columns, and its warps."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(parts, out, rows, width, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(0, rows, R):
+        row = start + tl.arange(0, R)
+        total += tl.load(
+            parts + row[:, None] * width + columns[None, :],
+            mask=(row < rows)[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+    tl.store(out + columns, tl.sum(total, 0), mask=columns < width)
+
+
+def column_sums(parts_PW: Tensor) -> Tensor:
+    """The sum over rows of a contiguous fp32 matrix: adds up the partial sums that a kernel's programs wrote."""
+    rows, width = parts_PW.shape
+    out_W = torch.empty(width, device=parts_PW.device)
+    _sum[(triton.cdiv(width, COLUMNS),)](parts_PW, out_W, rows, width, R=ROWS, C=COLUMNS, num_warps=WARPS)
+    return out_W
