@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from textmill.config import CorpusConfig
-from textmill.config.presets import PresetName
+from textmill.config.corpus import PresetName
 from textmill.corpus.clean import RULES, Cleaner, clean
 from textmill.corpus.clean.filters import (
     character_fractions,

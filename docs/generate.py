@@ -13,8 +13,7 @@ from typing import Any, get_args
 
 from textmill.commands.table import COMMANDS, Command
 from textmill.config import RunConfig, Section
-from textmill.config.keys import all_fields, section_types, suggest_key
-from textmill.config.mistakes import describe_type
+from textmill.config.keys import all_fields, describe_type, section_types, suggest_key
 from textmill.config.other_names import ADVICE, OTHER_NAMES
 
 DOCS = Path(__file__).parent

@@ -282,7 +282,7 @@ def help_text() -> str:
 
 def command_help(name: str) -> str:
     """What `textmill COMMAND --help` prints: its usage, its flags, and the settings it reads."""
-    from textmill.config.help import settings_help
+    from textmill.config.keys import settings_help
 
     row = COMMANDS[name]
     lines = [_usage(name) + (" [section.key=value ...]" if row.sections else ""), f"  {row.summary}", ""]

@@ -16,9 +16,17 @@ from typing import Any
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
-from textmill.config.load import Tree, build_config, drop_replaced, merge_trees, parse_settings, read_yaml
+from textmill.config.load import (
+    Tree,
+    build_config,
+    corpora_names,
+    drop_replaced,
+    merge_trees,
+    parse_settings,
+    read_yaml,
+    resolve_paths,
+)
 from textmill.config.model import is_family_file
-from textmill.config.paths import corpora_names, resolve_paths
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.remote_folders import fetch, is_url

@@ -20,8 +20,7 @@ from textmill.config import (
     TrainConfig,
 )
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
-from textmill.config.help import MOST_USED, all_help, settings_help
-from textmill.config.keys import all_fields, section_types, suggest_key
+from textmill.config.keys import MOST_USED, all_fields, all_help, section_types, settings_help, suggest_key
 from textmill.config.load import build_config, merge_trees, parse_settings, read_yaml
 from textmill.config.other_names import OTHER_NAMES
 from textmill.config.yaml_text import format_yaml, format_yaml_value

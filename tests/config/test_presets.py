@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from textmill.config import CorpusConfig, RunConfig, TrainConfig
-from textmill.config.presets import NONE, PRESETS, TRAIN_PRESETS, PresetName, RuleName, TrainPresetName
+from textmill.config.corpus import NONE, PRESETS, PresetName, RuleName
+from textmill.config.training import TRAIN_PRESETS, TrainPresetName
 from textmill.corpus.clean import RULES
 from textmill.errors import TextmillError
 

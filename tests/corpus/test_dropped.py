@@ -12,7 +12,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.config import CorpusConfig, RunConfig
-from textmill.config.presets import PresetName
+from textmill.config.corpus import PresetName
 from textmill.corpus.dropped import read_dropped
 from textmill.corpus.prepare import prepare
 from textmill.storage.stages import find_stage_damage

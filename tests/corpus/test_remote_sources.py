@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from textmill.config import CorpusConfig, RunConfig
-from textmill.config.paths import resolve_paths
+from textmill.config.load import resolve_paths
 from textmill.corpus.document import Document
 from textmill.corpus.formats import mongo as mongo_format
 from textmill.corpus.prepare import prepare

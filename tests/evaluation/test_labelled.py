@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from textmill.config import RunConfig
-from textmill.config.evaluation import AnswersConfig
+from textmill.config.usage import AnswersConfig
 from textmill.corpus.labelled.example import Example
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.measuring import AnswerMeasure, ConfusionMatrix, EntityCounts, find_entities

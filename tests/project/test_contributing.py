@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import textmill.commands
-import textmill.config.evaluation
+import textmill.config.usage
 import textmill.corpus.formats
 import textmill.evaluation.tasks
 from textmill.cli import main
@@ -70,7 +70,7 @@ def test_add_an_evaluation_task(
     (file,) = code_blocks("add-an-evaluation-task.md")
     (tmp_path / "yes_no.py").write_text(file, encoding="utf-8")
     monkeypatch.setattr(textmill.evaluation.tasks, "__path__", [*textmill.evaluation.tasks.__path__, str(tmp_path)])
-    monkeypatch.setattr(textmill.config.evaluation, "TASKS", tmp_path)
+    monkeypatch.setattr(textmill.config.usage, "TASKS", tmp_path)
     importlib.invalidate_caches()
     on_cpu = ["engine.device=cpu", "engine.precision=fp32"]
     assert main(["evaluate", str(model), "evaluate.tasks=yes_no", "evaluate.batch=2", "--json", *on_cpu]) == 0

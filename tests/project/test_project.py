@@ -122,8 +122,7 @@ def test_recipes_exist() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_recipe_is_a_valid_config(path: Path) -> None:
-    from textmill.config.load import build_config, read_yaml
-    from textmill.config.paths import resolve_paths
+    from textmill.config.load import build_config, read_yaml, resolve_paths
 
     tree, lines = read_yaml(path)
     config = build_config(resolve_paths(tree, path.parent), file=path, lines=lines)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from textmill.config import RunConfig, TokenizerConfig
-from textmill.config.chat import TEMPLATES
+from textmill.config.tokenizer import TEMPLATES
 from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.document import Turn
 from textmill.corpus.prepare import prepare

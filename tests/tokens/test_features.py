@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from textmill.cli import main
 from textmill.config import BeamRunner, LocalRunner, RunConfig
-from textmill.config.tokens import FeaturesConfig
+from textmill.config.tokenizer import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError

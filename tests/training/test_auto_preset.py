@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from textmill.config import RunConfig, TrainConfig
-from textmill.config.presets import TRAIN_PRESETS
+from textmill.config.training import TRAIN_PRESETS
 from textmill.errors import TextmillError
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.auto_settings import auto_settings, target_epochs

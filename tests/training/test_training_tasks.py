@@ -19,7 +19,7 @@ from textmill.checkpoints.folders import find_checkpoint, list_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.report import watch
 from textmill.config import EvaluateConfig
-from textmill.config.train_groups import BestConfig
+from textmill.config.training import BestConfig
 from textmill.errors import TextmillError
 from textmill.training.best_step import BestStep, open_best_step
 from textmill.training.loop import train

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, find_checkpoint_damage, list_checkpoints
 from textmill.config import STAGE_FOLDERS
-from textmill.config.distillation import TEACHER_CACHE
+from textmill.config.training import TEACHER_CACHE
 from textmill.errors import TextmillError
 from textmill.storage.files import is_as_written
 from textmill.storage.stages import MANIFEST, find_stage_damage, find_yaml_damage

@@ -7,20 +7,17 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from textmill.config.data import CorpusConfig
-from textmill.config.distillation import DistilConfig
-from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
-from textmill.config.evaluation import EvaluateConfig, WikitextConfig
+from textmill.config.corpus import CorpusConfig
+from textmill.config.engines import BeamRunner, EngineConfig, JaxEngine, JaxMesh, LocalRunner, RunnerConfig, TorchEngine
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
-from textmill.config.runners import BeamRunner, LocalRunner, RunnerConfig
 from textmill.config.section import Section, field_markers, path
-from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
-from textmill.config.tokens import TokensConfig
-from textmill.config.train_groups import (
+from textmill.config.tokenizer import TokenizerConfig, TokensConfig
+from textmill.config.training import (
     AverageConfig,
     ChatConfig,
     CheckpointsConfig,
+    DistilConfig,
     MaskedConfig,
     MultiTokenConfig,
     MuonConfig,
@@ -29,10 +26,19 @@ from textmill.config.train_groups import (
     RangeTestConfig,
     SpikesConfig,
     StableConfig,
+    TrainConfig,
 )
-from textmill.config.training import TrainConfig
-from textmill.config.usage import EmbedConfig, ExportConfig, PlanConfig, SampleConfig, TrackConfig, WandbConfig
-from textmill.config.vocabulary import TokenizerConfig
+from textmill.config.usage import (
+    EmbedConfig,
+    EvaluateConfig,
+    ExportConfig,
+    PlanConfig,
+    SampleConfig,
+    ServeConfig,
+    TrackConfig,
+    WandbConfig,
+    WikitextConfig,
+)
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
 

@@ -1,4 +1,4 @@
-"""Sections of the engines: one class per kind, with the settings that all engines share in a base class."""
+"""Sections with kinds: an engine and a runner of data work have one class per kind, with what kinds share in a base."""
 
 from __future__ import annotations
 
@@ -169,3 +169,33 @@ class DeepSpeedEngine(EngineSection):
 
 
 EngineConfig = TorchEngine | JaxEngine | DeepSpeedEngine
+
+
+class LocalRunner(Section):
+    """Run data work in processes of this machine."""
+
+    kind: Literal["local"] = changeable("local")
+    """local: a pool of processes on this machine."""
+    workers: int | Literal["auto"] = changeable("auto")
+    """Processes at a time; auto: one per core."""
+
+    @field_validator("workers")
+    @classmethod
+    def _check_workers(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise TextmillError(f"runner.workers: found {value}; give 1 or more, or auto")
+        return value
+
+
+class BeamRunner(Section):
+    """Run data work with Apache Beam, on this machine or on any engine that Beam supports."""
+
+    kind: Literal["beam"] = changeable("beam")
+    """beam: an Apache Beam pipeline (extra: textmill[beam])."""
+    options: list[str] = changeable([])
+    """Beam's own options, such as `--runner=FlinkRunner`; default: its direct runner, on this machine."""
+    shared_folder: str | None = path()
+    """A folder that every worker can reach, for their results; default: a temporary folder of this machine."""
+
+
+RunnerConfig = LocalRunner | BeamRunner

@@ -1,20 +1,28 @@
-"""From a YAML file and `section.key=value` arguments to a RunConfig, or to one line that says what is wrong."""
+"""From a YAML file and `section.key=value` arguments to a RunConfig, or to one line that says what is wrong.
+
+`read_yaml` and `parse_settings` make trees (nested dicts), `resolve_paths` makes their paths absolute, `merge_trees`
+joins them, and `build_config` checks the result.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig
-from textmill.config.keys import all_fields, kinds_of, section_types, suggest_key
-from textmill.config.mistakes import describe_type, first_mistake, key_and_parents
+from textmill.config.keys import all_fields, describe_type, kinds_of, section_types, suggest_key
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
+from textmill.config.usage import LM_EVAL, is_task_file, task_names
 from textmill.config.yaml_text import YamlLoader
 from textmill.errors import TextmillError
 
@@ -187,3 +195,186 @@ def _refuse_infinite_numbers(tree: Any, prefix: str) -> None:
             _refuse_infinite_numbers(value, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise TextmillError(f"{prefix}: {tree} is not usable; give a finite number")
+
+
+CORPORA = Path(__file__).parents[1] / "corpora"
+MARKERS = {"path", "source", "models", "task_files", "evaluation_files"}
+"""The markers of fields that hold paths."""
+CORPORA_FILE = "corpora.yaml"
+"""Where named corpora are declared, if the file is next to a config."""
+
+
+def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree:
+    """The tree with full paths, read relative to `base`; names of corpora and of the hub stay as they are.
+
+    `names` are corpora that are already known; without them the tree is a file's, and a corpora.yaml next to it is
+    used.
+    """
+    resolved = deepcopy(tree)
+    in_file = names is None
+    names = (names or set()) | corpora_names(tree, base)
+    for key, field in all_fields():
+        markers = field_markers(field)
+        *sections, name = key.split(".")
+        settings: Any = resolved
+        for section in sections:
+            settings = settings.get(section) if isinstance(settings, dict) else None
+        if MARKERS & markers.keys() and isinstance(settings, dict) and name in settings:
+            settings[name] = _resolve_value(base, settings[name], markers, names)
+    corpus = resolved.setdefault("corpus", {})
+    if in_file and isinstance(corpus, dict) and "corpora_file" not in corpus and (base / CORPORA_FILE).is_file():
+        corpus["corpora_file"] = str(base / CORPORA_FILE)
+    return resolved
+
+
+def _resolve_value(base: Path, value: Any, markers: dict[str, Any], names: set[str]) -> Any:
+    """The value of a field with one of MARKERS; a value of a wrong type is left to the check of types."""
+    if isinstance(value, list):
+        if markers.get("task_files"):
+            return [_resolve_task(base, item) for item in value]
+        if markers.get("evaluation_files"):
+            return [_resolve_evaluation(base, item) for item in value]
+        if markers.get("models"):
+            return [_resolve_existing(base, item) if isinstance(item, str) else item for item in value]
+        return [_resolve_item(base, item, names) for item in value]
+    if not isinstance(value, str) or markers.get("task_files") or markers.get("evaluation_files"):
+        return value
+    if not value.endswith(markers.get("suffix", "")):
+        return value
+    return under(base, value) if markers.get("path") else _resolve_existing(base, value)
+
+
+def _resolve_existing(base: Path, value: str) -> str:
+    """The full path of a value if it exists, else the value, which may be a name."""
+    full = under(base, value)
+    return full if os.path.exists(full) else value
+
+
+def corpora_names(tree: Tree, base: Path) -> set[str]:
+    """The names that a corpora.yaml declares: the file that `corpus.corpora_file` names, or the one in `base`."""
+    corpus = tree.get("corpus")
+    named = corpus.get("corpora_file") if isinstance(corpus, dict) else None
+    path = Path(under(base, named)) if isinstance(named, str) else base / CORPORA_FILE
+    return set(read_yaml(path)[0]) if path.is_file() else set()
+
+
+def under(base: Path, value: str) -> str:
+    """The full path of a value; ~ and $NAME are expanded, unless a file has exactly this name; a URL stays."""
+    if "://" in value:
+        return value
+    if "$" in value and not os.path.exists(base / value):
+        value = os.path.expandvars(value)
+        if unset := re.search(r"\$(\w+|\{[^}]*\})", value):
+            raise TextmillError(f"{value}: the environment variable {unset[0]} is not set; set it, or write the path")
+    return os.path.normpath(base / os.path.expanduser(value))
+
+
+def _resolve_task(base: Path, task: Any) -> Any:
+    """An entry of `evaluate.tasks` with a full path: NAME:FILE, a YAML file, or lm-eval:FOLDER/NAME."""
+    if not isinstance(task, str):
+        return task
+    if is_task_file(task):
+        return under(base, task)
+    name, colon, file = task.partition(":")
+    return f"{name}:{under(base, file)}" if colon and (name != LM_EVAL or "/" in file) else task
+
+
+def _resolve_evaluation(base: Path, item: Any) -> Any:
+    """An entry of `corpus.decontaminate` with a full path: as in `evaluate.tasks`, or a file."""
+    is_task = isinstance(item, str) and (is_task_file(item) or item.partition(":")[0] in (*task_names(), LM_EVAL))
+    return under(base, item) if isinstance(item, str) and not is_task else _resolve_task(base, item)
+
+
+def _resolve_item(base: Path, item: Any, names: set[str]) -> Any:
+    if isinstance(item, dict) and isinstance(item.get("path"), str):
+        return {**item, "path": under(base, item["path"])}
+    return _resolve_source(base, item, names) if isinstance(item, str) else item
+
+
+def _resolve_source(base: Path, value: str, names: set[str]) -> str:
+    """A source's full path; a corpus by name, a URL and a hub name stay as they are."""
+    if value.startswith("mongo:"):
+        return "mongo:" + under(base, value.removeprefix("mongo:"))
+    named = "://" in value or value.startswith("hf:") or value in names or (CORPORA / f"{value}.txt").is_file()
+    return value if named else under(base, value)
+
+
+SECTION_NAMES = {section.__name__ for _, field in all_fields() for section in section_types(field.annotation)}
+"""pydantic puts the class name of a union's member into the location of a mistake; the user did not write it."""
+BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def key_and_parents(key: str) -> list[str]:
+    """'a.b.c' -> ['a.b.c', 'a.b', 'a']."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def first_mistake(error: ValidationError, tree: dict[str, Any]) -> tuple[str, str]:
+    """The message and the key of the first mistake."""
+    mistakes = error.errors(include_url=False)
+    first = next((one for one in mistakes if one["type"] == "extra_forbidden"), mistakes[0])
+    known = _known_fields(first["loc"])
+    parts = _written_parts(first["loc"], known)
+    key = next((name for name in key_and_parents(".".join(parts)) if name in known), ".".join(parts))
+    if first["type"] == "extra_forbidden":
+        key = ".".join(parts)
+        return (_of_another_kind(key, tree) if key in known else f"{key}: no such key; {suggest_key(key)}"), key
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):  # its only input is the whole section
+        kinds = [str(get_args(field.annotation)[0]) for name, field in all_fields() if name == f"{key}.kind"]
+        return f"{key}.kind: found {tree[key].get('kind')!r}; choose one of {', '.join(kinds)}", f"{key}.kind"
+    if key not in known:
+        return f"{key}: {first['msg']}", key
+    expected = _describe_expected(known[key].annotation, [one for one in mistakes if one["loc"] == first["loc"]])
+    return f"{key}: found {first['input']!r}; {expected}", key
+
+
+def _known_fields(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
+    """Every key with its field; of a section that has kinds, the fields of the kind that the location names."""
+    known = dict(all_fields())
+    name = str(location[0]) if location else ""
+    for section in kinds_of(name):
+        if location[1:2] == (section.model_fields["kind"].default,):
+            known |= dict(all_fields(section, f"{name}."))
+    return known
+
+
+def _written_parts(location: tuple[int | str, ...], known: dict[str, Any]) -> list[str]:
+    """The parts of a location that the user wrote: not the class name of a union's member, not the kind that chose
+    it."""
+    parts: list[str] = []
+    chosen = False
+    for part in location:
+        if not chosen and part not in SECTION_NAMES:
+            parts.append(str(part))
+        field = None if chosen else known.get(".".join(parts))
+        chosen = field is not None and field.discriminator is not None
+    return parts
+
+
+def _of_another_kind(key: str, tree: dict[str, Any]) -> str:
+    """The message for a key that only another kind of its section has."""
+    name = key.partition(".")[0]
+    sections = kinds_of(name)
+    kind = tree[name].get("kind", sections[0].model_fields["kind"].default)
+    fitting = next(section for section in sections if key in dict(all_fields(section, f"{name}.")))
+    other = fitting.model_fields["kind"].default
+    return f"{key}: {name}.kind={kind} has no such key; remove it, or set {name}.kind={other}"
+
+
+def _describe_expected(annotation: Any, mistakes: list[Any]) -> str:
+    for mistake in mistakes:
+        if mistake["type"] in BOUNDS:
+            bound, words = BOUNDS[mistake["type"]]
+            return f"give a value {words} {mistake['ctx'][bound]}"
+        if mistake["type"] == "string_pattern_mismatch":
+            devices = mistake["ctx"]["pattern"].strip("^$()").replace(r"cuda(:\d+)?", "cuda|cuda:N")
+            return f"choose one of {', '.join(devices.split('|'))}"
+        if mistake["type"] in ("too_short", "too_long"):
+            return f"give {mistake['ctx'].get('min_length', mistake['ctx'].get('max_length'))} values"
+    return f"give {describe_type(annotation)}"

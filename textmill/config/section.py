@@ -1,4 +1,4 @@
-"""What every section of the config has in common, and the markers of its fields."""
+"""What every section of the config has in common: the markers of fields, and presets that fill several of them."""
 
 from __future__ import annotations
 
@@ -52,3 +52,32 @@ def field_markers(field: FieldInfo) -> dict[str, Any]:
     per_call."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
+
+
+def fill_from_preset(given: Any, presets: dict[str, dict[str, Any]]) -> Any:
+    """A section's settings over those of the preset that it names; a sub-section is filled key by key."""
+    preset = given.get("preset", "none") if isinstance(given, dict) else None
+    return _fill(presets[preset], given) if isinstance(preset, str) and preset in presets else given
+
+
+def _fill(below: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    filled = {**below, **over}
+    for name in below.keys() & over.keys():
+        if isinstance(below[name], dict) and isinstance(over[name], dict):
+            filled[name] = _fill(below[name], over[name])
+        elif isinstance(below[name], dict) and isinstance(over[name], BaseModel):
+            explicit = {key: getattr(over[name], key) for key in over[name].model_fields_set}
+            filled[name] = _fill(below[name], explicit)
+    return filled
+
+
+def omit_preset_values(settings: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """A section's settings without those that its preset sets to the same value."""
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and isinstance(preset.get(name), dict):
+            if inner := omit_preset_values(value, preset[name]):
+                own[name] = inner
+        elif name not in preset or value != preset[name]:
+            own[name] = value
+    return own

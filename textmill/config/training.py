@@ -1,4 +1,4 @@
-"""The section for training."""
+"""The section for training: its sub-sections first, then `TrainConfig` with the named sets of settings (`train.preset`)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,318 @@ from pydantic import (
     model_validator,
 )
 
-from textmill.config.distillation import DistilConfig
-from textmill.config.evaluation import check_tasks
-from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, fill_from_preset, omit_preset_values
-from textmill.config.section import Section, changeable, free_texts, path
-from textmill.config.train_groups import (
-    AverageConfig,
-    BestConfig,
-    ChatConfig,
-    CheckpointsConfig,
-    MaskedConfig,
-    MultiTokenConfig,
-    MuonConfig,
-    PackedConfig,
-    PaddedConfig,
-    RangeTestConfig,
-    SpikesConfig,
-    StableConfig,
+from textmill.config.section import (
+    Section,
+    changeable,
+    fill_from_preset,
+    free_texts,
+    models,
+    omit_preset_values,
+    path,
+    source,
 )
+from textmill.config.usage import check_tasks
 from textmill.errors import TextmillError
+
+MEMORY_STEPS_FROM = 10
+"""A `train.average.memory` from this on is in steps, not in epochs."""
+
+
+class PackedConfig(Section):
+    """Settings of `train.layout=packed`."""
+
+    isolate_documents: bool = False
+    """Attention and positions start again at each document, and no document predicts the next one's first token."""
+    last_window: Literal["keep", "drop"] = "keep"
+    """The tokens after the last full window of an epoch: keep (filled up from the start of the epoch) or drop."""
+
+
+class PaddedConfig(Section):
+    """Settings of `train.layout=padded`."""
+
+    long_documents: Literal["split", "truncate"] = "split"
+    """A document longer than `train.length`: split into several samples, or truncate to its beginning."""
+    end_truncated: bool = False
+    """End a truncated sample with the end-of-text token, as dsGPT2 does."""
+
+    @model_validator(mode="after")
+    def _check_end_truncated(self) -> PaddedConfig:
+        if self.end_truncated and self.long_documents != "truncate":
+            raise TextmillError(
+                "train.padded.end_truncated: train.padded.long_documents=split truncates no document; "
+                "set train.padded.long_documents=truncate"
+            )
+        return self
+
+
+class ChatConfig(Section):
+    """Settings of `train.layout=chat`."""
+
+    pack: bool = True
+    """Put several short conversations into one sample; false: one conversation per sample, as dsGPT2 does."""
+    truncate: Literal["start", "end"] = "start"
+    """Which end of a conversation longer than `train.length` is dropped; start keeps the last answer and its end."""
+
+
+class MaskedConfig(Section):
+    """Settings of `train.layout=masked`."""
+
+    pairs: Literal["next", "order", "none"] = "next"
+    """Segments of a sample. next: two, the second from another document in half of the samples (BERT's next sentence);
+    order: two, swapped in half of the samples (ALBERT's sentence order); none: one, of full sentences (RoBERTa)."""
+    probability: float = Field(0.15, gt=0, lt=1)
+    """The fraction of a sample's tokens that is predicted; of these, 80 % are masked, 10 % kept, 10 % replaced."""
+    max_predictions: int | None = Field(None, ge=1)
+    """Most predicted tokens in a sample, such as 20 for `train.length=128`; default: no limit."""
+    whole_words: bool = True
+    """Mask all tokens of a word or none; false: every token on its own."""
+    max_ngram: int = Field(1, ge=1, le=16)
+    """Mask up to this many words in a row, n words with a probability in proportion to 1/n; Megatron uses 3."""
+    short_probability: float = Field(0.1, ge=0, le=1)
+    """Pairs: the fraction of samples that are cut to a random shorter length."""
+    pack: bool = True
+    """Put several short samples into one row, isolated from each other, so that little padding is left."""
+    counts: str | None = source()
+    """Mask rare tokens more often: a file of token counts, written by `textmill show WHERE --counts FILE`; default:
+    all tokens are equally likely."""
+    counts_power: float = Field(0.7, gt=0, le=1)
+    """With `train.masked.counts`: a token seen n times has the weight n to the power of minus this."""
+
+
+class MuonConfig(Section):
+    """Settings of `train.optimizer=muon`."""
+
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of the running mean of the gradients."""
+    adamw_rate_factor: float = Field(1.0, gt=0)
+    """Learning rate of the weights that AdamW updates (embeddings, biases, LayerNorms), as a multiple of
+    `train.learning_rate`."""
+
+
+class MultiTokenConfig(Section):
+    """Multi-token prediction without another head: the same logits also predict the token after the next."""
+
+    weight: float = Field(0.0, ge=0)
+    """Weight of the loss of the token after the next at the start of the run, such as 0.5; it falls linearly to 0. The
+    logged loss is that of the next token alone. Default: no such loss."""
+    until: float = Field(0.5, gt=0, le=1)
+    """The fraction of the run after which the weight is 0."""
+
+
+class StableConfig(Section):
+    """Settings of `train.schedule=stable` (warmup-stable-decay)."""
+
+    decay_fraction: float = changeable(0.2, gt=0, le=1)
+    """The last fraction of the run, in which the learning rate falls."""
+
+
+class RangeTestConfig(Section):
+    """Settings of `train.schedule=range_test` (DeepSpeed's LRRangeTest)."""
+
+    steps: int = Field(2000, ge=1)
+    """Steps in which the learning rate rises by `train.range_test.rate` times `train.min_learning_rate`."""
+    rate: float = Field(1.0, gt=0)
+    """How fast the learning rate rises."""
+    staircase: bool = False
+    """Rise once every `train.range_test.steps` steps instead of continuously."""
+
+
+class SpikesConfig(Section):
+    """Skip the optimizer step when the loss spikes."""
+
+    threshold: float | None = changeable(None, gt=0)
+    """Skip the update of a step whose loss is this many robust deviations above the median of the last
+    `train.spikes.window` losses, such as 6; default: skip none."""
+    window: int = changeable(128, ge=2)
+    """How many past losses give the median; no update is skipped before there are this many."""
+
+
+class AverageConfig(Section):
+    """An average of the weights of the last steps, which is evaluated and saved as the model."""
+
+    memory: float | None = Field(None, gt=0)
+    """Evaluate and save an exponential moving average of the weights instead of the weights themselves, with a memory
+    of this many epochs, such as 0.15; from 10 on: of this many steps; default: no average. Training continues with the
+    weights themselves."""
+
+    def memory_in_steps(self, epoch_steps: float) -> float | None:
+        """The memory in steps, of which an epoch has `epoch_steps`."""
+        in_epochs = self.memory is not None and self.memory < MEMORY_STEPS_FROM
+        return self.memory * epoch_steps if in_epochs and self.memory else self.memory
+
+
+VALID_METRICS = ("valid_loss", "valid_accuracy", "valid_bits_per_byte", "valid_pair_loss", "valid_pair_accuracy")
+"""What is measured on the valid split; the last two with labels of sentence pairs."""
+
+
+class BestConfig(Section):
+    """Which checkpoint is the best one, and when a run ends early because there is no better one."""
+
+    metric: str = changeable("valid_loss")
+    """The metric of metrics.jsonl that chooses the best checkpoint: valid_loss, valid_accuracy ..., or one of
+    `train.tasks`, such as lambada/accuracy."""
+    direction: Literal["auto", "lowest", "highest"] = changeable("auto")
+    """Which value is the best one. auto: the highest of an accuracy (acc...), else the lowest."""
+    patience: int | None = changeable(None, ge=1)
+    """Early stopping: end the run after this many measurements of the metric without a better one; default: never."""
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if metric not in VALID_METRICS and "/" not in metric:
+            raise TextmillError(
+                f"train.best.metric: found '{metric}'; give {', '.join(VALID_METRICS)}, or TASK/METRIC of train.tasks, "
+                "such as lambada/accuracy"
+            )
+        return metric
+
+    @property
+    def highest(self) -> bool:
+        """Whether the highest value is the best."""
+        name = self.metric.rpartition("/")[2]
+        is_accuracy = name.startswith("acc") or name.endswith("accuracy")
+        return is_accuracy if self.direction == "auto" else self.direction == "highest"
+
+
+class CheckpointsConfig(Section):
+    """Which checkpoints are kept, and how large their files are."""
+
+    keep: int = changeable(2, ge=1)
+    """How many of the newest checkpoints are kept; the best one and those of `train.checkpoints.keep_every` are kept
+    too."""
+    keep_every: int | None = changeable(None, ge=1)
+    """Keep for good every checkpoint whose step is a multiple of this; default: none."""
+    max_file_gb: float = changeable(5.0, gt=0)
+    """Largest file of a checkpoint in GB; larger state is written as several files, which transformers also opens."""
+
+
+TERMS = ("kl", "mse", "cosine", "hidden")
+"""The terms of the loss that need a teacher."""
+
+TEACHER_CACHE = "teacher-cache"
+"""Where `textmill cache-teacher` writes unless `train.distil.cache` is set: a folder next to the tokens."""
+
+
+class DistilConfig(Section):
+    """Distillation: the loss compares the model with teachers, frozen models with the same tokenizer."""
+
+    teachers: list[str] = models([])
+    """The teachers: runs, checkpoints, Hugging Face model folders or hub names; the target is the mean of their
+    distributions. Default: no distillation."""
+    temperature: float = Field(2.0, gt=0)
+    """Logits of model and teachers are divided by this in `train.distil.kl`, which is multiplied by its square."""
+    kl: float = Field(0.5, ge=0)
+    """Weight of the divergence between the teachers' and the model's predictions (alpha_ce in other tools)."""
+    labels: float = Field(0.5, ge=0)
+    """Weight of the usual loss, the cross-entropy of the labels (alpha_clm or alpha_mlm in other tools)."""
+    mse: float = Field(0.0, ge=0)
+    """Weight of the squared difference of the logits, summed over the vocabulary; with several teachers, to their mean
+    logits."""
+    cosine: float = Field(0.0, ge=0)
+    """Weight of 1 - cosine between the last hidden states; needs teachers of the model's width."""
+    hidden: float = Field(0.0, ge=0)
+    """Weight of the mean squared difference between hidden states after `train.distil.student_layers` and
+    `train.distil.teacher_layers`; needs teachers of the model's width."""
+    student_layers: list[int] = []
+    """Blocks of the model, counted from 0, for `train.distil.hidden`; default: all."""
+    teacher_layers: list[int] = []
+    """The teachers' block for each of `train.distil.student_layers`; default: evenly spaced, the last to the last."""
+    divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    """forward: KL from the teachers to the model, which covers all that they predict; reverse: from the model to them,
+    which prefers what they find likely; jensen_shannon: the mean of both KLs to their mixture."""
+
+    top_k: int = Field(0, ge=0)
+    """`train.distil.kl` compares only so many tokens, those that the teachers find most likely, and all others together
+    as one; 0: every token of the vocabulary."""
+    cache: str | None = path()
+    """Folder with the teachers' predictions, which `textmill cache-teacher` writes; training then has no teacher in
+    memory. Needs `train.distil.top_k`; `train.distil.kl` is the only term."""
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The terms with a weight above 0, if there are teachers."""
+        return tuple(name for name in TERMS if getattr(self, name)) if self.teachers else ()
+
+    @model_validator(mode="after")
+    def _check_terms(self) -> DistilConfig:
+        if self.teachers and not any(getattr(self, name) for name in TERMS):
+            raise TextmillError(
+                "train.distil.teachers: no term uses them; set train.distil.kl, mse, cosine or hidden above 0"
+            )
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if changed and not self.teachers:
+            raise TextmillError(f"train.distil.{changed[0]}: there are no teachers; set train.distil.teachers")
+        if self.cache is not None:
+            self._check_cache()
+        if self.top_k and self.teachers and not self.kl:
+            raise TextmillError("train.distil.top_k: only train.distil.kl compares distributions; set it above 0")
+        if (self.student_layers or self.teacher_layers) and not self.hidden:
+            raise TextmillError("train.distil.student_layers: only train.distil.hidden uses layers; set it above 0")
+        if self.teacher_layers and len(self.teacher_layers) != len(self.student_layers):
+            raise TextmillError(
+                f"train.distil.teacher_layers: has {len(self.teacher_layers)} blocks, train.distil.student_layers "
+                f"{len(self.student_layers)}; give as many of both"
+            )
+        return self
+
+    def check_samples(self, layout: str, minutes: float | None) -> None:
+        """Refuse a run whose samples, or their number, are not known before it: predictions cannot be cached."""
+        if layout == "masked":
+            raise TextmillError(
+                "train.distil.cache: does not work with train.layout=masked, where few positions have predictions; "
+                "train with the teachers themselves"
+            )
+        if minutes is not None:
+            raise TextmillError(
+                "train.minutes: how many samples the run will see is not known before, so predictions of teachers "
+                "cannot be cached; set train.steps or train.epochs"
+            )
+
+    def _check_cache(self) -> None:
+        if not self.top_k:
+            raise TextmillError(
+                "train.distil.cache: has only the most likely tokens; set train.distil.top_k to how many, such as 64"
+            )
+        if others := [name for name in TERMS if name != "kl" and getattr(self, name)]:
+            raise TextmillError(
+                f"train.distil.{others[0]}: needs the teachers themselves, and train.distil.cache has only their most "
+                f"likely tokens; set train.distil.{others[0]}=0, or remove train.distil.cache"
+            )
+
+
+TrainPresetName = Literal["none", "auto", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
+_PRETRAIN: dict[str, Any] = {
+    "schedule": "cosine",
+    "warmup": 0.05,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.1,
+    "clip": 1.0,
+}
+TRAIN_PRESETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    # Learning rates, weight decay, batch and warm-up follow when net, tokens and length are known.
+    "auto": {"optimizer": "muon", "schedule": "cosine", "muon": {"momentum": 0.9}, "betas": [0.9, 0.95], "clip": 1.0},
+    # The best of the settings tried on the nano size and a megabyte of text in samples of 64, on a CPU.
+    "pretrain-nano": {
+        **_PRETRAIN,
+        "optimizer": "muon",
+        "learning_rate": 1e-2,
+        "min_learning_rate": 6e-4,
+        "muon": {"momentum": 0.9},
+        "betas": [0.9, 0.99],
+        "batch": 16,
+    },
+    # The best of the settings tried on 124M parameters and 52M tokens in samples of 1,024, all in
+    # bench/LOG.md.
+    "pretrain-muon": {
+        **_PRETRAIN,
+        "optimizer": "muon",
+        "learning_rate": 4.5e-3,
+        "muon": {"momentum": 0.9, "adamw_rate_factor": 2.2},
+        "batch": 32,
+    },
+    "pretrain-adamw": {**_PRETRAIN, "optimizer": "adamw", "learning_rate": 6e-4, "batch": 64},
+}
 
 UNITS = ("steps", "epochs", "samples", "tokens", "minutes")
 """The keys that can set the run's length; one of them is used."""

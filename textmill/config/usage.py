@@ -1,13 +1,174 @@
-"""Sections for using a model: sampling, export, tracking of its training, and the machine that `plan` estimates."""
+"""Sections for a finished model: evaluation, sampling, embedding, serving, export; and for tracking and `plan`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from textmill.config.section import Section, changeable, path, per_call, source
 from textmill.errors import TextmillError
+
+TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
+LM_EVAL = "lm-eval"
+"""`lm-eval:NAME` runs a task of lm-evaluation-harness."""
+
+
+def task_names() -> list[str]:
+    """The evaluation tasks: one file each."""
+    return sorted(file.stem for file in TASKS.glob("*.py") if file.stem != "__init__")
+
+
+def is_task_file(task: str) -> bool:
+    """Whether an entry of `evaluate.tasks` is a YAML file that describes a task of the user's own."""
+    return task.endswith((".yaml", ".yml")) and not task.startswith(f"{LM_EVAL}:")
+
+
+class WikitextConfig(Section):
+    """Settings of the task wikitext."""
+
+    protocol: Literal["lm-eval", "megatron", "transformers"] = "lm-eval"
+    """lm-eval: each article alone, detokenised, first token predicted; megatron: the file as one detokenised text, a
+    window every 32 tokens, first token not predicted; transformers: the file as it is, a window every 512 tokens, first
+    token not predicted. `evaluate.window`, `evaluate.stride`, `evaluate.first_token` and `evaluate.count_end` override
+    the protocol."""
+    detokenize: bool | None = None
+    """Undo the tokenisation of the published files (` @-@ `, ` , `); default: as the protocol does."""
+    articles: bool | None = None
+    """Read each article alone, not the file as one text; default: as the protocol does."""
+
+
+class AnswersConfig(Section):
+    """How answers to questions are chosen."""
+
+    n_best: int = Field(20, ge=1)
+    """The most likely first and last tokens of each window that are combined."""
+    max_tokens: int = Field(30, ge=1)
+    """Most tokens of an answer."""
+    no_answer: bool | None = None
+    """Whether a question may have no answer (SQuAD 2.0); default: whether one of the examples has none."""
+    no_answer_margin: float = 0.0
+    """How much higher no answer must score than the best answer to be chosen."""
+
+
+class EvaluateConfig(Section):
+    """How a model is evaluated."""
+
+    tasks: list[str] = Field(["perplexity"], json_schema_extra={"task_files": True})
+    """What to measure: perplexity (of a split, or of `evaluate.text`; for a BERT pseudo_perplexity), tasks on a file of
+    data such as wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE, your own task as a YAML file,
+    and lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
+    split: Literal["train", "valid", "test"] = "valid"
+    """The split to evaluate on."""
+    text: list[str] = Field([], json_schema_extra={"source": True, "per_call": True})
+    """Files or folders to measure instead of a split; read as `corpus.sources` are, but not cleaned. With a finetuned
+    head, examples as `corpus.labels` reads them; without labels they get predictions only."""
+    predictions: str | None = Field(None, json_schema_extra={"path": True, "per_call": True})
+    """The file for the predictions of a finetuned head: JSON lines, or SQuAD's JSON; default: in the run's
+    `evaluation` folder."""
+    batch: int = changeable(16, ge=1)
+    """Windows in one forward pass."""
+    window: int | None = Field(None, ge=1)
+    """Tokens that the model reads at once; default: `train.length`, or the model's longest context."""
+    stride: int | None = Field(None, ge=1)
+    """Tokens between the starts of two windows; default: the window's length. A smaller stride gives each token more
+    context."""
+    first_token: Literal["predicted", "context"] | None = None
+    """predicted: the first token is predicted from an end-of-text token; context: it is only read. Default: predicted;
+    in the task wikitext as the protocol does."""
+    count_end: bool | None = None
+    """Whether end-of-text tokens are predicted and counted; default: true, but false in the task wikitext."""
+    sample: int | None = Field(None, ge=2)
+    """Measure only this many examples (windows, for perplexity), a random sample; default: all."""
+    seed: int = Field(1234, ge=0, lt=2**63)
+    """The seed of `evaluate.sample`."""
+    baselines: bool = True
+    """Also evaluate a unigram and a bigram model, counted on the train split."""
+    answers: AnswersConfig = AnswersConfig()
+    """How a model finetuned for question-answering chooses answers."""
+    wikitext: WikitextConfig = WikitextConfig()
+    """Settings of the task wikitext."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: list[str]) -> list[str]:
+        if not tasks:
+            raise TextmillError(f"evaluate.tasks: is empty; choose from {', '.join(task_names())}")
+        return check_tasks(tasks, "evaluate.tasks")
+
+
+def check_tasks(tasks: list[str], key: str) -> list[str]:
+    """Refuse a name that is no task; `key` is the setting that error messages name."""
+    known = task_names()
+    for task in tasks:
+        if not is_task_file(task) and task.partition(":")[0] not in [*known, LM_EVAL]:
+            raise TextmillError(
+                f"{key}: unknown task '{task}'; choose from {', '.join(known)}, {LM_EVAL}:NAME, or name a YAML file"
+            )
+    return tasks
+
+
+class ServeConfig(Section):
+    """How a model is served over HTTP; `sample` holds the defaults of a request."""
+
+    host: str = changeable("127.0.0.1", min_length=1)
+    """The address to listen on; 0.0.0.0: every address of this machine."""
+    port: int = changeable(8000, ge=0, le=65535)
+    """The port to listen on; 0: any free port, which is printed."""
+    key_file: str | None = path(None)
+    """A file whose first line is the API key; default: the environment variable TEXTMILL_API_KEY, else no key is
+    required."""
+    model_name: str | None = changeable(None, min_length=1, max_length=200)
+    """The model's name in requests and replies; default: the name of its folder."""
+    adapter: Literal["merged", "separate"] = changeable("merged")
+    """A LoRA adapter: merged into its base when the model is opened, or computed as a separate branch."""
+    slots: int = changeable(16, ge=1, le=1024)
+    """Texts generated at the same time (continuous batching)."""
+    queue: int = changeable(64, ge=0, le=100_000)
+    """Texts that may wait for a slot; more are refused with status 429."""
+    max_connections: int = changeable(1000, ge=1, le=100_000)
+    """Most open connections; beyond them the one that has waited longest for its request is closed, or the new one gets
+    status 503."""
+    read_timeout: float = changeable(10.0, gt=0, le=3600)
+    """Seconds that a client has to send a request, plus one for every 16 KiB of it; then it gets status 408."""
+    max_body: int = changeable(1_000_000, ge=1000)
+    """Most bytes in the body of a request."""
+    max_prompt: int | None = changeable(None, ge=1)
+    """Most tokens in a prompt; default: the model's longest context."""
+    max_tokens: int = changeable(4096, ge=1)
+    """Most new tokens that a request may ask for."""
+    max_choices: int = changeable(16, ge=1, le=1024)
+    """Most texts that one request may ask for: its prompts times `n`."""
+    max_inputs: int = changeable(4096, ge=1, le=100_000)
+    """Most texts in one request for embeddings or to fill in."""
+    max_stops: int = changeable(16, ge=0, le=64)
+    """Most stop strings in a request."""
+    request_timeout: float = changeable(300.0, gt=0, le=86400)
+    """Seconds for a request, waiting included; then it ends with the text generated so far."""
+    shutdown_grace: float = changeable(30.0, ge=0, le=3600)
+    """Seconds that running requests have to finish when the server is stopped."""
+    step_timeout: float = changeable(60.0, gt=0, le=86400)
+    """Seconds that one step of the model may take; after that it counts as hung: /health returns 503, and waiting
+    requests get an error."""
+    allowed_origins: list[str] = changeable([])
+    """Web origins whose pages may call the server (CORS), such as https://example.org; default: none."""
+    allowed_hosts: list[str] = changeable([])
+    """More host names of the server; by default a server that listens on this machine only accepts localhost and
+    addresses."""
+    log_prompts: bool = changeable(False)
+    """Write prompts to the request log; false: only sizes and times."""
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
+                raise TextmillError(
+                    f"serve.allowed_origins: '{origin}' is no web origin; write https://NAME or "
+                    "http://NAME:PORT, without a path"
+                )
+        return value
 
 
 class SampleConfig(Section):

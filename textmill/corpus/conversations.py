@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import Any, get_args
 
-from textmill.config.data import ChatShape
+from textmill.config.corpus import ChatShape
 from textmill.corpus.document import Turn
 from textmill.corpus.records import UnreadableRecord
 

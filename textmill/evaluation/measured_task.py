@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from textmill.config import EvaluateConfig, RunConfig
-from textmill.config.load import merge_trees
-from textmill.config.mistakes import first_mistake
+from textmill.config.load import first_mistake, merge_trees
 from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.metrics import format_number

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from textmill.config import RunConfig
-from textmill.config.tokens import FeaturesConfig
+from textmill.config.tokenizer import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, hash_file, hash_json

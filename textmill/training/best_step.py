@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from textmill.checkpoints.best import BestRule
-from textmill.config.train_groups import BestConfig
+from textmill.config.training import BestConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from textmill.checkpoints.folders import open_model
 from textmill.config import RunConfig
-from textmill.config.distillation import TEACHER_CACHE
+from textmill.config.training import TEACHER_CACHE
 from textmill.engines.distillation.folders import resolve_teachers
 from textmill.engines.distillation.terms import check_top_k
 from textmill.errors import TextmillError

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from textmill.config import ExportConfig
-from textmill.config.chat import CONTENT
+from textmill.config.tokenizer import CONTENT
 from textmill.conversion import gguf_gpt2, gguf_llama
 from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family
 from textmill.errors import TextmillError, warn

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config.evaluation import AnswersConfig
+from textmill.config.usage import AnswersConfig
 from textmill.tokens.labelled import NO_SPAN, Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from textmill.config.evaluation import LM_EVAL, is_task_file, task_names
-from textmill.config.load import read_yaml
-from textmill.config.paths import under
+from textmill.config.load import read_yaml, under
+from textmill.config.usage import LM_EVAL, is_task_file, task_names
 from textmill.corpus.decontamination.evaluation_data import EvaluationData, open_text_data
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import ReadItem, texts_of

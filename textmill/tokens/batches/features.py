@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from textmill.config import RunConfig
-from textmill.config.tokens import FeaturesConfig
+from textmill.config.tokenizer import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from textmill.config import TokenizerConfig
-from textmill.config.vocabulary import UNKNOWN_TOKENS, special_tokens_of
+from textmill.config.tokenizer import UNKNOWN_TOKENS, special_tokens_of
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.token_bytes import BYTE_TOKENS, SPACE
 

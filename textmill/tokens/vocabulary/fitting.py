@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
-from textmill.config.chat import CONTENT, turns_of
+from textmill.config.tokenizer import CONTENT, turns_of
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.clean.filters import split_words

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.config.chat import CONTENT, tokens_in, turns_of
-from textmill.config.chat import END as END_PLACEHOLDER
-from textmill.config.vocabulary import ENDS, end_of
+from textmill.config.tokenizer import CONTENT, ENDS, end_of, tokens_in, turns_of
+from textmill.config.tokenizer import END as END_PLACEHOLDER
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_json, read_json, write_text
 from textmill.storage.hub import find_model_folder
