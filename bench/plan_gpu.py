@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from train_gpu import make_batch
 
-from textmill.commands.plan.speed import probe_speed
-from textmill.commands.plan.target import target_of
+from textmill.commands.plan import probe_speed, target_of
 from textmill.config import RunConfig
 from textmill.engines import open_engine
 from textmill.engines.memory.estimate import Estimator

@@ -11,7 +11,7 @@ from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
 from textmill.commands.new import _warn_of_busy_machine
 from textmill.corpus.reader import open_corpus
-from textmill.planning.facts import MachineFacts
+from textmill.planning.plan import MachineProfile
 from textmill.where import open_where
 
 SHAKESPEARE = Path(__file__).parents[2] / "textmill" / "corpora" / "tinyshakespeare.txt"
@@ -169,7 +169,7 @@ def test_texts_that_cannot_be_used(name: str, content: str, message: str, capsys
     ids=["CPU", "container with two of 64 cores", "GPU"],
 )
 def test_a_busy_cpu_is_reported(
-    machine: MachineFacts,
+    machine: MachineProfile,
     all_cores: int,
     busy: bool,
     monkeypatch: pytest.MonkeyPatch,

@@ -16,9 +16,7 @@ from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
 from textmill.models.llama.facts import Shape as LlamaShape
 from textmill.models.nets_torch import build_net
-from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.masked_plan import limit_vocabs
-from textmill.planning.plan import auto_family, plan_for
+from textmill.planning.plan import MachineProfile, TextProfile, auto_family, limit_vocabs, plan_for
 from textmill.planning.project_file import Project, project_yaml
 from textmill.where import open_where
 
@@ -28,13 +26,13 @@ BYTES = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000
 @pytest.mark.parametrize(
     ("text", "least", "pairs"),
     [
-        (TextFacts(10**6, 300, 0.0, BYTES, {"Latin": 1.0}), 2048, "next"),
-        (TextFacts(10**6, 300, 0.0, BYTES, {"Hangul": 0.9, "Latin": 0.1}), 8192, "next"),
-        (TextFacts(10**8, 10**6, 0.0, BYTES, {"Cjk": 1.0}), 8192, "none"),
+        (TextProfile(10**6, 300, 0.0, BYTES, {"Latin": 1.0}), 2048, "next"),
+        (TextProfile(10**6, 300, 0.0, BYTES, {"Hangul": 0.9, "Latin": 0.1}), 8192, "next"),
+        (TextProfile(10**8, 10**6, 0.0, BYTES, {"Cjk": 1.0}), 8192, "none"),
     ],
 )
 @pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])
-def test_the_config_accepts_the_plan(text: TextFacts, least: int, pairs: str, machine: MachineFacts) -> None:
+def test_the_config_accepts_the_plan(text: TextProfile, least: int, pairs: str, machine: MachineProfile) -> None:
     facts = limit_vocabs(text)
     assert min(facts.bytes_per_token) == least
     plan = plan_for(facts, machine, 5, True)
@@ -49,7 +47,7 @@ def test_the_config_accepts_the_plan(text: TextFacts, least: int, pairs: str, ma
 
 def test_the_head_costs_as_much_as_the_masked_tokens_need() -> None:
     """The planned seconds are the FLOPs of the family, which counts its head for 15% of the tokens."""
-    text = limit_vocabs(TextFacts(2 * 10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}))
+    text = limit_vocabs(TextProfile(2 * 10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}))
     plan, entire = plan_for(text, H200, 8, masked=True), plan_for(text, H200, 8)
     assert plan.vocab > entire.vocab
     assert (plan.length, entire.length) == (128, 1024)
@@ -62,9 +60,9 @@ def test_the_head_costs_as_much_as_the_masked_tokens_need() -> None:
 
 @pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(("size", "untied"), [(10**8, True), (10**5, False)], ids=["few epochs", "many epochs"])
-def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts, size: int, untied: bool) -> None:
+def test_a_llama_has_the_size_that_was_planned(machine: MachineProfile, size: int, untied: bool) -> None:
     """An untied head, in few epochs, comes on top: it takes no more time."""
-    text = TextFacts(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
+    text = TextProfile(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
     plan = plan_for(text, machine, 5)
     written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, "llama"))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
@@ -82,8 +80,8 @@ def test_a_llama_has_the_size_that_was_planned(machine: MachineFacts, size: int,
     [(TWO_CORES, 5, "llama"), (H200, 5, "llama"), (H200, 0.8, "gpt2")],
     ids=["cpu", "compiled", "not compiled"],
 )
-def test_the_family_is_chosen_for_the_machine(machine: MachineFacts, minutes: float, family: str) -> None:
-    plan = plan_for(TextFacts(10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}), machine, minutes)
+def test_the_family_is_chosen_for_the_machine(machine: MachineProfile, minutes: float, family: str) -> None:
+    plan = plan_for(TextProfile(10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}), machine, minutes)
     assert auto_family(machine, plan) == family
 
 
@@ -124,10 +122,10 @@ def test_mistakes_are_named(
 @pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("size", [10**8, 10**5], ids=["few epochs", "many epochs"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
-def test_the_parameters_that_are_named_are_all_of_the_model(machine: MachineFacts, size: int, family: str) -> None:
+def test_the_parameters_that_are_named_are_all_of_the_model(machine: MachineProfile, size: int, family: str) -> None:
     """Those of the net that is trained: its embeddings of tokens and positions too."""
     masked = family == "bert"
-    text = TextFacts(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
+    text = TextProfile(size, 10**4, 0.0, BYTES, {"Latin": 1.0})
     text = limit_vocabs(text) if masked else text
     plan = plan_for(text, machine, 5, masked)
     written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, family))

@@ -11,7 +11,7 @@ import pytest
 from bench.kill_train import train_arguments
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
-from textmill.commands.plan.amounts import communication_of
+from textmill.commands.plan import communication_of
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines.memory.estimate import Device, Estimator

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from textmill.cli import main
-from textmill.commands import next_steps
+from textmill.commands import run
 from textmill.commands import run as command
 from textmill.commands.prepare import prepare
 from textmill.config import RunConfig
@@ -51,7 +51,7 @@ def test_without_a_valid_loss_more_text_is_proposed_and_no_tuning(tmp_path: Path
     settings = {"folder": str(tmp_path), "corpus": {"sources": ["a.txt"]}, "train": {"minutes": 1}}
     config = RunConfig.model_validate(settings)
     states: tuple[State, ...] = ("unknown", "limited by the text")
-    unknown, limited = (next_steps.improving_commands(config, state, "here") for state in states)
+    unknown, limited = (run.improving_commands(config, state, "here") for state in states)
     assert unknown == ["textmill new larger --text 'more texts/*.txt'"]
     assert "textmill tune here --minutes 60" in limited
 
@@ -61,7 +61,7 @@ def test_a_longer_run_has_all_of_the_text(count: int, tmp_path: Path) -> None:
     sources = [f"text {number}.txt" for number in range(count)]
     settings = {"folder": str(tmp_path), "corpus": {"sources": sources}, "train": {"minutes": 2}}
     state: State = "undertrained"
-    longer, _ = next_steps.improving_commands(RunConfig.model_validate(settings), state, "here")
+    longer, _ = run.improving_commands(RunConfig.model_validate(settings), state, "here")
     words = shlex.split(longer)
     named = [word for before, word in pairwise(words) if before == "--text"]
     assert named == sources or words == ["textmill", "train", "here", "train.minutes=8"]
@@ -194,4 +194,4 @@ def test_the_proposed_prompt_is_of_the_language_of_the_text(text: str, prompt: s
     corpus = {"sources": [str(tmp_path / "a.jsonl")], "split": [50, 50, 0]}
     config = RunConfig.model_validate({"folder": str(tmp_path), "corpus": corpus, "runner": {"workers": 1}})
     prepare(config)
-    assert next_steps._prompt_of(config) == prompt
+    assert run._prompt_of(config) == prompt

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from bench.kill_train import train_arguments
 from textmill.cli import main
-from textmill.commands.show.tokens import token_texts
+from textmill.commands.show import token_texts
 from textmill.config import TokenizerConfig
 from textmill.tokens.vocabulary.tokenizer import fit
 
@@ -94,7 +94,7 @@ def test_show_without_language_identification(
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts"]) == 0
     assert main(["prepare", "mine"]) == 0
-    monkeypatch.setattr("textmill.commands.show.corpus.find_spec", lambda name: None)
+    monkeypatch.setattr("textmill.commands.show.find_spec", lambda name: None)
     assert main(["show", "mine"]) == 0
     assert "pip install 'textmill[clean]'" in capsys.readouterr().out
 

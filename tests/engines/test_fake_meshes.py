@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.fake_meshes import PASSES, Collectives, batch_of_rank, config_of, shape_of, started
-from textmill.commands.plan.amounts import communication_of
+from textmill.commands.plan import communication_of
 from textmill.engines import data_parallel_torch
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.engines.memory.state_torch import fake_ranks

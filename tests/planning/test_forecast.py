@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.planning.test_plan import text_of
 from tests.support.machines import H200, TWO_CORES
-from textmill.planning.facts import MachineFacts
 from textmill.planning.forecast import IRREDUCIBLE, describe, forecast, forecast_run, reducible_loss, text_scale
+from textmill.planning.plan import MachineProfile
 
 
 def test_the_law_is_the_published_one() -> None:
@@ -34,7 +34,7 @@ def test_it_fits_the_trials_of_the_docs_page() -> None:
 
 
 @given(st.floats(1e5, 1e10), st.floats(0.5, 100), st.sampled_from([TWO_CORES, H200]))
-def test_more_minutes_are_never_forecast_to_be_much_worse(size: float, minutes: float, machine: MachineFacts) -> None:
+def test_more_minutes_are_never_forecast_to_be_much_worse(size: float, minutes: float, machine: MachineProfile) -> None:
     half, more = forecast(text_of(size), machine, minutes)
     assert half.change >= -0.05
     assert more.change <= 0.05

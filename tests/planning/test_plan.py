@@ -20,12 +20,13 @@ from textmill.config.load import parse_settings, read_yaml
 from textmill.corpus.inspection import RecordFacts
 from textmill.engines import compile_torch
 from textmill.models import open_family
-from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.plan import (
     COMPILE_SECONDS,
     FIT_RATE,
     FITTED_BYTES,
     STAGE_RATES,
+    MachineProfile,
+    TextProfile,
     default_minutes,
     fitted_fraction,
     plan_for,
@@ -34,12 +35,12 @@ from textmill.planning.project_file import Project, count_model_parameters, proj
 from textmill.training.auto_settings import MAX_EPOCHS
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
-FLAT = MachineFacts("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)
+FLAT = MachineProfile("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)
 """A card that reaches the same with any net, as the published table assumes."""
 
 
-def text_of(size: float, **more: float) -> TextFacts:
-    return replace(TextFacts(round(size), max(1, round(size / 5000)), 0.0, ENGLISH, {"Latin": 1.0}), **more)  # type: ignore[arg-type]
+def text_of(size: float, **more: float) -> TextProfile:
+    return replace(TextProfile(round(size), max(1, round(size / 5000)), 0.0, ENGLISH, {"Latin": 1.0}), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_sizes_are_near_those_of_the_scaling_laws(million_tokens: int, seconds: 
 
 
 @given(st.floats(2e3, 1e11), st.floats(0.2, 600), st.sampled_from([TWO_CORES, H200]))
-def test_every_text_gets_a_plan_that_the_config_accepts(size: float, minutes: float, machine: MachineFacts) -> None:
+def test_every_text_gets_a_plan_that_the_config_accepts(size: float, minutes: float, machine: MachineProfile) -> None:
     plan = plan_for(text_of(size), machine, minutes)
     shape = {"layers": plan.layers, "heads": plan.heads, "width": plan.width, "dropout": plan.dropout}
     RunConfig.model_validate(
@@ -82,7 +83,7 @@ def test_every_text_gets_a_plan_that_the_config_accepts(size: float, minutes: fl
 
 @given(st.floats(1e5, 1e10), st.floats(0.5, 100), st.floats(1, 10), st.sampled_from([TWO_CORES, H200]))
 def test_more_minutes_never_make_a_smaller_net(
-    size: float, minutes: float, times: float, machine: MachineFacts
+    size: float, minutes: float, times: float, machine: MachineProfile
 ) -> None:
     text = text_of(size)
     assert plan_for(text, machine, minutes * times).parameters >= plan_for(text, machine, minutes).parameters
@@ -109,7 +110,7 @@ def test_a_vocabulary_is_fitted_on_20_mb_of_long_documents_too() -> None:
 def test_the_korean_trial() -> None:
     """bench/LOG.md: of the nets tried on 12 MB of Korean, 6 x 384 with a weight decay of 2 was the best."""
     korean = {512: 2.39, 1024: 3.49, 2048: 4.41, 4096: 5.23, 8192: 5.95, 16384: 6.55, 32000: 7.03}
-    plan = plan_for(TextFacts(12_000_000, 8300, 0.0, korean, {"Hangul": 1.0}), H200, 1)
+    plan = plan_for(TextProfile(12_000_000, 8300, 0.0, korean, {"Hangul": 1.0}), H200, 1)
     assert (plan.layers, plan.width, plan.vocab) == (6, 384, 8192)
     assert 1.5 < plan.weight_decay < 2.5
     assert 10_000 < plan.batch * plan.length < 20_000

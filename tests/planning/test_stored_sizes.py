@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.planning.stored_sizes import content_size
+from textmill.planning.inspect_text import content_size
 
 DATA = random.Random(1).randbytes(300_000) + b"text " * 400_000
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from textmill.commands.tune import table_row
 from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, needed_minutes, search, trial_minutes
-from textmill.planning.tuned_file import table_row
 
 CURRENT = Current(learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1)
 BEST = {"train.learning_rate": 0.02, "train.weight_decay": 0.5, "train.batch": 16.0, "model.shape.width": 384.0}

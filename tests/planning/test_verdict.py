@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.planning.verdict import RunFacts, describe_quality, describe_state, read_curves, state_of
+from textmill.planning.verdict import FinishedRun, describe_quality, describe_state, read_curves, state_of
 
 FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
 
@@ -16,40 +16,40 @@ FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
 @pytest.mark.parametrize(
     ("facts", "state"),
     [
-        (RunFacts(5_000_000, 2_000_000, 50_000_000, RISING), "overfitting"),
-        (RunFacts(5_000_000, 2_000_000, 30_000_000, FALLING), "limited by the text"),
+        (FinishedRun(5_000_000, 2_000_000, 50_000_000, RISING), "overfitting"),
+        (FinishedRun(5_000_000, 2_000_000, 30_000_000, FALLING), "limited by the text"),
         # nanochat's law wants 11 tokens for each parameter: 1,364M tokens for 124M parameters.
-        (RunFacts(124_000_000, 1_000_000_000, 400_000_000, FALLING), "undertrained"),
-        (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING), "finished"),
-        (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.6), "limited by the text"),
-        (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.9), "finished"),
+        (FinishedRun(124_000_000, 1_000_000_000, 400_000_000, FALLING), "undertrained"),
+        (FinishedRun(124_000_000, 1_000_000_000, 1_400_000_000, FALLING), "finished"),
+        (FinishedRun(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.6), "limited by the text"),
+        (FinishedRun(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.9), "finished"),
         # More time does not help a net that knows its text; within the first epoch it cannot know it.
-        (RunFacts(124_000_000, 1_000_000, 9_000_000, FALLING, train_loss=2.6), "limited by the text"),
-        (RunFacts(124_000_000, 1_000_000, 9_000_000, FALLING, train_loss=3.1), "undertrained"),
-        (RunFacts(20_000_000, 1_000_000_000, 900_000_000, FALLING, train_loss=2.6), "finished"),
-        (RunFacts(124_000_000, 1_000_000, 400_000, FALLING, from_scratch=False), "finished"),
-        (RunFacts(5_000_000, 2_000_000, 30_000_000, {}), "unknown"),
+        (FinishedRun(124_000_000, 1_000_000, 9_000_000, FALLING, train_loss=2.6), "limited by the text"),
+        (FinishedRun(124_000_000, 1_000_000, 9_000_000, FALLING, train_loss=3.1), "undertrained"),
+        (FinishedRun(20_000_000, 1_000_000_000, 900_000_000, FALLING, train_loss=2.6), "finished"),
+        (FinishedRun(124_000_000, 1_000_000, 400_000, FALLING, from_scratch=False), "finished"),
+        (FinishedRun(5_000_000, 2_000_000, 30_000_000, {}), "unknown"),
     ],
 )
-def test_states(facts: RunFacts, state: str) -> None:
+def test_states(facts: FinishedRun, state: str) -> None:
     assert state_of(facts) == state
     assert describe_state(facts).lower().startswith(state.split()[0][:7]) or state in ("finished", "unknown")
 
 
 def test_overfitting_names_where_it_began() -> None:
-    text = describe_state(RunFacts(5_000_000, 2_000_000, 50_000_000, RISING))
+    text = describe_state(FinishedRun(5_000_000, 2_000_000, 50_000_000, RISING))
     assert "3.5000 to 3.9000 since step 200" in text
     assert "25 epochs" in text
 
 
 def test_the_size_that_is_named_counts_the_embeddings() -> None:
-    facts = RunFacts(130_000, 900_000, 50_000, FALLING, all_parameters=190_000)
+    facts = FinishedRun(130_000, 900_000, 50_000, FALLING, all_parameters=190_000)
     assert "a net of 0.2M parameters" in describe_state(facts)
     assert "a net of 0.1M parameters" in describe_state(replace(facts, all_parameters=None))
 
 
 def test_what_a_net_knows_by_heart_is_named() -> None:
-    facts = RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.6)
+    facts = FinishedRun(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.6)
     assert "its loss is 2.60 on that text and 3.20 on text that is new to it" in describe_state(facts)
     assert "its loss" not in describe_state(replace(facts, tokens=9_000_000_000, train_loss=3.1))
 
@@ -70,7 +70,7 @@ def test_epochs_are_the_last_logged_ones(tmp_path: Path) -> None:
 
 
 def test_a_continued_model_is_not_called_trained_enough() -> None:
-    falling = RunFacts(124_000_000, 1_000_000, 80_000, FALLING, from_scratch=False)
+    falling = FinishedRun(124_000_000, 1_000_000, 80_000, FALLING, from_scratch=False)
     text = describe_state(falling)
     assert text.startswith("No overfitting: it saw 0.08 epochs of 1,000,000 tokens; the last valid loss is the lowest")
 

@@ -18,11 +18,9 @@ from transformers import GPT2LMHeadModel
 from bench.kill_train import train_arguments
 from tests.support.browser import Browser, missing
 from textmill.cli import main
-from textmill.reports.curves import draw_curve, reduce_points
-from textmill.reports.page import build_page, list_differences
-from textmill.reports.results import shorten_account
+from textmill.reports.curves import build_svg, draw_curve, reduce_points
+from textmill.reports.page import build_page, list_differences, shorten_account
 from textmill.reports.run_files import find_run, flatten, read_run
-from textmill.reports.svg import build_svg
 from textmill.reports.texts import describe_progress, describe_run, describe_runs
 from textmill.track.notes import read_notes
 

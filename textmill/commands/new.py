@@ -17,11 +17,18 @@ from textmill.corpus.source import Source
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
-from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
-from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
-from textmill.planning.plan import VOCABS, auto_family, default_minutes, plan_for
+from textmill.planning.plan import (
+    MIN_SECTION,
+    VOCABS,
+    MachineProfile,
+    TextProfile,
+    auto_family,
+    default_minutes,
+    limit_vocabs,
+    plan_for,
+)
 from textmill.planning.probe_machine import probe_machine
 from textmill.planning.project_file import Project, count_model_parameters, path_in_project, project_yaml
 from textmill.storage.files import write_text
@@ -95,7 +102,7 @@ def _find_texts(entries: list[str], folder: str) -> list[Source]:
     return found
 
 
-def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextFacts:
+def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextProfile:
     """The facts of the text; plain text and a few long records are to be cut into sections, others are not."""
     shortest = MIN_SECTION if masked else 200
     corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
@@ -124,13 +131,13 @@ def _section_chars(size: int, shortest: int) -> int:
     return max(shortest, min(4000, round(size / 30000) * 100))
 
 
-def _has_few_records(facts: TextFacts, shortest: int) -> bool:
+def _has_few_records(facts: TextProfile, shortest: int) -> bool:
     """Whether nearly all of the text is in a few records, each long enough for several sections."""
     size = facts.typical_document_bytes
     return size * FEW_DOCUMENTS > facts.bytes and size > 8 * _section_chars(facts.bytes, shortest)
 
 
-def _warn_of_busy_machine(machine: MachineFacts) -> None:
+def _warn_of_busy_machine(machine: MachineProfile) -> None:
     """Warn if other programs use the CPU whose speed was measured.
 
     In a container with some of the cores, the load is still that of all of them.
@@ -144,7 +151,7 @@ def _warn_of_busy_machine(machine: MachineFacts) -> None:
         )
 
 
-def _warn_of_text(facts: TextFacts, encoding: str, path: Path) -> None:
+def _warn_of_text(facts: TextProfile, encoding: str, path: Path) -> None:
     """Warn of a guessed encoding, and of too few documents."""
     if encoding != "auto":
         warn(f"files that are not UTF-8 look like {encoding}; if that is wrong, change corpus.encoding in {path}")

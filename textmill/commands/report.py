@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from textmill.errors import TextmillError
+from textmill.reports.curves import build_svg
 from textmill.reports.page import build_page, unique_names
 from textmill.reports.run_files import RunFiles, find_run, list_runs, read_run
-from textmill.reports.svg import build_svg
 from textmill.reports.texts import describe_run, describe_runs
 from textmill.storage.files import format_path, write_text
 

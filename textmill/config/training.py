@@ -1,4 +1,4 @@
-"""The section for training: its sub-sections first, then `TrainConfig` with the named sets of settings (`train.preset`)."""
+"""The section for training: its sub-sections first, then `TrainConfig` and the presets (`train.preset`)."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.plan import Plan, plan_for
+from textmill.planning.plan import MachineProfile, Plan, TextProfile, plan_for
 from textmill.training.auto_settings import MAX_EPOCHS
 
 IRREDUCIBLE = 1.87
@@ -54,14 +53,14 @@ def text_scale(loss: float, parameters: float, unique: float, epochs: float) -> 
     return max(0.05, (loss - IRREDUCIBLE) / reducible_loss(parameters, unique, epochs))
 
 
-def forecast(text: TextFacts, machine: MachineFacts, minutes: float, scale: float = USUAL_SCALE) -> list[Forecast]:
+def forecast(text: TextProfile, machine: MachineProfile, minutes: float, scale: float = USUAL_SCALE) -> list[Forecast]:
     """The change with half and four times the minutes, each with its own plan."""
     now = _reducible_bits(text, plan_for(text, machine, minutes), scale)
     plans = ((factor * minutes, plan_for(text, machine, factor * minutes)) for factor in FACTORS)
     return [Forecast(other, _reducible_bits(text, plan, scale) - now) for other, plan in plans]
 
 
-def _reducible_bits(text: TextFacts, plan: Plan, scale: float) -> float:
+def _reducible_bits(text: TextProfile, plan: Plan, scale: float) -> float:
     """In bits per byte."""
     size = reference_bytes_per_token(text)
     return scale * reducible_loss(plan.parameters, text.train_bytes / size, plan.epochs) / size / math.log(2)
@@ -79,7 +78,7 @@ def describe(forecasts: Sequence[Forecast]) -> str:
     return "bits per byte in " + "; in ".join(parts)
 
 
-def reference_bytes_per_token(text: TextFacts) -> float:
+def reference_bytes_per_token(text: TextProfile) -> float:
     """Bytes per token with a vocabulary near the law's."""
     vocab = min(text.bytes_per_token, key=lambda size: abs(math.log(size / REFERENCE_VOCAB)))
     return text.bytes_per_token[vocab]

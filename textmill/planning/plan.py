@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from textmill.engines import MANY_CORES, shortest_compiled_run
-from textmill.planning.facts import MachineFacts, TextFacts
 from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS
 from textmill.training.auto_settings import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
@@ -37,6 +36,12 @@ MASKED = 0.15
 MAX_LENGTH = 1024
 MASKED_LENGTH = 128
 """The longest samples; those of masked tokens are as long as in the first nine tenths of BERT's training."""
+MIN_VOCAB = 2048
+MANY_CHARACTERS_VOCAB = 8192
+"""The smallest WordPiece vocabularies: for alphabets, and for scripts with thousands of characters."""
+MANY_CHARACTERS = ("Cjk", "Hangul", "Hiragana", "Katakana")
+MIN_SECTION = 1000
+"""Characters of a document that plain text is cut into, at least: enough for several sentences."""
 COMPILE_SECONDS = 30.0
 FEW_CORES_SECONDS = 60.0
 """On a GPU, what compiling takes, and what it takes with few cores."""
@@ -56,6 +61,70 @@ FITTED_BYTES = 20e6
 MIN_FITTED_DOCUMENTS = 2000
 """A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Fewer
 documents are all used, unless they are so long that pieces of them are sampled."""
+
+
+@dataclass(frozen=True)
+class TextProfile:
+    """A text, as far as planning needs it."""
+
+    bytes: int
+    """Bytes of text, markup and compression not counted."""
+    documents: int
+    """Estimated number of documents."""
+    duplicates: float
+    """The fraction of the sample's bytes in documents that occurred before."""
+    bytes_per_token: Mapping[int, float]
+    """By vocabulary size, on documents that the trial vocabulary was not fitted on."""
+    scripts: Mapping[str, float]
+    """The fraction of letters in each script, the most frequent first."""
+    section: int = 0
+    """`corpus.section_chars` for plain text; 0: documents are given."""
+    cut_records: bool = False
+    """Whether records are cut into sections too, as plain text is."""
+    typical_document_bytes: float = 0.0
+    """Mean bytes of the documents, weighted by their bytes: where most of the text is, even if most documents are
+    short."""
+    train_fraction: float = 0.9
+    """The part of the text in the train split."""
+
+    @property
+    def train_bytes(self) -> float:
+        """Bytes of text in the train split, duplicates removed."""
+        return self.bytes * self.train_fraction * (1 - self.duplicates)
+
+    @property
+    def different_documents(self) -> int:
+        """Estimated number of documents, duplicates removed."""
+        return max(1, round(self.documents * (1 - self.duplicates)))
+
+    @property
+    def document_bytes(self) -> float:
+        """Mean bytes of a document."""
+        return self.bytes / max(1, self.documents)
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """A machine, as far as planning needs it."""
+
+    device: str
+    """cpu or cuda."""
+    name: str
+    cores: int
+    memory: int
+    """Bytes of the device's memory."""
+    rates: tuple[tuple[int, float], tuple[int, float]]
+    """(parameters, achieved operations per second) of a small and a larger net in training; compiled on a GPU."""
+    startup_seconds: float
+    """Seconds of a command that are not work on text or steps: imports, saving, evaluating."""
+
+    def flops(self, parameters: float) -> float:
+        """Achieved operations per second with a net of so many parameters: a power law through the two measured
+        ones."""
+        (small, slow), (large, fast) = self.rates
+        power = math.log(fast / slow) / math.log(large / small)
+        bounded = min(max(parameters, small / 4), large * 8)
+        return slow * math.pow(bounded / small, max(0.0, min(1.0, power)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +162,7 @@ class Plan:
         return family == "llama" and self.epochs < UNTIED_EPOCHS
 
 
-def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: bool = False) -> Plan:
+def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, masked: bool = False) -> Plan:
     """The settings for this text on this machine, so that the whole command takes about these minutes.
 
     `masked`: of a model that predicts masked tokens.
@@ -134,7 +203,7 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float, masked: boo
 
 
 def _best_candidate(
-    text: TextFacts, machine: MachineFacts, training_seconds: float, predicted: float, *, compiled: bool
+    text: TextProfile, machine: MachineProfile, training_seconds: float, predicted: float, *, compiled: bool
 ) -> _Candidate:
     """The largest net that still sees the text often enough; a larger one would end undertrained."""
     full_speed_seconds = _full_speed_seconds(machine, training_seconds, compiled)
@@ -146,7 +215,7 @@ def _best_candidate(
     )
 
 
-def _may_be_long(machine: MachineFacts, net: _Candidate) -> bool:
+def _may_be_long(machine: MachineProfile, net: _Candidate) -> bool:
     """Whether all epochs that the run may have would take long enough without compiling, however many minutes it has.
 
     A small net that is not compiled reaches more than its fraction of a compiled one's speed (docs/autopilot.md).
@@ -156,32 +225,32 @@ def _may_be_long(machine: MachineFacts, net: _Candidate) -> bool:
     return seconds >= shortest_compiled_run(machine.cores)
 
 
-def _is_compiled(machine: MachineFacts, minutes: float, training_seconds: float) -> bool:
+def _is_compiled(machine: MachineProfile, minutes: float, training_seconds: float) -> bool:
     """Whether compiling saves time in a run of so many seconds, and the engine does it."""
     compiled_seconds = _full_speed_seconds(machine, training_seconds, compiled=True)
     saves_time = compiled_seconds >= _full_speed_seconds(machine, training_seconds, compiled=False)
     return machine.device == "cuda" and 60 * minutes >= shortest_compiled_run(machine.cores) and saves_time
 
 
-def _compile_seconds_and_speed(machine: MachineFacts, compiled: bool) -> tuple[float, float]:
+def _compile_seconds_and_speed(machine: MachineProfile, compiled: bool) -> tuple[float, float]:
     """Seconds of compiling, and the speed of steps relative to the measured one."""
     if compiled:
         return COMPILE_SECONDS if machine.cores >= MANY_CORES else FEW_CORES_SECONDS, 1.0
     return 0.0, EAGER_SPEED if machine.device == "cuda" else 1.0
 
 
-def _full_speed_seconds(machine: MachineFacts, training_seconds: float, compiled: bool) -> float:
+def _full_speed_seconds(machine: MachineProfile, training_seconds: float, compiled: bool) -> float:
     """Seconds at the measured speed in which as many steps are done as in so many seconds of this run."""
     compile_seconds, speed = _compile_seconds_and_speed(machine, compiled)
     return (training_seconds - compile_seconds) * speed
 
 
-def _training_seconds(machine: MachineFacts, parameters: float, tokens: float, compiled: bool) -> float:
+def _training_seconds(machine: MachineProfile, parameters: float, tokens: float, compiled: bool) -> float:
     compile_seconds, speed = _compile_seconds_and_speed(machine, compiled)
     return compile_seconds + FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters) / speed
 
 
-def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False) -> float:
+def default_minutes(text: TextProfile, machine: MachineProfile, masked: bool = False) -> float:
     """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
     max_minutes = MAX_MINUTES[machine.device]
     plan = plan_for(text, machine, max_minutes, masked)
@@ -190,7 +259,7 @@ def default_minutes(text: TextFacts, machine: MachineFacts, masked: bool = False
     return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
 
 
-def auto_family(machine: MachineFacts, plan: Plan) -> str:
+def auto_family(machine: MachineProfile, plan: Plan) -> str:
     """The family that is best for a plan on this machine.
 
     A Llama needs fewer bits per byte in the same time, unless it is not compiled on a GPU: its steps then take twice as
@@ -254,7 +323,7 @@ class _Candidate:
 
 
 def _candidates(
-    text: TextFacts, machine: MachineFacts, seconds: float, predicted_fraction: float
+    text: TextProfile, machine: MachineProfile, seconds: float, predicted_fraction: float
 ) -> Iterator[_Candidate]:
     """A net of each width, with its best vocabulary and the epochs that fit in the seconds."""
     for width in WIDTHS:
@@ -265,7 +334,7 @@ def _candidates(
         yield _Candidate(vocab, width, unique_tokens, run_tokens / unique_tokens, predicted_fraction)
 
 
-def _vocab(text: TextFacts, width: int, predicted_fraction: float) -> int:
+def _vocab(text: TextProfile, width: int, predicted_fraction: float) -> int:
     """The vocabulary that makes a pass over the text cheapest, among those whose entries are seen often enough."""
     allowed = [vocab for vocab in text.bytes_per_token if vocab * BYTES_PER_PIECE <= text.train_bytes]
 
@@ -276,7 +345,7 @@ def _vocab(text: TextFacts, width: int, predicted_fraction: float) -> int:
     return min(allowed or [min(text.bytes_per_token)], key=cost_per_byte)
 
 
-def _length(text: TextFacts, machine: MachineFacts, net: _Candidate, run_tokens: float) -> int:
+def _length(text: TextProfile, machine: MachineProfile, net: _Candidate, run_tokens: float) -> int:
     """Tokens of a sample: short on a CPU and for small nets, and not longer than two usual documents."""
     if net.parameters < 1e6:
         longest = 64
@@ -289,14 +358,23 @@ def _length(text: TextFacts, machine: MachineFacts, net: _Candidate, run_tokens:
     return max(32, min(longest, next_power_of_two))
 
 
-def fitted_fraction(text: TextFacts) -> float:
+def fitted_fraction(text: TextProfile) -> float:
     """The fraction of the documents, or of the pieces of long ones, that the vocabulary is fitted on."""
     many = text.different_documents >= MIN_FITTED_DOCUMENTS or text.document_bytes > 2 * PIECE_CHARACTERS
     return float(f"{FITTED_BYTES / text.bytes:.2g}") if many and text.bytes > FITTED_BYTES else 1.0
 
 
-def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:
+def _other_seconds(text: TextProfile, machine: MachineProfile) -> float:
     """Seconds of the stages before and after training, with start-up."""
     fit = text.bytes * fitted_fraction(text) / FIT_RATE
     parts = (text.bytes / rate / math.sqrt(machine.cores) for rate in STAGE_RATES.values())
     return machine.startup_seconds + fit + sum(parts)
+
+
+def limit_vocabs(text: TextProfile) -> TextProfile:
+    """The text with only those vocabularies that hold its characters, each twice: at the start of a word and inside."""
+    many = sum(share for script, share in text.scripts.items() if script in MANY_CHARACTERS) > 0.01
+    least = MANY_CHARACTERS_VOCAB if many else MIN_VOCAB
+    allowed = {vocab: size for vocab, size in text.bytes_per_token.items() if vocab >= least}
+    largest = max(text.bytes_per_token)
+    return replace(text, bytes_per_token=allowed or {largest: text.bytes_per_token[largest]})

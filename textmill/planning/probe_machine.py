@@ -11,7 +11,7 @@ from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, Tr
 from textmill.devices import measure_matmul, memory_of, name_of, open_device
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
-from textmill.planning.facts import MachineFacts
+from textmill.planning.plan import MachineProfile
 from textmill.runners.on_local import usable_cores
 from textmill.tokens.batches.batch import Batch
 
@@ -33,7 +33,7 @@ STARTUP_SECONDS = {"cpu": 8.0, "cuda": 28.0}
 """Imports, saving and the last evaluation."""
 
 
-def probe_machine(device_name: str = "auto") -> MachineFacts:
+def probe_machine(device_name: str = "auto") -> MachineProfile:
     """Measure for a few seconds."""
     device = open_device(device_name)
     kind = "cuda" if device.type == "cuda" else "cpu"
@@ -43,7 +43,7 @@ def probe_machine(device_name: str = "auto") -> MachineFacts:
     else:
         small, large = (_train_rate(layers, width) for layers, width in PROBED)
         rates = small, large
-    return MachineFacts(kind, name_of(device), usable_cores(), memory_of(device), rates, STARTUP_SECONDS[kind])
+    return MachineProfile(kind, name_of(device), usable_cores(), memory_of(device), rates, STARTUP_SECONDS[kind])
 
 
 def _train_rate(layers: int, width: int) -> tuple[int, float]:

@@ -13,11 +13,14 @@ from textmill.config import ModelConfig
 from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
-from textmill.planning.facts import MachineFacts, TextFacts
-from textmill.planning.masked_plan import Row, masked_sections
-from textmill.planning.plan import EMBEDDING_RATE_FACTOR, Plan, fitted_fraction
+from textmill.planning.plan import EMBEDDING_RATE_FACTOR, MachineProfile, Plan, TextProfile, fitted_fraction
 from textmill.training.auto_settings import MAX_EPOCHS
 
+Row = tuple[str, object, str]
+"""A key, its value, and its comment; a key without a value is a group, and the rows after it are indented by the
+caller."""
+MIN_PAIR_BYTES = 400
+"""Shorter documents have too few sentences for sentence pairs."""
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
@@ -29,8 +32,8 @@ class Project:
     sources: list[str]
     """Where the text is, as the project's file names it; see `path_in_project`."""
     records: RecordFacts
-    text: TextFacts
-    machine: MachineFacts
+    text: TextProfile
+    machine: MachineProfile
     plan: Plan
     family: str = "gpt2"
     other_minutes: str = ""
@@ -121,7 +124,7 @@ def _sections(project: Project) -> dict[str, list[Row]]:
     if project.machine.device == "cuda" and not project.plan.compiled:
         sections["engine"] = [("compile", "false", "it would take more time than it saves in so short a run")]
     if project.masked:
-        sections = masked_sections(sections, project.text, project.plan, project.family)
+        sections = _masked_sections(sections, project.text, project.plan, project.family)
     return sections
 
 
@@ -172,7 +175,7 @@ def _common_sections(project: Project) -> dict[str, list[Row]]:
     }
 
 
-def _sample_rows(text: TextFacts) -> list[Row]:
+def _sample_rows(text: TextProfile) -> list[Row]:
     fraction = fitted_fraction(text)
     return [("fit_sample", fraction, "this fraction of the documents is enough")] if fraction < 1 else []
 
@@ -186,7 +189,7 @@ def _dropout_rows(plan: Plan) -> list[Row]:
     ]
 
 
-def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> list[Row]:
+def _corpus_rows(sources: list[str], records: RecordFacts, text: TextProfile) -> list[Row]:
     rows: list[Row] = [("sources", format_yaml_value(sources), "files, globs and folders")]
     if records.text_key and records.text_key != "text":
         rows.append(("text_key", format_yaml_value(records.text_key), "the field with the text"))
@@ -226,3 +229,34 @@ def _train_rows(plan: Plan, interval: int, untied: bool) -> list[Row]:
         ("evaluate_every", interval, "steps between two measurements of the valid loss"),
         ("save_every", interval, "steps between two checkpoints; training resumes from them, transformers opens them"),
     ]
+
+
+def _masked_sections(
+    sections: dict[str, list[Row]], text: TextProfile, plan: Plan, family: str
+) -> dict[str, list[Row]]:
+    """The sections of a plan, changed for a model that predicts masked tokens: sentences, WordPiece, masked layout."""
+    pairs: Row = ("  pairs", "next", "sentence pairs: does the second follow the first?")
+    shape = sections["model"]
+    if text.document_bytes < MIN_PAIR_BYTES:
+        pairs = ("  pairs", "none", f"full sentences: documents of {text.document_bytes:.0f} bytes are short for pairs")
+        shape = [*shape, ("  pair_head", "false", "there are no pairs")]
+    return {
+        "corpus": [*sections["corpus"], ("sentences", "split", "one sentence per line")],
+        "tokenizer": [
+            ("kind", "wordpiece", "as in BERT"),
+            ("vocab", plan.vocab, "holds the characters of the text"),
+            *(row for row in sections["tokenizer"] if row[0] == "fit_sample"),
+        ],
+        "tokens": [
+            ("level", "sentence", "samples are made of full sentences"),
+            ("append_end", "false", "samples have their own [SEP]"),
+        ],
+        "model": [("family", family, "predicts masked tokens"), *shape],
+        "train": [
+            ("layout", "masked", "15 % of the tokens are masked, others in each epoch"),
+            ("masked", "", ""),
+            pairs,
+            *sections["train"],
+        ],
+        **{name: rows for name, rows in sections.items() if name == "engine"},
+    }

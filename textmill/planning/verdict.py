@@ -26,7 +26,7 @@ NO_BETTER = "It is no better than counting pairs of tokens: it has learnt almost
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class FinishedRun:
     """A finished run, as far as it is judged here."""
 
     parameters: int
@@ -88,7 +88,7 @@ def _finite_by_step(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])}
 
 
-def state_of(facts: RunFacts) -> State:
+def state_of(facts: FinishedRun) -> State:
     """What limits the model."""
     if not facts.valid_losses:
         return "unknown"
@@ -123,7 +123,7 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def describe_forecast(measured: dict[str, Any] | None, facts: RunFacts, vocab: int) -> list[str]:
+def describe_forecast(measured: dict[str, Any] | None, facts: FinishedRun, vocab: int) -> list[str]:
     """What half and four times the training time would give, from the bits per byte that were measured."""
     bits = (measured or {}).get("model", {}).get("bits_per_byte")
     if measured is None or bits is None or not facts.from_scratch or state_of(facts) == "overfitting":
@@ -133,7 +133,7 @@ def describe_forecast(measured: dict[str, Any] | None, facts: RunFacts, vocab: i
     return [f"With half the training time: about {half:.2f} bits per byte; with four times: about {more:.2f}."]
 
 
-def describe_state(facts: RunFacts) -> str:
+def describe_state(facts: FinishedRun) -> str:
     """What limits the model, with the numbers that show it."""
     seen = f"{facts.epochs:.2g} epochs of {facts.unique_tokens:,} tokens"
     state = state_of(facts)

@@ -1,0 +1,705 @@
+"""The command plan: memory by part, time, disk and cost of a run before it starts, on this machine or another.
+
+`textmill.planning` chooses settings for `new` and `tune`; this command estimates what given settings take.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.checkpoints.folders import open_model
+from textmill.config import JaxEngine, RunConfig, TorchEngine
+from textmill.config.engines import DeepSpeedEngine, MeshConfig
+from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
+from textmill.engines import Engine, open_engine
+from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator
+from textmill.errors import TextmillError
+from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
+from textmill.models.lora import initial_adapters, saved_weights, weights_with_adapters
+from textmill.models.parameter_groups import rules_of
+from textmill.storage.stages import MANIFEST
+from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.loader import open_batches
+from textmill.tokens.batches.teacher_cache import record_of
+from textmill.tokens.splits import Splits, open_splits
+from textmill.tokens.store import dtype_for
+from textmill.tokens.vocabulary.tokenizer import open_named, open_tokenizer
+from textmill.training.auto_preset import fill_auto_preset
+from textmill.training.run_length import RunLength, plan_run_length
+from textmill.training.start import choose_shape, shape_of_checkpoint
+from textmill.training.teachers import teacher_flops
+
+
+def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
+    """Print and return what the run takes; writes nothing."""
+    data = open_data(config)
+    config = complete(config, data)
+    shape = open_shape(config, data)
+    target = target_of(config)
+    estimator = Estimator(shape)
+    estimate = estimator.estimate(config, target.devices, target.device)
+    fits = estimate.memory.total <= target.usable
+    settings_that_fit = [] if fits else _settings_that_fit(config, estimator, target)
+    figures: dict[str, Any] = {
+        "machine": _describe_target(target),
+        "parameters": parameters_by_part(config, shape),
+        "trained": sum(weight.size for weight in trained_weights(config, shape)),
+        "memory": _describe_memory(config, shape, estimate, target),
+        "fits": fits,
+        "settings_that_fit": [_describe_fitting(fitting) for fitting in settings_that_fit],
+        **_describe_work(config, shape, run_length_of(config, shape, data), target, estimate, fits, data.tokens),
+    }
+    figures["disk"] = disk_of(config, shape, data, figures["steps"])
+    if config.train.distil.cache and figures["tokens"] is not None:
+        figures["disk"]["teacher_cache"] = teacher_cache_bytes(config, shape, figures["tokens"], estimate.precision)
+    print(json.dumps(figures, indent=2, ensure_ascii=False) if as_json else format_plan(figures))
+    return figures
+
+
+def _settings_that_fit(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
+    estimate = estimator.estimate(config, target.devices, target.device, exact=False)
+    return nearest_fitting(config, estimator, target, estimate)
+
+
+def _describe_target(target: Target) -> dict[str, Any]:
+    return {
+        "device": target.name,
+        "devices": target.devices,
+        "memory": target.device.memory,
+        "usable": target.usable,
+        "peak_flops": target.peak,
+    }
+
+
+def _describe_memory(config: RunConfig, shape: Shape, estimate: Estimate, target: Target) -> dict[str, Any]:
+    mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
+    return {
+        **asdict(estimate.memory),
+        "total": estimate.memory.total,
+        "host": estimate.host,
+        "cache_per_text": cache_bytes(shape, estimate.itemsize),
+        "engine": estimate.engine,
+        "precision": estimate.precision,
+        "micro_batch": estimate.micro_batch,
+        "passes": estimate.passes,
+        "recompute": config.engine.recompute,
+        "mesh": mesh,
+    }
+
+
+def _describe_fitting(fitting: Fitting) -> dict[str, Any]:
+    estimate = fitting.estimate
+    return {"settings": fitting.settings, "total": estimate.memory.total, "host": estimate.host}
+
+
+def _describe_work(
+    config: RunConfig,
+    shape: Shape,
+    length: RunLength | None,
+    target: Target,
+    estimate: Estimate,
+    fits: bool,
+    train_tokens: int | None,
+) -> dict[str, Any]:
+    """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
+    sample_length = config.train.length or shape.positions
+    flops_per_token = shape.flops_per_token(sample_length, trained_weights(config, shape))
+    flops_per_token += teacher_flops(config, sample_length)
+    step_tokens = config.train.batch * sample_length
+    speed = _speed(config, shape, target, estimate, flops_per_token * step_tokens, fits)
+    steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
+    run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
+    hours = None if seconds is None else seconds / 3600
+    price = config.plan.price
+    return {
+        "steps": steps,
+        "tokens": run_tokens,
+        "train_tokens": train_tokens,
+        "epochs": run_tokens / train_tokens if run_tokens is not None and train_tokens else None,
+        "flops_per_token": flops_per_token,
+        "flops": None if run_tokens is None else flops_per_token * run_tokens,
+        "communication": communication_of(config, shape, estimate, sample_length),
+        "step_seconds": speed.step_seconds if speed else None,
+        "speed": speed.source if speed else None,
+        "tokens_per_second": step_tokens / speed.step_seconds if speed else None,
+        "hours": hours,
+        "cost": None if hours is None or price is None else hours * target.devices * price,
+    }
+
+
+def _steps_and_seconds(
+    minutes: float | None, length: RunLength | None, speed: Speed | None, step_tokens: int
+) -> tuple[int | None, float | None]:
+    """How many steps the run has and how long they take, as far as known; `minutes` is `train.minutes`."""
+    if minutes is not None:
+        if speed is None:
+            return None, 60.0 * minutes
+        steps = max(1, int(60.0 * minutes / speed.step_seconds))
+        if length is not None and length.max_steps < steps:
+            return length.max_steps, length.max_steps * speed.step_seconds
+        return steps, 60.0 * minutes
+    if length is None or not length.known:
+        return None, None
+    seconds = None if speed is None else length.tokens_after(length.steps) / step_tokens * speed.step_seconds
+    return length.steps, seconds
+
+
+def _speed(
+    config: RunConfig, shape: Shape, target: Target, estimate: Estimate, flops_per_step: float, fits: bool
+) -> Speed | None:
+    if target.here and fits and config.plan.probe_steps:
+        return probe_speed(config, shape, estimate)
+    return stated_speed(config, target, flops_per_step)
+
+
+USABLE = 0.95
+"""The fraction of a device's memory that tensors can use; the rest is for the driver and for fragmentation."""
+OLD_GPUS = ("V100", "T4")
+"""GPUs without bf16, where `engine.precision: auto` is fp16."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices of one kind."""
+
+    name: str
+    devices: int
+    device: Device
+    peak: float | None
+    """Peak operations per second of one device; None: not known."""
+    here: bool
+    """Whether it is this machine's device, so that steps can be timed."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one device that tensors can use."""
+        return int(USABLE * self.device.memory)
+
+
+def target_of(config: RunConfig) -> Target:
+    """The devices of `plan`, else this machine's device."""
+    plan = config.plan
+    devices = config.plan.devices or _mesh_size(config)
+    peak = plan.tflops * 1e12 if plan.tflops else None
+    if plan.gpu or plan.memory_gb:
+        name = _known_gpu(plan.gpu) if plan.gpu else "GPU"
+        memory = int((plan.memory_gb or GPU_GB.get(name, 0)) * 2**30)
+        precision = "fp16" if name in OLD_GPUS else "bf16"
+        return Target(name, devices, Device(True, memory, precision), peak or PEAK_FLOPS.get(name), here=False)
+    device = open_device(config.engine.device)
+    precision = next(name for name, dtype in DTYPES.items() if dtype == torch_dtype("auto", device))
+    found = Device(device.type == "cuda", memory_of(device), precision)
+    return Target(name_of(device), devices, found, peak or peak_flops_of(device), here=devices == 1)
+
+
+def _mesh_size(config: RunConfig) -> int:
+    if not isinstance(config.engine, TorchEngine | JaxEngine):
+        return 1
+    mesh = config.engine.mesh
+    return (mesh.replicate or 1) * mesh.shard * mesh.tensor
+
+
+def _known_gpu(name: str) -> str:
+    found = [known for known in PEAK_FLOPS if known.lower().replace(" ", "") == name.lower().replace(" ", "")]
+    if not found:
+        raise TextmillError(
+            f"plan.gpu: '{name}' is not known; give one of {', '.join(PEAK_FLOPS)}, or plan.memory_gb and plan.tflops"
+        )
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is known of the tokens: all of it once they are written, else only the size of the vocabulary."""
+
+    vocab: int
+    end: int
+    splits: Splits | None
+    tokens: int | None
+    """Tokens of the train split."""
+
+
+def open_data(config: RunConfig) -> Data:
+    """The token store if there is one, else the tokenizer, else the vocabulary size of the config."""
+    if config.tokens.use or (config.folder_of("tokens") / MANIFEST).is_file():
+        splits = open_splits(config)
+        tokens = config.plan.tokens or sum(store.tokens for store in splits.stores("train"))
+        return Data(splits.tokenizer.vocab, splits.tokenizer.end, splits, tokens)
+    if (config.folder_of("tokenizer") / MANIFEST).is_file():
+        tokenizer = open_tokenizer(config.folder_of("tokenizer"))
+        return Data(tokenizer.vocab, tokenizer.end, None, config.plan.tokens)
+    if config.tokenizer.use:
+        tokenizer = open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
+        return Data(tokenizer.vocab, tokenizer.end, None, config.plan.tokens)
+    return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
+
+
+def open_shape(config: RunConfig, data: Data) -> Shape:
+    """The shape that the run will have."""
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    if data.splits is not None:
+        return choose_shape(config, data.splits, init_model)
+    if init_model is not None:
+        return shape_of_checkpoint(config, init_model)
+    family = open_family(config.model.family)
+    return family.shape_of(config.model, vocab=data.vocab, end=data.end, length=config.train.length)
+
+
+def complete(config: RunConfig, data: Data) -> RunConfig:
+    """The config with the values of `train.preset=auto`, which depend on the tokens."""
+    if config.train.preset == "auto" and config.train.open_settings and data.splits is None:
+        raise TextmillError(
+            f"train.preset: auto computes {', '.join(config.train.open_settings)} from the tokens, and there are none "
+            "yet; run textmill tokenize first, or set these keys"
+        )
+    return fill_auto_preset(config)
+
+
+def run_length_of(config: RunConfig, shape: Shape, data: Data) -> RunLength | None:
+    """The length of the run; None if it is in epochs of tokens that are not known."""
+    length = config.train.length or shape.positions
+    if data.splits is not None and config.plan.tokens is None:
+        return plan_run_length(
+            config.train, open_batches(config.train, data.splits, length=length, folder=None), length
+        )
+    if data.tokens is None and config.train.unit == "epochs":
+        return None
+    # Without tokens nobody knows how many steps an epoch has.
+    train = config.train if data.tokens else config.train.model_copy(update={"max_epochs": None})
+    samples = max(1, (data.tokens or 1) // length)
+    sizes = BatchSizes(config.train.batch, config.train.batch_rampup)
+    batches: Any = SimpleNamespace(sizes=sizes, layouts=[SimpleNamespace(samples_per_epoch=samples)])
+    return plan_run_length(train, batches, length)
+
+
+def parameters_by_part(config: RunConfig, shape: Shape) -> dict[str, int]:
+    """Parameters of each part of the net, without padding."""
+    known = {weight.name for weight in open_family(shape.family).weights_of(shape)}
+
+    def part_of(weight: Weight) -> str:
+        if weight.name not in known:
+            return "LoRA adapters"
+        if weight.by_token:
+            return "token embedding and head"
+        if weight.by_position:
+            return "position embedding"
+        if not 1 <= weight.depth <= shape.layers:
+            return "outside the blocks"
+        return "matrices of the blocks" if len(weight.shape) > 1 else "biases and norms of the blocks"
+
+    parts: dict[str, int] = {}
+    for weight in weights_with_adapters(shape, config.model.lora):
+        parts[part_of(weight)] = parts.get(part_of(weight), 0) + weight.size
+    return parts
+
+
+def trained_weights(config: RunConfig, shape: Shape) -> list[Weight]:
+    """The weights that the run changes."""
+    rules = rules_of(shape, config.train, config.model.lora)
+    return [weight for weight in weights_with_adapters(shape, config.model.lora) if rules[weight.name].trained]
+
+
+def disk_of(config: RunConfig, shape: Shape, data: Data, steps: int | None) -> dict[str, int]:
+    """Bytes of a checkpoint, of all checkpoints that are kept, and of the token store."""
+    train = config.train
+    trained = trained_weights(config, shape)
+    saved = _count(saved_weights(shape, config.model.lora))
+    muon = _count(weight for weight in trained if train.optimizer == "muon" and weight.muon)
+    state = 2 * (_count(trained) - muon) + muon + (_count(trained) if train.average.memory else 0)
+    checkpoint = 4 * (saved + state)
+    keep = train.checkpoints.keep + 1  # the best one may be older
+    if steps and train.checkpoints.keep_every:
+        keep += steps // train.checkpoints.keep_every
+    saves = steps // train.save_every + 1 if steps and isinstance(train.save_every, int) else keep
+    kept = max(1, min(keep, saves))
+    store = (data.tokens or 0) * dtype_for(data.vocab).itemsize
+    return {"checkpoint": checkpoint, "checkpoints_kept": kept, "checkpoints": kept * checkpoint, "tokens": store}
+
+
+def teacher_cache_bytes(config: RunConfig, shape: Shape, tokens: int, precision: str) -> int:
+    """Bytes that `cache-teacher` writes for a run of so many tokens."""
+    length = config.train.length or shape.positions
+    record = record_of(length, config.train.distil.top_k, shape.vocab, exact=precision == "fp32")
+    return -(-tokens // length) * record.itemsize
+
+
+def _count(weights: Iterable[Weight]) -> int:
+    return sum(weight.size for weight in weights)
+
+
+def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length: int) -> dict[str, int]:
+    """Bytes that each device sends in a step, by kind of parallelism.
+
+    A ring all-gather or reduce-scatter of B bytes on n devices sends (n - 1) / n x B, an all-reduce twice as much.
+    """
+    mesh = estimate.mesh
+    state = estimate.state
+    passes = estimate.passes
+    sent: dict[str, int] = {}
+    zero = getattr(config.engine, "zero", None)
+    all_gradients = state.gradients * (mesh.shard if mesh.shard > 1 else 1)
+    if zero is not None:
+        all_gradients = 4 * _count(trained_weights(config, shape))
+    if mesh.replicate > 1:
+        gathers = 2 if zero == 3 else 0  # ZeRO-3 gathers weights for forward and for backward
+        ring = (mesh.replicate - 1) / mesh.replicate
+        sent["data parallel: gradients"] = round(2 * ring * all_gradients / (mesh.shard if mesh.shard > 1 else 1))
+        if gathers:
+            sent["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
+    if mesh.shard > 1:
+        ring = (mesh.shard - 1) / mesh.shard
+        gathers = 1 if mesh.keep_gathered else 2
+        blocks = state.weights - state.outside_blocks
+        sent["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
+        sent["FSDP: gradients"] = round(passes * ring * all_gradients)
+    if mesh.tensor > 1:
+        ring = (mesh.tensor - 1) / mesh.tensor
+        tokens = passes * estimate.micro_batch * length
+        sums = 4 * shape.layers + (2 * shape.layers if config.engine.recompute else 0) + 2
+        sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
+        # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
+        shared = _count(weight for weight in trained_weights(config, shape) if weight.split is None)
+        sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
+    return sent
+
+
+def cache_bytes(shape: Shape, itemsize: int) -> int:
+    """Bytes of the KV cache of one text of the longest context, without grouped-query attention; 0 without one."""
+    if open_family(shape.family).OBJECTIVE != "next_token":
+        return 0
+    return 2 * shape.layers * shape.width * shape.positions * itemsize
+
+
+MAX_SECONDS = 60.0
+"""A probe ends after this, even if it has done fewer steps."""
+RECOMPUTE_FACTOR = 4 / 3
+"""Activation checkpointing computes the forward pass twice."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a step takes, and how that is known."""
+
+    step_seconds: float
+    source: str
+
+
+def stated_speed(config: RunConfig, target: Target, flops_per_step: float) -> Speed | None:
+    """From the device's peak and the assumed MFU; None if the peak is not known."""
+    if target.peak is None:
+        return None
+    rate = target.devices * target.peak * config.plan.mfu
+    factor = RECOMPUTE_FACTOR if config.engine.recompute else 1.0
+    source = f"assumed: {config.plan.mfu:.0%} of {target.peak / 1e12:,.0f} TFLOP/s (plan.mfu), nothing was timed"
+    return Speed(factor * flops_per_step / rate, source)
+
+
+def probe_speed(config: RunConfig, shape: Shape, estimate: Estimate) -> Speed:
+    """Time real steps of one and of two passes on random tokens: their difference is the time of a pass."""
+    wanted = max(2, config.plan.probe_steps)
+    passes = 2 if estimate.passes > 1 else 1
+    engine = _open(config, shape, estimate, passes)
+    try:
+        end = time.perf_counter() + MAX_SECONDS
+        _step(engine, shape, config, estimate.micro_batch, 0)  # the first step compiles
+        one = _fastest(engine, shape, config, estimate.micro_batch, wanted // passes, end)
+        seconds = one
+        if passes == 2:
+            _step(engine, shape, config, 2 * estimate.micro_batch, 0)
+            two = _fastest(engine, shape, config, 2 * estimate.micro_batch, wanted // 2, end)
+            seconds += max(0.0, two - one) * (estimate.passes - 1)
+    finally:
+        engine.close()
+    return Speed(seconds, f"timed here: {config.plan.probe_steps} steps of this net on random tokens")
+
+
+def _open(config: RunConfig, shape: Shape, estimate: Estimate, passes: int) -> Engine:
+    train = config.train.model_copy(update={"batch": passes * estimate.micro_batch, "batch_rampup": []})
+    engine = config.engine.model_copy(update={"micro_batch": estimate.micro_batch})
+    probed = config.model_copy(update={"train": train, "engine": engine})
+    opened = open_engine(probed, shape)
+    lora = config.model.lora
+    weights: Any = initial_weights(shape, 0)
+    opened.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "a probe")
+    return opened
+
+
+def _fastest(engine: Engine, shape: Shape, config: RunConfig, rows: int, steps: int, end: float) -> float:
+    """Seconds of the fastest step: other programs only make steps slower."""
+    found = [_step(engine, shape, config, rows, 1)]
+    for step in range(1, max(1, steps)):
+        if time.perf_counter() > end:
+            break
+        found.append(_step(engine, shape, config, rows, step + 1))
+    return min(found)
+
+
+def _labels(ids: NDArray[np.int32], shape: Shape, config: RunConfig, step: int) -> NDArray[np.int32]:
+    """A label for every token, or for as many as a masked language model predicts; two for a finetuned head."""
+    if label_head_of(shape):
+        return np.where(np.arange(ids.shape[1]) < 2, np.zeros_like(ids), np.int32(IGNORED))
+    if open_family(shape.family).OBJECTIVE == "next_token":
+        return ids
+    predicted = np.random.default_rng(step).random(ids.shape) < config.train.masked.probability
+    return np.where(predicted, ids, np.int32(IGNORED))
+
+
+def _step(engine: Engine, shape: Shape, config: RunConfig, rows: int, step: int) -> float:
+    length = config.train.length or shape.positions
+    ids = np.random.default_rng(step).integers(0, shape.vocab, (rows, length + 1)).astype(np.int32)
+    batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, config, step), np.arange(rows))
+    if config.train.distil.cache:
+        top_k = config.train.distil.top_k
+        logs = np.full((rows, length, top_k + 1), -np.log(top_k + 1), np.float32)
+        tops = np.broadcast_to(np.arange(top_k, dtype=np.int32), (rows, length, top_k)).copy()
+        batch = replace(batch, teacher_ids=tops, teacher_logs=logs)
+    began = time.perf_counter()
+    _ = engine.train_step(batch, step, 1e-4).loss
+    return time.perf_counter() - began
+
+
+KB = 2**10
+MB = 2**20
+GB = 2**30
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "buffers": "communication buffers",
+    "activations": "activations",
+    "logits": "logits",
+}
+
+
+def format_plan(figures: dict[str, Any]) -> str:
+    """All parts of a plan, one line for each figure."""
+    machine = figures["machine"]
+    lines = [f"machine: {machine['devices']} x {machine['device']} with {machine['memory'] / GB:,.1f} GB"]
+    lines += ["", *_table("parameters", {**figures["parameters"], "all": sum(figures["parameters"].values())}, "{:,}")]
+    if figures["trained"] != sum(figures["parameters"].values()):
+        lines.append(f"  trained: {figures['trained']:,}")
+    lines += ["", *_memory_lines(figures), "", *_work_lines(figures), "", *_disk_lines(figures)]
+    return "\n".join(lines)
+
+
+def _memory_lines(figures: dict[str, Any]) -> list[str]:
+    memory = figures["memory"]
+    machine = figures["machine"]
+    unit, name = (GB, "GB") if memory["total"] >= GB else (MB, "MB")
+    mesh = ", ".join(f"{axis} {size}" for axis, size in memory["mesh"].items() if size > 1)
+    how = f"{memory['engine']}, {memory['precision']}, micro-batch {memory['micro_batch']}"
+    head = f"memory of each device in {name} ({how}"
+    head += f" x {memory['passes']}" if memory["passes"] > 1 else ""
+    head += f", {mesh}" if mesh else ""
+    head += ", activation checkpointing" if memory["recompute"] else ""
+    parts = {text: memory[part] / unit for part, text in PARTS.items()}
+    lines = _table(head + ")", {**parts, "all": memory["total"] / unit}, "{:,.2f}")
+    usable = f"{machine['usable'] / GB:,.1f} GB that tensors can use"
+    lines.append(f"  {'fits into' if figures['fits'] else 'DOES NOT FIT into'} the {usable}")
+    if memory["host"]:
+        lines.append(f"  offloaded to the machine's memory, for each device: {memory['host'] / GB:,.1f} GB")
+    if memory["cache_per_text"]:
+        lines.append(f"  in generation, KV cache of one text: {format_bytes(memory['cache_per_text'])}")
+    if not figures["fits"]:
+        near = figures["settings_that_fit"]
+        lines.append("  nearest settings that fit:" if near else "  no setting was found that fits; use more devices")
+        for fitting in near:
+            settings = " ".join(f"{key}={value}" for key, value in fitting["settings"].items())
+            host = f", and {fitting['host'] / GB:,.1f} GB of the machine's memory" if fitting["host"] else ""
+            lines.append(f"    {settings}   ({fitting['total'] / GB:,.2f} GB{host})")
+    return lines
+
+
+def _work_lines(figures: dict[str, Any]) -> list[str]:
+    lines = ["work"]
+    tokens = "" if figures["tokens"] is None else f", {figures['tokens']:,} tokens"
+    epochs = (
+        "" if figures["epochs"] is None else f", {figures['epochs']:.2f} epochs of {figures['train_tokens']:,} tokens"
+    )
+    unknown = (
+        "not known before the text is tokenized; set plan.tokens" if figures["train_tokens"] is None else "not known"
+    )
+    steps = unknown if figures["steps"] is None else f"{figures['steps']:,}"
+    lines.append(f"  steps: {steps}{tokens}{epochs}")
+    if figures["flops"] is not None:
+        lines.append(f"  operations: {figures['flops']:.3g} FLOPs, {figures['flops_per_token']:.3g} for a token")
+    for kind, sent in figures["communication"].items():
+        lines.append(f"  each device sends in a step: {format_bytes(sent)} ({kind})")
+    if figures["step_seconds"] is None:
+        lines.append("  time: not known; set plan.gpu or plan.tflops")
+        return lines
+    speed = f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['step_seconds']:.3g} s for a step"
+    lines.append(f"  speed: {speed} ({figures['speed']})")
+    if figures["hours"] is not None:
+        lines.append(f"  time: {_format_hours(figures['hours'])}, without evaluation and saving")
+    if figures["cost"] is not None:
+        lines.append(f"  cost: {figures['cost']:,.2f}, at the price of plan.price")
+    return lines
+
+
+def _disk_lines(figures: dict[str, Any]) -> list[str]:
+    disk = figures["disk"]
+    kept = f"{disk['checkpoints_kept']} kept: {format_bytes(disk['checkpoints'])}"
+    lines = ["disk", f"  a checkpoint: {format_bytes(disk['checkpoint'])}; {kept}"]
+    if disk["tokens"]:
+        lines.append(f"  token store: {format_bytes(disk['tokens'])}")
+    if disk.get("teacher_cache"):
+        lines.append(f"  predictions of teachers: {format_bytes(disk['teacher_cache'])}")
+    return lines
+
+
+def _table(head: str, values: dict[str, Any], form: str) -> list[str]:
+    texts = {name: form.format(value) for name, value in values.items()}
+    names = max(map(len, texts))
+    figures = max(map(len, texts.values()))
+    return [head, *(f"  {name:<{names}}  {text:>{figures}}" for name, text in texts.items())]
+
+
+def _format_hours(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.1f} minutes"
+    return f"{hours:,.1f} hours" if hours < 48 else f"{hours:,.0f} hours ({hours / 24:,.1f} days)"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in the unit that makes it readable."""
+    for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "kB")):
+        if count >= unit:
+            return f"{count / unit:,.2f} {name}"
+    return f"{count:,.0f} bytes"
+
+
+WANTED = 3
+"""How many settings are offered."""
+MORE_DEVICES = (1, 2, 4, 8, 16)
+"""Times the devices."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Changed settings, and how far they are from the user's own."""
+
+    settings: dict[str, Any]
+    devices: int
+    distance: float
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Changed settings with which the run fits."""
+
+    settings: dict[str, Any]
+    estimate: Estimate
+
+
+def nearest_fitting(config: RunConfig, estimator: Estimator, target: Target, estimate: Estimate) -> list[Fitting]:
+    """Up to three settings that fit, the nearest first; none is another one with further changes."""
+    found: list[Fitting] = []
+    for option in sorted(_options(config, target, estimate), key=lambda option: option.distance):
+        if any(one.settings.items() <= option.settings.items() or _only_more(one, option) for one in found):
+            continue
+        fitting = _estimate(option, estimator, target.device, exact=False)
+        if fitting is None or fitting.memory.total > target.usable:
+            continue
+        exact = _estimate(option, estimator, target.device, exact=True)
+        if exact is not None and exact.memory.total <= target.usable:
+            found.append(Fitting(option.settings, exact))
+        if len(found) == WANTED:
+            break
+    return found
+
+
+def _only_more(one: Fitting, option: Option) -> bool:
+    """Whether an option differs from one that fits only in a smaller micro-batch or in more devices."""
+    loose = ("engine.micro_batch", "plan.devices")
+    return {key: value for key, value in one.settings.items() if key not in loose}.items() == {
+        key: value for key, value in option.settings.items() if key not in loose
+    }.items()
+
+
+def _estimate(option: Option, estimator: Estimator, device: Device, *, exact: bool) -> Estimate | None:
+    try:
+        return estimator.estimate(option.config, option.devices, device, exact=exact)
+    except TextmillError:
+        return None  # this batch, net or mesh cannot be divided so
+
+
+def _options(config: RunConfig, target: Target, estimate: Estimate) -> Iterator[Option]:
+    for times in MORE_DEVICES:
+        devices = target.devices * times
+        more = {"plan.devices": devices} if times > 1 else {}
+        for recompute in dict.fromkeys((config.engine.recompute, 1)):
+            checkpointing = {"engine.recompute": 1} if recompute != config.engine.recompute else {}
+            for micro in _halvings(estimate.micro_batch):
+                # Named even if it stays: `auto` might choose another one with the other settings.
+                smaller = {"engine.micro_batch": micro} if micro != config.engine.micro_batch else {}
+                base = {**more, **checkpointing, **smaller}
+                far = 2.0 * math.log2(times) + len(checkpointing) + 0.4 * math.log2(estimate.micro_batch / micro)
+                engine = {"recompute": recompute, "micro_batch": micro}
+                yield from _meshes(config, base, engine, devices, far)
+
+
+def _meshes(
+    config: RunConfig, base: dict[str, Any], engine: dict[str, Any], devices: int, far: float
+) -> Iterator[Option]:
+    """The user's own mesh, other meshes of the torch engine, and DeepSpeed with offload."""
+
+    def option(settings: dict[str, Any], distance: float, section: Any) -> Option:
+        return Option({**base, **settings}, devices, far + distance, config.model_copy(update={"engine": section}))
+
+    if not isinstance(config.engine, TorchEngine):
+        yield option({}, 0.0, config.engine.model_copy(update=engine))
+    else:
+        own = config.engine.mesh
+        for shard, tensor in _axes(devices):
+            changed = {
+                f"engine.mesh.{name}": value
+                for name, value in (("shard", shard), ("tensor", tensor))
+                if value != getattr(own, name)
+            }
+            mesh = MeshConfig(**{**own.model_dump(), "replicate": None, "shard": shard, "tensor": tensor})
+            distance = sum(
+                1.0 + 0.2 * abs(math.log2(value / getattr(own, key.rpartition(".")[2])))
+                for key, value in changed.items()
+            )
+            distance += 0.5 * ("engine.mesh.tensor" in changed)
+            yield option(changed, distance, config.engine.model_copy(update={**engine, "mesh": mesh}))
+    if (
+        config.train.optimizer == "adamw"
+        and config.train.average.memory is None
+        and not isinstance(config.engine, JaxEngine)
+    ):
+        section = DeepSpeedEngine(zero=3, offload_optimizer="cpu", **engine)
+        settings = {"engine.kind": "deepspeed", "engine.zero": 3, "engine.offload_optimizer": "cpu"}
+        already = isinstance(config.engine, DeepSpeedEngine) and config.engine.zero == 3
+        yield option(settings, 2.0 if already else 4.0, section)
+
+
+def _axes(devices: int) -> Iterator[tuple[int, int]]:
+    """Shards and tensor-parallel ranks: powers of two, and the number of devices itself."""
+    sizes = sorted({devices, *(1 << power for power in range(devices.bit_length()))})
+    for tensor in (1, 2, 4, 8):
+        for shard in sizes:
+            if devices % (shard * tensor) == 0:
+                yield shard, tensor
+
+
+def _halvings(micro: int) -> Iterator[int]:
+    while True:
+        yield micro
+        if micro % 2:
+            break
+        micro //= 2
+    if micro > 1:
+        yield 1
