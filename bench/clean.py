@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from textmill.config import CorpusConfig
 from textmill.config.corpus import PresetName
-from textmill.corpus.clean import RULES, Cleaner, clean
+from textmill.corpus.clean.cleaner import Cleaner
 from textmill.corpus.clean.filters import (
     character_fractions,
     find_words,
@@ -27,7 +27,8 @@ from textmill.corpus.clean.filters import (
     split_words,
 )
 from textmill.corpus.clean.languages import detect_language
-from textmill.corpus.sentences import split_sentences
+from textmill.corpus.clean.rules import RULES, clean
+from textmill.corpus.clean.sentences import split_sentences
 from textmill.corpus.sources import bundled_corpora
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"

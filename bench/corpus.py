@@ -35,7 +35,7 @@ from typing import Any
 
 from bench.measured_process import Run, run
 from textmill.config import CorpusConfig
-from textmill.corpus.clean import Cleaner
+from textmill.corpus.clean.cleaner import Cleaner
 from textmill.corpus.dedup.minhash import choose_bands
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "en.jsonl.xz"

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from textmill.config import CorpusConfig
-from textmill.corpus.decontamination.evaluation_data import open_index, write_index
+from textmill.corpus.decontamination import open_index, write_index
 from textmill.evaluation.tasks import open_evaluation_data
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

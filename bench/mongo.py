@@ -1,11 +1,10 @@
-"""Measure MongoDB reads in documents/s: random batches and a full scan against find_one and bare `$in`.
+"""Measure MongoDB reads in documents/s: a full scan, as `prepare` reads, against find_one.
 
     python bench/mongo.py [documents] [seconds]
 
 The server is that of TEXTMILL_TEST_MONGO, else secantusdb. secantusdb is written in Python: its numbers compare query
-methods and say nothing about the speed of a real server. Bare pymongo (`$in` of many sizes over one and three
-connections, results unused) shows the most that the server can deliver. If the server is ours, it is killed in the
-middle of a second scan, and every document is counted.
+methods and say nothing about the speed of a real server. If the server is ours, it is killed in the middle of a second
+scan, and every document is counted.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,14 @@ import pymongo
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.mongo_process import MongoProcess, named_server
-from textmill.corpus.mongo.collections import open_index
+from textmill.config import CorpusConfig
+from textmill.corpus.document import Document
+from textmill.corpus.formats import mongo
+from textmill.corpus.source import SourceChunk
+from textmill.corpus.sources import find_sources
 
 NAMES = ("web", "books", "news")
-BATCH = 1024
 INSERT_BLOCK = 5000
-SIZES, CONNECTIONS = (8, 16, 24, 32, 64, 128, 256, 1024), (1, 3)
 TEXT = "The mill stands by the river, and every morning the wheel begins to turn. " * 5
 
 
@@ -55,91 +55,45 @@ def fill(db: Any, documents: int) -> list[str]:
     return expected
 
 
-def rate(read: Callable[[], int], seconds: float) -> float:
-    """Documents/s of a read that is repeated for some seconds, after one warm-up call."""
-    read()
-    count, started = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < seconds:
-        count += read()
-    return count / elapsed
-
-
-def measure_bare_pymongo(db: Any, size: int, seconds: float) -> tuple[float, int, int]:
-    """The fastest `$in` without textmill: (documents/s, positions per query, connections)."""
-    rng, found = random.Random(2), []
-
-    def query(numbers: list[int]) -> int:
-        return len(list(db[NAMES[0]].find({"idx": {"$in": numbers}}, batch_size=len(numbers) + 1)))
-
-    for connections in CONNECTIONS:
-        with ThreadPoolExecutor(connections) as threads:
-            for query_size in SIZES:
-
-                def read_batch(query_size: int = query_size, threads: ThreadPoolExecutor = threads) -> int:
-                    parts = [sorted(rng.sample(range(size), query_size)) for _ in range(max(BATCH // query_size, 1))]
-                    return sum(threads.map(query, parts))
-
-                found.append((rate(read_batch, seconds), query_size, connections))
-    return max(found)
+def scan(config: Path) -> Iterator[Document]:
+    """Every document, in order."""
+    (source,) = find_sources([f"mongo:{config}"])
+    for record in mongo.read(SourceChunk(0, source, 0, source.snapshot.size), CorpusConfig()):
+        assert isinstance(record, Document)
+        yield record
 
 
 def measure(db: Any, config: Path, expected: list[str], seconds: float) -> None:
-    """Measure all variants and check every result."""
-    index, rng = open_index(config), random.Random(1)
-    assert len(index) == len(expected)
-    ranges = {item.collection: item for item in index.collection_ranges}
-
-    def read_one() -> int:
-        collection_range = ranges[rng.choice(NAMES)]
-        idx = rng.randrange(collection_range.size)
-        assert db[collection_range.collection].find_one({"idx": idx})["form"] == expected[collection_range.first + idx]
-        return 1
-
-    def read_batch() -> int:
-        positions = [rng.randrange(len(expected)) for _ in range(BATCH)]
-        assert [row and row["form"] for row in index.batch(positions)] == [expected[position] for position in positions]
-        return BATCH
-
-    single, batched = rate(read_one, seconds), rate(read_batch, seconds)
-    again, (fastest, query_size, connections) = (
-        rate(read_one, seconds),
-        measure_bare_pymongo(db, ranges[NAMES[0]].size, seconds / 5),
-    )
-    single = (single + again) / 2  # measured before and after, because the load of the machine may change
+    """Measure both and check every result."""
+    rng = random.Random(1)
+    size = len(expected) // len(NAMES)
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < seconds:
+        idx = rng.randrange(size)
+        assert db[NAMES[0]].find_one({"idx": idx})["form"] == expected[idx]
+        count += 1
+    single = count / elapsed
     started = time.perf_counter()
-    assert [row["form"] for row in index] == expected
+    assert [document.text for document in scan(config)] == expected
     scanned = len(expected) / (time.perf_counter() - started)
-    rows = [
-        ("find_one", single, ""),
-        ("random batches", batched, f"batches of {BATCH}, $in of {index.query_size.size}"),
-        (
-            "bare $in",
-            fastest,
-            f"$in of {query_size}, {connections} connections: best of {len(SIZES) * len(CONNECTIONS)}",
-        ),
-        ("full scan", scanned, ""),
-    ]
-    for name, speed, note in rows:
-        print(f"{name:<16} {speed:12,.0f} documents/s   {speed / single:6.1f}x find_one   {note}".rstrip())
-    index.close()
+    for name, speed in (("find_one", single), ("full scan", scanned)):
+        print(f"{name:<16} {speed:12,.0f} documents/s   {speed / single:6.1f}x find_one")
 
 
 def scan_with_kill(process: MongoProcess, config: Path, expected: list[str]) -> None:
     """Check that each document is read once although the server is killed in the middle."""
-    index = open_index(config)
-    ids, forms = set(), []
-    for _, row in index.scan():
-        ids.add(row["_id"])
-        forms.append(row["form"])
-        if len(forms) == len(expected) // 2:
+    ids, texts = set(), []
+    for document in scan(config):
+        ids.add(document.id)
+        texts.append(document.text)
+        if len(texts) == len(expected) // 2:
             process.stop(signal.SIGKILL)
             threading.Timer(1.0, process.start).start()
     print(
-        f"scan with a kill {len(forms):12,} documents, {len(expected) - len(ids):,} lost, "
-        f"{len(forms) - len(ids):,} read twice"
+        f"scan with a kill {len(texts):12,} documents, {len(expected) - len(ids):,} lost, "
+        f"{len(texts) - len(ids):,} read twice"
     )
-    assert forms == expected
-    index.close()
+    assert texts == expected
 
 
 def main(documents: int = 100_000, seconds: float = 5.0) -> None:

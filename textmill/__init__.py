@@ -15,7 +15,7 @@ _FUNCTIONS = {row.python_name: row for row in COMMANDS.values()}
 _OTHERS = {
     "RunConfig": "textmill.config",
     "TextmillError": "textmill.errors",
-    "open_corpus": "textmill.corpus.reader",
+    "open_corpus": "textmill.corpus.shards",
     "open_model": "textmill.checkpoints.folders",
 }
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
 from textmill.commands.new import _warn_of_busy_machine
-from textmill.corpus.reader import open_corpus
+from textmill.corpus.shards import open_corpus
 from textmill.planning.plan import MachineProfile
 from textmill.where import open_where
 

@@ -10,7 +10,7 @@ import yaml
 from textmill.config import CorpusConfig, RunConfig, TrainConfig
 from textmill.config.corpus import NONE, PRESETS, PresetName, RuleName
 from textmill.config.training import TRAIN_PRESETS, TrainPresetName
-from textmill.corpus.clean import RULES
+from textmill.corpus.clean.rules import RULES
 from textmill.errors import TextmillError
 
 

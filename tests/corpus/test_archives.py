@@ -14,9 +14,9 @@ import pytest
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.prepare import prepare
-from textmill.corpus.reader import open_corpus
-from textmill.corpus.records import BadRecord, read_records
-from textmill.corpus.sources import find_sources, portable_names, split_into_chunks
+from textmill.corpus.records import BadRecord
+from textmill.corpus.shards import open_corpus
+from textmill.corpus.sources import find_sources, portable_names, read_records, split_into_chunks
 from textmill.errors import TextmillError
 
 INNER = {

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
-from textmill.corpus.clean import RULES, Cleaner, clean
+from textmill.corpus.clean.cleaner import Cleaner
+from textmill.corpus.clean.rules import RULES, clean
 
 ALL = ["unicode", "newlines", "controls", "spaces"]
 SIGNS = "\r\n\t \x00\x01\x85\u2028\ufeff\u0301eㅎㅏ\u1112\u1161\u3000<>&;#/n+@.|\u00ad\u200bÃ©â€™“—…１Ａ"

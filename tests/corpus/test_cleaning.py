@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from textmill.config import RunConfig
-from textmill.corpus.clean import RULES
+from textmill.corpus.clean.rules import RULES
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents

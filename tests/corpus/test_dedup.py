@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
-from textmill.corpus import passes
+from textmill.corpus import prepare as prepare_module
+from textmill.corpus.chunk_task import ChunkTask
 from textmill.corpus.dedup import clusters as dedup
 from textmill.corpus.dedup.clusters import exact_keep_masks, keep_one_per_cluster, smallest_members
-from textmill.corpus.passes import ChunkTask, clean_chunk
+from textmill.corpus.prepare import clean_chunk
 from textmill.corpus.sources import find_sources, split_into_chunks
 
 # Few different halves, so that rows often agree in one half only.
@@ -110,7 +111,7 @@ def test_clusters_need_a_few_bytes_per_document(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.long
 def test_memory_of_reading_is_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be split is one chunk, however long it is."""
-    monkeypatch.setattr(passes, "BUFFER_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(prepare_module, "BUFFER_CHARACTERS", 1 << 14)
     monkeypatch.setattr("textmill.corpus.shards.GROUP_BYTES", 1 << 14)
     peaks = []
     for count in (10, 9_000, 18_000):  # what is imported is counted for the first

@@ -15,8 +15,8 @@ from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig, RunConfig
-from textmill.corpus.clean import Cleaner, languages
-from textmill.corpus.clean.cleaner import check_packages
+from textmill.corpus.clean import languages
+from textmill.corpus.clean.cleaner import Cleaner, check_packages, is_blocked, registered_name
 from textmill.corpus.clean.filters import (
     character_fractions,
     find_words,
@@ -25,7 +25,6 @@ from textmill.corpus.clean.filters import (
     split_words,
 )
 from textmill.corpus.clean.languages import detect_language
-from textmill.corpus.clean.urls import is_blocked, registered_name
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError

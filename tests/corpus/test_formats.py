@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
-from textmill.corpus import sources, streams
+from textmill.corpus import records, streams
 from textmill.corpus.document import Document
 from textmill.corpus.formats import json as json_format
-from textmill.corpus.records import BadRecord, read_records
-from textmill.corpus.sources import find_sources, split_into_chunks
+from textmill.corpus.records import BadRecord
+from textmill.corpus.source import format_from_name
+from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 
 NIKL = {
     "id": "N1",
@@ -251,7 +252,7 @@ def table(count: int = 1000) -> pa.Table:
 
 @pytest.mark.parametrize("chunk", [1, 4000, 1 << 30])
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(records, "CHUNK_BYTES", chunk)
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=100)
     assert len(split_into_chunks(find_sources([str(path)]), "section")) == {1: 10, 1 << 30: 1}.get(chunk, 5)
@@ -310,8 +311,8 @@ def test_arrow(tmp_path: Path, kind: str) -> None:
 
 
 def test_gzipped_parquet_is_refused(tmp_path: Path) -> None:
-    assert sources.format_from_name("a.parquet.gz") is None
-    assert sources.format_from_name("A.JSONL.GZ") == "jsonl"
+    assert format_from_name("a.parquet.gz") is None
+    assert format_from_name("A.JSONL.GZ") == "jsonl"
 
 
 # Wikipedia

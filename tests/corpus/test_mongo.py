@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -22,14 +21,14 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.support.mongo_process import EXPECTED_TEXTS, SIZES, MongoDatabase, open_database, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
+from textmill.corpus import mongo_export
 from textmill.corpus.document import Document
-from textmill.corpus.mongo import collections as mongo
-from textmill.corpus.mongo import server as mongo_server
-from textmill.corpus.mongo import writing as mongo_write
-from textmill.corpus.mongo.collections import open_index, read_range
+from textmill.corpus.formats import mongo
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
 from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.source import Source, SourceChunk
+from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError
 
 
@@ -41,50 +40,23 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoDatabase
         yield database
 
 
-def forms(rows: list[Any]) -> list[str | None]:
-    return [row and row["form"] for row in rows]
+def read_range(path: Path, start: int, stop: int, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+    yield from mongo.read(SourceChunk(0, open_source(path), start, stop), config)
 
 
-def test_one_index_in_the_order_of_collections(database: MongoDatabase, capsys: pytest.CaptureFixture[str]) -> None:
-    index = open_index(database.config)
-    assert len(index) == len(EXPECTED_TEXTS)
-    places = [0, 2999, 3000, 4999, 5000, 5999, -1]
-    assert forms([index[place] for place in places]) == [EXPECTED_TEXTS[place] for place in places]
-    assert forms(index[2990:3010]) == EXPECTED_TEXTS[2990:3010]
-    assert forms(index[5990:2:-997]) == EXPECTED_TEXTS[5990:2:-997]
-    with pytest.raises(IndexError):
-        index[6000]
+def open_source(path: Path) -> Source:
+    (source,) = find_sources([f"mongo:{path}"])
+    return source
+
+
+def texts_of(path: Path, start: int = 0, stop: int = 10_000) -> list[str]:
+    return [row.text for row in read_range(path, start, stop, CorpusConfig()) if isinstance(row, Document)]
+
+
+def test_positions_in_the_order_of_collections(database: MongoDatabase, capsys: pytest.CaptureFixture[str]) -> None:
+    for start, stop in ((0, 1), (2990, 3010), (4999, 5001), (5999, 6000), (6000, 7000)):
+        assert texts_of(database.config, start, stop) == EXPECTED_TEXTS[start:stop]
     assert capsys.readouterr().err == ""  # nothing odd, so nothing said
-    index.close()
-
-
-def test_random_batches_keep_the_requested_order(database: MongoDatabase) -> None:
-    index, rng = open_index(database.config), random.Random(1)
-    for size in (1, 7, 300):
-        places = [rng.randrange(len(EXPECTED_TEXTS)) for _ in range(size)]
-        places += places[:3]  # twice in one batch
-        assert forms(index.batch(places)) == [EXPECTED_TEXTS[place] for place in places]
-    assert index.batch([]) == []
-    index.close()
-
-
-@pytest.mark.parametrize(
-    ("speeds", "tried", "best"),
-    [
-        ({24: 9, 96: 5, 384: 99, 1536: 99}, [24, 96], 24),
-        ({24: 1, 96: 2, 384: 3, 1536: 4}, [24, 96, 384, 1536], 1536),
-        ({24: 1, 96: 8, 384: 3, 1536: 4}, [24, 96, 384], 96),
-    ],
-)
-def test_query_size_grows_while_the_server_gets_faster(speeds: dict[int, float], tried: list[int], best: int) -> None:
-    query_size, sizes = mongo.QuerySize(), []
-    for _ in range(20):
-        sizes.append(query_size.size)
-        query_size.learn(speeds[query_size.size])
-    assert sizes == tried + [best] * (20 - len(tried))
-    for _ in range(mongo.RELEARN_BATCHES - 20):
-        query_size.learn(speeds[query_size.size])
-    assert query_size.size == tried[0]  # searched for again
 
 
 def test_ranges_cover_every_document_once(database: MongoDatabase) -> None:
@@ -118,17 +90,16 @@ def test_irregularities_are_reported(database: MongoDatabase, capsys: pytest.Cap
     database.db["odd"].insert_many([{"idx": idx, "form": f"odd {idx}"} for idx in range(20) if idx not in (3, 4, 11)])
     database.db["meta_info"].insert_one({"collection_name": "odd", "num_docs": 20})
     path = database.write_config("odd.json", COLLECTIONS=["odd"])
-    index = open_index(path)
+    assert texts_of(path) == [f"odd {idx}" for idx in range(20) if idx not in (3, 4, 11)]
     message = capsys.readouterr().err
     assert "odd: 3 of 20 positions have no document" in message
     assert "meta_info records 20 documents, the collection has 17" in message
     assert "no index on idx" in message
-    assert "create_idx_indexes" in message
-    assert forms(index[2:6]) == ["odd 2", None, None, "odd 5"]
-    assert index.batch([11, 12])[0] is None
-    assert [row["idx"] for row in index] == [idx for idx in range(20) if idx not in (3, 4, 11)]
+    assert "create one in mongosh: db.getCollection('odd').createIndex({idx: 1}, {unique: true})" in message
+    assert texts_of(path, 2, 6) == ["odd 2", "odd 5"]
+    capsys.readouterr()
     database.db["unnumbered"].insert_many([{"idx": 0, "form": "a"}, {"form": "b"}, {"form": "c"}])
-    open_index(database.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
+    open_source(database.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
     assert "2 of 3 documents have no idx; they are not read" in capsys.readouterr().err
     rows = [
         {"idx": 0, "form": "a"},
@@ -138,15 +109,15 @@ def test_irregularities_are_reported(database: MongoDatabase, capsys: pytest.Cap
         {"idx": 4, "form": "e"},
     ]
     database.db["mixed"].insert_many(rows)  # as many documents as positions
-    open_index(database.write_config("mixed.json", COLLECTIONS=["mixed"]))
+    open_source(database.write_config("mixed.json", COLLECTIONS=["mixed"]))
     message = capsys.readouterr().err
     assert "mixed: 2 of 5 positions have no document" in message
     assert "mixed: 1 of 5 documents have no idx" in message
     assert "mixed: 1 of 5 documents have an idx that another one has too" in message
-    mongo_write.create_idx_indexes(path)
-    assert mongo_write.fix_meta_info(path) == {"odd": 17}
+    database.db["odd"].create_index("idx", unique=True)
+    database.db["meta_info"].update_one({"collection_name": "odd"}, {"$set": {"num_docs": 17}})
     capsys.readouterr()
-    open_index(path)
+    open_source(path)
     assert capsys.readouterr().err.count("\n") == 1  # only the holes are left
 
 
@@ -186,37 +157,19 @@ def test_text_fields(database: MongoDatabase) -> None:
     assert next(row.turns for row in named if isinstance(row, Document)) == (("user", "raw"), ("assistant", "clean"))
 
 
-def test_write_back(database: MongoDatabase) -> None:
-    database.db["back"].create_index("idx", unique=True)
-    database.db["back"].insert_many([{"idx": idx, "form": f" dirty {idx} "} for idx in range(50)])
-    path = database.write_config("back.json", COLLECTIONS=["back"])
-    cleaned = [
-        Document(row.text.strip(), row.source, row.id)
-        for row in read_range(path, 0, 50, CorpusConfig())
-        if isinstance(row, Document)
-    ]
-    database.db["back"].delete_one({"idx": 7})
-    assert mongo_write.write_back(path, cleaned) == {"documents": 50, "changed": 49, "missing": 1}
-    assert mongo_write.write_back(path, cleaned) == {"documents": 50, "changed": 0, "missing": 1}
-    again = [row.text for row in read_range(path, 0, 50, CorpusConfig()) if isinstance(row, Document)]
-    assert again == [f"dirty {idx}" for idx in range(50) if idx != 7]
-    with pytest.raises(TextmillError, match="not a document of"):
-        mongo_write.write_back(path, [Document("x", "a.txt", "line 3")])
-
-
 class Killed(BaseException):
     """Raised to simulate a killed process."""
 
 
 def test_loading_is_complete_after_a_kill(
-    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = database.write_config("load.json", COLLECTIONS=["loaded"])
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(95)) + "not json\n\n[1]\n")
-    second.write_text("".join(json.dumps({"text": f"b {number}"}) + "\n" for number in range(30)))
-    monkeypatch.setattr(mongo_write, "WRITE_BLOCK", 10)
-    real, calls = mongo_write._insert, []
+    for name, count in (("a", 95), ("b", 30)):
+        lines = [json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(mongo_export, "WRITE_BLOCK", 10)
+    real, calls = mongo_export._insert, []
 
     def insert(db: Any, collection: str, rows: list[Any], field: str) -> int:
         calls.append(len(rows))
@@ -225,39 +178,40 @@ def test_loading_is_complete_after_a_kill(
             raise Killed
         return real(db, collection, rows, field)
 
-    monkeypatch.setattr(mongo_write, "_insert", insert)
+    monkeypatch.setattr(mongo_export, "_insert", insert)
+    corpus = CorpusConfig(sources=[str(tmp_path)], split=[1.0], mongo_load="loaded", mongo_config=str(path))
+    config = RunConfig(folder=str(tmp_path / "out"), corpus=corpus, runner=LocalRunner(workers=1))
     with pytest.raises(Killed):
-        mongo_write.load_lines(path, "loaded", [first])
-    counts = mongo_write.load_lines(path, "loaded", [first, second])
-    assert counts == {"records": 127, "loaded": 90, "existing": 35, "bad": 2}
-    assert mongo_write.load_lines(path, "loaded", [first, second]) == {
-        "records": 127,
-        "loaded": 0,
-        "existing": 125,
-        "bad": 2,
-    }
+        prepare(config)
+    prepare(config)
+    assert "125 loaded; 90 changed now" in capsys.readouterr().out
+    prepare(config)
+    assert "done already (125 loaded)" in capsys.readouterr().out
     expected = [f"a {number}" for number in range(95)] + [f"b {number}" for number in range(30)]
-    assert [row["form"] for row in open_index(path)] == expected
+    assert texts_of(path) == expected
     meta = database.db["meta_info"].find_one({"collection_name": "loaded"})
     assert meta["num_docs"] == 125
-    with pytest.raises(TextmillError, match="COLLECTIONS does not list 'other'"):
-        mongo_write.load_lines(path, "other", [first])
+
+
+def test_place_of_another_database_is_an_error(database: MongoDatabase) -> None:
+    with pytest.raises(TextmillError, match="'line 3': not a document of"):
+        mongo_export._parse_place(mongo.open_server(database.config), "line 3")
 
 
 def test_connection_string_from_environment_or_file(database: MongoDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     (database.config.parent / "secret.txt").write_text(database.address + "\n")
     path = database.write_config("by_file.json", MONGO_CONNECTION_STRING=None, MONGO_CONNECTION_FILE="secret.txt")
-    assert len(open_index(path)) == len(EXPECTED_TEXTS)
+    assert open_source(path).snapshot.size == len(EXPECTED_TEXTS)
     path = database.write_config("by_variable.json", MONGO_CONNECTION_STRING=None)
     with pytest.raises(TextmillError, match="TEXTMILL_MONGO"):
-        open_index(path)
+        open_source(path)
     monkeypatch.setenv("TEXTMILL_MONGO", database.address)
-    assert len(open_index(path)) == len(EXPECTED_TEXTS)
+    assert open_source(path).snapshot.size == len(EXPECTED_TEXTS)
 
 
 def test_error_names_an_unknown_collection(database: MongoDatabase) -> None:
     with pytest.raises(TextmillError, match="no collection 'boks'; did you mean 'books'"):
-        open_index(database.write_config("wrong.json", COLLECTIONS=["boks"]))
+        open_source(database.write_config("wrong.json", COLLECTIONS=["boks"]))
 
 
 SECRET = (
@@ -278,14 +232,14 @@ SECRET = (
 def test_no_part_of_the_connection_string_is_printed(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mongo_server, "DEFAULT_MAX_OUTAGE", 0.1)
+    monkeypatch.setattr(mongo, "DEFAULT_MAX_OUTAGE", 0.1)
     path = tmp_path / "db_config.json"
     path.write_text(
         json.dumps({"MONGO_CONNECTION_STRING": address, "MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"]})
     )
     with pytest.raises(TextmillError) as caught:
-        open_index(path)
-    message = f"{caught.value} {caught.value.__cause__} {mongo_server.open_server(path)!r} {capsys.readouterr()}"
+        open_source(path)
+    message = f"{caught.value} {caught.value.__cause__} {mongo.open_server(path)!r} {capsys.readouterr()}"
     for secret in (address, "s3c", "mill%40er", "mill@er", "nowhere", "hidden", "pwpw"):
         assert secret not in message
 
@@ -303,11 +257,11 @@ def test_error_names_a_wrong_setting(settings: Any, message: str, tmp_path: Path
     path = tmp_path / "db_config.json"
     path.write_text(json.dumps(settings))
     with pytest.raises(TextmillError, match=message):
-        open_index(path)
+        open_source(path)
 
 
 def test_missing_package_is_reported_at_start(root: Path) -> None:
-    script = "import sys; sys.modules['pymongo'] = None; import textmill.corpus.mongo.collections"
+    script = "import sys; sys.modules['pymongo'] = None; import textmill.corpus.formats.mongo"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert "a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'" in done.stderr
 

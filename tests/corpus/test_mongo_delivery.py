@@ -16,10 +16,8 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.support.mongo_process import MongoDatabase, open_database
 from textmill.cli import main
-from textmill.corpus.mongo import export
-from textmill.corpus.mongo import writing as mongo_write
+from textmill.corpus import mongo_export
 from textmill.corpus.shards import list_shards, read_documents
-from textmill.errors import TextmillError
 
 SIZE = 2000
 DUPLICATES, EMPTY = 7, 11
@@ -119,7 +117,7 @@ def test_written_back_and_loaded_once(
 SCRIPT = """
 import os, signal, sys
 from textmill.cli import main
-from textmill.corpus.mongo import writing
+from textmill.corpus import mongo_export as writing
 real, left = writing._blocks, int(sys.argv[1])
 def blocks(rows):
     global left
@@ -207,14 +205,18 @@ def test_impossible_export_is_refused_before_any_work(
         assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-def test_idx_of_another_writer_is_an_error(database: MongoDatabase, tmp_path: Path) -> None:
+def test_idx_of_another_writer_is_an_error(
+    database: MongoDatabase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(10)))
     path = database.write_config("taken.json", COLLECTIONS=["taken"])
-    mongo_write.load_lines(path, "taken", [file])
-    database.db["taken"].update_one({"idx": 4}, {"$set": {"form": "someone else"}})
-    with pytest.raises(TextmillError, match="taken: idx 4 holds a different document"):
-        mongo_write.load_lines(path, "taken", [file])
+    words = [f"folder={tmp_path / 'out'}", f"corpus.sources={file}", "runner.workers=1", "corpus.split=1"]
+    words = ["prepare", "quickstart", *words, "corpus.mongo_load=taken", f"corpus.mongo_config={path}"]
+    assert main(words) == 0
+    database.db["taken"].update_one({"idx": 4}, {"$set": {"filt_text": "someone else"}})
+    assert main([*words, "--force"]) == 2
+    assert "taken: idx 4 holds a different document" in capsys.readouterr().err
 
 
 def test_deleted_documents_are_counted(
@@ -223,13 +225,13 @@ def test_deleted_documents_are_counted(
     monkeypatch.setenv("TEXTMILL_MONGO", database.address)
     database.fill("leaving", [f"leaving {idx}" for idx in range(50)])
     path = database.write_config("leaving.json", COLLECTIONS=["leaving"])
-    real = export.export_to_mongo
+    real = mongo_export.export_to_mongo
 
     def lose_one(*rest: Any) -> None:
         database.db["leaving"].delete_one({"idx": 9})
         real(*rest)
 
-    monkeypatch.setattr(export, "export_to_mongo", lose_one)
+    monkeypatch.setattr(mongo_export, "export_to_mongo", lose_one)
     words = [f"folder={tmp_path}", f"corpus.sources=mongo:{path}", "corpus.mongo_write_back=true", "runner.workers=1"]
     assert main(["prepare", "quickstart", *words]) == 0
     assert "49 written, 1 gone, 0 emptied; 49 changed now" in capsys.readouterr().out

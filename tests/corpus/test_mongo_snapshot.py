@@ -14,9 +14,8 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 from tests.support.mongo_process import MongoDatabase, open_database
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
-from textmill.corpus.formats.mongo import read
-from textmill.corpus.mongo import collections as mongo
-from textmill.corpus.mongo.snapshot import PROBES
+from textmill.corpus.formats import mongo
+from textmill.corpus.formats.mongo import PROBES, read
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.corpus.source import Source
@@ -67,15 +66,15 @@ def test_growth_does_not_move_positions(database: MongoDatabase) -> None:
 def test_prepare_ignores_documents_added_later(
     database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = mongo.read_range
+    real = mongo.read
 
-    def read_and_grow(path: Any, start: int, *rest: Any) -> Any:
-        if not start:
+    def read_and_grow(chunk: Any, config: CorpusConfig) -> Any:
+        if not chunk.start:
             database.db["one"].insert_many([{"idx": 100 + idx, "form": f"late {idx}"} for idx in range(30)])
-        return real(path, start, *rest)
+        return real(chunk, config)
 
-    monkeypatch.setattr(mongo, "read_range", read_and_grow)
-    monkeypatch.setattr("textmill.corpus.formats.mongo.DOCUMENTS_PER_CHUNK", 40)
+    monkeypatch.setattr(mongo, "read", read_and_grow)
+    monkeypatch.setattr(mongo, "DOCUMENTS_PER_CHUNK", 40)
     config = RunConfig(
         folder=str(tmp_path),
         corpus=CorpusConfig(sources=[f"mongo:{database.config}"], split=[1.0]),

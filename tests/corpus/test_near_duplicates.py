@@ -20,12 +20,22 @@ from hypothesis import strategies as st
 from bench.near_duplicates import measure, truth_set
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
-from textmill.corpus.dedup import candidates, shingles
+from textmill.corpus.dedup import minhash, near_duplicates
 from textmill.corpus.dedup import near_duplicates as near
-from textmill.corpus.dedup.candidates import find_candidate_pairs, merge_pairs, plan_band_tasks
 from textmill.corpus.dedup.clusters import Clusters, exact_keep_masks
-from textmill.corpus.dedup.minhash import MAX_SKETCH_SIZE, MIN_RECALL, band_hashes, choose_bands, recall_at, sketch
-from textmill.corpus.dedup.shingles import distinct, jaccard, shingle, shingle_set
+from textmill.corpus.dedup.minhash import (
+    MAX_SKETCH_SIZE,
+    MIN_RECALL,
+    band_hashes,
+    choose_bands,
+    distinct,
+    jaccard,
+    recall_at,
+    shingle,
+    shingle_set,
+    sketch,
+)
+from textmill.corpus.dedup.near_duplicates import find_candidate_pairs, merge_pairs, plan_band_tasks
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.counters import mix
@@ -65,13 +75,13 @@ def test_shingles_against_their_definition(unit: Any, n: int, texts: list[str]) 
 
 def test_white_space_is_that_of_python() -> None:
     points = np.arange(0x3100, dtype=np.uint32)
-    assert shingles._is_space(points).tolist() == [chr(point).isspace() for point in range(0x3100)]
+    assert minhash._is_space(points).tolist() == [chr(point).isspace() for point in range(0x3100)]
 
 
 def test_long_text_is_shingled_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"söz{number}" for number in range(3000))
     complete = shingle_set(text, "characters", 5)
-    monkeypatch.setattr(shingles, "SEGMENT_CHARACTERS", 1000)
+    monkeypatch.setattr(minhash, "SEGMENT_CHARACTERS", 1000)
     assert jaccard(complete, shingle_set(text, "characters", 5)) > 0.99
 
 
@@ -129,7 +139,7 @@ def test_all_pairs_of_all_bands(
     """In small buckets: every pair once, in order, for any memory limit."""
     folder = tmp_path_factory.mktemp("bands")
     for number, rows in enumerate(chunks):
-        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(candidates.band_hashes_path(folder, number))
+        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(near_duplicates.band_hashes_path(folder, number))
     everything = [row for rows in chunks for row in rows]
     bands = plan_band_tasks(folder, [len(rows) for rows in chunks], 2, memory)
     for band in bands:
@@ -143,7 +153,7 @@ def test_all_pairs_of_all_bands(
     linked = {(pair >> 32, pair & (2**32 - 1)) for pair in np.fromfile(folder / "pairs", np.uint64).tolist()}
     assert count == len(linked)
     assert linked <= set(expected)
-    if len(everything) <= 2 * candidates.BUCKET_LINKS:
+    if len(everything) <= 2 * near_duplicates.BUCKET_LINKS:
         assert linked == set(expected)
     assert Clusters(linked).members() == Clusters(expected).members()
     assert {Clusters(linked).find(number) for number in range(len(everything))} == {
@@ -155,12 +165,12 @@ def test_all_pairs_of_all_bands(
 
 def test_pairs_are_merged_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
-    rng.integers(0, 40, (3, 500)).astype(np.uint64).tofile(candidates.band_hashes_path(tmp_path, 0))
+    rng.integers(0, 40, (3, 500)).astype(np.uint64).tofile(near_duplicates.band_hashes_path(tmp_path, 0))
     bands = plan_band_tasks(tmp_path, [500], 3, 1 << 20)
     for band in bands:
         find_candidate_pairs(band)
     merge_pairs(bands, tmp_path / "whole", tmp_path / "marks")
-    monkeypatch.setattr(candidates, "MERGE_PAIRS", 10)
+    monkeypatch.setattr(near_duplicates, "MERGE_PAIRS", 10)
     merge_pairs(bands, tmp_path / "pairs", tmp_path / "marks")
     assert (tmp_path / "pairs").read_bytes() == (tmp_path / "whole").read_bytes() != b""
 
@@ -254,8 +264,8 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
         content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"])))
         == one
     )
-    monkeypatch.setattr(candidates, "SORT_BYTES_PER_DOCUMENT", 100_000)
-    monkeypatch.setattr(candidates, "MAX_TASK_HASHES", 1000)
+    monkeypatch.setattr(near_duplicates, "SORT_BYTES_PER_DOCUMENT", 100_000)
+    monkeypatch.setattr(near_duplicates, "MAX_TASK_HASHES", 1000)
     monkeypatch.setattr(near, "BLOCK_DOCUMENTS", 7)
     assert content(prepare(config_of("little", dedup_memory=1))) == one
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
 from textmill.corpus import prepare as prepare_module
-from textmill.corpus import sources
+from textmill.corpus import records
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
@@ -115,7 +115,7 @@ def test_workers_order_and_chunks_do_not_matter(workspace: Path, monkeypatch: py
     shuffled = ["texts/turkish.txt", "texts/*.jsonl", "texts/korean.txt", "./texts/english.txt"]
     assert file_contents(prepare(config_of("shuffled", words=shuffled))) == one
     expected = documents(workspace / "one" / "corpus")
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 40)
     assert documents(prepare(config_of("chunks"))) == expected
 
 

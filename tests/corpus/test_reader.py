@@ -10,8 +10,7 @@ from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus import shards
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.reader import open_corpus
-from textmill.corpus.shards import list_shards, read_documents
+from textmill.corpus.shards import list_shards, open_corpus, read_documents
 from textmill.errors import TextmillError
 
 

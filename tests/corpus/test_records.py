@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
 from textmill.corpus import document as sections
-from textmill.corpus import records, sources
+from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.records import BadRecord, read_records
-from textmill.corpus.sources import find_sources, split_into_chunks
+from textmill.corpus.records import BadRecord
+from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 
 TEXT = st.text(st.sampled_from("ab가é𝄞 \t\n\n\r"), max_size=400)
 
@@ -222,11 +222,11 @@ def test_chunks_give_the_records_of_the_file(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     expected = read(path, b"\n".join(lines), documents="line")
-    before, sources.CHUNK_BYTES = sources.CHUNK_BYTES, chunk_size
+    before, records.CHUNK_BYTES = records.CHUNK_BYTES, chunk_size
     try:
         assert read(path, b"\n".join(lines), documents="line") == expected
     finally:
-        sources.CHUNK_BYTES = before
+        records.CHUNK_BYTES = before
 
 
 @pytest.mark.parametrize(

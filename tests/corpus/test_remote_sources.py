@@ -8,22 +8,22 @@ import http.server
 import json
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import textmill.corpus.formats
 from textmill.config import CorpusConfig, RunConfig
 from textmill.config.load import resolve_paths
 from textmill.corpus.document import Document
-from textmill.corpus.formats import mongo as mongo_format
 from textmill.corpus.prepare import prepare
-from textmill.corpus.records import BadRecord, read_records
-from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
+from textmill.corpus.records import BadRecord
+from textmill.corpus.source import Source, SourceChunk
+from textmill.corpus.sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.errors import TextmillError
 
 LINES = [f"{number} satır" for number in range(200)]
@@ -162,33 +162,29 @@ def test_hub_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 # MongoDB
 
 
-class CollectionRange(NamedTuple):
-    size: int
-
-
-RANGES = (CollectionRange(30), CollectionRange(220))
-
-
 @pytest.fixture
 def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_range(
-        path: str, start: int, stop: int, config: CorpusConfig, bounds: Any, text_key: Any
-    ) -> Iterator[Document | BadRecord]:
-        assert path.endswith("db_config.json")
-        assert bounds == RANGES
-        for number in range(start, stop):
+    pytest.importorskip("pymongo")
+    from textmill.corpus.formats import mongo
+
+    snapshot = mongo.Snapshot((mongo.CollectionRange("a", 0, 30), mongo.CollectionRange("b", 30, 220)), False)
+
+    def find(entry: str, read_original: bool) -> list[Source]:
+        return [Source(entry, entry.removeprefix("mongo:"), "mongo", snapshot=snapshot)]
+
+    def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+        assert chunk.source.address.endswith("db_config.json")
+        for number in range(chunk.start, chunk.stop):
             yield (
                 BadRecord("c", f"idx {number}", "gone", b"")
                 if number == 3
                 else Document(f"document {number}", "c", f"idx {number}")
             )
 
-    fake = types.ModuleType("textmill.corpus.mongo.collections")
-    fake.open_index = lambda path: types.SimpleNamespace(collection_ranges=RANGES, close=lambda: None)  # type: ignore[attr-defined]
-    fake.read_range = read_range  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", fake)
-    monkeypatch.setattr(mongo_format, "collection_state", lambda source: (250, "mark"))
-    monkeypatch.setattr(mongo_format, "DOCUMENTS_PER_CHUNK", 100)
+    monkeypatch.setattr(mongo, "find", find)
+    monkeypatch.setattr(mongo, "read", read)
+    monkeypatch.setattr(mongo, "state", lambda source: (250, "mark"))
+    monkeypatch.setattr(mongo, "DOCUMENTS_PER_CHUNK", 100)
 
 
 def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +206,11 @@ def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", None)
-    with pytest.raises(TextmillError, match=r"'mongo:x.json' needs pymongo .*pip install 'textmill\[mongo\]'"):
-        split_into_chunks(find_sources(["mongo:x.json"]), "section")
+    monkeypatch.setitem(sys.modules, "pymongo", None)
+    monkeypatch.delitem(sys.modules, "textmill.corpus.formats.mongo", raising=False)
+    monkeypatch.delattr(textmill.corpus.formats, "mongo", raising=False)
+    with pytest.raises(TextmillError, match=r"a MongoDB corpus needs pymongo; run: pip install 'textmill\[mongo\]'"):
+        find_sources(["mongo:x.json"])
 
 
 # Named corpora

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from textmill.corpus.sentences import keep_lines, split_sentences
+from textmill.corpus.clean.sentences import keep_lines, split_sentences
 
 # A bar stands where a sentence ends.
 CASES = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.corpus import sources
+from textmill.corpus import records
 from textmill.corpus.sources import find_sources, portable_names, split_into_chunks
 from textmill.errors import TextmillError
 
@@ -112,8 +112,8 @@ def test_names_do_not_depend_on_the_project_folder(tree: Path, monkeypatch: pyte
 def test_chunks_are_complete_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, end: bytes) -> None:
     lines = [b"%d" % number * (number % 5) for number in range(60)]
     (tree / "b.jsonl").write_bytes(b"\n".join(lines) + end)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(sources, "READ_BYTES", 3)
+    monkeypatch.setattr(records, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(records, "READ_BYTES", 3)
     data, stop = (tree / "b.jsonl").read_bytes(), 0
     for number, chunk in enumerate(split_into_chunks(find_sources(["b.jsonl"]), "section")):
         assert (chunk.number, chunk.start) == (number, stop)
@@ -125,7 +125,7 @@ def test_chunks_are_complete_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_text_is_split_only_if_a_line_is_a_document(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 4)
     (tree / "a.txt").write_text("1\n" * 20)
     assert len(split_into_chunks(find_sources(["a.txt"]), "section")) == 1
     assert (

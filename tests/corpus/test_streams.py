@@ -23,8 +23,8 @@ import zstandard
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import BadRecord, read_records
-from textmill.corpus.sources import find_sources, split_into_chunks
+from textmill.corpus.records import BadRecord
+from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,

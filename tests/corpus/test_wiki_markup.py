@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, is_redirect, wikitext_to_plain
+from textmill.corpus.formats.mediawiki import HIDDEN_PREFIXES, is_redirect, wikitext_to_plain
 
 
 @pytest.mark.parametrize(

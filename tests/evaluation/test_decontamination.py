@@ -16,7 +16,7 @@ import pytest
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
 from textmill.config import EvaluateConfig, RunConfig
-from textmill.corpus.decontamination.ngrams import NgramIndex, word_hashes
+from textmill.corpus.decontamination import NgramIndex, word_hashes
 from textmill.corpus.dropped import read_dropped
 from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import describe_corpus
@@ -101,7 +101,7 @@ def test_an_n_gram_across_two_documents_is_none() -> None:
 
 
 def _keys(text: str) -> tuple[Any, Any]:
-    from textmill.corpus.decontamination.ngrams import text_keys
+    from textmill.corpus.decontamination import text_keys
 
     (length, keys, _), *_ = text_keys([text], 4, 4)
     return keys, (keys * 0 + length).astype("uint8")

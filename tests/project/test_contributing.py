@@ -21,7 +21,7 @@ from textmill.cli import main
 from textmill.commands import table
 from textmill.config import TokenizerConfig
 from textmill.corpus import source
-from textmill.corpus.reader import open_corpus
+from textmill.corpus.shards import open_corpus
 from textmill.tokens.vocabulary.tokenizer import fit
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "contributing"

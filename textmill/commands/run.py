@@ -24,7 +24,7 @@ from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
 from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig
 from textmill.config.model import is_family_file
-from textmill.corpus.reader import open_corpus
+from textmill.corpus.shards import open_corpus
 from textmill.engines.early_import import import_torch_meanwhile
 from textmill.errors import TextmillError
 from textmill.evaluation import format_tables

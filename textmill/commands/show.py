@@ -22,8 +22,7 @@ from textmill.config import RunConfig
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.document import SPLITS
 from textmill.corpus.dropped import list_dropped_files, read_dropped
-from textmill.corpus.reader import Corpus, open_corpus
-from textmill.corpus.shards import list_shards, open_shard
+from textmill.corpus.shards import Corpus, list_shards, open_corpus, open_shard
 from textmill.counters import uniform_from
 from textmill.errors import TextmillError, warn
 from textmill.models import read_shape, weights_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from textmill.corpus.shards import ShardWriter, new_shard, open_shard
+from textmill.corpus.chunk_task import ChunkTask
+from textmill.corpus.shards import new_shard, open_shard
 from textmill.storage.files import read_json
 
 SCHEMA = pa.schema(
@@ -57,48 +58,46 @@ def read_dropped(folder: Path, rule: str | None = None) -> Iterator[dict[str, An
                 yield from rows.to_pylist()
 
 
-def write_dropped(path: Path, work: Path, number: int, repeats: NDArray[Any], contaminated: NDArray[np.int64]) -> None:
+def write_dropped(task: ChunkTask) -> None:
     """Write the dropped documents of a chunk: those of filters, then duplicates, then contaminated ones."""
-    names = read_json(work / NAMES_FILE)
-    with new_shard(path, SCHEMA) as writer:
-        with open_shard(work / f"{number:05d}.filtered") as filtered:
+    names: list[str] = read_json(task.folder / "work" / NAMES_FILE)
+    source = task.chunk.source.name
+    with new_shard(task.folder / dropped_name(task.chunk.number), SCHEMA) as writer:
+        with open_shard(task.path("filtered")) as filtered:
             for batch in filtered.iter_batches(use_threads=False):
-                table = pa.Table.from_batches([batch])
-                empty = pa.nulls(table.num_rows, pa.string())
-                source = pa.array([names[number]] * table.num_rows, pa.string())
-                columns = [table["text"], source, table["id"], table["rule"], empty, empty]
-                writer.add(pa.table([*columns, pa.nulls(table.num_rows, pa.float32())], schema=SCHEMA))
+                writer.add(_to_table(batch, source, batch["rule"]))
+        repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
         if len(repeats):
-            _write_repeats(writer, work, number, repeats, names)
-        if len(contaminated):
-            texts = _take(work / f"{number:05d}.parquet", ["text", "id"], contaminated)
-            count = len(contaminated)
-            source = pa.array([names[number]] * count, pa.string())
-            rule = pa.array([CONTAMINATED] * count, pa.string())
-            empty = pa.nulls(count, pa.string())
-            columns = [texts["text"], source, texts["id"], rule, empty, empty]
-            writer.add(pa.table([*columns, pa.nulls(count, pa.float32())], schema=SCHEMA))
+            texts = _take(task.path("parquet"), ["text", "id"], repeats["row"])
+            rules = pa.array([NEAR if is_near else EXACT for is_near in repeats["near"].tolist()], pa.string())
+            repeated_sources = pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string())
+            repeated_ids = pa.array(_repeated_ids(task.folder / "work", repeats), pa.string())
+            similarities = pa.array(repeats["similarity"], pa.float32())
+            writer.add(_to_table(texts, source, rules, repeated_sources, repeated_ids, similarities))
+        if task.config.decontaminate and task.config.decontaminate_action == "drop":
+            rows = task.read_contaminated()
+            if len(rows):
+                texts = _take(task.path("parquet"), ["text", "id"], rows)
+                writer.add(_to_table(texts, source, pa.array([CONTAMINATED] * len(rows), pa.string())))
 
 
-def _write_repeats(writer: ShardWriter, work: Path, number: int, repeats: NDArray[Any], names: Sequence[str]) -> None:
-    texts = _take(work / f"{number:05d}.parquet", ["text", "id"], repeats["row"])
-    repeated_ids: list[str] = [""] * len(repeats)
+def _to_table(texts: Any, source: str, rules: Any, *duplicate_of: Any) -> pa.Table:
+    """Rows with the columns `text` and `id` as dropped documents; `duplicate_of`: the last three columns, if any."""
+    count = texts.num_rows
+    empty = (pa.nulls(count, pa.string()), pa.nulls(count, pa.string()), pa.nulls(count, pa.float32()))
+    sources = pa.array([source] * count, pa.string())
+    return pa.table([texts["text"], sources, texts["id"], rules, *(duplicate_of or empty)], schema=SCHEMA)
+
+
+def _repeated_ids(work: Path, repeats: NDArray[Any]) -> list[str]:
+    """The id of the document that each duplicate repeats."""
+    ids = [""] * len(repeats)
     for chunk in np.unique(repeats["chunk"]).tolist():
         places = np.flatnonzero(repeats["chunk"] == chunk)
         repeated = _take(work / f"{chunk:05d}.parquet", ["id"], repeats["other"][places])
         for place, id_ in zip(places.tolist(), repeated["id"].to_pylist(), strict=True):
-            repeated_ids[place] = id_
-    rules = [NEAR if is_near else EXACT for is_near in repeats["near"].tolist()]
-    columns = [
-        texts["text"],
-        pa.array([names[number]] * len(repeats), pa.string()),
-        texts["id"],
-        pa.array(rules, pa.string()),
-        pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string()),
-        pa.array(repeated_ids, pa.string()),
-        pa.array(repeats["similarity"], pa.float32()),
-    ]
-    writer.add(pa.table(columns, schema=SCHEMA))
+            ids[place] = id_
+    return ids
 
 
 def _take(path: Path, columns: list[str], rows: NDArray[np.int64]) -> pa.Table:

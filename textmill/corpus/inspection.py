@@ -14,12 +14,12 @@ from textmill.config import CorpusConfig
 from textmill.corpus.accounts import format_count
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.conversations import Record, find_layout, read_conversation
-from textmill.corpus.csv_dialect import column_names, find_dialect
 from textmill.corpus.encodings import advise_encodings, detect_encoding, mark_length, resolve_encoding, suggest_encoding
 from textmill.corpus.formats import arrow, parquet
+from textmill.corpus.formats.csv import column_names, find_dialect
 from textmill.corpus.formats.json import sample_values
 from textmill.corpus.records import UnreadableRecord
-from textmill.corpus.source import SELF_COMPRESSED, Source
+from textmill.corpus.source import NOT_TEXT, SELF_COMPRESSED, Source
 from textmill.corpus.streams import BrokenStream, read_head
 from textmill.storage.files import format_path
 from textmill.storage.remote_folders import is_url
@@ -83,7 +83,7 @@ class _Sample:
         self.by_source.append(records)
         if source.format in SELF_COMPRESSED:
             records += (arrow if source.format == "arrow" else parquet).sample_rows(source, SAMPLE_RECORDS)
-        if source.format in (*SELF_COMPRESSED, "mongo"):  # the layout of MongoDB documents is fixed
+        if source.format in NOT_TEXT:  # the layout of MongoDB documents is fixed
             return
         head, encoding = _read_head(source)
         self.encodings[encoding] += 1
@@ -154,7 +154,7 @@ def _spread_by_format(sources: Sequence[Source]) -> list[Source]:
 def find_older_encodings(sources: Sequence[Source]) -> dict[str, str]:
     """The encodings in which files that are not Unicode seem to be, and the name of a file in each; the most common
     one first."""
-    readable = [source for source in sources if source.format not in (*SELF_COMPRESSED, "mongo")]
+    readable = [source for source in sources if source.format not in NOT_TEXT]
     files: dict[str, list[str]] = {}
     for source in readable[:: max(1, len(readable) // ENCODING_SOURCES)][:ENCODING_SOURCES]:
         with suppress(BrokenStream):  # prepare reports it
@@ -169,7 +169,7 @@ def find_older_encodings(sources: Sequence[Source]) -> dict[str, str]:
 def describe_layouts(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
     """How files are read where that was detected: the dialect of CSV files, and encodings other than UTF-8."""
     found: dict[str, list[str]] = {}
-    readable = [source for source in sources if source.format not in (*SELF_COMPRESSED, "mongo")]
+    readable = [source for source in sources if source.format not in NOT_TEXT]
     for source in readable[:SHOWN_SOURCES]:
         with suppress(BrokenStream):  # it is reported when it is read
             parts = []

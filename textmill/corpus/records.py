@@ -7,26 +7,19 @@ too many of them do (`check_quarantine`).
 from __future__ import annotations
 
 import codecs
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from textmill.config import CorpusConfig
-from textmill.corpus.document import READ_BYTES, Document, cut_into_sections
-from textmill.corpus.encodings import advise_encodings, suggest_encoding
-from textmill.corpus.source import SourceChunk
-from textmill.corpus.sources import format_module
-from textmill.corpus.streams import BrokenStream, open_stream
-from textmill.errors import TextmillError
-from textmill.storage.files import format_path, write_bytes
+from textmill.corpus.document import READ_BYTES
+from textmill.corpus.encodings import suggest_encoding
+from textmill.corpus.source import ChunkRange, Source, SourceChunk
+from textmill.corpus.streams import is_splittable, open_stream
 
+CHUNK_BYTES = 64 << 20
+"""Size of a chunk of a line-based file. It decides where output shards end, so it does not depend on the workers."""
 MAX_RECORD_BYTES = 256 << 20
 """A longer record is treated as damaged."""
-QUARANTINE = "quarantine.jsonl"
-"""The file of the bad records in a corpus folder."""
 RAW_BYTES = 1000
 """Bytes of a bad record that are kept in the quarantine."""
 NOT_UTF8 = "not UTF-8"
@@ -56,34 +49,6 @@ class UnreadableRecord(Exception):
     """Raised with the reason why a record cannot be read."""
 
 
-def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The records of a chunk, in order.
-
-    A blank record is a document without text. If the stream is damaged, the last item is a bad record. With
-    `corpus.cut_records` the text of each record is cut into sections, as plain text is when it is read.
-    """
-    place = ""
-    try:
-        for record in format_module(chunk.source).read(chunk, config):
-            place = record.place if isinstance(record, BadRecord) else record.id
-            if config.cut_records and isinstance(record, Document):
-                yield from _cut_record(record, config.section_chars)
-            else:
-                yield record
-    except BrokenStream as error:
-        yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
-
-
-def _cut_record(record: Document, size: int) -> Iterator[Document]:
-    """The sections of a record; a short record is its only section."""
-    sections = cut_into_sections(record.text, size)
-    if len(sections) < 2:
-        yield record
-    else:
-        for number, text in enumerate(sections, 1):
-            yield replace(record, text=text, id=f"{record.id}, section {number}")
-
-
 def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
     """Yield (line number, line, length in bytes); only the start of a line over MAX_RECORD_BYTES is returned."""
     with open_stream(chunk.source) as stream:
@@ -99,6 +64,35 @@ def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
             yield number, line, length
             bytes_left -= length
             number += 1
+
+
+def line_ranges(source: Source) -> Iterator[ChunkRange] | None:
+    """Ranges of complete lines, about CHUNK_BYTES each; None if the file cannot be split."""
+    return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source) else None
+
+
+def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
+    """Yield (start, stop, number of the first line), cut at the first line end after CHUNK_BYTES bytes."""
+    if size <= CHUNK_BYTES:
+        yield 0, size, 1
+        return
+    with open(path, "rb") as stream:
+        start = 0
+        first = 1
+        while start < size:
+            lines = 0
+            while stream.tell() < min(start + CHUNK_BYTES, size) and (
+                block := stream.read(min(READ_BYTES, start + CHUNK_BYTES - stream.tell()))
+            ):
+                lines += block.count(b"\n")
+            while (rest := stream.readline(READ_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            stop = min(stream.tell(), size)
+            if stop <= start:
+                return
+            yield start, stop, first
+            start = stop
+            first = first + lines + rest.endswith(b"\n")
 
 
 def check_line_length(length: int) -> None:
@@ -127,52 +121,3 @@ def describe_encoding_error(raw: bytes, byte: int, place: int) -> str:
     if found := suggest_encoding(raw):
         return problem + f"{ENCODING_HINT} {found}: set corpus.encoding={found}"
     return problem + "; if the file has another encoding, name it with corpus.encoding"
-
-
-def write_quarantine(path: Path, bad_records: Iterable[BadRecord]) -> dict[str, Any]:
-    """Write the bad records of all chunks, a line each; return the manifest entry of the file."""
-    return write_bytes(path, (_quarantine_line(bad) for bad in bad_records))
-
-
-def _quarantine_line(bad: BadRecord) -> bytes:
-    raw = bad.raw.decode(errors="backslashreplace")
-    return json_line({"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": raw})
-
-
-def json_line(row: dict[str, Any]) -> bytes:
-    """A line of a JSON lines file."""
-    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-
-
-def check_quarantine(
-    path: Path,
-    bad_records: Iterable[BadRecord],
-    counts_by_chunk: Iterable[Mapping[str, Any]],
-    max_unreadable: float,
-    find_encodings: Callable[[], Mapping[str, str]],
-) -> None:
-    """Refuse to go on if too large a part of the records, or of the bytes, is unreadable; `path`: where they are.
-
-    `find_encodings` guesses the encodings of all files, which is surer than a guess for one record.
-    """
-    total: Counter[str] = Counter()
-    for counts in counts_by_chunk:
-        total.update({key: counts.get(key, 0) for key in ("records", "quarantined", "bytes", "quarantined_bytes")})
-    if total["quarantined"] > max_unreadable * total["records"]:
-        amount = f"{total['quarantined']:,} of {total['records']:,} records"
-    elif total["quarantined_bytes"] > max_unreadable * total["bytes"]:
-        amount = f"{total['quarantined_bytes']:,} of {total['bytes']:,} bytes"
-    else:
-        return
-    first = str(next(iter(bad_records), ""))
-    if NOT_UTF8 in first and (encodings := find_encodings()):
-        first = f"{first.partition(ENCODING_HINT)[0]}; {advise_encodings(encodings)}"
-    some = "corpus.text_key=" in first and total["quarantined"] < total["records"]
-    advice = (
-        " (corpus.text_key=text+body reads files with the field text and files with the field body)" if some else ""
-    )
-    raise TextmillError(
-        f"corpus.sources: {amount} are unreadable, more than corpus.max_unreadable={max_unreadable:g}; "
-        f"the first: {first}; all of them are in {format_path(path)}; fix the files or the setting{advice}, "
-        f"or raise corpus.max_unreadable to continue without them"
-    )

@@ -32,6 +32,8 @@ EXTENSIONS = (
 )
 SELF_COMPRESSED = ("parquet", "arrow")
 """Formats with built-in compression; files of these formats have no second extension such as .gz."""
+NOT_TEXT = (*SELF_COMPRESSED, "mongo")
+"""Formats that have no encoding and no lines."""
 WIKI_FILE = re.compile(r"wiki_\d+")
 """WikiExtractor output files have no extension."""
 
@@ -55,10 +57,8 @@ class Source:
     """The encoding of the file, from `corpus.encoding`."""
     in_archive: bool = False
     """True for a file inside a local archive; its name is the archive's path and its own."""
-    collection_ranges: tuple[Any, ...] = ()
-    """MongoDB only: the positions of each collection when the source was opened."""
-    read_original: bool = False
-    """MongoDB only: ignore the text that an earlier run cleaned and wrote back."""
+    snapshot: Any = None
+    """What a format that is no file recorded when the source was found: MongoDB the ranges of its collections."""
 
     @property
     def path(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,15 +13,17 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from textmill.corpus.archives import find_members, member_state
-from textmill.corpus.named_corpora import NamedCorpus, read_corpora_file
-from textmill.corpus.source import EXTENSIONS, ChunkRange, Source, SourceChunk, archive_kind, format_from_name
-from textmill.corpus.streams import is_remote, is_splittable
-from textmill.errors import TextmillError
+import yaml
 
-CHUNK_BYTES = 64 << 20
-"""Size of a chunk of a line-based file. It decides where output shards end, so it does not depend on the workers."""
-READ_BYTES = 1 << 20
+from textmill.config import CorpusConfig
+from textmill.corpus.archives import find_members, member_state
+from textmill.corpus.document import Document, cut_into_sections
+from textmill.corpus.records import RAW_BYTES, BadRecord
+from textmill.corpus.source import EXTENSIONS, Source, SourceChunk, archive_kind, format_from_name
+from textmill.corpus.streams import BrokenStream, is_remote, remote_state
+from textmill.errors import TextmillError
+from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem
+
 OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "trials.json", "trial-01.log")
 """Files by which a folder that textmill wrote is recognised."""
 PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
@@ -50,11 +53,11 @@ def find_sources(
         )
     skipped_folders = [os.path.realpath(folder) for folder in skip]
     skipped_files = [] if skipped is None else skipped
-    search = _Search(setting, skipped_folders, read_corpora_file(corpora), skipped_files)
+    search = _Search(setting, skipped_folders, read_corpora_file(corpora), skipped_files, read_original)
     by_path: dict[str, Source] = {}
     for entry in entries:
         for source in search.find(entry):
-            source = replace(source, read_original=read_original and source.format == "mongo", encoding=encoding)
+            source = replace(source, encoding=encoding)
             real_path = source.address if is_remote(source.address) else os.path.realpath(source.address)
             earlier = by_path.get(real_path, source)
             if source.text_key != earlier.text_key:
@@ -96,23 +99,20 @@ class SourceState:
     """
 
     bytes: int
-    mtime_ns: int
     fingerprint: str | None
+    mtime_ns: int = 0
 
 
 def source_state(source: Source) -> SourceState:
     """The size and modification time of a file; the size and fingerprint of a remote source."""
-    if source.format == "mongo":
-        size, fingerprint = format_module(source).collection_state(source)
-        return SourceState(size, 0, fingerprint)
+    if source.snapshot is not None:
+        return SourceState(*format_module(source).state(source))
     if source.in_archive:
-        size, fingerprint = member_state(source.address)
-        return SourceState(size, 0, fingerprint)
+        return SourceState(*member_state(source.address))
     if is_remote(source.address):
-        size, fingerprint = import_module("textmill.corpus.remote_files").remote_state(source.address)
-        return SourceState(size, 0, fingerprint)
+        return SourceState(*remote_state(source.address))
     state = source.path.stat()
-    return SourceState(state.st_size, state.st_mtime_ns, None)
+    return SourceState(state.st_size, None, state.st_mtime_ns)
 
 
 def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[SourceChunk]:
@@ -131,6 +131,34 @@ def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[Sou
     return chunks
 
 
+def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+    """The records of a chunk, in order.
+
+    A blank record is a document without text. If the stream is damaged, the last item is a bad record. With
+    `corpus.cut_records` the text of each record is cut into sections, as plain text is when it is read.
+    """
+    place = ""
+    try:
+        for record in format_module(chunk.source).read(chunk, config):
+            place = record.place if isinstance(record, BadRecord) else record.id
+            if config.cut_records and isinstance(record, Document):
+                yield from _cut_record(record, config.section_chars)
+            else:
+                yield record
+    except BrokenStream as error:
+        yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
+
+
+def _cut_record(record: Document, size: int) -> Iterator[Document]:
+    """The sections of a record; a short record is its only section."""
+    sections = cut_into_sections(record.text, size)
+    if len(sections) < 2:
+        yield record
+    else:
+        for number, text in enumerate(sections, 1):
+            yield replace(record, text=text, id=f"{record.id}, section {number}")
+
+
 @dataclass(frozen=True)
 class _Search:
     """The search for the sources of some entries."""
@@ -141,6 +169,7 @@ class _Search:
     corpora: dict[str, NamedCorpus]
     skipped_files: list[str]
     """Gets the files of folders and archives that cannot be read."""
+    read_original: bool
 
     def find(self, entry: str) -> list[Source]:
         """The sources of an entry, sorted by name."""
@@ -156,17 +185,14 @@ class _Search:
 
     def _find_files(self, entry: str, corpora: list[str]) -> Iterable[Source]:
         """The sources of an entry that is not a named corpus; `corpora`: names that might be meant."""
-        found: Iterable[Source]
         if entry.startswith("mongo:"):
-            found = import_module("textmill.corpus.formats.mongo").find_mongo_sources(entry)
-            return found
+            from textmill.corpus.formats import mongo  # needs pymongo
+
+            return mongo.find(entry, self.read_original)
         if entry.startswith("hf:"):
-            found = import_module("textmill.corpus.hf_datasets").find_hf_sources(entry, self.setting)
-            return found
+            return find_hf_sources(entry, self.setting)
         if is_remote(entry) and not entry.startswith("file://"):
-            remote_files = import_module("textmill.corpus.remote_files")
-            found = remote_files.find_remote_sources(entry, self.setting, self.skipped_files)
-            return found
+            return _find_remote_sources(entry, self.setting, self.skipped_files)
         path = os.path.expanduser(entry.removeprefix("file://"))
         if os.path.isdir(path):
             return self._walk_folder(path)
@@ -242,30 +268,116 @@ def _is_written_by_textmill(folder: str) -> bool:
     return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
 
 
-def line_ranges(source: Source) -> Iterator[ChunkRange] | None:
-    """Ranges of complete lines, about CHUNK_BYTES each; None if the file cannot be split."""
-    return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source) else None
+KEYS = ("sources", "text_key")
 
 
-def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
-    """Yield (start, stop, number of the first line), cut at the first line end after CHUNK_BYTES bytes."""
-    if size <= CHUNK_BYTES:
-        yield 0, size, 1
-        return
-    with open(path, "rb") as stream:
-        start = 0
-        first = 1
-        while start < size:
-            lines = 0
-            while stream.tell() < min(start + CHUNK_BYTES, size) and (
-                block := stream.read(min(READ_BYTES, start + CHUNK_BYTES - stream.tell()))
-            ):
-                lines += block.count(b"\n")
-            while (rest := stream.readline(READ_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            stop = min(stream.tell(), size)
-            if stop <= start:
-                return
-            yield start, stop, first
-            start = stop
-            first = first + lines + rest.endswith(b"\n")
+@dataclass(frozen=True)
+class NamedCorpus:
+    """The sources behind a name, and the field that holds their text."""
+
+    sources: list[str]
+    text_key: str | None
+
+
+def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
+    """Read the named corpora of a file; paths in it are relative to the file."""
+    if path is None:
+        return {}
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise TextmillError(f"corpus.corpora_file: {path}: not readable ({str(error).splitlines()[0]})") from None
+    if not isinstance(tree, dict):
+        raise TextmillError(
+            f"{path}: expected 'name:' lines with 'sources: [...]' below; found a {type(tree).__name__}"
+        )
+    return {str(name): _parse_corpus(path, str(name), value) for name, value in tree.items()}
+
+
+def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
+    if isinstance(value, str | list):
+        value = {"sources": value}
+    if not isinstance(value, dict) or "sources" not in value or set(value) - set(KEYS):
+        found = sorted(map(str, value)) if isinstance(value, dict) else value
+        raise TextmillError(f"{path}: {name}: found {found}; expected 'sources' and optionally 'text_key'")
+    entries = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
+    key = value.get("text_key")
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, str) for entry in entries)
+        or not isinstance(key, str | None)
+    ):
+        raise TextmillError(f"{path}: {name}: 'sources' must be a list of strings, 'text_key' a string")
+    return NamedCorpus([_resolve_entry(path, entry) for entry in entries], key)
+
+
+def _resolve_entry(path: str, entry: str) -> str:
+    """Make a path relative to the file's folder; names and URLs stay as they are."""
+    if entry.startswith("mongo:"):
+        return "mongo:" + os.path.join(os.path.dirname(path), os.path.expanduser(entry.removeprefix("mongo:")))
+    if "://" in entry or entry.startswith("hf:"):
+        return entry
+    full_path = os.path.join(os.path.dirname(path), os.path.expanduser(entry))
+    return full_path if os.path.exists(full_path) or glob.has_magic(entry) or os.sep in entry or "." in entry else entry
+
+
+def find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
+    """The sources of `hf:NAME[:CONFIG][:SPLIT]`; all splits if none is given. `setting`: where the user gave it."""
+    name, _, rest = entry.removeprefix("hf:").partition(":")
+    config, _, split = rest.partition(":")
+    if not name or not re.fullmatch(r"[\w.-]*", split):
+        raise TextmillError(
+            f"{setting}: '{entry}' is not valid; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT "
+            f"(a split without slicing)"
+        )
+    for split_name, dataset in sorted(_load(f"{setting}: '{entry}'", name, config, split).items()):
+        files = [file["filename"] for file in dataset.cache_files]
+        for number, path in enumerate(files):
+            source_name = f"hf:{name}:{config}:{split_name}"
+            yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
+
+
+def _load(where: str, name: str, config: str, split: str) -> dict[str, Any]:
+    """The dataset of each split; errors begin with `where`."""
+    try:
+        import datasets
+    except ImportError:
+        raise TextmillError(f"{where} needs datasets; run: pip install 'textmill[hf]'") from None
+    try:
+        found = datasets.load_dataset(name, config or None, split=split or None)
+    except Exception as error:  # offline, unknown, gated, a script: each raises its own exception
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TextmillError(f"{where}: download failed ({reason}); check the name, config, split and network") from None
+    return {split: found} if split else {str(split_name): found[split_name] for split_name in found}
+
+
+def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Source]:
+    """The files at a URL, matching a URL pattern, or in the folder at a URL; those that cannot be read are added to
+    `skipped`. `setting`: where the user gave the URL."""
+    files, path = open_filesystem(url, f"{setting}: ")
+    try:
+        if any(character in path for character in "*["):  # in a URL a '?' starts the query
+            found = files.glob(path)
+        else:
+            found = files.find(path) if files.isdir(path) and not format_from_name(path.partition("?")[0]) else [path]
+        if found == [path]:
+            files.info(path)
+    except FileNotFoundError:
+        found = []
+    except Exception as error:  # each protocol raises its own exceptions
+        raise TextmillError(f"{setting}: {url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+    if not found:
+        raise TextmillError(f"{setting}: nothing at '{url}'; check the address")
+    formats = {path_found: format_from_name(path_found.partition("?")[0]) for path_found in found}
+    if len(found) == 1 and None in formats.values():
+        raise TextmillError(f"{url}: unknown format; textmill reads {EXTENSIONS}")
+    urls = {
+        path_found: path_found if "://" in path_found else files.unstrip_protocol(path_found) for path_found in found
+    }
+    skipped += sorted(urls[path_found] for path_found, format_name in formats.items() if format_name is None)
+    return [
+        Source(urls[path_found], urls[path_found], format_name)
+        for path_found, format_name in formats.items()
+        if format_name
+    ]

@@ -19,6 +19,7 @@ from textmill.corpus.archives import is_member, open_member
 from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, mark_length, resolve_encoding
 from textmill.corpus.source import COMPRESSIONS, Source
 from textmill.errors import TextmillError
+from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
 
 BUFFER_BYTES = 1 << 18
 
@@ -47,8 +48,6 @@ def open_raw(address: str) -> BinaryIO:
     if is_member(address):
         member = open_member(address)
         return io.BufferedReader(_BlockStream(member.read, member), BUFFER_BYTES)
-    from textmill.corpus.remote_files import open_url  # imported only when a URL is read
-
     return io.BufferedReader(_BlockStream(_RemoteReader(open_url(address), address).read1), BUFFER_BYTES)
 
 
@@ -58,9 +57,26 @@ def open_seekable(address: str) -> Any:
         return open(address, "rb")
     if is_member(address):
         return open_member(address)
-    from textmill.corpus.remote_files import open_url
-
     return open_url(address)
+
+
+def open_url(url: str) -> Any:
+    """Open a binary file; whether it can seek depends on the protocol."""
+    files, path = open_filesystem(url)
+    try:
+        return files.open(path, "rb")
+    except Exception as error:
+        raise TextmillError(f"{url}: cannot be opened ({first_line(error)}); {ADVICE}") from None
+
+
+def remote_state(url: str) -> tuple[int, str]:
+    """The size and fingerprint of a file, without reading it; 0 and '' if the server reports neither."""
+    files, path = open_filesystem(url)
+    try:
+        info = files.info(path)
+    except Exception as error:
+        raise TextmillError(f"{url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+    return int(info.get("size") or 0), version_of(info)
 
 
 def open_decompressed(address: str) -> io.BufferedReader:

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from textmill.config import CorpusConfig, RunConfig
-from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
-from textmill.corpus.sources import find_sources, source_state, split_into_chunks
+from textmill.corpus.sources import find_sources, read_records, source_state, split_into_chunks
 from textmill.corpus.streams import is_remote
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer

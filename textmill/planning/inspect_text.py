@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 
 from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.accounts import format_count
-from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source, SourceChunk
-from textmill.corpus.sources import source_state, split_into_chunks
+from textmill.corpus.sources import read_records, source_state, split_into_chunks
 from textmill.corpus.streams import decompress, open_raw
 from textmill.errors import TextmillError, warn
 from textmill.planning.plan import TextProfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import shutil
@@ -11,8 +12,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from io import StringIO
 from itertools import islice
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
@@ -20,8 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
+
 from textmill.errors import TextmillError
 from textmill.runners import Result, Shard
+
+if TYPE_CHECKING:
+    from textmill.config import BeamRunner
 
 
 def _is_needed(record: logging.LogRecord) -> bool:
@@ -34,14 +44,11 @@ try:
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
 
-    from textmill.runners.beam_options import check_options
 except ImportError:
     raise TextmillError("runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'") from None
 finally:
     logging.getLogger().removeFilter(_is_needed)
 
-if TYPE_CHECKING:
-    from textmill.config import BeamRunner
 
 SHARDS_PER_PIPELINE = 10_000
 """Shards per pipeline: enough for any cluster, few enough for any number of shards."""
@@ -280,3 +287,28 @@ def _summarise_error(error: Exception) -> str:
     """The type and last line of an error; Beam's messages contain full tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:500]}" if lines else type(error).__name__
+
+
+def check_options(options: list[str]) -> None:
+    """Refuse what Beam's own parser does not know, which Beam would ignore, and what its validator finds."""
+    usage = StringIO()
+    try:
+        with redirect_stderr(usage):
+            parsed = PipelineOptions(options)
+            engine = parsed.view_as(StandardOptions).runner or ""
+            if "." in engine:  # a runner outside of Beam's list defines its options in its own module
+                import_module(engine.rpartition(".")[0])
+            known = parsed.get_all_options()
+            unknown = sorted(set(parsed.get_all_options(retain_unknown_options=True)) - set(known))
+    except SystemExit:
+        reason = usage.getvalue().strip().splitlines()[-1].partition("error: ")[2]
+        raise TextmillError(f"runner.options: {reason}; correct it") from None
+    except ImportError as error:
+        raise TextmillError(f"runner.options: --runner={engine}: {error}; install what it needs") from None
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(known), n=1)
+        advice = f"did you mean --{near[0]}?" if near else "remove it"
+        raise TextmillError(f"runner.options: Beam has no option --{unknown[0]}; {advice}")
+    # Beam asks for the class of the runner, which exists only where its packages are installed.
+    if problems := PipelineOptionsValidator(parsed, type(engine.rpartition(".")[2] or "None", (), {})()).validate():
+        raise TextmillError(f"runner.options: {' '.join(problems)} Set what is missing for --runner={engine}")

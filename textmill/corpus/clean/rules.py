@@ -2,25 +2,362 @@
 
 from __future__ import annotations
 
+import html
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
 
-from textmill.corpus.clean.characters import (
-    drop_controls,
-    plain_punctuation,
-    replace_invisibles,
-    to_half_width,
-    to_nfc,
-    to_nfkc,
-    trim_spaces,
-    unify_newlines,
+_ENCODINGS = ("latin-1", "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "iso-8859-2", "mac-roman", "cp437")
+
+
+def _characters(first: int, last: int) -> str:
+    """All characters that the encodings assign to these bytes, for a regular expression class."""
+    characters = {
+        bytes([byte]).decode(encoding, "ignore") for encoding in _ENCODINGS for byte in range(first, last + 1)
+    }
+    return "".join(map(re.escape, sorted(characters)))
+
+
+# UTF-8 decoded with a one-byte encoding always shows the character of a lead byte before that of a continuation byte.
+# ftfy searches for more, but at 1 MB/s, so it gets only lines with this pattern. The space stands for a no-break space
+# that was cleaned up. The pattern starts with a single character class because alternatives there would make the search
+# four times slower.
+_SUSPECT = re.compile(
+    f"[{_characters(0xC2, 0xF4)}\x80-\x9f](?:[{_characters(0x80, 0xBF)}]|(?<=[\x80-\x9f])|(?<=[ÂÃÄÅÎÏÐÑØÙâãïð]) )"
 )
-from textmill.corpus.clean.lines import drop_boilerplate, drop_url_lines
-from textmill.corpus.clean.markup import break_at_markers, mask_emails, mask_phones, only_korean, strip_html
-from textmill.corpus.clean.repair import repair
+_SUSPECT_PAIRS = frozenset(
+    lead + continuation
+    for encoding in _ENCODINGS
+    for lead in bytes(range(0xC2, 0xF5)).decode(encoding, "ignore")
+    for continuation in bytes(range(0x80, 0xC0)).decode(encoding, "ignore")
+)
+"""Lead and continuation bytes in one encoding. In two encodings, as ğ and ü in Turkish, they are no decoded UTF-8."""
+_SINGLE = re.compile("[\x80-\x9f\ud800-\udfff]")
+"""Control characters and surrogates that ftfy repairs one by one."""
+
+
+def repair(text: str) -> str:
+    """Repair UTF-8 that was decoded as Latin-1, Windows, Mac or DOS text."""
+    if text.isascii():
+        return text
+    suspect = _SUSPECT.search(text)
+    if not suspect:
+        return text
+    is_bad, fix, fixer_config = _fixer()
+    pieces = []  # the text up to `end` is in the pieces
+    end = 0
+    while suspect:
+        line_start = text.rfind("\n", 0, suspect.start()) + 1
+        line_end = text.find("\n", suspect.start())
+        line = text[line_start : line_end if line_end >= 0 else len(text)]
+        pieces.append(text[end:line_start])
+        # ftfy leaves other lines as they are, after more work.
+        needs_repair = (_has_suspect(line) and is_bad(line)) or _SINGLE.search(line)
+        pieces.append(fix(line, fixer_config) if needs_repair else line)
+        end = line_start + len(line)
+        suspect = _SUSPECT.search(text, end)
+    return "".join([*pieces, text[end:]])
+
+
+def _has_suspect(line: str) -> bool:
+    """Whether a line has a character that stands for a byte by itself or before a space, or a suspect pair."""
+    suspect = _SUSPECT.search(line)
+    while suspect:
+        if suspect[0] in _SUSPECT_PAIRS or suspect[0][1:] in ("", " "):
+            return True
+        suspect = _SUSPECT.search(line, suspect.start() + 1)
+    return False
+
+
+@cache
+def _fixer() -> tuple[Any, Any, Any]:
+    """ftfy's functions to judge and to repair a text, and a configuration that repairs only the encoding."""
+    from ftfy import TextFixerConfig, fix_text
+    from ftfy.badness import is_bad
+
+    off = dict.fromkeys(
+        (
+            "unescape_html",
+            "remove_terminal_escapes",
+            "fix_latin_ligatures",
+            "fix_character_width",
+            "uncurl_quotes",
+            "fix_line_breaks",
+            "remove_control_chars",
+        ),
+        False,
+    )
+    return is_bad, fix_text, TextFixerConfig(**off, normalization=None)
+
+
+MAX_NESTING = 8
+"""How deep tags and entities may be nested; beyond it, all `<` and `&` are removed."""
+_BLOCKS = (
+    "address|article|aside|blockquote|body|br|caption|center|dd|details|div|dl|dt|fieldset|figcaption|figure|footer|"
+    "form|h[1-6]|head|header|hr|html|iframe|legend|li|main|nav|ol|option|p|pre|section|select|table|tbody|"
+    "td|tfoot|th|thead|title|tr|ul"
+)
+_INLINE = (
+    "a|abbr|acronym|b|bdi|bdo|big|button|cite|code|col|colgroup|data|del|dfn|em|embed|font|i|img|input|ins|kbd|label|"
+    "link|map|mark|meta|noscript|object|param|path|picture|q|rp|rt|ruby|s|samp|script|small|source|span|strike|strong|style|"
+    "sub|summary|sup|svg|textarea|time|tt|u|var|video|audio|wbr"
+)
+_ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
+_OPENING = re.compile(r"<!--|<(script|style)(?=[\s>])[^<>]*+>", re.IGNORECASE)
+_CLOSINGS = {
+    name: re.compile(end, re.IGNORECASE)
+    for name, end in (("", "-->"), ("script", r"</script\s*+>"), ("style", r"</style\s*+>"))
+}
+_BLOCK = re.compile(rf"</?(?:{_BLOCKS})(?:\s[^<>]*+)?/?>|<!doctype[^<>]*+>", re.IGNORECASE)
+_TAG = re.compile(rf"</?(?:{_INLINE})(?:\s[^<>]*+)?/?>", re.IGNORECASE)
+_EMAIL = re.compile(
+    r"(?<![\w.+-])\w[\w.+-]{0,63}@[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){1,5}(?![\w@-])", re.ASCII | re.IGNORECASE
+)
+_PHONE = re.compile(
+    r"(?<![A-Za-z0-9_.,/+-])(?:"
+    r"\+\d{1,3}(?:[ .-]?\(?\d{1,4}\)?){2,5}"  # +82 10-1234-5678, +90 (532) 123 45 67
+    r"|\(0?\d{2,4}\)[ .-]?\d{3,4}[ .-]\d{4}"  # (212) 555-0123
+    r"|0\d{1,3}[ .-]\d{3,4}[ .-](?:\d{4}|\d{2}[ .-]\d{2})"  # 010-1234-5678, 0532 123 45 67
+    r"|1[3-9]\d[ -]?\d{4}[ -]?\d{4}"  # 138 0013 8000
+    r")(?![A-Za-z0-9_/+-]|[.,]\d)"
+)
+_WEB_ADDRESS = re.compile(r"https?://\S*")
+_NOT_KOREAN = re.compile(
+    "[^\\x00-\\x7f가-힣ㄱ-ㅎ"
+    "\u00b7\u2010-\u2027\u2030-\u205e\u2190-\u21ff\u2600-\u27bf\u3001-\u303f"
+    "\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"
+    "\ufe0f\u200d\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff]+"
+)
+
+
+def break_at_markers(text: str, markers: Sequence[str] = ("<n>",)) -> str:
+    """Replace markers that mean a line end with a newline."""
+    for marker in markers:
+        text = text.replace(marker, "\n")
+    return text
+
+
+def strip_html(text: str) -> str:
+    """Decode entities and remove scripts, comments and HTML tags; block tags become a newline."""
+    for _ in range(MAX_NESTING):
+        before = text
+        if "<" in text:
+            text = _TAG.sub("", _BLOCK.sub("\n", _remove_hidden(text)))
+        if "&" in text:
+            text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
+        if text == before:
+            return text
+    return text.replace("<", "").replace("&", "")
+
+
+def _remove_hidden(text: str) -> str:
+    """Replace each comment, script and style with a newline; an unclosed one is left to the tag rule."""
+    parts: list[str] = []
+    unclosed: set[str] = set()
+    done = copied = 0
+    while opening := _OPENING.search(text, done):
+        name = (opening[1] or "").lower()
+        done = opening.end()
+        if name in unclosed:
+            continue
+        if closing := _CLOSINGS[name].search(text, done):
+            parts += [text[copied : opening.start()], "\n"]
+            done = copied = closing.end()
+        else:
+            unclosed.add(name)  # searching again each time would take quadratic time
+    return "".join([*parts, text[copied:]]) if parts else text
+
+
+def mask_emails(text: str) -> str:
+    """Replace e-mail addresses with [email]."""
+    return _EMAIL.sub("[email]", text) if "@" in text else text
+
+
+def mask_phones(text: str) -> str:
+    """Replace telephone numbers with [phone]."""
+    return _PHONE.sub("[phone]", text)
+
+
+def only_korean(text: str) -> str:
+    """The filter_text of dsGPT2: keep ASCII, Hangul syllables and consonants, some punctuation and emoji.
+
+    Web addresses and '#' are removed too.
+    """
+    text = _WEB_ADDRESS.sub("", _NOT_KOREAN.sub("", text))
+    return text.replace("#", "").strip()
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff]")
+_PLAIN = re.compile("[\t\n -~\xa0-\U0010ffff]*+")  # one long match is twice as fast as a search without a hit
+_HIDDEN = "\u00ad\u200b\u2060\u180e"
+_ODD_SPACES = "\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f"
+_PUNCTUATION = {
+    **dict.fromkeys("“”„‟«»″〝〞", '"'),
+    **dict.fromkeys("‘’‚‛‹›′", "'"),
+    **dict.fromkeys("‐‑‒–—―−", "-"),
+    "…": "...",
+    "⋯": "...",
+}
+_WIDE = re.compile("[\uff01-\uff5e\u3000]")
+
+
+def unify_newlines(text: str) -> str:
+    """Replace CRLF, CR, NEL, LS and PS with LF."""
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if text.isascii():
+        return text
+    return text.replace("\x85", "\n").replace("\u2028", "\n").replace("\u2029", "\n")
+
+
+def drop_controls(text: str) -> str:
+    """Remove control characters (except newline and tab) and byte order marks; NUL, often a separator, becomes a
+    space."""
+    if "\ufeff" not in text and _PLAIN.fullmatch(text):
+        return text
+    return _CONTROL.sub("", text.replace("\x00", " "))
+
+
+def to_nfc(text: str) -> str:
+    """Convert to Unicode NFC: a letter and its accents become one character where possible."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def to_nfkc(text: str) -> str:
+    """Convert to Unicode NFKC: NFC, and ligatures, circled and full-width characters become plain ones."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text)
+
+
+def replace_invisibles(text: str) -> str:
+    """Remove soft hyphens, zero-width spaces and word joiners; replace unusual spaces with a space.
+
+    The joiners that some scripts need are kept.
+    """
+    if text.isascii():
+        return text
+    for character in _HIDDEN:
+        text = text.replace(character, "")
+    for character in _ODD_SPACES:
+        text = text.replace(character, " ")
+    return text
+
+
+def plain_punctuation(text: str) -> str:
+    """Replace typographic quotes, dashes and ellipses with ASCII; Chinese, Japanese and Korean punctuation stays."""
+    if text.isascii():
+        return text
+    for character, replacement in _PUNCTUATION.items():
+        text = text.replace(character, replacement)
+    return text
+
+
+def to_half_width(text: str) -> str:
+    """Replace full-width letters, digits, symbols and the ideographic space with ASCII."""
+    if text.isascii() or not _WIDE.search(text):
+        return text
+    return _WIDE.sub(lambda found: " " if found[0] == "\u3000" else chr(ord(found[0]) - 0xFEE0), text)
+
+
+def trim_spaces(text: str) -> str:
+    """Remove spaces at line ends and white space around the text; keep at most one blank line in a row."""
+    text = "\n".join([line.rstrip() for line in text.split("\n")])
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text.strip()
+
+
+_URL_LINE = re.compile(
+    r"^[^\S\n]*+<?(?:https?://|ftp://|www\.)[^\s<>]++>?[^\S\n]*+(?:\n|\Z)", re.MULTILINE | re.IGNORECASE
+)
+MAX_BOILERPLATE_CHARACTERS = 120
+"""A longer line is never boilerplate."""
+_PHRASES = r"""
+  (?:skip|jump)\ to\ (?:the\ )?(?:main\ )?(?:content|navigation) | all\ rights\ reserved
+| (?:copyright\ )?(?:©|\(c\))\ ?(?:copyright\ )?\d{4}
+| (?:we|this\ (?:web)?site)\ uses?\ cookies | accept\ (?:all\ )?cookies | (?:privacy|cookie)\ policy
+| terms\ (?:of\ (?:use|service)|and\ conditions)
+| (?:read|see|load|show)\ more$ | click\ here | share\ (?:this|on|via) | follow\ us | tweet$ | pin\ it$
+| (?:sign|log)\ ?(?:in|up)$
+| subscribe(?:\ now|\ to\ our\ newsletter|$) | (?:leave|post|add)\ a\ (?:comment|reply)
+| related\ (?:articles|posts|stories)
+| back\ to\ top | advertisement$ | print\ this\ page | (?:please\ )?enable\ javascript
+| javascript\ (?:is|must\ be)\ (?:disabled|enabled|required)
+| (?:next|previous)\ (?:page|post|article)$
+| 무단\ ?(?:전재|복제|배포) | 저작권자 | (?:이용|서비스)\ ?약관$ | 개인\ ?정보\ ?(?:처리|취급)\ ?방침$ 
+| 본문\ ?(?:바로\ ?가기|으로)
+| (?:더\ ?보기|공유하기|로그인|회원\ ?가입|구독하기|댓글\ ?쓰기|맨\ ?위로|목록으로|관련\ ?기사)$
+| tüm\ hakları\ saklıdır | (?:ana\ )?içeriğe\ (?:geç|atla) | (?:gizlilik|çerez)\ politikası$
+| kullanım\ (?:koşulları|şartları)$
+| (?:devamını\ oku|daha\ fazla|giriş\ yap|üye\ ol|abone\ ol|paylaş|yorum\ yap|başa\ dön|yazdır)$
+| 版[权權]所有 | 未经.{0,8}(?:许可|授权) | 相关(?:文章|阅读|新闻)$
+| (?:[隐隱]私政策|用户协议|免责声明|联系我们|关于我们|返回顶部|阅读更多|查看更多|点击这里|分享到|登录|注册)$
+"""
+_PHRASE = re.compile(rf"[^\w©(]*+(?:{_PHRASES})", re.IGNORECASE | re.VERBOSE)
+_PHRASE_OR_SPACES = re.compile(rf"[^\w©(]*+(?:{_PHRASES})".replace("$", r"\s*+$"), re.IGNORECASE | re.VERBOSE)
+"""Also matches before the white space of a line is removed."""
+_NAVIGATION = re.compile(r"[^|»›·•>\n]{1,24}(?:[ \t]*[|»›·•>][ \t]*[^|»›·•>\n]{1,24}){2,}\s*")
+_SEPARATOR = re.compile(r"[|»›·•>]")
+_ENDS = (".", "!", "?", "。", "！", "？", "…")
+
+
+def drop_url_lines(text: str) -> str:
+    """Remove lines that hold only a web address."""
+    if "://" not in text and "www." not in text and "WWW." not in text:
+        return text
+    return _URL_LINE.sub("", text)
+
+
+def drop_boilerplate(text: str) -> str:
+    """Remove boilerplate lines of at most 120 characters: known phrases that are not long sentences, and navigation.
+
+    Navigation: three or more parts of at most 24 characters, separated by | » › · • or >, without a full stop at the
+    end. A table row, which starts with |, is kept.
+    """
+    lines = text.split("\n")
+    harmless_letters = _other_first_letters()
+    may_navigate = _SEPARATOR.search(text) is not None
+    match_phrase = _PHRASE_OR_SPACES.match
+    find_separator = _SEPARATOR.search
+    kept = []
+    for line in lines:
+        if line and len(line) <= MAX_BOILERPLATE_CHARACTERS:
+            # Two cheap tests rule out nearly all lines before the exact one.
+            may_have_phrase = line[0] not in harmless_letters and match_phrase(line)
+            may_be_boilerplate = may_have_phrase or (may_navigate and find_separator(line))
+            if may_be_boilerplate and is_boilerplate(line, may_navigate):
+                continue
+        kept.append(line)
+    return text if len(kept) == len(lines) else "\n".join(kept)
+
+
+@cache
+def _other_first_letters() -> frozenset[str]:
+    """Letters of the Basic Multilingual Plane that are nowhere in the known phrases, so that none begins with them."""
+    letters = "".join(filter(str.isalpha, map(chr, range(0x10000))))
+    used = "".join(set(filter(str.isalpha, _PHRASES)))
+    return frozenset(letters) - set(re.findall(f"[{used}]", letters, re.IGNORECASE))
+
+
+def is_boilerplate(line: str, may_navigate: bool = True) -> bool:
+    """True if a line is boilerplate around an article; `may_navigate`: the text has a separator of navigation."""
+    line = line.strip()
+    phrase = _PHRASE.match(line)
+    is_long_sentence = len(line) > 60 and line.endswith(_ENDS)
+    if phrase and len(line) - phrase.end() <= 60 and not is_long_sentence:
+        return True
+    return (
+        may_navigate
+        and not line.endswith(_ENDS)
+        and not line.startswith("|")
+        and _SEPARATOR.search(line) is not None
+        and _NAVIGATION.fullmatch(line) is not None
+    )
+
 
 Rule = Callable[[str], str]
-
 RULES: dict[str, Rule] = {
     "repair": repair,
     "markers": break_at_markers,
@@ -43,7 +380,6 @@ RULES: dict[str, Rule] = {
 Entities are decoded before control characters are removed. Newlines are unified before control characters are removed.
 NFC runs after control characters are gone, since one may separate a letter from its accent. Line rules run on nearly
 finished lines."""
-
 SINGLE_PASS_RULES = frozenset({"newlines", "controls", "unicode", "spaces"})
 """These rules alone never need a second round."""
 MAX_ROUNDS = 10

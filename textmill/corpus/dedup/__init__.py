@@ -3,8 +3,8 @@
 decisions.py runs these steps, in this order:
 
     1. clusters.exact_keep_masks               drop documents with the same digest
-    2. near_duplicates.sketch_chunk            a MinHash sketch of each document, as LSH bands (shingles.py, minhash.py)
-    3. candidates.find_candidate_pairs         pairs of documents that share a band, found by sorting; merge_pairs
+    2. near_duplicates.sketch_chunk            a MinHash sketch of each document, as LSH bands (minhash.py)
+    3. near_duplicates.find_candidate_pairs    pairs of documents that share a band, found by sorting; merge_pairs
     4. near_duplicates.write_shingle_sets      the shingles of documents that are in a pair
     5. near_duplicates.confirm_pairs           the true Jaccard similarity of each pair
     6. clusters.keep_one_per_cluster           of documents that confirmed pairs connect, keep one

@@ -1,23 +1,38 @@
-"""MinHash sketches and LSH bands, which find similar documents without comparing all pairs.
+"""Shingles, MinHash sketches and LSH bands, which find similar documents without comparing all pairs.
+
+A shingle is a hash of a run of n characters or n words. With n = 2 words, "The mill turns. The mill" has the shingles
+"the mill", "mill turns.", "turns. the" and "the mill" again. The Jaccard similarity of two texts is the number of
+shingles that both have, divided by that of all.
 
 A sketch is a row of numbers per document; in each place two documents agree with a probability equal to their Jaccard
 similarity s. The row is divided into bands of r numbers. Documents that agree in a complete band are candidates: a band
 agrees with probability s^r, at least one of b bands with 1 - (1 - s^r)^b. With the 29 bands of 8 rows that
 `choose_bands` finds for a threshold of 0.8, documents with a similarity of 0.8 become candidates with a probability of
 99.5%, those of 0.5 with 11%, those of 0.3 with 0.2%.
+
+Libraries such as rensa and datasketch hash the shingles that they are given, one document at a time, and keep their
+index in memory: splitting texts into shingles, sorting on disk and the true similarity would remain to be written.
 """
 
 from __future__ import annotations
 
 import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.corpus.dedup.shingles import Hashes
 from textmill.counters import mix
 from textmill.ranges import expand_ranges
 
+Unit = Literal["characters", "words"]
+Hashes = NDArray[np.uint64]
+SEGMENT_CHARACTERS = 1 << 20
+"""A longer document is shingled in segments; the n-1 shingles across each boundary are left out."""
+BASE = np.uint64(0xD6E8FEB86659FD93)
+"""The factor of polynomial hashes."""
 MIN_RECALL = 0.995
 """Two documents with a similarity equal to the threshold share a band with at least this probability."""
 MAX_SKETCH_SIZE = 256
@@ -29,6 +44,124 @@ EMPTY = np.uint64(2**64 - 1)
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Multiplied by the number of a round or slot, this gives the seed of its hash function (as in SplitMix64)."""
 _MAX_HASHES_AT_ONCE = 1 << 20
+
+
+def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.int64]]:
+    """The shingle hashes of all texts, in order and with repeats, and the number per text (at least 1).
+
+    Texts are normalised first: NFC, case-folded, each run of white space one space. A text shorter than n is one
+    shingle.
+    """
+    points, lengths = _normalise(texts)
+    if unit == "words":
+        units, lengths = _words(points, lengths)
+    else:
+        units = points.astype(np.uint64)
+    units, lengths = _pad(units, lengths, n)
+    ends = np.cumsum(lengths)
+    is_inside = np.ones(len(units), dtype=np.bool_)
+    for distance in range(1, n):
+        is_inside[ends - distance] = False
+    return mix(hash_windows(units, n)[is_inside[: len(units) - n + 1]]), lengths - (n - 1)
+
+
+def shingle_set(text: str, unit: Unit, n: int) -> Hashes:
+    """The distinct shingles of one text, sorted; a long text is processed in segments."""
+    parts = [text[start : start + SEGMENT_CHARACTERS] for start in range(0, max(len(text), 1), SEGMENT_CHARACTERS)]
+    if len(parts) == 1:
+        return distinct(shingle(parts, unit, n)[0])
+    return distinct(np.concatenate([distinct(shingle([part], unit, n)[0]) for part in parts]))
+
+
+def distinct(hashes: Hashes) -> Hashes:
+    """The distinct values, sorted."""
+    hashes = np.sort(hashes)
+    first = np.ones(len(hashes), dtype=np.bool_)
+    np.not_equal(hashes[1:], hashes[:-1], out=first[1:])
+    return hashes[first]
+
+
+def jaccard(first_set: Hashes, second_set: Hashes) -> float:
+    """The Jaccard similarity of two shingle sets: shared shingles divided by all shingles."""
+    merged = np.concatenate((first_set, second_set))
+    merged.sort(kind="stable")  # a merge of two sorted runs
+    common = int(np.count_nonzero(merged[1:] == merged[:-1]))
+    return common / (len(merged) - common)
+
+
+def _normalise(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """The concatenated code points of all normalised texts, and the length of each."""
+    folded = [_fold(text) for text in texts]
+    lengths = np.array([len(text) + 1 for text in folded], dtype=np.int64)
+    # Each text gets a final line end. A run of white space becomes one space, and the last one is then removed.
+    points = np.frombuffer("".join([text + "\n" for text in folded]).encode("utf-32-le", "surrogatepass"), np.uint32)
+    is_space = _is_space(points)
+    keep = np.ones(len(points), dtype=np.bool_)
+    np.logical_not(is_space[1:] & is_space[:-1], out=keep[1:])
+    keep[0] = not is_space[0]
+    lengths = np.add.reduceat(keep, np.cumsum(lengths) - lengths, dtype=np.int64)
+    points = np.where(is_space, np.uint32(32), points)[keep]
+    last = np.zeros(len(points), dtype=np.bool_)
+    last[np.cumsum(lengths)[lengths > 0] - 1] = True
+    return points[~last], np.maximum(lengths - 1, 0)
+
+
+def _fold(text: str) -> str:
+    return text.lower() if text.isascii() else unicodedata.normalize("NFC", text).casefold()
+
+
+def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """White space as `str.isspace` defines it; the unsigned subtraction makes each range test one comparison."""
+    is_space = (points - np.uint32(0x09) <= 4) | (points - np.uint32(0x1C) <= 4)
+    if points.max(initial=0) > 0x7E:
+        is_space |= (points == 0xA0) | (points == 0x3000) | (points == 0x85) | (points == 0x1680)
+        is_space |= (
+            (points - np.uint32(0x2000) <= 0xA)
+            | (points - np.uint32(0x2028) <= 1)
+            | (points == 0x202F)
+            | (points == 0x205F)
+        )
+    return is_space
+
+
+def _words(points: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
+    """A hash of each word (a run without spaces), and the number of words per text."""
+    ends = np.cumsum(lengths)
+    is_letter = points != 32
+    first = np.zeros(len(points), dtype=np.bool_)
+    first[1:] = ~is_letter[:-1]
+    first[(ends - lengths)[lengths > 0]] = True
+    words_before = np.concatenate(([0], np.cumsum(first)))
+    points = points[is_letter]
+    starts = np.flatnonzero(first[is_letter])
+    position = np.arange(1, len(points) + 1) - np.repeat(starts, np.diff(np.append(starts, len(points))))
+    hashes = mix(points.astype(np.uint64) + (position.astype(np.uint64) << np.uint64(32)))
+    return np.add.reduceat(hashes, starts) if len(starts) else hashes, words_before[ends] - words_before[ends - lengths]
+
+
+def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDArray[np.int64]]:
+    """Pad texts shorter than n with zeros to length n."""
+    missing = np.maximum(n - lengths, 0)
+    if missing.any():
+        units = np.insert(units, np.repeat(np.cumsum(lengths), missing), np.uint64(0))
+    return units, lengths + missing
+
+
+def hash_windows(units: Hashes, n: int) -> Hashes:
+    """A polynomial hash of the n units that start at each position, built by doubling the window width."""
+    windows = units
+    width = 1
+    base = int(BASE)
+    for bit in bin(n)[3:]:
+        # two adjacent windows give one of twice the width
+        windows = windows[:-width] * np.uint64(base) + windows[width:]
+        width = 2 * width
+        base = base * base % 2**64
+        if bit == "1":
+            windows = windows[: len(units) - width] * BASE + units[width:]
+            width = width + 1
+            base = base * int(BASE) % 2**64
+    return windows
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
+from textmill.corpus.records import (
+    RAW_BYTES,
+    BadRecord,
+    UnreadableRecord,
+    check_line_length,
+    decode_utf8,
+    line_ranges,
+    read_lines,
+)
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
-from textmill.corpus.sources import line_ranges
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
 

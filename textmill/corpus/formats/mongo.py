@@ -1,67 +1,424 @@
-"""Read MongoDB collections as one source, in ranges of positions."""
+"""Read MongoDB collections as one source: `mongo:db_config.json`.
+
+The positions of the collections web (idx 0 to 2, of which 1 was deleted) and books (idx 0 and 1), in the order of
+COLLECTIONS; they depend on idx alone, so deleting a document moves no other:
+
+    position   0      1     2      3        4
+    document   web 0  none  web 2  books 0  books 1
+
+The server may be unreachable for a while, and its connection string is secret: `MongoServer` repeats requests, and
+keeps every part of the string out of messages.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import replace
-from importlib import import_module
-from typing import Any
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import BadRecord
+from textmill.corpus.records import RAW_BYTES, BadRecord
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
-from textmill.errors import TextmillError
+from textmill.corpus.text_fields import parse_text_key
+from textmill.errors import TextmillError, warn
+from textmill.storage.files import hash_json, read_json
+
+try:
+    import pymongo
+    from pymongo.errors import BulkWriteError, ConnectionFailure, CursorNotFound, PyMongoError
+except ImportError:
+    raise TextmillError("a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'") from None
 
 DOCUMENTS_PER_CHUNK = 100_000
 """Positions in a chunk."""
-PREFIX = "mongo:"
+SCAN_BLOCK = 1000
+"""Positions in one query."""
+PREFETCH = 3
+"""Queries in flight while the caller works."""
+PROBES = 16
+"""Documents of each collection in the fingerprint, besides the first and the last."""
+CLEANED_FIELD = "filt_text"
+"""The field that holds cleaned text."""
+ORIGINAL_FIELDS = ("form", "text")
+"""The fields that may hold the original text; the first present one is read."""
+HAS_IDX = {"idx": {"$gte": 0}}
+"""The condition that a document has an idx."""
+META_COLLECTION = "meta_info"
+CONNECTION_VARIABLE = "TEXTMILL_MONGO"
+DEFAULT_MAX_OUTAGE = 120.0
+"""Seconds that a server may be unreachable before the command fails; MONGO_PATIENCE in db_config.json overrides it."""
+FIRST_DELAY = 0.25
+MAX_DELAY = 8.0
+"""Seconds between two attempts; the delay doubles each time."""
+TIMEOUTS = {"serverSelectionTimeoutMS": 5_000, "socketTimeoutMS": 300_000}
+"""Defaults for the connection string; a server that never answers must not block the command."""
+Response = TypeVar("Response")
+Row = dict[str, Any]
+"""A MongoDB document."""
 
 
-def find_mongo_sources(entry: str) -> list[Source]:
-    """The source of a `mongo:` entry.
+class CollectionRange(NamedTuple):
+    """The positions of a collection: a document is at `first` + its idx."""
 
-    It records the current ranges of the collections; documents that are added later are not read.
-    """
-    source = Source(entry, os.path.expanduser(entry.removeprefix(PREFIX)), "mongo")
-    index = _import_mongo(source, "collections").open_index(source.address)
-    index.close()
-    return [replace(source, collection_ranges=index.collection_ranges)]
+    collection: str
+    first: int
+    size: int
+
+
+class Snapshot(NamedTuple):
+    """What a source records of the database when it is found."""
+
+    ranges: tuple[CollectionRange, ...]
+    """Documents that are added later are outside of them and not read."""
+    read_original: bool
+    """Ignore the text that an earlier run cleaned and wrote back."""
+
+    @property
+    def size(self) -> int:
+        return sum(one.size for one in self.ranges)
+
+
+def find(entry: str, read_original: bool) -> list[Source]:
+    """The source of a `mongo:` entry; warns of irregularities of its collections."""
+    address = os.path.expanduser(entry.removeprefix("mongo:"))
+    server = open_server(address)
+    check_collections(server)
+    collection_ranges: list[CollectionRange] = []
+    first = 0
+    for name in server.collections:
+        size = server.request(next_idx, name)
+        collection_ranges.append(CollectionRange(name, first, size))
+        first += size
+    for note in _find_irregularities(server, collection_ranges):
+        warn(f"{address}: {note}")
+    server.close()
+    return [Source(entry, address, "mongo", snapshot=Snapshot(tuple(collection_ranges), read_original))]
+
+
+def next_idx(db: Any, collection: str) -> int:
+    """The highest idx of a collection plus one; 0 for an empty collection."""
+    last = db[collection].find_one(HAS_IDX, {"idx": 1}, sort=[("idx", -1)])
+    return int(last["idx"]) + 1 if last else 0
 
 
 def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange]:
     """Ranges of positions."""
-    size = _size(source)
-    yield from (
-        (start, min(start + DOCUMENTS_PER_CHUNK, size), start) for start in range(0, max(size, 1), DOCUMENTS_PER_CHUNK)
-    )
+    size = source.snapshot.size
+    for start in range(0, max(size, 1), DOCUMENTS_PER_CHUNK):
+        yield start, min(start + DOCUMENTS_PER_CHUNK, size), start
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the documents of a range of positions."""
+    """Yield the documents at a range of positions, each with its collection, idx and _id as its place."""
     source = chunk.source
-    yield from _import_mongo(source, "collections").read_range(
-        source.address, chunk.start, chunk.stop, config, source.collection_ranges, source.text_key
+    server = _keep_connected(open_server(source.address), os.getpid())
+    conversations = replace(parse_text_key(source, config), kept_fields=(), url=False) if config.chat else None
+    key = source.text_key or config.text_key
+    names = (
+        (key,) if key != "text" else ORIGINAL_FIELDS if config.mongo_write_back else (CLEANED_FIELD, *ORIGINAL_FIELDS)
     )
+    for collection, row in _scan(server, source.snapshot.ranges, chunk.start, chunk.stop):
+        place = f"{collection} {row.get('idx')} {row.get('_id')}"
+        text = next((row[name] for name in names if row.get(name) is not None), None)
+        if conversations is None and isinstance(text, str):
+            yield Document(text, source.name, place)
+            continue
+        fields = {name: value for name, value in row.items() if name not in ("_id", "idx")}
+        raw = json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW_BYTES]
+        if conversations is not None:
+            yield from conversations.documents(fields, place, raw)
+        else:
+            reason = f"no text in {' or '.join(names)}; found {list(fields)}; set corpus.text_key"
+            yield BadRecord(source.name, place, reason[:RAW_BYTES], raw)
 
 
-def collection_state(source: Source) -> tuple[int, str]:
-    """The number of positions and a fingerprint of their content."""
-    snapshot = _import_mongo(source, "snapshot")
-    server = import_module("textmill.corpus.mongo.server").open_server(source.address)
+@lru_cache(maxsize=4)
+def _keep_connected(server: MongoServer, pid: int) -> MongoServer:
+    """The first equal server of this process, so that all chunks share its connection.
+
+    The process id is part of the cache's key: a forked child must not use its parent's connection.
+    """
+    return server
+
+
+def _scan(
+    server: MongoServer, collection_ranges: Sequence[CollectionRange], start: int, stop: int
+) -> Iterator[tuple[str, Row]]:
+    """Yield (collection, document) for positions start to stop, in order, with PREFETCH queries in flight."""
+    queries = _queries(collection_ranges, start, stop)
+    threads = ThreadPoolExecutor(PREFETCH, thread_name_prefix="mongo")
+    in_flight: deque[tuple[str, Future[list[Row]]]] = deque()
+
+    def submit(count: int) -> None:
+        for collection, low, high in islice(queries, count):
+            in_flight.append((collection, threads.submit(server.request, _fetch, collection, low, high)))
+
     try:
-        return _size(source), snapshot.fingerprint_collections(server, source.collection_ranges, source.read_original)
+        submit(PREFETCH)
+        while in_flight:
+            collection, future = in_flight.popleft()
+            rows = future.result()
+            submit(1)
+            for row in rows:
+                yield collection, row
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _queries(collection_ranges: Sequence[CollectionRange], start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+    """The collection, first idx and last idx + 1 of each query."""
+    for collection, first, size in collection_ranges:
+        high = min(stop - first, size)
+        for low in range(max(start - first, 0), high, SCAN_BLOCK):
+            yield collection, low, min(low + SCAN_BLOCK, high)
+
+
+def _fetch(db: Any, collection: str, low: int, high: int) -> list[Row]:
+    """The documents with these idx, in order.
+
+    After an outage the entire query is repeated, so no document is lost or read twice.
+    """
+    rows = list(db[collection].find({"idx": {"$gte": low, "$lt": high}}, batch_size=SCAN_BLOCK))
+    return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
+
+
+def state(source: Source) -> tuple[int, str]:
+    """The number of positions, and a hash of each collection's size, number of documents and a few of them.
+
+    Documents added after the snapshot do not change it; nor does text that is written back and not read.
+    """
+    server = open_server(source.address)
+    hidden = {CLEANED_FIELD: 0} if source.snapshot.read_original else None
+    try:
+        probes = [server.request(_probe, one.collection, one.size, hidden) for one in source.snapshot.ranges]
     finally:
         server.close()
+    rows = [[one.collection, one.size, *probe] for one, probe in zip(source.snapshot.ranges, probes, strict=True)]
+    return source.snapshot.size, hash_json(rows)
 
 
-def _size(source: Source) -> int:
-    return sum(collection_range.size for collection_range in source.collection_ranges)
+def _probe(db: Any, name: str, size: int, hidden: dict[str, int] | None) -> tuple[int | list[int], list[str]]:
+    """The number of documents of a range, and some of them, spread evenly from the first to the last.
+
+    If there are documents without idx, the number is a list of two: documents with an idx, and without.
+    """
+    gaps = PROBES + 1
+    probed_idx = sorted({(size - 1) * number // gaps for number in range(gaps + 1)}) if size else []
+    in_range = db[name].count_documents({"idx": {"$gte": 0, "$lt": size}})
+    rows = list(db[name].find({"idx": {"$in": probed_idx}}, hidden))
+    without_idx = db[name].estimated_document_count() - db[name].count_documents(HAS_IDX)
+    texts = sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
+    return [in_range, without_idx] if without_idx else in_range, texts
 
 
-def _import_mongo(source: Source, name: str) -> Any:
-    try:
-        return import_module(f"textmill.corpus.mongo.{name}")
-    except ImportError as error:
-        raise TextmillError(f"'{source.name}' needs pymongo ({error}); run: pip install 'textmill[mongo]'") from None
+def _find_irregularities(server: MongoServer, collection_ranges: Sequence[CollectionRange]) -> Iterator[str]:
+    """Yield a warning for each irregularity of the collections.
+
+    A collection with the idx 0, 1, 1, 4 and a document without idx has a size of 5, 5 documents, 4 with an idx and 3
+    different ones: 2 positions have no document, 1 document has no idx, and 1 has the idx of another.
+    """
+    meta_rows = server.request(lambda db: list(db[META_COLLECTION].find()))
+    recorded_counts = {row.get("collection_name"): row.get("num_docs") for row in meta_rows}
+    for name, _, size in collection_ranges:
+        documents, with_idx, different = server.request(_count, name)
+        if different < size:
+            yield f"{name}: {size - different:,} of {size:,} positions have no document (deleted?); they are skipped"
+        if with_idx < documents:
+            yield f"{name}: {documents - with_idx:,} of {documents:,} documents have no idx; they are not read"
+        if different < with_idx:
+            yield f"{name}: {with_idx - different:,} of {documents:,} documents have an idx that another one has too"
+        if name in recorded_counts and recorded_counts[name] != documents:
+            yield (
+                f"{name}: {META_COLLECTION} records {recorded_counts[name]} documents, the collection has "
+                f"{documents:,}; the recorded number is ignored"
+            )
+        if not server.request(has_idx_index, name):
+            yield f"{name}: no index on idx, so reading is slow; {advise_index(name)}"
+
+
+def _count(db: Any, name: str) -> tuple[int, int, int]:
+    """The number of documents, of those with an idx, and of different idx."""
+    with_idx = different = db[name].count_documents(HAS_IDX)
+    if not has_idx_index(db, name, unique=True):
+        one_row_per_idx = [{"$match": HAS_IDX}, {"$group": {"_id": "$idx"}}]
+        count_rows = {"$group": {"_id": None, "count": {"$sum": 1}}}
+        result = db[name].aggregate([*one_row_per_idx, count_rows], allowDiskUse=True)
+        different = next((int(row["count"]) for row in result), 0)
+    return db[name].count_documents({}), with_idx, different
+
+
+def has_idx_index(db: Any, name: str, unique: bool = False) -> bool:
+    """True if a collection has an index that starts with idx, or a unique one of idx alone."""
+    for index in db[name].index_information().values():
+        fields = [key for key, _ in index["key"]]
+        if (index.get("unique") and fields == ["idx"]) if unique else fields[:1] == ["idx"]:
+            return True
+    return False
+
+
+def advise_index(name: str) -> str:
+    """How to create the index that a collection lacks."""
+    return f"create one in mongosh: db.getCollection('{name}').createIndex({{idx: 1}}, {{unique: true}})"
+
+
+@dataclass(frozen=True)
+class MongoServer:
+    """One database of a server, with the collections of a db_config.json."""
+
+    path: Path
+    database: str
+    collections: tuple[str, ...]
+    address: str = field(repr=False)
+    """The connection string; it is secret, so it is never written or printed."""
+    max_outage: float | None = None
+    """Seconds that the server may be unreachable."""
+
+    @cached_property
+    def db(self) -> Any:
+        """The database connection; each process must open its own."""
+        options: dict[str, Any] = {
+            name: value for name, value in TIMEOUTS.items() if name.lower() not in self.address.lower()
+        }
+        try:
+            return pymongo.MongoClient(self.address, appname="textmill", **options)[self.database]
+        except (PyMongoError, ValueError) as error:
+            raise TextmillError(
+                f"{self.path}: cannot connect to MongoDB ({self.redact(error)}); fix the connection string"
+            ) from None
+
+    def close(self) -> None:
+        """Close the connection; the next request opens it again."""
+        if "db" in self.__dict__:
+            self.__dict__.pop("db").client.close()
+
+    def request(self, operation: Callable[..., Response], *arguments: Any) -> Response:
+        """Call `operation(db, *arguments)`, which is idempotent; retry while the server is unreachable."""
+        started = time.monotonic()
+        delay = FIRST_DELAY
+        max_outage = DEFAULT_MAX_OUTAGE if self.max_outage is None else self.max_outage
+        while True:
+            try:
+                return operation(self.db, *arguments)
+            except BulkWriteError as error:
+                raise TextmillError(f"{self.path}: MongoDB rejected the write ({_write_error_codes(error)})") from None
+            except (ConnectionFailure, CursorNotFound) as error:
+                reason = self.redact(error)
+                outage = time.monotonic() - started
+                if outage > max_outage:
+                    raise TextmillError(
+                        f"{self.path}: no MongoDB server for {outage:.0f} s ({reason}); "
+                        f"start it and run the command again"
+                    ) from None
+                if delay == FIRST_DELAY:
+                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); retrying for {max_outage:g} s")
+                time.sleep(delay)
+                delay = min(2 * delay, MAX_DELAY)
+            except PyMongoError as error:
+                raise TextmillError(f"{self.path}: MongoDB error: {self.redact(error)}") from None
+
+    def redact(self, error: Exception) -> str:
+        """A pymongo error as text, without any part of the connection string."""
+        kind = type(error).__name__
+        text = str(error).partition(", Timeout:")[0].partition(" (configured")[0][:300]
+        secrets = _secrets_of(self.address) - {self.database}
+        if any(len(secret) < 3 and secret in text for secret in secrets):
+            return kind  # a secret this short could be guessed from the replaced text
+        for secret in sorted(secrets, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return f"{kind}: {text}"
+
+
+def _secrets_of(address: str) -> set[str]:
+    """The parts of a connection string, as written and with percent-encoding decoded.
+
+    mongodb://ann:p%40ss@db1:27017,db2/korpus?replicaSet=rs0 has, besides itself and longer parts: ann, p%40ss, p@ss,
+    db1:27017, db1, db2, korpus and rs0.
+    """
+    options = address.partition("?")[2]
+    credentials_and_hosts = address.partition("://")[2].partition("?")[0]
+    credentials, _, hosts = credentials_and_hosts.rpartition("@")
+    parts = [address, credentials_and_hosts, credentials, *credentials.split(":"), *re.split("[,/]", hosts)]
+    parts += [host.partition(":")[0] for host in hosts.split(",")]
+    parts += re.findall(r"=([^&]*)", options)
+    return {spelling for part in parts for spelling in (part, unquote(part)) if spelling}
+
+
+def open_server(path: str | Path) -> MongoServer:
+    """The server of a db_config.json; does not connect yet."""
+    path = Path(path)
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise TextmillError(
+            f"{path}: expected an object with MONGO_CONNECTION_DB and COLLECTIONS; found a {type(settings).__name__}"
+        )
+    database = settings.get("MONGO_CONNECTION_DB")
+    names = settings.get("COLLECTIONS")
+    if not isinstance(database, str) or not database:
+        raise TextmillError(f"{path}: MONGO_CONNECTION_DB is missing; set the name of the database")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise TextmillError(f"{path}: COLLECTIONS must be a list of names; list at least one collection")
+    if len(set(names)) < len(names):
+        raise TextmillError(f"{path}: COLLECTIONS lists a collection twice; keep one")
+    max_outage = settings.get("MONGO_PATIENCE")
+    if max_outage is not None and (
+        isinstance(max_outage, bool) or not isinstance(max_outage, int | float) or not 0 <= max_outage < 1e9
+    ):
+        raise TextmillError(
+            f"{path}: MONGO_PATIENCE: found {max_outage!r}; set the seconds the server may be unreachable, such as 120"
+        )
+    return MongoServer(path, database, tuple(names), _connection_string(path, settings), max_outage)
+
+
+def check_collections(server: MongoServer) -> None:
+    """Raise an error for a collection that the database does not have."""
+    existing = server.request(lambda db: db.list_collection_names())
+    for name in server.collections:
+        if name not in existing:
+            close_matches = difflib.get_close_matches(name, existing, n=1)
+            advice = (
+                f"did you mean '{close_matches[0]}'?"
+                if close_matches
+                else f"the database holds {', '.join(sorted(existing)) or 'none'}"
+            )
+            raise TextmillError(f"{server.path}: COLLECTIONS: no collection '{name}'; {advice}")
+
+
+def _connection_string(path: Path, settings: dict[str, Any]) -> str:
+    """The environment variable's, else the secret file's, else that of db_config.json."""
+    if address := os.environ.get(CONNECTION_VARIABLE):
+        return address
+    address = settings.get("MONGO_CONNECTION_STRING")
+    secret_file = settings.get("MONGO_CONNECTION_FILE")
+    if isinstance(secret_file, str) and secret_file:
+        try:
+            address = (path.parent / os.path.expanduser(secret_file)).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TextmillError(
+                f"{path}: MONGO_CONNECTION_FILE: {secret_file}: not readable ({type(error).__name__})"
+            ) from None
+    if not isinstance(address, str) or not address:
+        raise TextmillError(
+            f"{path}: no connection string; set the environment variable {CONNECTION_VARIABLE}, "
+            f"or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING in the file"
+        )
+    return address
+
+
+def _write_error_codes(error: Any) -> str:
+    """The error codes of a rejected write, without the documents that pymongo would quote."""
+    codes = {str(write_error.get("code")) for write_error in error.details.get("writeErrors", [])}
+    return (
+        f"code {', '.join(sorted(codes))}; 11000 means that the idx exists already" if codes else type(error).__name__
+    )

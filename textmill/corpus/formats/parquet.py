@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from textmill.config import CorpusConfig
-from textmill.corpus import sources
+from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW_BYTES, BadRecord
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
@@ -36,7 +36,7 @@ def _row_group_ranges(metadata: Any) -> list[ChunkRange]:
     for group in range(metadata.num_row_groups):
         end += metadata.row_group(group).total_byte_size
         end_row += metadata.row_group(group).num_rows
-        if end - start >= sources.CHUNK_BYTES or group == metadata.num_row_groups - 1:
+        if end - start >= records.CHUNK_BYTES or group == metadata.num_row_groups - 1:
             ranges_found.append((start, end, first_row))
             start = end
             first_row = end_row

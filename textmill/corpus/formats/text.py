@@ -14,10 +14,10 @@ from textmill.corpus.records import (
     check_line_length,
     decode_utf8,
     describe_encoding_error,
+    line_ranges,
     read_lines,
 )
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
-from textmill.corpus.sources import line_ranges
 from textmill.corpus.streams import open_stream
 
 MAX_BLOCK_CHARACTERS = 8 << 20

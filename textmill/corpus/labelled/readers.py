@@ -11,9 +11,9 @@ from textmill.config import CorpusConfig
 from textmill.corpus.labelled.conll import read_conll
 from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, WORDS, Example, format_place
 from textmill.corpus.labelled.squad import read_article, read_question
-from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
-from textmill.corpus.sources import split_into_chunks
+from textmill.corpus.sources import read_records, split_into_chunks
 from textmill.corpus.text_fields import RECORD
 from textmill.errors import TextmillError
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from textmill.config.load import read_yaml, under
 from textmill.config.usage import LM_EVAL, is_task_file, task_names
-from textmill.corpus.decontamination.evaluation_data import EvaluationData, open_text_data
+from textmill.corpus.decontamination import EvaluationData, open_text_data
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import ReadItem, texts_of
 from textmill.evaluation.data_files import Record, open_data_file, read_items, slug

@@ -19,16 +19,15 @@ from tokenizers import Tokenizer
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
 from textmill.config.tokenizer import CONTENT, turns_of
-from textmill.corpus.clean import Cleaner
-from textmill.corpus.clean.cleaner import check_packages
+from textmill.corpus.clean.cleaner import Cleaner, check_packages
 from textmill.corpus.clean.filters import split_words
 from textmill.corpus.clean.languages import detect_language
+from textmill.corpus.clean.sentences import SENTENCE_SPLITTERS
 from textmill.corpus.document import Split
-from textmill.corpus.passes import SENTENCE_SPLITTERS
-from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.records import BadRecord
 from textmill.corpus.shards import list_shards, open_shard
 from textmill.corpus.source import Source, SourceChunk
-from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
+from textmill.corpus.sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.errors import TextmillError, warn
 from textmill.runners import Result, open_runner
 from textmill.storage.files import format_path, hash_file, hash_json, manifest_entry, read_json, write_json

@@ -102,3 +102,7 @@ def _is_final_full_stop(text: str, start: int, word: str) -> bool:
     if _DOTTED_ABBREVIATION.fullmatch(last_word):
         return word in SENTENCE_STARTERS and last_word.lower() not in ABBREVIATIONS
     return last_word.lower() not in ABBREVIATIONS
+
+
+SENTENCE_SPLITTERS = {"split": split_sentences, "lines": keep_lines}
+"""The function of each value of `corpus.sentences` that changes the text."""

@@ -1,1 +1,0 @@
-"""Read MongoDB collections by position, and write to them."""
