@@ -23,8 +23,9 @@ from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.generation import batch as batches
 from textmill.generation.generator import Generator, open_generator
-from textmill.generation.requests import ChunkDelivery, Request, TextChunk
+from textmill.generation.requests import Request, TextChunk
 from textmill.generation.scheduler import Scheduler
+from textmill.generation.worker import ChunkCollector
 from textmill.models.gpt2 import facts as gpt2
 
 PROMPT = 128
@@ -59,7 +60,7 @@ def measure_scheduler(generator: Generator, requests: list[Request], steps: int,
 
     started = time.perf_counter()
     for request in requests:
-        ChunkDelivery(scheduler).submit(request, deliver, None, streamed)
+        scheduler.submit(request, ChunkCollector(deliver, bool(request.logprobs), streamed))
     for _ in requests:
         over.acquire()
     spent = time.perf_counter() - started

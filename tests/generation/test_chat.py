@@ -21,7 +21,7 @@ import pytest
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.cli import main
-from textmill.config import RunConfig, SampleConfig, TorchEngine
+from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.chat import Conversation, Message
 from textmill.generation.generator import Generator
@@ -51,16 +51,16 @@ def model(checkpoint: Checkpoint, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def conversation(generator: Generator, engine: TorchEngine) -> Iterator[Conversation]:
-    config = RunConfig(engine=engine, sample=SampleConfig(max_tokens=8, min_tokens=8, seed=3))
+def conversation(generator: Generator) -> Iterator[Conversation]:
+    sample = SampleConfig(max_tokens=8, min_tokens=8, seed=3)
     with Terminal() as terminal:
-        yield Conversation(generator, PlainTemplate(generator.tokenizer), config, terminal)
+        yield Conversation(generator, PlainTemplate(generator.tokenizer), sample, terminal)
 
 
 def generate_answer(conversation: Conversation, messages: list[Message], seed: int) -> str:
     """Return the generator's answer to messages rendered by the template."""
     ids = conversation.template.render(messages, add_generation_prompt=True)
-    request = Request(tuple(ids), conversation.config.sample.model_copy(update={"seed": seed}))
+    request = Request(tuple(ids), conversation.sample.model_copy(update={"seed": seed}))
     return "".join(event.text for _, event in conversation.generator.run([request], 1))
 
 
@@ -118,7 +118,7 @@ def test_model_without_a_template_gives_one_line(model: Path, capsys: pytest.Cap
 
 PROGRAM = """
     import sys
-    from textmill.generation import chat_answers
+    from textmill.generation import chat
     from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
     class Template:
@@ -138,7 +138,7 @@ PROGRAM = """
                 time.sleep(600)
 
     generator.Generator.run = slowly
-    chat_answers.open_template = Template
+    chat.open_template = Template
     from textmill.cli import main
     settings = ["sample.max_tokens=6", "sample.min_tokens=6", "engine.device=cpu", "engine.precision=fp32"]
     sys.exit(main(["chat", {folder!r}, *settings]))

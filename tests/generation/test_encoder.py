@@ -18,7 +18,8 @@ from tests.support.waiting import LONGEST, wait_for
 from textmill.errors import TextmillError
 from textmill.generation.encoder import STEP_TOKENS, EncoderThread
 from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull, TextChunk
-from textmill.generation.scheduler import Turns
+from textmill.generation.scheduler import TicketLock
+from textmill.generation.worker import ChunkCollector
 
 LARGE = EmbedRequest(((7,) * 512,) * 40)
 SMALL = EmbedRequest(((1, 2), (3,)))
@@ -50,7 +51,8 @@ def new_encoder(filler: Any = None, **limits: int) -> tuple[Any, Model, dict[str
     encoder = EncoderThread(model, filler, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
 
     def submit(name: str, request: Any, deadline: float | None = None) -> int:
-        return encoder.submit(request, lambda chunk: found.__setitem__(name, chunk), deadline)
+        collector = ChunkCollector(lambda chunk: found.__setitem__(name, chunk), False, False)
+        return encoder.submit(request, collector, deadline)
 
     return encoder, model, found, submit
 
@@ -173,7 +175,7 @@ def test_closing_cancels_what_is_left_after_the_grace() -> None:
 
 
 def test_turns_are_taken_in_order() -> None:
-    turns, order = Turns(), list[int]()
+    turns, order = TicketLock(), list[int]()
 
     def take(number: int) -> None:
         with turns:

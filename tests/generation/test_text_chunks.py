@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from textmill.generation.requests import ChunkCollector, Done, TextChunk, Token
+from textmill.generation.requests import Done, TextChunk, Token
+from textmill.generation.worker import ChunkCollector
 
 TOKENS = [
     Token(number, text, -float(number), ((7, -0.5),)) for number, text in enumerate(["a", "", "b", "c", "", "", "d"])
@@ -27,7 +28,7 @@ def test_text_without_streaming_is_one_chunk(logprobs: bool) -> None:
 
 def test_stream_sends_a_chunk_at_most_every_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, parts = SimpleNamespace(now=0.0), list[TextChunk]()
-    monkeypatch.setattr("textmill.generation.requests.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("textmill.generation.worker.time", SimpleNamespace(monotonic=lambda: clock.now))
     collector = ChunkCollector(parts.append, False, streamed=True)
     for event, clock.now in zip((*TOKENS, END), [1.001, 1.005, 1.01, 1.021, 1.025, 1.061, 1.07, 1.071], strict=True):
         collector(event)

@@ -41,7 +41,7 @@ MODULES = (
     "tokenizers",
     "fsspec",
     "httpx",
-    "fastapi",
+    "starlette",
     "uvicorn",
 )
 PROGRAM = re.compile(r"from textmill\.cli import (main; sys\.exit\(main\(\)\)|command; command\(\))$")

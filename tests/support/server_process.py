@@ -19,7 +19,8 @@ from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.requests import ChunkDelivery, Done, QueueFull, Request, Token
+from textmill.generation.requests import DeliverChunk, Done, QueueFull, Request, Token
+from textmill.generation.worker import ChunkCollector
 from textmill.server.lifecycle import bind, open_service, read_api_key, run
 from textmill.server.model_process import start_model_process
 from textmill.server.service import Service
@@ -163,17 +164,33 @@ class Turns:
             tokenizer,
             "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}",
         )
+        self.stop_ids = ()
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in messages)
         return self.tokenizer.encode(lines + ("assistant:" if add_generation_prompt else ""))
 
 
-def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> ChunkDelivery:
+class InProcess:
+    """A model in this process in place of a ModelProcess: delivers the tokens of `inner` in chunks."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.vocab, self.positions, self.tokenizer = inner.vocab, inner.positions, inner.tokenizer
+        self.cancel, self.stats, self.problem, self.close = inner.cancel, inner.stats, inner.problem, inner.close
+
+    def submit(
+        self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
+    ) -> int:
+        number: int = self.inner.submit(request, ChunkCollector(deliver, bool(request.logprobs), streamed), deadline)
+        return number
+
+
+def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> Any:
     """Open the model in this process, so that a test can reach it."""
     from textmill.generation.scheduler import open_scheduler
 
-    return ChunkDelivery(open_scheduler(checkpoint, engine, serve))
+    return InProcess(open_scheduler(checkpoint, engine, serve))
 
 
 def new_service(options: dict[str, Any]) -> Service:
@@ -189,7 +206,7 @@ def new_service(options: dict[str, Any]) -> Service:
         )
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-        model = ChunkDelivery(
+        model = InProcess(
             Echo(tokenizer, serve.slots, serve.queue, options.get("delay", 0.001), options.get("paused", ""))
         )
     template = Turns(model.tokenizer) if options.get("chat", True) else None

@@ -1,4 +1,4 @@
-"""The chat command: a conversation with a model on the terminal."""
+"""The chat command: a conversation with a model on the terminal. Also answers to single questions, for `run`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ HELP = (
     "/reset forgets the conversation, /set temperature=0.7 changes a setting, /set shows all, "
     "ctrl-C stops an answer, ctrl-D ends"
 )
+QUESTIONS = 3
+"""Conversations that `answer` takes from the valid split if there is no prompt."""
 
 
 def chat(config: RunConfig, step: StepChoice | None = None) -> None:
     """Chat with a model until the input ends."""
-    checkpoint, template = open_chat_model(config, step)
     from textmill.generation.generator import open_generator  # imports torch, which is slow
 
+    checkpoint = find_run_model(config, step)
+    template = _open_template(checkpoint)
     generator = open_generator(checkpoint, config.engine)
     with Terminal() as terminal:
-        conversation = Conversation(generator, template, config, terminal)
+        conversation = Conversation(generator, template, config.sample, terminal)
         if is_terminal(sys.stdin):
             print(f"{checkpoint.folder}: {HELP}")
         for line in terminal.lines():
@@ -49,19 +52,14 @@ def chat(config: RunConfig, step: StepChoice | None = None) -> None:
 class Conversation:
     """The messages so far, and the settings of the next answer."""
 
-    def __init__(self, generator: Generator, template: AnyTemplate, config: RunConfig, terminal: Terminal) -> None:
+    def __init__(self, generator: Generator, template: AnyTemplate, sample: SampleConfig, terminal: Terminal) -> None:
         self.generator = generator
         self.template = template
-        self.config = config
+        self.sample = sample
+        """The settings of the first answer; the seed counts up from answer to answer."""
         self.terminal = terminal
         self.messages: list[Message] = []
         self.answers = 0
-
-    @property
-    def sample(self) -> SampleConfig:
-        """The settings of the next answer; each answer has its own seed."""
-        sample = self.config.sample
-        return sample.model_copy(update={"seed": sample.seed + self.answers, "slide_context": False})
 
     def handle_line(self, line: str) -> None:
         """Answer a line, or run a command."""
@@ -79,13 +77,14 @@ class Conversation:
     def _set(self, arguments: list[str]) -> None:
         """Change settings of this conversation; if one is wrong, none is changed."""
         tree = parse_settings([one if one.startswith("sample.") else f"sample.{one}" for one in arguments])
-        self.config = build_config(merge_trees(self.config.model_dump(mode="json"), tree))
+        self.sample = build_config(merge_trees({"sample": self.sample.model_dump(mode="json")}, tree)).sample
         hidden = {"prompt", "prompts_file", "count", "batch", "slide_context"}
-        print(" ".join(f"{key}={value}" for key, value in self.config.sample.model_dump(exclude=hidden).items()))
+        print(" ".join(f"{key}={value}" for key, value in self.sample.model_dump(exclude=hidden).items()))
 
     def _answer(self, line: str) -> None:
         ids = self._render([*self.messages, {"role": "user", "content": line}])
-        request = Request(tuple(ids), self.sample, tuple(self.sample.stop), tuple(self.template.stop_ids))
+        sample = self.sample.model_copy(update={"seed": self.sample.seed + self.answers, "slide_context": False})
+        request = Request(tuple(ids), sample, tuple(sample.stop), tuple(self.template.stop_ids))
         self.answers += 1
         texts: list[str] = []
 
@@ -104,7 +103,7 @@ class Conversation:
         """Return the conversation's token ids; drop the oldest turns until there is space for an answer."""
         positions = self.generator.positions
         dropped = False
-        space = max(min(self.config.sample.max_tokens, positions // 4), 1)
+        space = max(min(self.sample.max_tokens, positions // 4), 1)
         while True:
             ids = list(self.template.render(messages, add_generation_prompt=True))
             if len(ids) <= positions - space:
@@ -122,30 +121,14 @@ class Conversation:
         return ids
 
 
-QUESTIONS = 3
-"""Conversations taken from the valid split if there is no prompt."""
-
-
-def open_chat_model(config: RunConfig, step: StepChoice | None) -> tuple[Checkpoint, AnyTemplate]:
-    """Return the checkpoint that a config names, and its chat template."""
-    checkpoint = find_run_model(config, step)
-    template = open_template(checkpoint.tokenizer)
-    if template is None:
-        check_next_token(read_shape(checkpoint.folder), checkpoint.folder, "chat")
-        raise TextmillError(
-            f"{format_path(checkpoint.folder)}: this model was not finetuned for chat; use textmill generate, or "
-            "finetune it with questions and answers (docs/walk.md)"
-        )
-    return checkpoint, template
-
-
 def answer(config: RunConfig, step: StepChoice | None = None) -> list[str]:
     """Answer `sample.prompt`, or the first questions of the valid split; print and return question and answer."""
     from textmill.generation.generator import open_generator  # imports torch, which is slow
 
-    checkpoint, template = open_chat_model(config, step)
+    checkpoint = find_run_model(config, step)
+    template = _open_template(checkpoint)
     prompt = config.sample.prompt
-    questions = [render_question(template, prompt)] if prompt else list(read_questions(open_splits(config)))
+    questions = [render_question(template, prompt)] if prompt else list(_read_questions(open_splits(config)))
     generator = open_generator(checkpoint, config.engine)
     names = [generator.tokenizer.decode(ids) for ids in questions]
     count = config.sample.count if prompt else 1
@@ -177,16 +160,25 @@ def answer_all(
     return generator.complete(names, requests, sample, count)
 
 
-def read_questions(splits: Splits) -> Iterator[list[int]]:
+def _read_questions(splits: Splits) -> Iterator[list[int]]:
     """Yield the first conversations of the valid split, or of the train split, each up to its first answer."""
-    stores = [store for split in ("valid", "train") for store in splits.stores(split) if store.loss_mask is not None][
-        :1
-    ]
-    for store in stores:
+    stores = [store for split in ("valid", "train") for store in splits.stores(split) if store.loss_mask is not None]
+    for store in stores[:1]:
+        assert store.loss_mask is not None
         for place in range(min(QUESTIONS, len(store))):
             begin, end = store.document_starts(np.array([place, place + 1])).tolist()
-            answered = (
-                np.flatnonzero(store.loss_mask[begin:end]) if store.loss_mask is not None else np.zeros(0, np.int64)
-            )
+            answered = np.flatnonzero(store.loss_mask[begin:end])
             if len(answered):
                 yield np.asarray(store.ids[begin : begin + int(answered[0])]).tolist()
+
+
+def _open_template(checkpoint: Checkpoint) -> AnyTemplate:
+    """Return the chat template of a model; raise if it has none."""
+    template = open_template(checkpoint.tokenizer)
+    if template is None:
+        check_next_token(read_shape(checkpoint.folder), checkpoint.folder, "chat")
+        raise TextmillError(
+            f"{format_path(checkpoint.folder)}: this model was not finetuned for chat; use textmill generate, or "
+            "finetune it with questions and answers (docs/walk.md)"
+        )
+    return template

@@ -1,4 +1,7 @@
-"""Answers embedding and fill requests: one thread runs the model for the texts of many requests at a time."""
+"""Embeddings and filled masks: the nets that compute them, and the thread that does so for a server's requests.
+
+Shapes in names: N rows, T tokens of a row, U texts, M tokens of all texts, E width.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,8 @@ from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.generation.embed import Ids, TextEncoder, new_text_encoder
 from textmill.generation.fill import MaskedTexts, new_masked_texts
-from textmill.generation.requests import (
-    ChunkCollector,
-    DeliverChunk,
-    Done,
-    EmbedRequest,
-    EncoderRequest,
-    FillRequest,
-    FinishReason,
-    Token,
-)
-from textmill.generation.scheduler import Job, ModelThread, Turns
+from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, FinishReason, Token
+from textmill.generation.scheduler import DeliverEvent, Job, ModelThread, TicketLock
 from textmill.models import check_masked_head
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
@@ -44,10 +38,12 @@ end after it."""
 
 
 class EncoderThread(ModelThread[EncoderRequest]):
-    """Runs up to `slots` requests at a time and queues `queue` more; texts of different requests share a step.
+    """Computes embeddings and fills masks; texts of different requests share a step.
 
-    Every accepted request gets exactly one chunk with Done. Its text is the result: JSON for masks, and for embeddings
-    float32 numbers in base64. `after_step` is called in the encoder's thread after the results of each step.
+    In a step every request has an equal share of the tokens, so small requests end early. With STEP_TOKENS of 512 and
+    two requests, the one with 40 texts of 512 tokens computes one text a step; the other, with 20 texts of 10 tokens,
+    is complete after the first step. The result is the text of Done: JSON for masks, and for embeddings float32 numbers
+    in base64.
     """
 
     def __init__(
@@ -57,25 +53,68 @@ class EncoderThread(ModelThread[EncoderRequest]):
         *,
         slots: int,
         queue: int,
-        turns: Turns | None = None,
         after_step: Callable[[], None] = lambda: None,
+        model_lock: TicketLock | None = None,
     ) -> None:
-        self.tokenizer, self.positions = embedder.texts.tokenizer, int(embedder.net.shape.positions)
+        self.embedder = embedder
+        self.filler = filler
+        self.tokenizer = embedder.texts.tokenizer
+        self.positions = int(embedder.net.shape.positions)
         self.vocab = self.tokenizer.vocab
-        self.can_fill = filler is not None
-        work = Encoding(embedder, filler)
-        super().__init__("textmill-encoder", work, slots=slots, queue=queue, after_step=after_step, turns=turns)
+        self._step_tokens = STEP_TOKENS.get(embedder.net.head.device.type, STEP_TOKENS["cpu"])
+        self._running: dict[int, Embedding | Filling] = {}
+        super().__init__("textmill-encoder", slots=slots, queue=queue, after_step=after_step, model_lock=model_lock)
 
-    def submit(
-        self, request: EncoderRequest, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
-    ) -> int:
-        """Queue a request and return its number; raises QueueFull, or TextmillError if it cannot be done.
-
-        `streamed` has no effect: there is only one chunk.
-        """
-        if isinstance(request, FillRequest) and not self.can_fill:
+    def submit(self, request: EncoderRequest, deliver: DeliverEvent, deadline: float | None = None) -> int:
+        """Queue a request and return its number; raises QueueFull, or TextmillError if it cannot be done."""
+        if isinstance(request, FillRequest) and self.filler is None:
             raise TextmillError("the model has no head for masked tokens, so it cannot fill them in")
-        return self._enqueue(request, ChunkCollector(deliver, with_logprobs=False, streamed=False), deadline)
+        return self._enqueue(request, deliver, deadline)
+
+    def _count_joining(self, waiting: Sequence[Job[EncoderRequest]], active: int, now: float) -> int:
+        """All join at once: a new request delays the others by no more than a step."""
+        return len(waiting)
+
+    def _add(self, number: int, item: EncoderRequest) -> None:
+        if isinstance(item, EmbedRequest):
+            vectors = np.zeros((len(item.ids), self.embedder.texts.dimension), np.float32)
+            shortest_first = sorted(range(len(item.ids)), key=lambda text: len(item.ids[text]))
+            self._running[number] = Embedding(item, vectors, shortest_first)
+        else:
+            assert self.filler is not None
+            self._running[number] = Filling(item, self.filler, list(reversed(range(len(item.prompts)))))
+
+    def _compute(self) -> list[tuple[int, Token | Done]]:
+        """Compute some texts of each request; return the ends of the requests that are complete."""
+        share = max(1, self._step_tokens // len(self._running))
+        to_embed: list[tuple[Embedding, int]] = []
+        for one in self._running.values():
+            texts = _take(one, share)
+            if isinstance(one, Embedding):
+                to_embed += [(one, text) for text in texts]
+            else:
+                one.fill(texts)
+        self._embed(to_embed)
+        complete = {number: one for number, one in self._running.items() if not one.left}
+        for number in complete:
+            del self._running[number]
+        return [(number, Done("stop", one.tokens, one.result())) for number, one in complete.items()]
+
+    def _embed(self, texts: list[tuple[Embedding, int]]) -> None:
+        """Compute texts of several requests together."""
+        ids = [np.array(one.request.ids[text]) for one, text in texts]
+        for (one, text), vector in zip(texts, self.embedder.embed_ids(ids), strict=True):
+            one.vectors[text] = vector
+
+    def _drop(self, number: int, reason: FinishReason) -> Done | None:
+        """Forget a request that ends early: it has no result."""
+        self._running.pop(number, None)
+        return None
+
+    def _drop_all(self, message: str) -> dict[int, Done]:
+        """Forget all requests."""
+        self._running.clear()
+        return {}
 
 
 @dataclass(eq=False)
@@ -122,66 +161,6 @@ class Filling:
     def result(self) -> str:
         """Return all filled texts as JSON."""
         return json.dumps(self.filled, ensure_ascii=False)
-
-
-class Encoding:
-    """The encoder's work: in a step every request has an equal share of the tokens, so small requests end early.
-
-    With STEP_TOKENS of 512 and two requests, the one with 40 texts of 512 tokens computes one text a step; the other,
-    with 20 texts of 10 tokens, is complete after the first step.
-    """
-
-    def __init__(self, embedder: Embedder, filler: Filler | None) -> None:
-        self.embedder = embedder
-        self.filler = filler
-        self._step_tokens = STEP_TOKENS.get(embedder.net.head.device.type, STEP_TOKENS["cpu"])
-        self._active: dict[int, Embedding | Filling] = {}
-
-    def count_joining(self, waiting: Sequence[Job[EncoderRequest]], active: int, now: float) -> int:
-        """All join at once: a new request delays the others by no more than a step."""
-        return len(waiting)
-
-    def add(self, number: int, item: EncoderRequest) -> None:
-        """Let a request join at the next step."""
-        if isinstance(item, EmbedRequest):
-            vectors = np.zeros((len(item.ids), self.embedder.texts.dimension), np.float32)
-            shortest_first = sorted(range(len(item.ids)), key=lambda text: len(item.ids[text]))
-            self._active[number] = Embedding(item, vectors, shortest_first)
-        else:
-            assert self.filler is not None
-            self._active[number] = Filling(item, self.filler, list(reversed(range(len(item.prompts)))))
-
-    def step(self) -> list[tuple[int, Token | Done]]:
-        """Compute some texts of each request; return the ends of the requests that are complete."""
-        share = max(1, self._step_tokens // len(self._active))
-        to_embed: list[tuple[Embedding, int]] = []
-        for one in self._active.values():
-            texts = _take(one, share)
-            if isinstance(one, Embedding):
-                to_embed += [(one, text) for text in texts]
-            else:
-                one.fill(texts)
-        self._embed(to_embed)
-        complete = {number: one for number, one in self._active.items() if not one.left}
-        for number in complete:
-            del self._active[number]
-        return [(number, Done("stop", one.tokens, one.result())) for number, one in complete.items()]
-
-    def _embed(self, texts: list[tuple[Embedding, int]]) -> None:
-        """Compute texts of several requests together."""
-        ids = [np.array(one.request.ids[text]) for one, text in texts]
-        for (one, text), vector in zip(texts, self.embedder.embed_ids(ids), strict=True):
-            one.vectors[text] = vector
-
-    def drop(self, number: int, reason: FinishReason) -> Done | None:
-        """Forget a request that ends early: it has no result."""
-        self._active.pop(number, None)
-        return None
-
-    def fail(self, message: str) -> dict[int, Done]:
-        """Forget all requests."""
-        self._active.clear()
-        return {}
 
 
 def _take(one: Embedding | Filling, tokens: int) -> list[int]:

@@ -1,14 +1,24 @@
-"""Continuous batching: one thread generates the texts of many requests, which join and leave between any two steps."""
+"""Continuous batching: one thread generates the texts of many requests, which join and leave between any two steps.
+
+`Scheduler` (new text) and `encoder.EncoderThread` (embeddings and masks) are both a `ModelThread`; they differ in what
+one step computes. Every accepted request ends exactly once:
+
+    submit() -> waiting -> active -> its last event, Done
+
+It is waiting until a slot is free and the thread lets it join; then it is active, and each step delivers what is new.
+It may end early: it is cancelled or out of time, a step fails, or the thread closes or dies.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig
@@ -25,41 +35,21 @@ from textmill.generation.requests import (
     max_new_tokens_served,
 )
 
-
-class Turns:
-    """Used as a context manager by threads that share a model: none of them starves."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tickets = self._served = 0
-
-    def __enter__(self) -> None:
-        with self._changed:
-            mine = self._tickets
-            self._tickets += 1
-            self._changed.wait_for(lambda: self._served == mine)
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._served += 1
-            self._changed.notify_all()
-
-
 CLOSE_SECONDS = 5.0
 """How long `close` waits for a step that does not end."""
 THREAD_DIED = "the model's thread has died; restart the server"
 
 DeliverEvent = Callable[[Token | Done], None]
-WorkItem = TypeVar("WorkItem")
-"""What the work needs to know of a request."""
+Item = TypeVar("Item")
+"""What a step needs to know of a request."""
 
 
 @dataclass(eq=False)
-class Job(Generic[WorkItem]):
+class Job(Generic[Item]):
     """A request that was accepted and has not ended."""
 
     number: int
-    item: WorkItem
+    item: Item
     deliver: DeliverEvent
     deadline: float
     queued_at: float
@@ -67,53 +57,23 @@ class Job(Generic[WorkItem]):
     """Set when the request must end early, before the next step."""
 
 
-class Work(Protocol[WorkItem]):
-    """Computes the active requests; only the model's thread calls it."""
-
-    def count_joining(self, waiting: Sequence[Job[WorkItem]], active: int, now: float) -> int:
-        """Return how many of the waiting jobs, which are sorted by age, may join now; there may be fewer free slots."""
-        ...
-
-    def add(self, number: int, item: WorkItem) -> None:
-        """Let a request join at the next step."""
-        ...
-
-    def step(self) -> list[tuple[int, Token | Done]]:
-        """Compute the next part of every request; return the new events with the requests' numbers."""
-        ...
-
-    def drop(self, number: int, reason: FinishReason) -> Done | None:
-        """End a request early and return its last event; None if it has not joined."""
-        ...
-
-    def fail(self, message: str) -> dict[int, Done]:
-        """End every request that has been added, with an error; return their last events."""
-        ...
-
-
-class ModelThread(Generic[WorkItem]):
+class ModelThread(ABC, Generic[Item]):
     """Runs up to `slots` requests at a time and queues up to `queue` more.
 
     Requests join, end, are cancelled or time out between two steps. `after_step` is called in the thread after each
-    step's events. Threads that share a model compute in `turns`.
+    step's events. Threads that share a model share a `model_lock`.
     """
 
     def __init__(
-        self,
-        name: str,
-        work: Work[WorkItem],
-        *,
-        slots: int,
-        queue: int,
-        after_step: Callable[[], None],
-        turns: Turns | None,
+        self, name: str, *, slots: int, queue: int, after_step: Callable[[], None], model_lock: TicketLock | None
     ) -> None:
         self.slots = slots
         self.queue = queue
-        self._work, self._after_step, self._turns = work, after_step, turns or Turns()
+        self._after_step = after_step
+        self._model_lock = model_lock or TicketLock()
         self._changed = threading.Condition()
-        self._waiting: dict[int, Job[WorkItem]] = {}
-        self._active: dict[int, Job[WorkItem]] = {}
+        self._waiting: dict[int, Job[Item]] = {}
+        self._active: dict[int, Job[Item]] = {}
         self._closing = self._died = False
         self._close_at = math.inf
         self._next_deadline = math.inf
@@ -123,7 +83,27 @@ class ModelThread(Generic[WorkItem]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def _enqueue(self, item: WorkItem, deliver: DeliverEvent, deadline: float | None) -> int:
+    @abstractmethod
+    def _count_joining(self, waiting: Sequence[Job[Item]], active: int, now: float) -> int:
+        """Return how many of the waiting jobs, which are sorted by age, may join now; there may be fewer free slots."""
+
+    @abstractmethod
+    def _add(self, number: int, item: Item) -> None:
+        """Let a request join at the next step."""
+
+    @abstractmethod
+    def _compute(self) -> list[tuple[int, Token | Done]]:
+        """Compute one step: the next part of every request. Return the new events with the requests' numbers."""
+
+    @abstractmethod
+    def _drop(self, number: int, reason: FinishReason) -> Done | None:
+        """End a request early and return its last event; None if it has not joined."""
+
+    @abstractmethod
+    def _drop_all(self, message: str) -> dict[int, Done]:
+        """End every request that has joined, with an error; return their last events."""
+
+    def _enqueue(self, item: Item, deliver: DeliverEvent, deadline: float | None) -> int:
         """Queue a request and return its number; raise QueueFull, or TextmillError if the thread accepts none."""
         with self._changed:
             if self._closing:
@@ -233,28 +213,28 @@ class ModelThread(Generic[WorkItem]):
             self._next_deadline = min([*deadlines, self._close_at])
         for job in jobs:
             if job.end_reason is not None:
-                self._end(job, self._work.drop(job.number, job.end_reason) or Done(job.end_reason, 0, ""))
+                self._end(job, self._drop(job.number, job.end_reason) or Done(job.end_reason, 0, ""))
 
-    def _admit(self) -> list[Job[WorkItem]]:
-        """Give free slots to the jobs that have waited longest, if the work lets them join."""
+    def _admit(self) -> list[Job[Item]]:
+        """Give free slots to the jobs that have waited longest, if they may join."""
         free = self.slots - len(self._active)
         if not self._waiting or not free:
             return []
         with self._changed:
             waiting = list(self._waiting.values())
-            count = self._work.count_joining(waiting, len(self._active), time.monotonic())
+            count = self._count_joining(waiting, len(self._active), time.monotonic())
             new = waiting[: min(count, free)]
             for job in new:
                 self._active[job.number] = self._waiting.pop(job.number)
             return new
 
-    def _step(self, new: list[Job[WorkItem]]) -> None:
+    def _step(self, new: list[Job[Item]]) -> None:
         self._step_started = time.monotonic()
         try:
-            with self._turns:
+            with self._model_lock:
                 for job in new:
-                    self._work.add(job.number, job.item)
-                events = self._work.step()
+                    self._add(job.number, job.item)
+                events = self._compute()
         except Exception as error:
             self._step_started = None
             self._fail(error)
@@ -273,12 +253,12 @@ class ModelThread(Generic[WorkItem]):
         self._failed_steps += 1
         message = str(error) if isinstance(error, TextmillError) else f"the model failed: {type(error).__name__}"
         warn(f"{type(error).__name__}: {error}")
-        ends = self._work.fail(message)
+        ends = self._drop_all(message)
         for job in list(self._active.values()):
-            # A job whose `add` has failed is unknown to the work.
+            # A job whose `_add` has failed has no last event.
             self._end(job, ends.get(job.number) or Done("error", 0, "", message))
 
-    def _end(self, job: Job[WorkItem], done: Done) -> None:
+    def _end(self, job: Job[Item], done: Done) -> None:
         """Deliver a job's last event. Until then it is in `_waiting` or `_active`, so that no failure can lose it."""
         with self._changed:
             self._waiting.pop(job.number, None)
@@ -286,7 +266,7 @@ class ModelThread(Generic[WorkItem]):
             self._cancelled += done.reason == "cancelled"
         self._deliver(job, done)
 
-    def _deliver(self, job: Job[WorkItem], event: Token | Done) -> None:
+    def _deliver(self, job: Job[Item], event: Token | Done) -> None:
         """Pass an event to the job's `deliver`; cancel the job if that fails."""
         try:
             job.deliver(event)
@@ -318,11 +298,7 @@ class NewText(NamedTuple):
 
 
 class Scheduler(ModelThread[NewText]):
-    """Generates the texts of up to `slots` requests at a time and queues up to `queue` more.
-
-    Every accepted request gets exactly one Done, whatever happens. `after_step` is called in the scheduler's thread
-    after each step's events.
-    """
+    """A batch of texts that each get one more token in a step."""
 
     def __init__(
         self,
@@ -331,15 +307,14 @@ class Scheduler(ModelThread[NewText]):
         slots: int,
         queue: int,
         after_step: Callable[[], None] = lambda: None,
-        turns: Turns | None = None,
+        model_lock: TicketLock | None = None,
     ) -> None:
         self.generator = generator
         self.tokenizer = generator.tokenizer
         self.vocab = generator.tokenizer.vocab
         self.positions = generator.positions
         self._batch: RunningBatch = generator.new_batch(slots)
-        work = Generation(self._batch)
-        super().__init__("textmill-scheduler", work, slots=slots, queue=queue, after_step=after_step, turns=turns)
+        super().__init__("textmill-scheduler", slots=slots, queue=queue, after_step=after_step, model_lock=model_lock)
 
     def submit(self, request: Request, deliver: DeliverEvent, deadline: float | None = None) -> int:
         """Queue a request and return its number.
@@ -362,14 +337,7 @@ class Scheduler(ModelThread[NewText]):
                     self._batch.step()
             warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")
 
-
-class Generation:
-    """The scheduler's work: a batch of texts that each get one more token in a step."""
-
-    def __init__(self, batch: RunningBatch) -> None:
-        self.batch = batch
-
-    def count_joining(self, waiting: Sequence[Job[NewText]], active: int, now: float) -> int:
+    def _count_joining(self, waiting: Sequence[Job[NewText]], active: int, now: float) -> int:
         """Return how many of the waiting texts join now.
 
         A prefill delays all running texts. So new texts wait for each other until their summed waiting time is as large
@@ -386,21 +354,17 @@ class Generation:
                 return count
         return len(waiting)
 
-    def add(self, number: int, item: NewText) -> None:
-        """Let a text join at the next step."""
-        self.batch.add(number, item.request, item.max_new)
+    def _add(self, number: int, item: NewText) -> None:
+        self._batch.add(number, item.request, item.max_new)
 
-    def step(self) -> list[tuple[int, Token | Done]]:
-        """Generate one token for every text."""
-        return self.batch.step()
+    def _compute(self) -> list[tuple[int, Token | Done]]:
+        return self._batch.step()
 
-    def drop(self, number: int, reason: FinishReason) -> Done | None:
-        """End a text early."""
-        return self.batch.drop(number, reason)
+    def _drop(self, number: int, reason: FinishReason) -> Done | None:
+        return self._batch.drop(number, reason)
 
-    def fail(self, message: str) -> dict[int, Done]:
-        """End every text with an error."""
-        return self.batch.fail(message)
+    def _drop_all(self, message: str) -> dict[int, Done]:
+        return self._batch.fail(message)
 
 
 def open_scheduler(
@@ -408,10 +372,29 @@ def open_scheduler(
     engine: EngineConfig,
     serve: ServeConfig,
     after_step: Callable[[], None] = lambda: None,
-    turns: Turns | None = None,
+    model_lock: TicketLock | None = None,
 ) -> Scheduler:
-    """Load a checkpoint and return a scheduler that is ready for requests; others may use the model in `turns`."""
+    """Load a checkpoint and return a scheduler that is ready for requests; others may use the model too, in turn."""
     generator = open_generator(checkpoint, engine, separate_adapter=serve.adapter == "separate")
-    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step, turns=turns)
+    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step, model_lock=model_lock)
     scheduler.warm_up()
     return scheduler
+
+
+class TicketLock:
+    """A lock that threads get in the order in which they ask for it, so that none of them starves."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tickets = self._served = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            mine = self._tickets
+            self._tickets += 1
+            self._changed.wait_for(lambda: self._served == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()

@@ -32,12 +32,15 @@ from textmill.generation.messages import (
     tune_interpreter,
     unpack_request,
 )
-from textmill.generation.requests import ChunkDelivery, Done, Request, TextChunk
+from textmill.generation.requests import DeliverChunk, Done, Request, TextChunk, Token, TokenLogprob
 from textmill.models import has_masked_head, open_family, read_shape
 
 if TYPE_CHECKING:
     from textmill.generation.encoder import EncoderThread
     from textmill.generation.scheduler import Scheduler
+
+CHUNK_SECONDS = 0.02
+"""Time between two chunks of a streamed text: continuous for a reader, and few messages even at 100,000 tokens/s."""
 
 
 class Worker:
@@ -77,7 +80,7 @@ class Worker:
         for path in settings["family_files"]:  # the user named them to the parent
             open_family(path)
         scheduler, encoder = open_served_model(checkpoint, engine, serve, embed, self._after_step)
-        self.chunk_delivery = None if scheduler is None else ChunkDelivery(scheduler)
+        self.scheduler = scheduler
         self.encoder = encoder
         self.model_threads = [thread for thread in (scheduler, encoder) if thread is not None]
         """Each runs the model in a thread of its own."""
@@ -103,14 +106,13 @@ class Worker:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             request = unpack_request(packed)
-            deliver = partial(self._deliver, number)
-            target: Any = self.chunk_delivery if isinstance(request, Request) else self.encoder
-            if target is None:
+            with_logprobs = isinstance(request, Request) and bool(request.logprobs)
+            collector = ChunkCollector(partial(self._deliver, number), with_logprobs, streamed)
+            thread: Any = self.scheduler if isinstance(request, Request) else self.encoder
+            if thread is None:
                 raise TextmillError("the model cannot do this")
-            with self._running_lock:  # `deliver` may be called with the end before `submit` returns
-                self._cancel_by_number[number] = partial(
-                    target.cancel, target.submit(request, deliver, deadline, streamed)
-                )
+            with self._running_lock:  # the end may be delivered before `submit` returns
+                self._cancel_by_number[number] = partial(thread.cancel, thread.submit(request, collector, deadline))
         except Exception as error:
             done = Done("error", 0, "", f"the model process refused the request: {error}")
             self._send([pack_chunk(number, TextChunk("", done=done))])
@@ -154,18 +156,55 @@ class Worker:
             self.parent.send([tokens, cancelled, step_seconds, replace_surrogates(problem), chunks])
 
 
+class ChunkCollector:
+    """Receives the events of one request and passes them on as chunks."""
+
+    def __init__(self, deliver: DeliverChunk, with_logprobs: bool, streamed: bool) -> None:
+        self._deliver = deliver
+        self._with_logprobs = with_logprobs
+        self._streamed = streamed
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._last_tick = -1
+
+    def __call__(self, event: Token | Done) -> None:
+        """Receive a token, or the end."""
+        if event.text:
+            self._texts.append(event.text)
+        if isinstance(event, Done):
+            self._flush(event)
+            return
+        if self._with_logprobs:
+            self._logprobs.append((event.id, event.logprob, event.top))
+        # All requests flush at the same clock ticks, so that their chunks can share one message.
+        if self._streamed and (self._texts or self._logprobs) and self._is_new_tick():
+            self._flush(None)
+
+    def _is_new_tick(self) -> bool:
+        before = self._last_tick
+        self._last_tick = int(time.monotonic() / CHUNK_SECONDS)
+        return self._last_tick != before
+
+    def _flush(self, done: Done | None) -> None:
+        texts = self._texts
+        self._texts = []
+        logprobs = self._logprobs
+        self._logprobs = []
+        self._deliver(TextChunk("".join(texts), logprobs, done))
+
+
 def open_served_model(
     checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig, after_step: Callable[[], None]
 ) -> tuple[Scheduler | None, EncoderThread | None]:
     """Load a checkpoint once: a scheduler that generates text, an encoder for embeddings and masks, or both.
 
-    What both compute with, they use in turns.
+    Both compute with the same net, in turn.
     """
     # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
     from textmill.generation.encoder import Embedder, EncoderThread, Filler, open_embedder
-    from textmill.generation.scheduler import Turns, open_scheduler
+    from textmill.generation.scheduler import TicketLock, open_scheduler
 
-    turns = Turns()
+    model_lock = TicketLock()
     where = str(checkpoint.folder)
     shape = read_shape(checkpoint.folder)
     limits = {"slots": serve.slots, "queue": serve.queue}
@@ -175,14 +214,14 @@ def open_served_model(
         tokenizer = embedder.texts.tokenizer
         texts = new_masked_texts(tokenizer, shape.positions, where) if has_masked_head(shape) else None
         filler = None if texts is None else Filler(net, texts)
-        return None, EncoderThread(embedder, filler, turns=turns, after_step=after_step, **limits)
-    scheduler = open_scheduler(checkpoint, engine, serve, after_step, turns)
+        return None, EncoderThread(embedder, filler, model_lock=model_lock, after_step=after_step, **limits)
+    scheduler = open_scheduler(checkpoint, engine, serve, after_step, model_lock)
     if not can_embed(shape):
         return scheduler, None
     generator = scheduler.generator
     encoder, pooling = new_text_encoder(shape, generator.tokenizer, embed, checkpoint.folder)
     embedder = Embedder(generator.net, encoder, pooling, where)
-    return scheduler, EncoderThread(embedder, None, turns=turns, after_step=after_step, **limits)
+    return scheduler, EncoderThread(embedder, None, model_lock=model_lock, after_step=after_step, **limits)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from textmill.errors import EXIT_BUG, AlreadyReported
 
 def serve(config: RunConfig, step: StepChoice | None = None) -> None:
     """Serve a model over HTTP until stopped."""
-    # FastAPI is slow to import.
+    # The web framework is slow to import.
     from textmill.server.connections import raise_file_limit
     from textmill.server.lifecycle import bind, open_service, run
 

@@ -1,22 +1,28 @@
-"""The JSON bodies of requests: OpenAI's fields and a few more."""
+"""The JSON bodies of requests: OpenAI's fields and a few more, how they are read, and what is wrong with a bad one."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
 
-EXPECTED = {
-    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
-    "input": "a text, a list of texts, a list of token ids, or a list of such lists",
-    "stop": "a text or a list of texts",
-    "logprobs": "an integer from 0 to 20 (completions), or true or false (chat)",
-    "messages": "a list of objects, each with a role (system, user, assistant) and text content",
-    "logit_bias": "an object that maps token ids to numbers from -100 to 100",
+from textmill.server.errors import HttpError, quote_value
+
+UNREADABLE = "the request cannot be read; send JSON in UTF-8, as described at /docs"
+NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+PYDANTIC_PHRASES = {
+    "Input should be greater than or equal to": "must be at least",
+    "Input should be less than or equal to": "must be at most",
+    "Input should be greater than": "must be more than",
+    "Input should be less than": "must be less than",
+    "Input should be": "must be",
 }
-"""What a field with several types must be, for error messages."""
-EXPECTED_BY_PATH = {"/fill": {"prompt": "a text or a list of texts, with the mask token where a token is missing"}}
-"""The same for fields that have other types in requests to this path."""
+"""From pydantic's phrases to ours."""
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -31,6 +37,15 @@ class Body(BaseModel):
     """A JSON object with strict types and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    EXPECTED: ClassVar[dict[str, str]] = {
+        "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+        "input": "a text, a list of texts, a list of token ids, or a list of such lists",
+        "stop": "a text or a list of texts",
+        "logprobs": "an integer from 0 to 20 (completions), or true or false (chat)",
+        "messages": "a list of objects, each with a role (system, user, assistant) and text content",
+        "logit_bias": "an object that maps token ids to numbers from -100 to 100",
+    }
+    """What a field with several types must be, for error messages."""
 
 
 class StreamOptions(Body):
@@ -183,6 +198,7 @@ class EmbeddingBody(Body):
 class FillBody(Body):
     """Texts whose masks are to be filled in."""
 
+    EXPECTED = {"prompt": "a text or a list of texts, with the mask token where a token is missing"}
     prompt: str | Texts
     """A text or a list of texts, with the mask token (`mask` in /v1/models) where a token is missing."""
     top_k: int | None = Field(None, ge=1, le=1000)
@@ -217,11 +233,88 @@ BODIES: dict[str, type[Body]] = {
 }
 
 
-def expected_value(path: str, field: str) -> str | None:
-    """What a field of a path's body must be; None if its type says so."""
-    return EXPECTED_BY_PATH.get(path, {}).get(field) or EXPECTED.get(field)
+BodyType = TypeVar("BodyType", bound=Body)
 
 
-def known_fields(path: str) -> list[str]:
-    """Return the field names of a path's body."""
-    return list(BODIES[path].model_fields) if path in BODIES else []
+async def read_body(http: Request, body_type: type[BodyType], limit: int) -> BodyType:
+    """Read and parse the body of a request; raise HttpError if it has more than `limit` bytes or is wrong."""
+    if int(http.headers.get("content-length", "0")) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    received = 0
+    try:
+        async for part in http.stream():
+            parts.append(part)
+            received += len(part)
+            if received > limit:
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise HttpError(400, UNREADABLE) from None
+    raw = b"".join(parts)
+    if not raw or not _is_json(http.headers.get("content-type", "")):
+        raise HttpError(400, NOT_AN_OBJECT)
+    return _parse(raw, body_type)
+
+
+def _too_large(limit: int) -> HttpError:
+    message = f"the body is larger than the limit of {limit:,} bytes; send a smaller one"
+    return HttpError(413, message, code="body_too_large")
+
+
+@lru_cache(maxsize=64)
+def _is_json(content_type: str) -> bool:
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _parse(raw: bytes, body_type: type[BodyType]) -> BodyType:
+    """Parse and validate a body.
+
+    Invalid bodies are parsed a second time by Python's json, which accepts every encoding and reports the position.
+    """
+    try:
+        return body_type.model_validate_json(raw)
+    except ValidationError:
+        pass
+    try:
+        return body_type.model_validate(json.loads(raw))
+    except json.JSONDecodeError as error:
+        raise HttpError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except ValidationError as error:
+        message, field = _describe_errors(error.errors(include_url=False), body_type)
+        raise HttpError(400, message, field=field) from None
+    except (ValueError, RecursionError):  # not UTF-8, a number with thousands of digits, deeply nested lists
+        raise HttpError(400, UNREADABLE) from None
+
+
+def _describe_errors(errors: Sequence[Mapping[str, Any]], body_type: type[Body]) -> tuple[str, str | None]:
+    """Describe the first of pydantic's errors in one sentence; return it and the field's name."""
+    error = errors[0]
+    location = list(error["loc"])
+    if not location:
+        return NOT_AN_OBJECT, None
+    top = str(location[0])
+    same_field = [other for other in errors if list(other["loc"][:1]) == location[:1]]
+    if error["type"] == "extra_forbidden" and len(location) == 1:
+        similar = difflib.get_close_matches(top, body_type.model_fields, n=1, cutoff=0.6)
+        name = quote_value(top, quoted=False)
+        advice = f"did you mean '{similar[0]}'?" if similar else "remove it"
+        return f"{name}: unknown field; {advice}", name
+    name = ".".join(quote_value(str(part), quoted=False) for part in location if not _is_type_tag(str(part)))
+    if error["type"] == "extra_forbidden":
+        return f"{name}: unknown field; remove it", top
+    if error["type"] == "none_required" and len(same_field) == 1:
+        return f"{name}: is not supported; remove it", top
+    if error["type"] == "missing":
+        return f"{'.'.join(map(str, location))}: is missing", top
+    if len(same_field) > 1 and (value := body_type.EXPECTED.get(top)):  # one error for each type of a union
+        return f"{top}: must be {value}", top
+    message = str(error["msg"])
+    for phrase, plain_phrase in PYDANTIC_PHRASES.items():
+        message = message.replace(phrase, plain_phrase)
+    return f"{name}: {message}; found {quote_value(error.get('input'))}", top
+
+
+def _is_type_tag(part: str) -> bool:
+    """Whether a part of pydantic's location names one type of a union instead of a field."""
+    return "[" in part or part in ("str", "int", "float", "bool")

@@ -26,8 +26,8 @@ from textmill.models import find_run_model, has_masked_head, open_family, read_s
 from textmill.processes.signals import handled_signals
 from textmill.server.app import new_app
 from textmill.server.connections import Connection, ConnectionPool
-from textmill.server.model_process import start_model_process
-from textmill.server.service import ServedModel, Service
+from textmill.server.model_process import ModelProcess, start_model_process
+from textmill.server.service import Service
 from textmill.tokens.chat import open_template
 
 BACKLOG = 2048
@@ -152,7 +152,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 KEY_VARIABLE = "TEXTMILL_API_KEY"
 MIN_KEY_LENGTH = 8
-OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ServedModel]
+OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ModelProcess]
 
 
 def open_service(config: RunConfig, step: StepChoice | None = None, open_model: OpenModel | None = None) -> Service:

@@ -1,4 +1,4 @@
-"""Middleware: the request log, access control (host, origin, API key, full queue) and the limit of the body."""
+"""Middleware: the request log, and access control (host, origin, API key, full queue)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import time
 from functools import lru_cache
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from textmill.generation.messages import replace_surrogates
-from textmill.server.errors import HttpError, error_response, internal_error, quote_value
+from textmill.server.errors import HttpError, error_response, quote_value, routing_error_response
 from textmill.server.service import Service, queue_full_error, stopping_error
 
 PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
@@ -38,8 +39,6 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request and log it."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
         started = time.monotonic()
         status = 0
         fields = scope["log_fields"] = {}
@@ -56,7 +55,8 @@ class RequestLog:
             await self.app(scope, receive, send_and_note)
         except Exception:
             if not status:
-                await error_response(internal_error())(scope, receive, send_and_note)
+                error = HttpError(500, "internal server error; see the server's log")
+                await error_response(error)(scope, receive, send_and_note)
             raise
         finally:
             path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
@@ -70,7 +70,10 @@ class RequestLog:
 
 
 class AccessControl:
-    """Rejects requests with a foreign host name, from another site's page, without the key, or to a full queue."""
+    """Rejects requests with a foreign host name, from another site's page, without the key, or to a full queue.
+
+    Also turns the errors of the routes into replies.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -78,11 +81,17 @@ class AccessControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject the request, or pass it on."""
-        if scope["type"] == "http":
+        scope["app"] = self  # then Starlette raises its own errors, instead of replying in plain text
+        try:
             error = self._find_error(scope, Headers(scope=scope))
-            if error:
-                return await error_response(error)(scope, receive, send)
-        await self.app(scope, receive, send)
+            if error is None:
+                return await self.app(scope, receive, send)
+            response = error_response(error)
+        except HttpError as raised:
+            response = error_response(raised)
+        except HTTPException as raised:
+            response = routing_error_response(raised, scope["path"], scope["method"])
+        await response(scope, receive, send)
 
     def _find_error(self, scope: Scope, headers: Headers) -> HttpError | None:
         """The first check that fails; public paths are checked for the host only."""
@@ -173,39 +182,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class BodyLimit:
-    """Rejects bodies that are too large."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app = app
-        self.limit = service.config.max_body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check Content-Length, and count the bytes while the body is read."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        length = Headers(scope=scope).get("content-length", "0")
-        if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > self.limit:
-            return await error_response(self._error())(scope, receive, send)
-        received = 0
-        complete = False
-
-        async def receive_and_count() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            message = await receive()
-            received += len(message.get("body", b""))
-            complete = message["type"] != "http.request" or not message.get("more_body", False)
-            if received > self.limit:
-                raise self._error()
-            return message
-
-        await self.app(scope, receive_and_count, send)
-
-    def _error(self) -> HttpError:
-        return HttpError(
-            413, f"the body is larger than the limit of {self.limit:,} bytes; send a smaller one", code="body_too_large"
-        )

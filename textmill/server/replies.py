@@ -11,15 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from fastapi import Response
 from pydantic_core import to_json
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from textmill.errors import TextmillError
 from textmill.generation.requests import Done, TokenLogprob
-from textmill.server.bodies import ChatBody, CompletionBody, Message
+from textmill.server.bodies import ChatBody, CompletionBody
 from textmill.server.errors import HttpError, error_body
-from textmill.server.request_checks import Prompt, check_characters, check_surrogates, read_prompt
+from textmill.server.request_checks import Prompt
 from textmill.server.service import (
     GeneratedText,
     IndexedChunk,
@@ -126,37 +125,6 @@ class CompletionReply:
         """Yield the last chunk: the token counts, if the request has `include_usage`."""
         if self.body.stream_options and self.body.stream_options.include_usage:
             yield {"choices": [], "usage": usage_fields(self.prompt_tokens, self.new_tokens)}
-
-
-async def read_chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
-    """Render a conversation with the model's chat template."""
-    if service.template is None:
-        raise HttpError(
-            400,
-            f"'{service.name}' has no chat template; use /v1/completions to continue a text",
-            code="no_chat_template",
-        )
-    turns = [
-        {"role": "system" if message.role == "developer" else message.role, "content": _read_content(message)}
-        for message in messages
-    ]
-    for index, turn in enumerate(turns):
-        check_surrogates(turn["content"], f"messages.{index}.content")
-    check_characters(service, sum(len(turn["content"]) for turn in turns), "messages")
-    try:
-        ids = service.template.render(turns, add_generation_prompt=True)
-    except TextmillError as error:
-        raise HttpError(400, str(error), field="messages") from None
-    return await read_prompt(service, list(ids), "messages")
-
-
-def _read_content(message: Message) -> str:
-    return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
-
-
-def get_stop_ids(service: Service) -> tuple[int, ...]:
-    """Return the tokens that end an assistant's turn, if the template has any."""
-    return tuple(getattr(service.template, "stop_ids", ()))
 
 
 class ChatReply:

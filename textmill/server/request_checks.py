@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textmill.config import SampleConfig
+from textmill.errors import TextmillError
 from textmill.generation.requests import Request
-from textmill.server.bodies import ChatBody, CompletionBody, SamplingBody
+from textmill.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from textmill.server.errors import HttpError, quote_value
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -129,6 +130,32 @@ async def read_prompt(service: Service, text_or_ids: str | list[int], field: str
     return prompt
 
 
+async def read_chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
+    """Render a conversation with the model's chat template."""
+    if service.template is None:
+        raise HttpError(
+            400,
+            f"'{service.name}' has no chat template; use /v1/completions to continue a text",
+            code="no_chat_template",
+        )
+    turns = [
+        {"role": "system" if message.role == "developer" else message.role, "content": _read_content(message)}
+        for message in messages
+    ]
+    for index, turn in enumerate(turns):
+        check_surrogates(turn["content"], f"messages.{index}.content")
+    check_characters(service, sum(len(turn["content"]) for turn in turns), "messages")
+    try:
+        ids = service.template.render(turns, add_generation_prompt=True)
+    except TextmillError as error:
+        raise HttpError(400, str(error), field="messages") from None
+    return await read_prompt(service, list(ids), "messages")
+
+
+def _read_content(message: Message) -> str:
+    return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+
+
 def _check_tokens(service: Service, tokens: int, field: str) -> None:
     if tokens > service.longest_prompt:
         message = f"{field}: {tokens:,} tokens; the limit is {service.longest_prompt:,}; send a shorter one"
@@ -173,7 +200,7 @@ def completion_requests(service: Service, body: CompletionBody, prompts: Sequenc
     return _build_requests(service, body, sample, prompts, top, bool(body.echo) and body.logprobs is not None)
 
 
-def chat_requests(service: Service, body: ChatBody, prompt: Prompt, stop_ids: Sequence[int]) -> list[Request]:
+def chat_requests(service: Service, body: ChatBody, prompt: Prompt) -> list[Request]:
     """Return the generation requests of a chat completion: the conversation n times."""
     _check_count(service, body.n or 1)
     if body.top_logprobs is not None and not body.logprobs:
@@ -182,6 +209,7 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt, stop_ids: Se
         raise HttpError(400, "max_tokens: differs from max_completion_tokens; send one of them", field="max_tokens")
     sample = sampling_settings(service, body, body.max_completion_tokens or body.max_tokens)
     top = max(body.top_logprobs or 0, 1) if body.logprobs else 0
+    stop_ids = () if service.template is None else service.template.stop_ids
     return _build_requests(service, body, sample, [prompt], top, False, stop_ids)
 
 

@@ -1,25 +1,26 @@
-"""The API routes: OpenAI's, /generate, and those of the tokenizer."""
+"""The API routes: OpenAI's, /generate and /fill, those of the tokenizer, and the state of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Awaitable, Callable
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from textmill.errors import TextmillError
 from textmill.generation.embed import EncodedText, TextEncoder, format_vector
 from textmill.generation.fill import MaskedTexts
-from textmill.generation.requests import EmbedRequest, EncoderRequest, FillRequest
-from textmill.generation.requests import Request as TextRequest
+from textmill.generation.requests import EmbedRequest, EncoderRequest, FillRequest, Request
 from textmill.server.bodies import (
+    BODIES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -27,17 +28,10 @@ from textmill.server.bodies import (
     FillBody,
     Message,
     TokenizeBody,
+    read_body,
 )
 from textmill.server.errors import HttpError, quote_value
-from textmill.server.json_routes import JsonRoute, post
-from textmill.server.replies import (
-    ChatReply,
-    CompletionReply,
-    EventStream,
-    get_stop_ids,
-    read_chat_prompt,
-    to_json_bytes,
-)
+from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
 from textmill.server.request_checks import (
     LONG_TEXT,
     chat_requests,
@@ -48,224 +42,236 @@ from textmill.server.request_checks import (
     completion_requests,
     decode,
     encode,
+    read_chat_prompt,
     read_prompt,
     read_prompts,
 )
 from textmill.server.service import Service, start_request, wait_for_texts
 
+DEFAULT_CHOICES = 5
+MAX_CHOICES = 100_000
+"""Tokens that one request to /fill may ask for, over all of its masks; each takes about 60 bytes of the reply."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+JSON = "application/json"
 NO_CACHE = {"Cache-Control": "no-cache,no-store,must-revalidate"}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def new_routes(service: Service) -> tuple[APIRouter, list[JsonRoute]]:
-    """Return the routes of one service, and those of them that have a JSON body."""
-    routes = APIRouter()
-    _add_generation(routes, service)
-    add_encoding(routes, service)
-    _add_tokenizer(routes, service)
-    _add_models(routes, service)
-    return routes, [route for route in routes.routes if isinstance(route, JsonRoute)]
+def new_routes(service: Service) -> list[Route]:
+    """Return the API routes of a service. Their docstrings are the descriptions in /docs and /openapi.json."""
+    api = Api(service)
+
+    def post(path: str, answer: Callable[[Any, HttpRequest], Awaitable[Response]]) -> Route:
+        @wraps(answer)
+        async def endpoint(http: HttpRequest) -> Response:
+            return await answer(await read_body(http, BODIES[path], service.config.max_body), http)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    return [
+        post("/v1/completions", api.complete),
+        post("/v1/chat/completions", api.chat),
+        Route("/generate", api.generate),
+        post("/v1/embeddings", api.embeddings),
+        post("/fill", api.fill),
+        post("/tokenize", api.tokenize),
+        post("/detokenize", api.detokenize),
+        Route("/tokenizer_info", api.tokenizer_info),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/health", api.health),
+        Route("/ready", api.ready),
+        Route("/metrics", api.metrics),
+    ]
 
 
-def _add_generation(routes: APIRouter, service: Service) -> None:
-    @post(routes, "/v1/completions")
-    async def complete(body: CompletionBody, http: Request) -> Response:
+class Api:
+    """The endpoints of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text."""
-        check_generates(service)
-        check_model(service, body.model)
-        prompts = await read_prompts(service, body)
-        requests = completion_requests(service, body, prompts)
-        _log_prompts(service, http, lambda: [prompt.text for prompt in prompts])
-        return await _answer(service, http, requests, CompletionReply(service, body, prompts), bool(body.stream))
+        check_generates(self.service)
+        check_model(self.service, body.model)
+        prompts = await read_prompts(self.service, body)
+        requests = completion_requests(self.service, body, prompts)
+        self._log_prompts(http, lambda: [prompt.text for prompt in prompts])
+        return await self._answer(http, requests, CompletionReply(self.service, body, prompts), bool(body.stream))
 
-    @post(routes, "/v1/chat/completions")
-    async def chat(body: ChatBody, http: Request) -> Response:
+    async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        check_generates(service)
-        check_model(service, body.model)
-        prompt = await read_chat_prompt(service, body.messages)
-        requests = chat_requests(service, body, prompt, get_stop_ids(service))
-        _log_prompts(service, http, lambda: [prompt.text])
-        return await _answer(service, http, requests, ChatReply(service, body, prompt), bool(body.stream))
+        check_generates(self.service)
+        check_model(self.service, body.model)
+        prompt = await read_chat_prompt(self.service, body.messages)
+        requests = chat_requests(self.service, body, prompt)
+        self._log_prompts(http, lambda: [prompt.text])
+        return await self._answer(http, requests, ChatReply(self.service, body, prompt), bool(body.stream))
 
-    @routes.get("/generate", response_model=None)
-    async def generate(http: Request, sentence: str | None = None) -> Response:
+    async def _answer(
+        self, http: HttpRequest, requests: list[Request], reply: CompletionReply | ChatReply, streamed: bool
+    ) -> Response:
+        """Submit the requests to the model; reply with a stream, or with all texts once they are complete."""
+        in_flight = start_request(self.service, requests, streamed=streamed)
+
+        def log_end() -> None:
+            self.service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds())
+            http.scope["log_fields"].update(
+                prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
+            )
+
+        if streamed:
+            return EventStream(self.service, in_flight, reply, on_end=log_end)
+        body = reply.build(await wait_for_texts(self.service, http, in_flight))
+        log_end()
+        return Response(to_json_bytes(body), media_type=JSON)
+
+    async def generate(self, http: HttpRequest) -> Response:
         """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
+        sentences = http.query_params.getlist("sentence")
         unknown = [name for name in http.query_params if name != "sentence"]
         if unknown:
             name = quote_value(unknown[0])
             message = f"{name}: is not a parameter of GET /generate; send it to POST /v1/completions, or leave it out"
             raise HttpError(400, message, field=unknown[0])
-        given = http.query_params.getlist("sentence")
-        if sentence is None or len(given) > 1:
-            found = "is missing" if sentence is None else f"is given {len(given)} times"
+        if len(sentences) != 1:
+            found = f"is given {len(sentences)} times" if sentences else "is missing"
             raise HttpError(400, f"sentence: {found}; use /generate?sentence=TEXT", field="sentence")
-        check_generates(service)
-        return await _generate(service, http, sentence)
+        [sentence] = sentences
+        check_generates(self.service)
+        if self.service.template is not None:
+            chat_body = ChatBody(messages=[Message(role="user", content=sentence)])
+            prompt = await read_chat_prompt(self.service, chat_body.messages)
+            requests = chat_requests(self.service, chat_body, prompt)
+            start = ""
+        else:
+            prompt = await read_prompt(self.service, sentence, "sentence")
+            requests = completion_requests(self.service, CompletionBody(prompt=sentence), [prompt])
+            start = sentence
+        self._log_prompts(http, lambda: [sentence])
+        in_flight = start_request(self.service, requests, streamed=False)
+        [text] = await wait_for_texts(self.service, http, in_flight)
+        assert text.done is not None
+        new_tokens = text.done.tokens
+        self.service.metrics.add_texts(len(prompt.ids), new_tokens, in_flight.seconds())
+        fields = {"prompt_tokens": len(prompt.ids), "new_tokens": new_tokens, "ended": text.done.reason}
+        http.scope["log_fields"].update(fields)
+        return JSONResponse({"input": sentence, "response": start + text.text}, headers=NO_CACHE)
 
+    async def embeddings(self, body: EmbeddingBody, http: HttpRequest) -> Response:
+        """Return a vector for each text."""
+        check_model(self.service, body.model)
+        encoder = self.service.text_encoder
+        if encoder is None:
+            raise HttpError(400, "this model has no embeddings", code="cannot_embed")
+        if body.dimensions is not None and body.dimensions != encoder.dimension:
+            message = f"dimensions: {body.dimensions}; this model has {encoder.dimension}; leave it out"
+            raise HttpError(400, message, field="dimensions")
+        inputs: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
+        if inputs and isinstance(inputs[0], int):
+            inputs = [inputs]
+        _check_count(self.service, len(inputs), "input")
+        encoded = await asyncio.to_thread(_encode, self.service, encoder, inputs, bool(body.truncate))
+        request = EmbedRequest(tuple(tuple(text.ids.tolist()) for text in encoded))
+        tokens = sum(len(ids) for ids in request.ids)
+        self._log_prompts(http, lambda: [body.input] if isinstance(body.input, str) else body.input)
+        vectors = await self._encode(http, request, tokens)
+        build_reply = partial(_embeddings_json, vectors, encoder.dimension, body.encoding_format or "float")
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        content = await asyncio.to_thread(build_reply, {"model": self.service.name, "usage": usage})
+        return Response(content, media_type=JSON)
 
-async def _answer(
-    service: Service, http: Request, requests: list[TextRequest], reply: CompletionReply | ChatReply, streamed: bool
-) -> Response:
-    """Submit the requests to the model; reply with a stream, or with all texts once they are complete."""
-    in_flight = start_request(service, requests, streamed=streamed)
+    async def fill(self, body: FillBody, http: HttpRequest) -> Response:
+        """Return the most likely tokens for each mask of a text."""
+        check_model(self.service, body.model)
+        masked_texts = self.service.masked_texts
+        if masked_texts is None:
+            advice = "use POST /v1/completions" if self.service.generates else "use POST /v1/embeddings"
+            raise HttpError(400, f"this model does not predict masked tokens; {advice}", code="cannot_fill")
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        _check_count(self.service, len(prompts), "prompt")
+        tokens = await asyncio.to_thread(_check_prompts, masked_texts, prompts)
+        top_k = body.top_k or DEFAULT_CHOICES
+        _check_choices(sum(prompt.count(masked_texts.mask) for prompt in prompts), top_k)
+        self._log_prompts(http, lambda: prompts)
+        filled = await self._encode(http, FillRequest(tuple(prompts), top_k), tokens)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        content = await asyncio.to_thread(_fill_json, filled, {"model": self.service.name, "usage": usage})
+        return Response(content, media_type=JSON)
 
-    def log_end() -> None:
-        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds())
-        http.scope["log_fields"].update(
-            prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
-        )
+    async def _encode(self, http: HttpRequest, request: EncoderRequest, tokens: int) -> str:
+        """Run a request of this many tokens; return its result: JSON for masks, numbers in base64 for embeddings."""
+        in_flight = start_request(self.service, [request], streamed=False)
+        [text] = await wait_for_texts(self.service, http, in_flight)
+        self.service.metrics.add_texts(tokens, 0, in_flight.seconds())
+        http.scope["log_fields"].update(prompt_tokens=tokens)
+        return text.text
 
-    if streamed:
-        return EventStream(service, in_flight, reply, on_end=log_end)
-    body = reply.build(await wait_for_texts(service, http, in_flight))
-    log_end()
-    return Response(to_json_bytes(body), media_type="application/json")
+    def _log_prompts(self, http: HttpRequest, prompts: Callable[[], object]) -> None:
+        if self.service.config.log_prompts:
+            http.scope["log_fields"]["prompts"] = prompts()
 
-
-async def _generate(service: Service, http: Request, sentence: str) -> Response:
-    if service.template is not None:
-        body = ChatBody(messages=[Message(role="user", content=sentence)])
-        prompt = await read_chat_prompt(service, body.messages)
-        requests = chat_requests(service, body, prompt, get_stop_ids(service))
-        start = ""
-    else:
-        prompt = await read_prompt(service, sentence, "sentence")
-        requests = completion_requests(service, CompletionBody(prompt=sentence), [prompt])
-        start = sentence
-    _log_prompts(service, http, lambda: [sentence])
-    in_flight = start_request(service, requests, streamed=False)
-    text = (await wait_for_texts(service, http, in_flight))[0]
-    assert text.done is not None
-    service.metrics.add_texts(len(prompt.ids), text.done.tokens, in_flight.seconds())
-    http.scope["log_fields"].update(prompt_tokens=len(prompt.ids), new_tokens=text.done.tokens, ended=text.done.reason)
-    return JSONResponse({"input": sentence, "response": start + text.text}, headers=NO_CACHE)
-
-
-def _log_prompts(service: Service, http: Request, prompts: Callable[[], list[str]]) -> None:
-    if service.config.log_prompts:
-        http.scope["log_fields"]["prompts"] = prompts()
-
-
-def _add_tokenizer(routes: APIRouter, service: Service) -> None:
-    @post(routes, "/tokenize")
-    async def tokenize(body: TokenizeBody, _: Request) -> Response:
+    async def tokenize(self, body: TokenizeBody, _: HttpRequest) -> Response:
         """Return the tokens of a text."""
         text = body.prompt if body.text is None else body.text
         if text is None or (body.text is not None and body.prompt is not None):
             raise HttpError(400, "text: send either text or prompt", field="text")
-        parts = [text] if body.prompt is None else service.token_texts.split_special_tokens(text)
+        parts = [text] if body.prompt is None else self.service.token_texts.split_special_tokens(text)
         ids: list[int] = []
         for part in parts:
-            ids += [part] if isinstance(part, int) else await encode(service, part, "text")
+            ids += [part] if isinstance(part, int) else await encode(self.service, part, "text")
         if len(ids) < LONG_TEXT:
-            content = _tokens_json(service, ids)
+            content = _tokens_json(self.service, ids)
         else:
-            content = await asyncio.to_thread(_tokens_json, service, ids)
-        return Response(content, media_type="application/json")
+            content = await asyncio.to_thread(_tokens_json, self.service, ids)
+        return Response(content, media_type=JSON)
 
-    @post(routes, "/detokenize")
-    async def detokenize(body: DetokenizeBody, _: Request) -> Response:
+    async def detokenize(self, body: DetokenizeBody, _: HttpRequest) -> Response:
         """Return the text of token ids."""
-        check_ids(service, body.tokens, "tokens")
-        text = await decode(service, body.tokens)
+        check_ids(self.service, body.tokens, "tokens")
+        text = await decode(self.service, body.tokens)
         return JSONResponse({"text": text, "prompt": text})
 
-    @routes.get("/tokenizer_info", response_model=None)
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(self, _: HttpRequest) -> Response:
         """Return the special tokens and the chat template, as lm-evaluation-harness expects them."""
-        tokenizer = service.model.tokenizer
+        tokenizer = self.service.model.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
-        template = None if service.template is None else service.template.jinja
+        template = None if self.service.template is None else self.service.template.jinja
         return JSONResponse(
             {**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": template}
         )
+
+    async def models(self, _: HttpRequest) -> Response:
+        """List the served model."""
+        return JSONResponse({"object": "list", "data": [self.service.model_info()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """Describe one model."""
+        check_model(self.service, http.path_params["name"])
+        return JSONResponse(self.service.model_info())
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Whether the server is alive and its model works; 503 if the server needs a restart."""
+        problem = self.service.problem()
+        return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """Whether the server accepts requests; 503 if it is stopping or its model does not work."""
+        problem = "stopping" if self.service.stopping else self.service.problem()
+        return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        """Counts and times in Prometheus format."""
+        service = self.service
+        content = service.metrics.to_text(service.model.stats(), service.name, service.step)
+        return PlainTextResponse(content, media_type=METRICS_TYPE)
 
 
 def _tokens_json(service: Service, ids: list[int]) -> bytes:
     """Return tokens and their texts as JSON. iterencode lets other threads run; encoding all at once would not."""
     fields = {"tokens": ids, "pieces": [service.token_texts.get_text(id_) for id_ in ids], "count": len(ids)}
     return "".join(ENCODER.iterencode({**fields, "max_model_len": service.model.positions})).encode()
-
-
-def _add_models(routes: APIRouter, service: Service) -> None:
-    @routes.get("/v1/models", response_model=None)
-    async def models() -> Response:
-        """List the served model."""
-        return JSONResponse({"object": "list", "data": [service.model_info()]})
-
-    @routes.get("/v1/models/{name:path}", response_model=None)
-    async def model(name: str) -> Response:
-        """Describe one model."""
-        check_model(service, name)
-        return JSONResponse(service.model_info())
-
-
-DEFAULT_CHOICES = 5
-MAX_CHOICES = 100_000
-"""Tokens that one request may ask for, over all of its masks; each takes about 60 bytes of the reply."""
-JSON = "application/json"
-
-
-def add_encoding(routes: APIRouter, service: Service) -> None:
-    """Add both routes."""
-
-    @post(routes, "/v1/embeddings")
-    async def embeddings(body: EmbeddingBody, http: Request) -> Response:
-        """Return a vector for each text."""
-        check_model(service, body.model)
-        encoder = service.text_encoder
-        if encoder is None:
-            raise HttpError(400, "this model has no embeddings", code="cannot_embed")
-        if body.dimensions is not None and body.dimensions != encoder.dimension:
-            message = f"dimensions: {body.dimensions}; this model has {encoder.dimension}; leave it out"
-            raise HttpError(400, message, field="dimensions")
-        encoded = await _read_inputs(service, encoder, body)
-        request = EmbedRequest(tuple(tuple(text.ids.tolist()) for text in encoded))
-        tokens = sum(len(ids) for ids in request.ids)
-        _log(service, http, [body.input] if isinstance(body.input, str) else body.input)
-        vectors = await _run(service, http, request, tokens)
-        build_reply = partial(_embeddings_json, vectors, encoder.dimension, body.encoding_format or "float")
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        content = await asyncio.to_thread(build_reply, {"model": service.name, "usage": usage})
-        return Response(content, media_type=JSON)
-
-    @post(routes, "/fill")
-    async def fill(body: FillBody, http: Request) -> Response:
-        """Return the most likely tokens for each mask of a text."""
-        check_model(service, body.model)
-        if service.masked_texts is None:
-            advice = "use POST /v1/completions" if service.generates else "use POST /v1/embeddings"
-            raise HttpError(400, f"this model does not predict masked tokens; {advice}", code="cannot_fill")
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        _check_count(service, len(prompts), "prompt")
-        tokens = await asyncio.to_thread(_check_prompts, service.masked_texts, prompts)
-        _check_choices(
-            sum(prompt.count(service.masked_texts.mask) for prompt in prompts), body.top_k or DEFAULT_CHOICES
-        )
-        _log(service, http, prompts)
-        request = FillRequest(tuple(prompts), body.top_k or DEFAULT_CHOICES)
-        filled = await _run(service, http, request, tokens)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        content = await asyncio.to_thread(_fill_json, filled, {"model": service.name, "usage": usage})
-        return Response(content, media_type=JSON)
-
-
-async def _run(service: Service, http: Request, request: EncoderRequest, tokens: int) -> str:
-    """Run a request of this many tokens; return its result: JSON for masks, base64 of the numbers for embeddings."""
-    in_flight = start_request(service, [request], streamed=False)
-    [text] = await wait_for_texts(service, http, in_flight)
-    service.metrics.add_texts(tokens, 0, in_flight.seconds())
-    http.scope["log_fields"].update(prompt_tokens=tokens)
-    return text.text
-
-
-async def _read_inputs(service: Service, encoder: TextEncoder, body: EmbeddingBody) -> list[EncodedText]:
-    inputs: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
-    if inputs and isinstance(inputs[0], int):
-        inputs = [inputs]
-    _check_count(service, len(inputs), "input")
-    return await asyncio.to_thread(_encode, service, encoder, inputs, bool(body.truncate))
 
 
 def _encode(service: Service, encoder: TextEncoder, inputs: list[Any], truncate: bool) -> list[EncodedText]:
@@ -337,8 +343,3 @@ def _embeddings_json(numbers: str, dimension: int, encoding: str, other_fields: 
 
 def _to_base64(vector: NDArray[np.float32]) -> str:
     return f'"{base64.b64encode(vector.tobytes()).decode()}"'
-
-
-def _log(service: Service, http: Request, prompts: object) -> None:
-    if service.config.log_prompts:
-        http.scope["log_fields"]["prompts"] = prompts

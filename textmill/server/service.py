@@ -5,84 +5,38 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from fastapi import Request as HttpRequest
+from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from textmill.config import SampleConfig, ServeConfig
 from textmill.errors import TextmillError
 from textmill.generation.embed import TextEncoder
 from textmill.generation.fill import MaskedTexts
-from textmill.generation.requests import DeliverChunk, Done, EncoderRequest, QueueFull, Request, TextChunk, TokenLogprob
+from textmill.generation.requests import Done, EncoderRequest, QueueFull, Request, TextChunk, TokenLogprob
 from textmill.server.errors import HttpError
 from textmill.server.metrics import Metrics
+from textmill.server.model_process import ModelProcess
 from textmill.server.token_text import TokenTexts
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
-
-
-class ServedModel(Protocol):
-    """What the server needs: `model_process.ModelProcess`, or `text_chunks.ChunkDelivery` in this process."""
-
-    vocab: int
-    positions: int
-    tokenizer: TextTokenizer
-
-    def submit(
-        self,
-        request: Request | EncoderRequest,
-        deliver: DeliverChunk,
-        deadline: float | None = None,
-        streamed: bool = False,
-    ) -> int:
-        """Queue a request; its text is delivered in one chunk, or in many if it is streamed."""
-        ...
-
-    def cancel(self, number: int) -> None:
-        """End a request before the next step."""
-        ...
-
-    def stats(self) -> dict[str, int | float]:
-        """Return the counts for /metrics."""
-        ...
-
-    def problem(self, max_step_seconds: float) -> str:
-        """Describe what is wrong with the model; empty if nothing is."""
-        ...
-
-    def close(self, grace: float) -> None:
-        """Accept no more; let running requests finish for `grace` seconds, then stop. A second call may shorten it."""
-        ...
-
-
-class Template(Protocol):
-    """A chat template: turns a conversation into a prompt."""
-
-    @property
-    def jinja(self) -> str:
-        """The template in Jinja, as transformers stores it."""
-        ...
-
-    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        """Return the conversation's token ids, with the start of the assistant's turn if requested."""
-        ...
+from textmill.tokens.chat_template import AnyTemplate
 
 
 @dataclass
 class Service:
     """One served model."""
 
-    model: ServedModel
+    model: ModelProcess
     config: ServeConfig
     sample: SampleConfig
     """Defaults for what a request leaves out."""
     name: str
     step: int = 0
-    template: Template | None = None
+    template: AnyTemplate | None = None
     key: str | None = None
     generates: bool = True
     """Whether the model predicts the next token, so that it continues texts."""
@@ -92,7 +46,6 @@ class Service:
     """How texts with masks are encoded, if the model predicts masked tokens."""
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
-    wakeups: WakeupQueue = field(default_factory=lambda: WakeupQueue())
     created: int = field(default_factory=lambda: int(time.time()))
     token_texts: TokenTexts = field(init=False)
     longest_text: float = field(init=False)
@@ -172,21 +125,21 @@ class GeneratedText:
 
 
 class InFlightRequest:
-    """The texts of one HTTP request, submitted together."""
+    """The texts of one HTTP request, submitted together, from the model's queue to the reply."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._model = service.model
-        self._wakeups = service.wakeups
         self._loop = asyncio.get_running_loop()
         self._received: list[IndexedChunk] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self.numbers: list[int] = []
-        """The model's number of each text."""
-        self.started = self._last_chunk = time.monotonic()
-        self._quiet = self.disconnected = False
+        self._changed = asyncio.Event()
+        """Set when a chunk has arrived, or the client has left."""
+        self._disconnected = False
         self._ended = 0
         """Texts that have ended."""
+        self.numbers: list[int] = []
+        """The model's number of each text."""
+        self.started = time.monotonic()
 
     @property
     def complete(self) -> bool:
@@ -198,60 +151,45 @@ class InFlightRequest:
         deadline = self.started + seconds
         try:
             for index, request in enumerate(requests):
-                deliver = partial(self._wakeups.put, self._loop, partial(self._receive, index))
+                deliver = partial(self._deliver, index)
                 self.numbers.append(self._model.submit(request, deliver, deadline, streamed))
         except BaseException:
             self.cancel()
             raise
 
+    def _deliver(self, index: int, chunk: TextChunk) -> None:
+        """Called in the model's thread: pass a chunk to the event loop."""
+        with suppress(RuntimeError):  # the loop is closed; nobody waits for the chunk
+            self._loop.call_soon_threadsafe(self._receive, index, chunk)
+
     def _receive(self, index: int, chunk: TextChunk) -> None:
         self._received.append((index, chunk))
-        self._wake()
+        self._changed.set()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def on_disconnect(self, _: object = None) -> None:
+        """Stop `chunks`, because the client is gone."""
+        self._disconnected = True
+        self._changed.set()
 
     async def chunks(self) -> AsyncIterator[list[IndexedChunk]]:
         """Yield new chunks until every text has ended; yield an empty list after a quiet time.
 
         Ends early if the client disconnects; raises HttpError if the model is broken.
         """
-        self._check_quiet()
-        try:
-            while not self.complete:
-                if not self._received and not self._quiet and not self.disconnected:
-                    self._waiter = self._loop.create_future()
-                    await self._waiter
-                if self.disconnected:
-                    return
-                received = self._received
-                self._received = []
-                quiet = self._quiet
-                self._quiet = False
-                self._ended += sum(chunk.done is not None for _, chunk in received)
-                if received:
-                    self._last_chunk = time.monotonic()
-                elif quiet and (problem := self._service.problem()):
-                    raise broken_model_error(problem)
-                if received or quiet:
-                    yield received
-        finally:
-            self._timer.cancel()
-
-    def _check_quiet(self) -> None:
-        """Wake the waiter after a quiet time. One timer that re-arms itself is cheaper than one per chunk."""
-        limit = min(QUIET_SECONDS, self._service.config.step_timeout)
-        left = self._last_chunk + limit - time.monotonic()
-        if left <= 0:
-            self._quiet, self._last_chunk, left = True, time.monotonic(), limit
-            self._wake()
-        self._timer = self._loop.call_later(left, self._check_quiet)
-
-    def on_disconnect(self, _: object = None) -> None:
-        """Stop `chunks`, because the client is gone."""
-        self.disconnected = True
-        self._wake()
+        quiet_seconds = min(QUIET_SECONDS, self._service.config.step_timeout)
+        while not self.complete:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(quiet_seconds):
+                    await self._changed.wait()
+            self._changed.clear()
+            if self._disconnected:
+                return
+            received = self._received
+            self._received = []
+            if not received and (problem := self._service.problem()):
+                raise broken_model_error(problem)
+            self._ended += sum(chunk.done is not None for _, chunk in received)
+            yield received
 
     def cancel(self) -> None:
         """Cancel all texts at the model's next step."""
@@ -346,31 +284,3 @@ def merge_chunks(received: Sequence[IndexedChunk]) -> Iterator[tuple[int, Genera
     for index, chunk in received:
         merged.setdefault(index, GeneratedText()).add(chunk)
     yield from merged.items()
-
-
-ReceiveChunk = Callable[[TextChunk], None]
-
-
-class WakeupQueue:
-    """A queue from any thread to the event loop."""
-
-    def __init__(self) -> None:
-        self._queue = deque[tuple[ReceiveChunk, TextChunk]]()
-        self._scheduled = False
-
-    def put(self, loop: asyncio.AbstractEventLoop, receive: ReceiveChunk, chunk: TextChunk) -> None:
-        """Have the loop call `receive` with a chunk; may be called from any thread."""
-        # Append first, then test the flag. The loop does it in the reverse order, so no chunk is left behind.
-        self._queue.append((receive, chunk))
-        if not self._scheduled:
-            self._scheduled = True
-            try:
-                loop.call_soon_threadsafe(self._deliver_all)
-            except RuntimeError:
-                self._scheduled = False  # the loop is closed; nobody waits for the chunk
-
-    def _deliver_all(self) -> None:
-        self._scheduled = False
-        while self._queue:
-            receive, chunk = self._queue.popleft()
-            receive(chunk)
