@@ -1,7 +1,7 @@
 """Chooses the next token from the logits, for the texts of a batch, which may have different settings.
 
 `choose_next_ids` is one step. It applies, in this order: logit bias, repetition, presence and frequency penalty, the
-ban on ending before min_tokens, and the warpers of warpers.py. Then it samples. `collect_rules` groups the rows by the
+ban on ending before min_tokens, and the warpers. Then it samples. `collect_rules` groups the rows by the
 rules that they use, and is called again only when a text joins or leaves the batch.
 
 Shapes in names: N texts (rows), V vocabulary, S steps.

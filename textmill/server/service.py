@@ -23,7 +23,7 @@ from textmill.server.errors import HttpError
 from textmill.server.metrics import Metrics
 from textmill.server.model_process import ModelProcess
 from textmill.server.token_text import TokenTexts
-from textmill.tokens.chat_template import AnyTemplate
+from textmill.tokens.chat import AnyTemplate
 
 
 @dataclass
