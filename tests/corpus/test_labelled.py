@@ -11,8 +11,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.config import CorpusConfig
-from textmill.corpus.labelled.example import Example, read_split
-from textmill.corpus.labelled.readers import read_examples
+from textmill.corpus.labelled import Example, read_examples, read_split
 from textmill.corpus.sources import find_sources
 from textmill.storage.files import read_json
 

@@ -12,7 +12,7 @@ import pytest
 
 from textmill.config import RunConfig
 from textmill.config.usage import AnswersConfig
-from textmill.corpus.labelled.example import Example
+from textmill.corpus.labelled import Example
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.measuring import AnswerMeasure, ConfusionMatrix, EntityCounts, find_entities
 from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_score, find_best_answer, normalize_answer

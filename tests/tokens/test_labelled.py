@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.corpus.labelled.example import Example
+from textmill.corpus.labelled import Example
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.labelled import LabelledLayout

@@ -17,7 +17,7 @@ from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.config import RunConfig, TorchEngine
-from textmill.corpus.labelled.example import Example
+from textmill.corpus.labelled import Example
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.predictor_torch import Predictor
 from textmill.storage.files import read_json

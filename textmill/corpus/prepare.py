@@ -49,7 +49,7 @@ from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.dropped import FILTERED_SCHEMA, NAMES_FILE, list_dropped_files, write_dropped
 from textmill.corpus.encodings import advise_encodings
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
-from textmill.corpus.labelled.build import build_labelled
+from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.source import Source

@@ -1,4 +1,8 @@
-"""Find the sources that `corpus.sources` names and split them into chunks."""
+"""Find the sources that `corpus.sources` names, split them into chunks, and read the records of a chunk.
+
+An entry is a file, a folder, a pattern, an archive, a URL, `hf:NAME`, `mongo:FILE`, a bundled corpus, or a name of
+corpora.yaml, which gives names to lists of such entries. Files are read by the module of their format in formats/.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -69,96 +73,6 @@ def find_sources(
     return sorted(by_path.values(), key=lambda source: source.name)
 
 
-def bundled_corpora() -> dict[str, Path]:
-    """The corpora that are shipped with textmill, by name."""
-    folder = Path(str(resources.files("textmill"))) / "corpora"
-    return {path.stem: path for path in sorted(folder.glob("*.txt"))}
-
-
-def portable_names(sources: Sequence[Source]) -> list[str]:
-    """Source names that do not depend on the current folder or on where the project is stored."""
-    full_paths = {
-        source: os.path.abspath(source.name)
-        for source in sources
-        if source.in_archive or (source.name == source.address and not is_remote(source.address))
-    }
-    common = os.path.commonpath([os.path.dirname(path) for path in full_paths.values()]) if full_paths else ""
-    return [os.path.relpath(full_paths[source], common) if source in full_paths else source.name for source in sources]
-
-
-def format_module(source: Source) -> Any:
-    """The module of textmill.corpus.formats that reads a source."""
-    return import_module(f"textmill.corpus.formats.{source.format}")
-
-
-@dataclass(frozen=True)
-class SourceState:
-    """What shows whether a source has changed.
-
-    A remote source has a fingerprint, which replaces the checksum of a local file.
-    """
-
-    bytes: int
-    fingerprint: str | None
-    mtime_ns: int = 0
-
-
-def source_state(source: Source) -> SourceState:
-    """The size and modification time of a file; the size and fingerprint of a remote source."""
-    if source.snapshot is not None:
-        return SourceState(*format_module(source).state(source))
-    if source.in_archive:
-        return SourceState(*member_state(source.address))
-    if is_remote(source.address):
-        return SourceState(*remote_state(source.address))
-    state = source.path.stat()
-    return SourceState(state.st_size, None, state.st_mtime_ns)
-
-
-def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[SourceChunk]:
-    """All chunks, in order; a source that cannot be split is one chunk."""
-    chunks: list[SourceChunk] = []
-    for source in sources:
-        find_ranges = getattr(format_module(source), "ranges", None)
-        format_ranges = find_ranges(source, document_unit) if find_ranges else None
-        if format_ranges is None:  # the format, or this file, cannot be split
-            ranges = [(0, source_state(source).bytes, 1)]
-        else:
-            ranges = list(format_ranges)
-        for start, stop, first_record in ranges:
-            is_entire_source = len(ranges) == 1
-            chunks.append(SourceChunk(len(chunks), source, start, stop, first_record, is_entire_source))
-    return chunks
-
-
-def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The records of a chunk, in order.
-
-    A blank record is a document without text. If the stream is damaged, the last item is a bad record. With
-    `corpus.cut_records` the text of each record is cut into sections, as plain text is when it is read.
-    """
-    place = ""
-    try:
-        for record in format_module(chunk.source).read(chunk, config):
-            place = record.place if isinstance(record, BadRecord) else record.id
-            if config.cut_records and isinstance(record, Document):
-                yield from _cut_record(record, config.section_chars)
-            else:
-                yield record
-    except BrokenStream as error:
-        yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
-
-
-def _cut_record(record: Document, size: int) -> Iterator[Document]:
-    """The sections of a record; a short record is its only section."""
-    sections = cut_into_sections(record.text, size)
-    if len(sections) < 2:
-        yield record
-    else:
-        for number, text in enumerate(sections, 1):
-            yield replace(record, text=text, id=f"{record.id}, section {number}")
-
-
 @dataclass(frozen=True)
 class _Search:
     """The search for the sources of some entries."""
@@ -190,7 +104,7 @@ class _Search:
 
             return mongo.find(entry, self.read_original)
         if entry.startswith("hf:"):
-            return find_hf_sources(entry, self.setting)
+            return _find_hf_sources(entry, self.setting)
         if is_remote(entry) and not entry.startswith("file://"):
             return _find_remote_sources(entry, self.setting, self.skipped_files)
         path = os.path.expanduser(entry.removeprefix("file://"))
@@ -258,6 +172,12 @@ class _Search:
         return any(real == folder or real.startswith(folder + os.sep) for folder in self.skipped_folders)
 
 
+def bundled_corpora() -> dict[str, Path]:
+    """The corpora that are shipped with textmill, by name."""
+    folder = Path(str(resources.files("textmill"))) / "corpora"
+    return {path.stem: path for path in sorted(folder.glob("*.txt"))}
+
+
 def _is_written_by_textmill(folder: str) -> bool:
     """Whether a folder is a stage, a run, trials or an exported model of any project: it has no text of the user."""
     has = {name for name in OWN_FILES if os.path.isfile(os.path.join(folder, name))}
@@ -268,11 +188,7 @@ def _is_written_by_textmill(folder: str) -> bool:
     return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
 
 
-KEYS = ("sources", "text_key")
-
-
-@dataclass(frozen=True)
-class NamedCorpus:
+class NamedCorpus(NamedTuple):
     """The sources behind a name, and the field that holds their text."""
 
     sources: list[str]
@@ -297,7 +213,7 @@ def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
 def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
     if isinstance(value, str | list):
         value = {"sources": value}
-    if not isinstance(value, dict) or "sources" not in value or set(value) - set(KEYS):
+    if not isinstance(value, dict) or "sources" not in value or set(value) - {"sources", "text_key"}:
         found = sorted(map(str, value)) if isinstance(value, dict) else value
         raise TextmillError(f"{path}: {name}: found {found}; expected 'sources' and optionally 'text_key'")
     entries = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
@@ -322,24 +238,15 @@ def _resolve_entry(path: str, entry: str) -> str:
     return full_path if os.path.exists(full_path) or glob.has_magic(entry) or os.sep in entry or "." in entry else entry
 
 
-def find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
-    """The sources of `hf:NAME[:CONFIG][:SPLIT]`; all splits if none is given. `setting`: where the user gave it."""
+def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
+    """Download `hf:NAME[:CONFIG][:SPLIT]`, all splits if none is given: the Arrow files of its cache."""
     name, _, rest = entry.removeprefix("hf:").partition(":")
     config, _, split = rest.partition(":")
+    where = f"{setting}: '{entry}'"
     if not name or not re.fullmatch(r"[\w.-]*", split):
         raise TextmillError(
-            f"{setting}: '{entry}' is not valid; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT "
-            f"(a split without slicing)"
+            f"{where} is not valid; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT (a split without slicing)"
         )
-    for split_name, dataset in sorted(_load(f"{setting}: '{entry}'", name, config, split).items()):
-        files = [file["filename"] for file in dataset.cache_files]
-        for number, path in enumerate(files):
-            source_name = f"hf:{name}:{config}:{split_name}"
-            yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
-
-
-def _load(where: str, name: str, config: str, split: str) -> dict[str, Any]:
-    """The dataset of each split; errors begin with `where`."""
     try:
         import datasets
     except ImportError:
@@ -347,9 +254,14 @@ def _load(where: str, name: str, config: str, split: str) -> dict[str, Any]:
     try:
         found = datasets.load_dataset(name, config or None, split=split or None)
     except Exception as error:  # offline, unknown, gated, a script: each raises its own exception
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TextmillError(f"{where}: download failed ({reason}); check the name, config, split and network") from None
-    return {split: found} if split else {str(split_name): found[split_name] for split_name in found}
+        raise TextmillError(
+            f"{where}: download failed ({first_line(error)}); check the name, config, split and network"
+        ) from None
+    for split_name, dataset in [(split, found)] if split else sorted(found.items()):
+        files = [file["filename"] for file in dataset.cache_files]
+        for number, path in enumerate(files):
+            source_name = f"hf:{name}:{config}:{split_name}"
+            yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
 
 
 def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Source]:
@@ -369,15 +281,97 @@ def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Sou
         raise TextmillError(f"{setting}: {url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
     if not found:
         raise TextmillError(f"{setting}: nothing at '{url}'; check the address")
-    formats = {path_found: format_from_name(path_found.partition("?")[0]) for path_found in found}
-    if len(found) == 1 and None in formats.values():
-        raise TextmillError(f"{url}: unknown format; textmill reads {EXTENSIONS}")
-    urls = {
-        path_found: path_found if "://" in path_found else files.unstrip_protocol(path_found) for path_found in found
+    sources = []
+    for one in sorted(found):
+        address = one if "://" in one else files.unstrip_protocol(one)
+        if (file_format := format_from_name(one.partition("?")[0])) is not None:
+            sources.append(Source(address, address, file_format))
+        elif len(found) == 1:
+            raise TextmillError(f"{url}: unknown format; textmill reads {EXTENSIONS}")
+        else:
+            skipped.append(address)
+    return sources
+
+
+def portable_names(sources: Sequence[Source]) -> list[str]:
+    """Source names that do not depend on the current folder or on where the project is stored."""
+    full_paths = {
+        source: os.path.abspath(source.name)
+        for source in sources
+        if source.in_archive or (source.name == source.address and not is_remote(source.address))
     }
-    skipped += sorted(urls[path_found] for path_found, format_name in formats.items() if format_name is None)
-    return [
-        Source(urls[path_found], urls[path_found], format_name)
-        for path_found, format_name in formats.items()
-        if format_name
-    ]
+    common = os.path.commonpath([os.path.dirname(path) for path in full_paths.values()]) if full_paths else ""
+    return [os.path.relpath(full_paths[source], common) if source in full_paths else source.name for source in sources]
+
+
+@dataclass(frozen=True)
+class SourceState:
+    """What shows whether a source has changed.
+
+    A remote source has a fingerprint, which replaces the checksum of a local file.
+    """
+
+    bytes: int
+    fingerprint: str | None
+    mtime_ns: int = 0
+
+
+def source_state(source: Source) -> SourceState:
+    """The size and modification time of a file; the size and fingerprint of a remote source."""
+    if source.snapshot is not None:
+        return SourceState(*format_module(source).state(source))
+    if source.in_archive:
+        return SourceState(*member_state(source.address))
+    if is_remote(source.address):
+        return SourceState(*remote_state(source.address))
+    state = source.path.stat()
+    return SourceState(state.st_size, None, state.st_mtime_ns)
+
+
+def format_module(source: Source) -> Any:
+    """The module of textmill.corpus.formats that reads a source."""
+    return import_module(f"textmill.corpus.formats.{source.format}")
+
+
+def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[SourceChunk]:
+    """All chunks, in order; a source that cannot be split is one chunk."""
+    chunks: list[SourceChunk] = []
+    for source in sources:
+        find_ranges = getattr(format_module(source), "ranges", None)
+        format_ranges = find_ranges(source, document_unit) if find_ranges else None
+        if format_ranges is None:  # the format, or this file, cannot be split
+            ranges = [(0, source_state(source).bytes, 1)]
+        else:
+            ranges = list(format_ranges)
+        for start, stop, first_record in ranges:
+            is_entire_source = len(ranges) == 1
+            chunks.append(SourceChunk(len(chunks), source, start, stop, first_record, is_entire_source))
+    return chunks
+
+
+def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+    """The records of a chunk, in order.
+
+    A blank record is a document without text. If the stream is damaged, the last item is a bad record. With
+    `corpus.cut_records` the text of each record is cut into sections, as plain text is when it is read.
+    """
+    place = ""
+    try:
+        for record in format_module(chunk.source).read(chunk, config):
+            place = record.place if isinstance(record, BadRecord) else record.id
+            if config.cut_records and isinstance(record, Document):
+                yield from _cut_record(record, config.section_chars)
+            else:
+                yield record
+    except BrokenStream as error:
+        yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
+
+
+def _cut_record(record: Document, size: int) -> Iterator[Document]:
+    """The sections of a record; a short record is its only section."""
+    sections = cut_into_sections(record.text, size)
+    if len(sections) < 2:
+        yield record
+        return
+    for number, text in enumerate(sections, 1):
+        yield replace(record, text=text, id=f"{record.id}, section {number}")

@@ -14,7 +14,7 @@ from tokenizers import Encoding
 
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.labelled.example import ANSWERS, WORDS, Example, read_split
+from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_split
 from textmill.errors import TextmillError
 from textmill.storage.files import atomic_writer, format_path, manifest_entry, read_json
 from textmill.storage.progress import Bar, progress

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import RunConfig
-from textmill.corpus.labelled.example import ANSWERS, WORDS, Example, read_split
-from textmill.corpus.labelled.readers import read_examples
+from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_examples, read_split
 from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.squad import AnswerScores, find_best_answer

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
-from textmill.corpus.labelled.example import ANSWERS, SEQUENCES, Example
+from textmill.corpus.labelled import ANSWERS, SEQUENCES, Example
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.models import check_segments, label_head_of

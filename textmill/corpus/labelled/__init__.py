@@ -1,1 +1,0 @@
-"""Examples with labels: read from CSV, JSON, CoNLL and SQuAD files, checked, and split."""
