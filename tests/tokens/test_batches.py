@@ -314,7 +314,7 @@ def test_cached_prefix_sums_are_written_once_and_give_the_same_batches(
     for _ in range(2):
         for layout, rows in zip(made(tmp_path / "index"), wanted, strict=True):
             assert (layout.build_samples(np.arange(2 * layout.samples_per_epoch)).inputs == rows).all()
-        monkeypatch.setattr(sums, "_fill", lambda *_: pytest.fail("made again"))
+        monkeypatch.setattr(sums, "atomic_writer", lambda *_: pytest.fail("made again"))
     assert len(list((tmp_path / "index").glob("*.sums"))) == 3, "two epochs of one layout, one of the other"
     monkeypatch.undo()
     monkeypatch.setattr(sums, "MAX_IN_MEMORY", 10)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import SampleArrays, SampleDocuments
+from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.blend import DataRange, blends_of, sizes_of
 from textmill.tokens.batches.loader import Batches
 
@@ -24,11 +24,11 @@ class Numbers:
     def __init__(self, store: str) -> None:
         self.store = store
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+    def build_samples(self, samples: NDArray[np.int64]) -> Batch:
         rows = np.stack([np.full(len(samples), ord(self.store)), samples], axis=1).astype(np.int32)
-        return SampleArrays(rows, rows)
+        return Batch(rows, rows, samples)
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
+    def find_documents(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         raise NotImplementedError
 
 

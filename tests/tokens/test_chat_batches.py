@@ -94,7 +94,7 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
     for epoch in range(2):
         samples = np.arange(layout.samples_per_epoch) + epoch * layout.samples_per_epoch
         rows, seen = layout.build_samples(samples), layout.find_documents(samples)
-        assert sorted(seen.documents.tolist()) == list(range(len(store)))
+        assert sorted(seen[1].tolist()) == list(range(len(store)))
         assert int((rows.labels != X).sum()) == int(store.loss_mask.sum())
         assert sorted(rows.labels[rows.labels != X].tolist()) == sorted(
             np.asarray(store.ids)[np.asarray(store.loss_mask) > 0].tolist()
@@ -106,9 +106,7 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
         assert layout.samples_per_epoch < len(store)
     if seed is not None:
         first, second = (
-            layout.find_documents(
-                np.arange(layout.samples_per_epoch) + epoch * layout.samples_per_epoch
-            ).documents.tolist()
+            layout.find_documents(np.arange(layout.samples_per_epoch) + epoch * layout.samples_per_epoch)[1].tolist()
             for epoch in range(2)
         )
         assert first != second

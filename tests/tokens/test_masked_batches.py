@@ -339,7 +339,7 @@ def test_documents_of_a_step_are_found(tmp_path: Path) -> None:
     whole = originals(rows)
     for row in range(7):
         text = whole[row][whole[row] >= ORDINARY] - ORDINARY
-        assert set((text // 15).tolist()) == set(found.documents[found.rows == row].tolist())
+        assert set((text // 15).tolist()) == set(found[1][found[0] == row].tolist())
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tfrecord import TFRecordWriter, example_pb2, tfrecord_loader
 from textmill.config import MaskedConfig, RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import IGNORED, SampleArrays
+from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.loader import open_batches, valid_batches
 from textmill.tokens.batches.masked import MaskedLayout
 from textmill.tokens.batches.masking import masked_tokens_of
@@ -139,7 +139,7 @@ def test_samples_are_written_as_the_package_reads_them(tmp_path: Path) -> None:
     pairs[:, 0] = [0, 1]
     path = tmp_path / "a.tfrecord"
     with open(path, "wb") as stream:
-        write_records(stream, to_examples(SampleArrays(inputs, labels, documents, types, pairs), 3))
+        write_records(stream, to_examples(Batch(inputs, labels, np.arange(len(inputs)), documents, types, pairs), 3))
     found = list(tfrecord_loader(str(path), None, TYPES))
     for row, (positions, ids, weights) in enumerate(
         [([1, 0, 0], [10, 0, 0], [1, 0, 0]), ([4, 5, 0], [15, 16, 0], [1, 1, 0])]

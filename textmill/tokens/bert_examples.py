@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from textmill.config import MaskedConfig, RunConfig
-from textmill.corpus.document import SPLITS
+from textmill.config import MaskedConfig, TrainConfig
 from textmill.errors import TextmillError
-from textmill.storage.files import atomic_writer, remove_folder
-from textmill.tokens.batches.batch import IGNORED, SampleArrays
+from textmill.storage.files import atomic_writer
+from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.masked import MaskedLayout, has_spans
 from textmill.tokens.batches.masking import masked_tokens_of
 from textmill.tokens.protobuf import BrokenMessage
-from textmill.tokens.split_files import make_file_folder, write_split_files
 from textmill.tokens.store import open_store
 from textmill.tokens.tfrecord import (
     FLOATS,
@@ -164,7 +162,7 @@ def _list_array(values: NDArray[Any]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values, np.int64).ravel()))
 
 
-def to_examples(rows: SampleArrays, predictions: int) -> list[bytes]:
+def to_examples(rows: Batch, predictions: int) -> list[bytes]:
     """Samples of the masked layout as examples, one sample per row, with lists of `predictions` predictions."""
     chosen = rows.labels != IGNORED
     counts = chosen.sum(1)
@@ -189,8 +187,9 @@ def to_examples(rows: SampleArrays, predictions: int) -> list[bytes]:
 
 
 FOLDER = "tfrecord"
-INDEX = "tfrecord-index"
-"""The subfolder of the tokens folder with the files, and that of the spans while they are written."""
+"""The subfolder of the tokens folder with the files."""
+EXAMPLE_SPANS = "tfrecord-index"
+"""The subfolder with the spans of the samples, while files are written."""
 FILE_TOKENS = 1 << 23
 """About how many tokens go into one file."""
 SAMPLES_AT_ONCE = 512
@@ -210,59 +209,25 @@ class ExampleFile:
     settings: MaskedConfig
 
 
-def examples_made_from(config: RunConfig) -> dict[str, Any]:
-    """The settings of training that decide the examples; none if no examples are written."""
-    if config.tokens.kind != "tfrecord":
-        return {}
-    masked = {name: value for name, value in config.results("train").items() if name.startswith("train.masked.")}
-    return {"train.length": config.train.length, "train.seed": config.train.seed, **masked}
-
-
-def check_examples(config: RunConfig) -> None:
-    """Raise an error before anything is encoded if examples cannot be written."""
-    if config.tokens.kind == "tfrecord" and config.train.length is None:
-        raise TextmillError(
-            "train.length: is not set, and tokens.kind=tfrecord writes samples of it; set it, such as 128"
-        )
-
-
-def write_examples(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
-    """If `tokens.kind=tfrecord`, write the examples of every split; return length and checksum of each file."""
-    if config.tokens.kind != "tfrecord":
-        return {}
-    make_file_folder(folder / FOLDER)
-    tasks = [task for split in SPLITS for task in _plan_files(config, folder, split)]
-    rows, files = write_split_files(config, tasks, write_file, "examples")
-    print(f"tokenize: {rows:,} examples of {config.train.length} tokens in {len(tasks)} files of {FOLDER}/")
-    remove_folder(folder / INDEX)
-    return files
-
-
-def _plan_files(config: RunConfig, folder: Path, split: str) -> list[ExampleFile]:
+def plan_example_files(
+    folder: Path, split: str, tokenizer: Path, train: TrainConfig, length: int, epochs: int
+) -> list[ExampleFile]:
     """The files of a split: all epochs of train, shuffled, and the other splits once."""
-    settings = config.train.masked.model_copy(update={"pack": False})
+    settings = train.masked.model_copy(update={"pack": False})
     if not has_spans(open_store(folder / split), settings):
         return []
-    length = int(config.train.length or 0)
-    seed = config.train.seed if split == "train" else None
-    whole = ExampleFile(
-        folder / split, range(0), folder / FOLDER, config.folder_of("tokenizer"), length, seed, settings
-    )
-    count = _open_layout(whole).samples_per_epoch * (config.tokens.tfrecord.epochs if split == "train" else 1)
+    seed = train.seed if split == "train" else None
+    whole = ExampleFile(folder / split, range(0), folder / FOLDER, tokenizer, length, seed, settings)
+    count = _open_layout(whole).samples_per_epoch * (epochs if split == "train" else 1)
     files = max(1, round(count * length / FILE_TOKENS))
     edges = [count * number // files for number in range(files + 1)]
-    names = [f"{split}-{number:05d}-of-{files:05d}.tfrecord" for number in range(files)]
     return [
-        ExampleFile(
-            whole.prefix,
-            range(edges[number], edges[number + 1]),
-            folder / FOLDER / name,
-            whole.tokenizer,
-            length,
-            seed,
-            settings,
+        replace(
+            whole,
+            samples=range(edges[number], edges[number + 1]),
+            path=whole.path / f"{split}-{number:05d}-of-{files:05d}.tfrecord",
         )
-        for number, name in enumerate(names)
+        for number in range(files)
     ]
 
 
@@ -274,11 +239,11 @@ def _open_layout(task: ExampleFile) -> MaskedLayout:
         seed=task.seed,
         tokens=masked_tokens_of(tokenizer, task.settings),
         settings=task.settings,
-        folder=task.prefix.parent / INDEX,
+        folder=task.prefix.parent / EXAMPLE_SPANS,
     )
 
 
-def write_file(task: ExampleFile) -> int:
+def write_example_file(task: ExampleFile) -> int:
     """Write one file of examples unless it exists already; return how many it has."""
     if not task.path.exists():
         layout = _open_layout(task)

@@ -23,8 +23,8 @@ from textmill.runners import open_runner
 from textmill.storage.files import format_path, manifest_entry, read_json, remove_folder, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.batches.features import write_features
-from textmill.tokens.bert_examples import check_examples, examples_made_from, write_examples
+from textmill.tokens.batches.features import plan_feature_files, write_feature_file
+from textmill.tokens.bert_examples import EXAMPLE_SPANS, plan_example_files, write_example_file
 from textmill.tokens.encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
 from textmill.tokens.existing_tokens import tokenize_existing
 from textmill.tokens.labelled import tokenize_labelled
@@ -69,7 +69,10 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     corpus = config.folder_of("corpus")
     source = open_manifest(corpus, "prepare")
     _check_sentences(config, source)
-    check_examples(config)
+    if config.tokens.kind == "tfrecord" and config.train.length is None:
+        raise TextmillError(
+            "train.length: is not set, and tokens.kind=tfrecord writes samples of it; set it, such as 128"
+        )
     chat = bool(source["made_from"].get("corpus.chat"))
     if not (config.folder_of("tokenizer") / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
@@ -77,7 +80,9 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     check_fitted(config)
     tokenizer = open_manifest(config.folder_of("tokenizer"), "fit-tokenizer")
     made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
-    made_from |= examples_made_from(config)
+    if config.tokens.kind == "tfrecord":
+        masked = {name: value for name, value in config.results("train").items() if name.startswith("train.masked.")}
+        made_from |= {"train.length": config.train.length, "train.seed": config.train.seed, **masked}
     if chat:
         made_from["chat"] = dict(require_chat_template(config).turns)
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
@@ -93,7 +98,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         suffixes = CHAT_SUFFIXES if chat else SUFFIXES
         names = [f"{split}.{suffix}" for split in SPLITS for suffix in suffixes]
         files = {name: manifest_entry(part / name) for name in names}
-        files |= write_features(config, part) | write_examples(config, part)
+        files |= _write_rows(config, part)
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
         stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
@@ -258,6 +263,42 @@ def _join(part: Path, tasks: Tasks, dtype: np.dtype[Any], index_format: IndexFor
             for task in split_tasks:
                 store.add_store(open_store(task.prefix))
                 lineage.add_file(lineage_path(task.prefix))
+
+
+def _write_rows(config: RunConfig, part: Path) -> dict[str, dict[str, Any]]:
+    """With tokens.kind=features or tfrecord, write rows of the stores too; return length and checksum of each file."""
+    tokenizer = config.folder_of("tokenizer")
+    tasks: list[Any] = []
+    if config.tokens.kind == "features":
+        name = "features"
+        what = f"rows of {config.tokens.features.max_length} tokens"
+        write_file: Any = write_feature_file
+        special = open_tokenizer(tokenizer).end
+        rule = config.tokens.features
+        for split in SPLITS:
+            tasks += plan_feature_files(part, split, rule, has_end_token=config.tokens.append_end, special=special)
+    elif config.tokens.kind == "tfrecord":
+        name = "examples"
+        what = f"examples of {config.train.length} tokens"
+        write_file = write_example_file
+        length = int(config.train.length or 0)
+        for split in SPLITS:
+            tasks += plan_example_files(part, split, tokenizer, config.train, length, config.tokens.tfrecord.epochs)
+    else:
+        return {}
+    folder = part / config.tokens.kind
+    folder.mkdir(exist_ok=True)
+    for left in folder.glob("*.tmp-*"):  # left by a run that was killed
+        left.unlink()
+    with progress(f"tokenize: {name}", total=len(tasks), unit="files") as bar:
+        rows = 0
+        for count in open_runner(config.runner).map(write_file, tasks):
+            rows += count
+            bar.advance(1)
+    print(f"tokenize: {rows:,} {what} in {len(tasks)} files of {folder.name}/")
+    if config.tokens.kind == "tfrecord":
+        remove_folder(part / EXAMPLE_SPANS)
+    return {f"{folder.name}/{task.path.name}": manifest_entry(task.path) for task in tasks}
 
 
 def _format_counts(splits: dict[str, Counts]) -> str:

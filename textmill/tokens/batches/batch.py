@@ -1,4 +1,4 @@
-"""Batch: the numpy arrays that every layout builds and every engine consumes.
+"""Batch: the numpy arrays that every layout builds and every engine consumes; and what the layouts share.
 
 How some layouts turn the documents [1 2 3 0] and [4 5 0] into samples of 4 tokens, or 8 (- is -100, p is padding):
 
@@ -12,8 +12,7 @@ The chat, features and labelled layouts have files of their own too; loader.py c
 from __future__ import annotations
 
 import glob
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,13 +25,19 @@ from textmill.counters import hash_numbers
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
 from textmill.storage import faults
-from textmill.storage.files import file_lock, hash_json
+from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.store import TokenStore, advise
 
+Numbers = NDArray[np.int64]
 IGNORED = -100
 """The label of a position without loss (PyTorch's `ignore_index`)."""
 OPTIONAL_FIELDS = ("documents", "types", "pair_labels", "weights")
 """Fields of a Batch that only some layouts fill; a model family declares those that it uses as BATCH_FIELDS."""
+SHUFFLE_ROUNDS = 6
+MAX_IN_MEMORY = 1 << 20
+"""Most prefix sums held in memory (8 MiB)."""
+BLOCK = 1 << 18
+"""Documents whose prefix sums are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Batch:
 
     next_token: already shifted, so labels[t] is the token after inputs[t]. masked: at a masked position, the token that
     was there."""
-    samples: NDArray[np.int64]
+    samples: Numbers
     """[samples]: the number of each sample, counted from the start of the run; used for dropout and lineage."""
     documents: NDArray[np.int32] | None = None
     """[samples, length]: which document, or which of several packed sentence pairs, a position belongs to: 1, 2 ...;
@@ -78,51 +83,26 @@ def corrupt_labels(batch: Batch) -> Batch:
     )
 
 
-OBJECTIVES = {"masked": ("masked",), "labelled": ("labels",)}
-"""What a net can learn from the labels of a layout, by its name; from the others: next_token."""
+class Layout(Protocol):
+    """Turns the documents of one store into samples; a sample is a pure function of store, settings and its number."""
+
+    samples_per_epoch: int
+
+    def build_samples(self, samples: Numbers) -> Batch:
+        """The samples with these numbers; number `samples_per_epoch` is the first of the second epoch."""
+        ...
+
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(row, document) for every document in these samples: its place among them, and its number in the store."""
+        ...
 
 
 def objectives_of(layout: str) -> tuple[str, ...]:
     """What a net can learn from the labels of a layout: next_token, masked or labels."""
-    return OBJECTIVES.get(layout, ("next_token",))
+    return {"masked": ("masked",), "labelled": ("labels",)}.get(layout, ("next_token",))
 
 
-@dataclass(frozen=True)
-class SampleArrays:
-    """Samples of one layout, with the arrays of `Batch`."""
-
-    inputs: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    documents: NDArray[np.int32] | None = None
-    types: NDArray[np.int32] | None = None
-    pair_labels: NDArray[np.int32] | None = None
-
-
-@dataclass(frozen=True)
-class SampleDocuments:
-    """Which documents are in which samples: one (row, document) pair for each."""
-
-    rows: NDArray[np.int64]
-    """The position of the sample among the requested ones."""
-    documents: NDArray[np.int64]
-    """The number of the document in its store."""
-
-
-class Layout(Protocol):
-    """Turns the documents of one store into samples."""
-
-    samples_per_epoch: int
-
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
-        """The samples with these numbers; number `samples_per_epoch` is the first of the second epoch."""
-        ...
-
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The documents in these samples."""
-        ...
-
-
-def gather_ranges(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+def gather_ranges(ids: NDArray[Any], starts: Numbers, counts: Numbers) -> NDArray[np.int32]:
     """Concatenate the ranges ids[start : start + count]."""
     gathered: NDArray[np.int32] = ids[expand_ranges(starts, counts)].astype(np.int32)
     return gathered
@@ -138,13 +118,31 @@ def check_ids(ids: NDArray[np.int32], vocab: int | None, where: object) -> None:
         )
 
 
-ROUNDS = 6
+def number_spans(rows: Numbers) -> NDArray[np.int32]:
+    """Number the spans of each row 1, 2, 3 ...; `rows` is the row of each span, in ascending order.
+
+    [0 0 1 1 1] -> [1 2 1 2 3]
+    """
+    first = np.searchsorted(rows, rows, side="left")
+    return (np.arange(len(rows)) - first + 1).astype(np.int32)
 
 
-def permute(count: int, positions: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
-    """The items at these positions in a random permutation of range(count); the key selects the permutation.
+def shuffle_in_epoch(samples: Numbers, count: int, seed: int | None, *key: int) -> Numbers:
+    """The item of each sample in its epoch of `count` items; each epoch has its own order. No seed: not shuffled."""
+    positions = samples % count
+    epochs = samples // count
+    if seed is not None:
+        for epoch in np.unique(epochs).tolist():
+            rows = epochs == epoch
+            positions[rows] = permute(count, positions[rows], seed, *key, epoch)
+    return positions
 
-    `permute(5, np.arange(5), seed)` has each of 0 to 4 once; `permute(5, np.array([2]), seed)` is its third number.
+
+def permute(count: int, positions: Numbers, *key: int) -> Numbers:
+    """The items at these positions in a random permutation of range(count), which is never held in memory.
+
+    The key selects the permutation. `permute(5, np.arange(5), seed)` has each of 0 to 4 once;
+    `permute(5, np.array([2]), seed)` is its third number.
     """
     bits = max(1, (count - 1).bit_length())
     keys = _round_keys(*key)
@@ -157,20 +155,9 @@ def permute(count: int, positions: NDArray[np.int64], *key: int) -> NDArray[np.i
     return items.astype(np.int64)
 
 
-def shuffle_in_epoch(samples: NDArray[np.int64], count: int, seed: int | None, *key: int) -> NDArray[np.int64]:
-    """The item of each sample in its epoch of `count` items; each epoch has its own order. No seed: not shuffled."""
-    positions = samples % count
-    epochs = samples // count
-    if seed is not None:
-        for epoch in np.unique(epochs).tolist():
-            rows = epochs == epoch
-            positions[rows] = permute(count, positions[rows], seed, *key, epoch)
-    return positions
-
-
 @lru_cache(maxsize=64)
 def _round_keys(*key: int) -> list[int]:
-    return [hash_numbers(*key, number) for number in range(ROUNDS)]
+    return [hash_numbers(*key, number) for number in range(SHUFFLE_ROUNDS)]
 
 
 def _mix(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
@@ -185,60 +172,53 @@ def _mix(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.u
     return values
 
 
-MAX_IN_MEMORY = 1 << 20
-"""Most prefix sums held in memory (8 MiB)."""
-BLOCK = 1 << 18
-"""Documents processed at a time."""
+def prefix_sums(
+    store: TokenStore,
+    count_at: Callable[[NDArray[Any], Numbers], Numbers],
+    folder: Path | None,
+    epoch: int,
+    *settings: int | str,
+) -> Numbers:
+    """For each i the sum of `count_at(document lengths, positions)` over the positions 0 to i: 4, 3, 5 -> [4, 7, 12].
 
-CountAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""Maps positions to the number that each position adds to the sum."""
-
-
-def prefix_sums(count: int, build_counts: Callable[[], CountAt], path: Path | None) -> NDArray[np.int64]:
-    """For each i the sum over positions 0 to i: counts 4, 3, 5 -> [4, 7, 12].
-
-    The counts come from the function that `build_counts` returns; it is called only if `path` does not exist yet.
+    The sums of many documents are a cache file in `folder`; `settings` are all that the counts depend on.
     """
-    if count <= MAX_IN_MEMORY or path is None:
-        sums = np.empty(count, np.int64)
-        _fill(sums, build_counts())
-        return sums
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path.with_name("lock"), None):
-        if not path.exists():
-            temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-            written = np.memmap(temporary, np.int64, "w+", shape=(count,))
-            _fill(written, build_counts())
-            written.flush()
-            os.replace(temporary, path)
-            _delete_old_epochs(path)
-    sums = np.memmap(path, np.int64, "r", shape=(count,))
+
+    def blocks() -> Iterator[Numbers]:
+        lengths = store.document_lengths()
+        before = 0
+        for start in range(0, len(store), BLOCK):
+            positions = np.arange(start, min(start + BLOCK, len(store)), dtype=np.int64)
+            sums = before + np.cumsum(count_at(lengths, positions), dtype=np.int64)
+            before = int(sums[-1])
+            yield sums
+
+    if folder is None or len(store) <= MAX_IN_MEMORY:
+        return cached_array(None, np.int64, blocks)
+    name = f"{store.prefix.name}-{cache_key(store, *settings)}"
+    sums = cached_array(folder / f"{name}-{epoch}.sums", np.int64, blocks)
+    for old in folder.glob(f"{glob.escape(name)}-*.sums"):
+        if int(old.stem.rpartition("-")[2]) < epoch - 1:  # a process that still maps it can go on using it
+            old.unlink(missing_ok=True)
     advise(sums, random=True)
     return sums
 
 
-def _fill(sums: NDArray[np.int64], count_at: CountAt) -> None:
-    before = 0
-    for start in range(0, len(sums), BLOCK):
-        block = sums[start : start + BLOCK]
-        np.cumsum(count_at(np.arange(start, start + len(block), dtype=np.int64)), out=block)
-        block += before
-        before = int(block[-1])
-
-
-def _delete_old_epochs(path: Path) -> None:
-    """Delete files of epochs before the previous one; a process that still maps such a file can go on using it."""
-    name, _, epoch = path.stem.rpartition("-")
-    for old in path.parent.glob(f"{glob.escape(name)}-*{path.suffix}"):
-        if int(old.stem.rpartition("-")[2]) < int(epoch) - 1:
-            old.unlink(missing_ok=True)
-
-
-def prefix_sums_path(folder: Path | None, store: TokenStore, epoch: int, *settings: int | str) -> Path | None:
-    """The cache file; its name depends on the store, the documents of it, the epoch and the settings."""
-    if folder is None:
-        return None
+def cache_key(store: TokenStore, *settings: object) -> str:
+    """A hash of a store, the documents of it, and settings."""
     stat = store.index.path.stat()
     documents = [store.first_document, store.document_count]
-    key = hash_json([str(store.prefix.resolve()), stat.st_size, stat.st_mtime_ns, *documents, *settings])
-    return folder / f"{store.prefix.name}-{key[:20]}-{epoch}.sums"
+    return hash_json([str(store.prefix.resolve()), stat.st_size, stat.st_mtime_ns, *documents, *settings])[:20]
+
+
+def cached_array(path: Path | None, dtype: Any, blocks: Callable[[], Iterable[NDArray[Any]]]) -> NDArray[Any]:
+    """The blocks as one flat array: in memory, or memory-mapped from a file that one process writes and all share."""
+    if path is None:
+        return np.concatenate([np.zeros(0, dtype), *(block.ravel() for block in blocks())])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path.with_name("lock"), None):
+        if not path.exists():
+            with atomic_writer(path) as stream:
+                for block in blocks():
+                    stream.write(np.ascontiguousarray(block, dtype).data)
+    return np.memmap(path, dtype, "r")

@@ -18,24 +18,21 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from textmill.config import TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.ranges import expand_ranges
 from textmill.tokens.batches.batch import (
     IGNORED,
-    CountAt,
-    SampleArrays,
-    SampleDocuments,
+    Batch,
+    Numbers,
     check_ids,
     gather_ranges,
+    number_spans,
     permute,
     prefix_sums,
-    prefix_sums_path,
     shuffle_in_epoch,
 )
-from textmill.tokens.batches.packed import number_spans
 from textmill.tokens.splits import Splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -79,21 +76,24 @@ class ChatLayout:
         self.vocab = vocab
         self.ids, self.loss_mask = np.asarray(store.ids), np.asarray(store.loss_mask)
 
-        def build_counts() -> CountAt:
-            lengths = store.document_lengths()
-            return lambda positions: np.clip(lengths[self._document_at(positions)].astype(np.int64) - 1, 0, length)
-
-        path = prefix_sums_path(folder, store, 0, "chat", length, "as it is" if seed is None else seed)
-        self.ends = prefix_sums(len(store), build_counts, path)
+        self.ends = prefix_sums(
+            store,
+            lambda lengths, positions: np.clip(lengths[self._document_at(positions)] - 1, 0, length),
+            folder,
+            0,
+            "chat",
+            length,
+            "as it is" if seed is None else seed,
+        )
         self.firsts = _first_conversations(self.ends, length) if pack else np.arange(len(store))
         store.advise(random=seed is not None)
         self.samples_per_epoch = len(self.firsts)
         if not self.samples_per_epoch:
             raise TextmillError(f"{store.prefix}: has no conversations to train on; add some")
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+    def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""
-        rows, conversations = self._find(samples)
+        rows, conversations = self.find_documents(samples)
         edges = self.store.document_starts(np.stack([conversations, conversations + 1]))
         counts = np.clip(edges[1] - edges[0] - 1, 0, self.length)
         starts = edges[1] - counts - 1 if self.truncate == "start" else edges[0]
@@ -106,19 +106,15 @@ class ChatLayout:
         check_ids(targets, self.vocab, self.store.prefix)
         labels[filled] = np.where(gather_ranges(self.loss_mask, starts + 1, counts) > 0, targets, np.int32(IGNORED))
         if not self.pack:
-            return SampleArrays(inputs, labels)
+            return Batch(inputs, labels, samples)
         documents = np.zeros_like(inputs)
         documents[filled] = np.repeat(number_spans(rows), counts)
-        return SampleArrays(inputs, labels, documents)
+        return Batch(inputs, labels, samples, documents)
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The conversations in these samples."""
-        return SampleDocuments(*self._find(samples))
-
-    def _document_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _document_at(self, positions: Numbers) -> Numbers:
         return positions if self.seed is None else permute(len(self.store), positions, self.seed, _CONVERSATIONS_KEY)
 
-    def _find(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
         """(row, conversation) for every conversation in these samples."""
         bins = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
         first = self.firsts[bins]
@@ -128,7 +124,7 @@ class ChatLayout:
         return rows, self._document_at(positions)
 
 
-def _first_conversations(ends: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def _first_conversations(ends: Numbers, length: int) -> Numbers:
     """The first conversation of each sample (next-fit packing: in order, until the next one does not fit)."""
     before = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else np.zeros(0, np.int64)
     following = np.searchsorted(ends, before + length, side="right")
@@ -248,9 +244,7 @@ def count_conversations(store: TokenStore, length: int, truncate: str, stop: int
     return counts
 
 
-def kept_range(
-    firsts: NDArray[np.int64], lasts: NDArray[np.int64], length: int, truncate: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def kept_range(firsts: Numbers, lasts: Numbers, length: int, truncate: str) -> tuple[Numbers, Numbers]:
     """The range of labels left after truncation; the first token of a conversation is never a label."""
     if truncate == "start":
         return np.maximum(firsts + 1, lasts - length), lasts

@@ -13,28 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from textmill.config import RunConfig
 from textmill.config.tokenizer import FeaturesConfig
-from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
-from textmill.storage.files import atomic_writer, file_lock, hash_json
+from textmill.storage.files import atomic_writer, hash_json
 from textmill.tokens.batches.batch import (
     IGNORED,
-    CountAt,
-    SampleArrays,
-    SampleDocuments,
+    Batch,
+    Numbers,
+    cached_array,
     check_ids,
     gather_ranges,
     prefix_sums,
-    prefix_sums_path,
     shuffle_in_epoch,
 )
 from textmill.tokens.existing_tokens import IDS, LABELS, MASK, PAIR, TYPES, ListColumn, Table, has_masked_rows
-from textmill.tokens.split_files import make_file_folder, write_split_files
 from textmill.tokens.splits import FeatureRows
 from textmill.tokens.store import TokenStore, advise, open_store
-from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 _ROWS_KEY = 4
 """Key of the shuffle of rows."""
@@ -69,62 +64,56 @@ class FeaturesLayout:
         self.row_array = map_rows(features.table, length, folder)
         advise(self.row_array, random=seed is not None)
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+    def build_samples(self, samples: Numbers) -> Batch:
         """The rows with these numbers."""
         rows = np.asarray(self.row_array[self._positions(samples)])
-        inputs, labels, *masked = (rows[:, number] for number in range(rows.shape[1]))
-        if masked and not self.pairs:
-            del masked[-1]
+        inputs = rows[:, 0]
+        labels = rows[:, 1]
         check_ids(inputs.ravel(), self.vocab, self.features.table.files[0].parent)
         check_ids(labels[labels != IGNORED], self.vocab, self.features.table.files[0].parent)
-        return SampleArrays(inputs, labels, *masked)
+        if rows.shape[1] == 2:
+            return Batch(inputs, labels, samples)
+        return Batch(inputs, labels, samples, rows[:, 2], rows[:, 3], rows[:, 4] if self.pairs else None)
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The document of each row."""
-        positions = self._positions(samples)
-        return SampleDocuments(
-            np.arange(len(samples)),
-            positions if self.features.rule is None else np.searchsorted(self._document_ends, positions, side="right"),
-        )
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(row, document) of each sample."""
+        documents = self._positions(samples)
+        if self.features.rule is not None:
+            documents = np.searchsorted(self._document_ends, documents, side="right")
+        return np.arange(len(samples)), documents
 
-    def _positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _positions(self, samples: Numbers) -> Numbers:
         return shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _ROWS_KEY)
 
     @cached_property
-    def _document_ends(self) -> NDArray[np.int64]:
+    def _document_ends(self) -> Numbers:
         """The number of rows up to the end of each document."""
         rule = self.features.rule
         end_tokens = int(self.features.has_end_token)
         assert rule is not None
 
-        def build_counts() -> CountAt:
-            lengths = self.store.document_lengths()
-            return lambda documents: count_feature_rows(lengths[documents] - end_tokens, rule)
-
-        settings = hash_json([rule.model_dump(), end_tokens])
-        path = prefix_sums_path(self.folder, self.store, 0, "features", settings)
-        return prefix_sums(len(self.store), build_counts, path)
+        return prefix_sums(
+            self.store,
+            lambda lengths, documents: count_feature_rows(lengths[documents] - end_tokens, rule),
+            self.folder,
+            0,
+            "features",
+            hash_json([rule.model_dump(), end_tokens]),
+        )
 
 
 def map_rows(table: Table, length: int, folder: Path | None) -> NDArray[np.int32]:
     """All rows as [rows, arrays, length]: in memory, or memory-mapped from a cache file in `folder`.
 
-    The arrays are inputs and labels; for BERT also documents, types and pair labels. One process writes the cache file
-    while the others wait.
+    The arrays are inputs and labels; for BERT also documents, types and pair labels.
     """
     arrays = 5 if has_masked_rows(table) else 2
-    shape = (table.count, arrays, length)
-    if folder is None:
-        return np.concatenate([*_blocks(table, length, arrays), np.empty((0, arrays, length), np.int32)])
-    states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in table.files]
-    path = folder / f"features-{hash_json([states, table.first, table.count, length])[:20]}.rows"
-    folder.mkdir(parents=True, exist_ok=True)
-    with file_lock(path.with_name("lock"), None):
-        if not path.exists():
-            with atomic_writer(path) as stream:
-                for block in _blocks(table, length, arrays):
-                    stream.write(block.data)
-    return np.memmap(path, np.int32, "r", shape=shape)
+    path = None
+    if folder is not None:
+        states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in table.files]
+        path = folder / f"features-{hash_json([states, table.first, table.count, length])[:20]}.rows"
+    rows = cached_array(path, np.int32, lambda: _blocks(table, length, arrays))
+    return rows.reshape(table.count, arrays, length)
 
 
 def _blocks(table: Table, length: int, arrays: int) -> Iterator[NDArray[np.int32]]:
@@ -145,7 +134,7 @@ def _blocks(table: Table, length: int, arrays: int) -> Iterator[NDArray[np.int32
         yield np.stack([inputs, labels, mask, types, pairs], axis=1).astype(np.int32)
 
 
-def _check_classes(types: NDArray[np.int64], pairs: NDArray[np.int64], where: Path, first: int) -> None:
+def _check_classes(types: Numbers, pairs: Numbers, where: Path, first: int) -> None:
     """Raise an error for segments other than 0 and 1, and for labels of pairs other than these and none."""
     for name, values, least in ((TYPES, types, 0), (PAIR, pairs, IGNORED)):
         if wrong := np.flatnonzero(((values < least) | (values > 1)).any(1)).tolist():
@@ -155,7 +144,7 @@ def _check_classes(types: NDArray[np.int64], pairs: NDArray[np.int64], where: Pa
             )
 
 
-def _as_matrix(column: ListColumn, length: int, where: Path) -> NDArray[np.int64]:
+def _as_matrix(column: ListColumn, length: int, where: Path) -> Numbers:
     """[rows, length]; raises an error if a row has another length or a number does not fit into 32 bits."""
     if wrong := np.flatnonzero(column.lengths != length).tolist():
         found = int(column.lengths[wrong[0]])
@@ -169,7 +158,7 @@ def _as_matrix(column: ListColumn, length: int, where: Path) -> NDArray[np.int64
     return values
 
 
-def _check_shifted(inputs: NDArray[np.int64], labels: NDArray[np.int64], path: Path, first: int) -> None:
+def _check_shifted(inputs: Numbers, labels: Numbers, path: Path, first: int) -> None:
     """Raise an error if labels are not shifted: labels equal to the inputs would train a net to copy its input."""
     wrong = (labels[:, :-1] != IGNORED) & (labels[:, :-1] != inputs[:, 1:])
     if wrong.any():
@@ -194,11 +183,11 @@ ROW_GROUP_TOKENS = 1 << 20
 class Chunks:
     """Ranges of documents, in the order of the documents."""
 
-    documents: NDArray[np.int64]
+    documents: Numbers
     """The document of each chunk."""
-    starts: NDArray[np.int64]
+    starts: Numbers
     """Where the chunk starts in its document."""
-    counts: NDArray[np.int64]
+    counts: Numbers
     """How many tokens the chunk has."""
 
 
@@ -217,7 +206,7 @@ class FeatureFile:
     """The token at the start and at the end of each row."""
 
 
-def count_feature_rows(lengths: NDArray[Any], rule: FeaturesConfig) -> NDArray[np.int64]:
+def count_feature_rows(lengths: NDArray[Any], rule: FeaturesConfig) -> Numbers:
     """How many rows documents of these lengths give: one every `stride` tokens while enough tokens are left.
 
     With a stride of 4, a document of 10 tokens has starts at 0, 4 and 8, where 10, 6 and 2 tokens are left. If 2 are
@@ -226,7 +215,7 @@ def count_feature_rows(lengths: NDArray[Any], rule: FeaturesConfig) -> NDArray[n
     too_few = rule.min_length - rule.reserved_tokens
     starts = -(-lengths // rule.stride)
     starts_with_enough = -(-(lengths - too_few) // rule.stride)
-    rows: NDArray[np.int64] = np.maximum(np.minimum(starts, starts_with_enough), 0).astype(np.int64)
+    rows: Numbers = np.maximum(np.minimum(starts, starts_with_enough), 0).astype(np.int64)
     return rows
 
 
@@ -239,9 +228,7 @@ def cut_chunks(lengths: NDArray[Any], rule: FeaturesConfig) -> Chunks:
     return Chunks(documents, starts, np.minimum(lengths[documents] - starts, most))
 
 
-def build_rows(
-    ids: NDArray[Any], counts: NDArray[np.int64], rule: FeaturesConfig, special: int
-) -> dict[str, NDArray[Any]]:
+def build_rows(ids: NDArray[Any], counts: Numbers, rule: FeaturesConfig, special: int) -> dict[str, NDArray[Any]]:
     """Build rows from chunks, which are concatenated in `ids`: special token, chunk, special token, padding.
 
     Padding has attention mask 0 and no loss.
@@ -262,19 +249,9 @@ def build_rows(
     }
 
 
-def write_features(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
-    """If `tokens.kind=features`, write the rows of every split in `folder`; return length and checksum of each file."""
-    if config.tokens.kind != "features":
-        return {}
-    make_file_folder(folder / FOLDER)
-    special = open_tokenizer(config.folder_of("tokenizer")).end
-    tasks = [task for split in SPLITS for task in _plan_files(config, folder, split, special)]
-    rows, files = write_split_files(config, tasks, write_file, "features")
-    print(f"tokenize: {rows:,} rows of {config.tokens.features.max_length} tokens in {len(tasks)} files of {FOLDER}/")
-    return files
-
-
-def _plan_files(config: RunConfig, folder: Path, split: str, special: int) -> list[FeatureFile]:
+def plan_feature_files(
+    folder: Path, split: str, rule: FeaturesConfig, *, has_end_token: bool, special: int
+) -> list[FeatureFile]:
     """Divide a store into files of about FILE_TOKENS tokens; the borders depend only on the documents."""
     store = open_store(folder / split)
     if not len(store):
@@ -284,14 +261,21 @@ def _plan_files(config: RunConfig, folder: Path, split: str, special: int) -> li
     cuts = np.searchsorted(ends, store.tokens * np.arange(1, count) // count, side="right")
     edges = [0, *sorted(set(cuts.tolist()) - {0, len(store)}), len(store)]
     total = len(edges) - 1
-    shared = (config.tokens.features, config.tokens.append_end, special)
-    paths = [folder / FOLDER / f"{split}-{number:05d}-of-{total:05d}.parquet" for number in range(total)]
     return [
-        FeatureFile(store.prefix, edges[number], edges[number + 1], path, *shared) for number, path in enumerate(paths)
+        FeatureFile(
+            store.prefix,
+            edges[number],
+            edges[number + 1],
+            folder / FOLDER / f"{split}-{number:05d}-of-{total:05d}.parquet",
+            rule,
+            has_end_token,
+            special,
+        )
+        for number in range(total)
     ]
 
 
-def write_file(task: FeatureFile) -> int:
+def write_feature_file(task: FeatureFile) -> int:
     """Write one file of rows unless it exists already; return its number of rows."""
     if not task.path.exists():
         options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}

@@ -6,14 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import (
-    IGNORED,
-    SampleArrays,
-    SampleDocuments,
-    check_ids,
-    gather_ranges,
-    shuffle_in_epoch,
-)
+from textmill.tokens.batches.batch import IGNORED, Batch, Numbers, check_ids, gather_ranges, shuffle_in_epoch
 from textmill.tokens.store import TokenStore
 
 _SAMPLES_KEY = 10
@@ -45,7 +38,7 @@ class LabelledLayout:
         self.samples_per_epoch = len(store)
         store.advise(random=seed is not None)
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+    def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""
         chosen = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
         edges = self.store.document_starts(np.stack([chosen, chosen + 1]))
@@ -63,12 +56,13 @@ class LabelledLayout:
         labels = np.full(filled.shape, IGNORED, np.int32)
         inputs[filled], labels[filled] = (gather_ranges(array, starts, counts) for array in (self.ids, self.labels))
         check_ids(inputs[filled], self.vocab, self.store.prefix)
-        return SampleArrays(inputs, labels, filled.astype(np.int32), find_types(inputs, filled, self.separator))
+        types = find_types(inputs, filled, self.separator)
+        return Batch(inputs, labels, samples, filled.astype(np.int32), types)
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The document of each sample."""
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(row, document) of each sample."""
         chosen = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
-        return SampleDocuments(np.arange(len(samples)), chosen)
+        return np.arange(len(samples)), chosen
 
 
 def find_types(inputs: NDArray[np.int32], filled: NDArray[np.bool_], separator: int) -> NDArray[np.int32]:

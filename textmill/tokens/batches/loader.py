@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from textmill.config import TrainConfig
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import IGNORED, Batch, Layout, SampleArrays
+from textmill.tokens.batches.batch import IGNORED, Batch, Layout, Numbers
 from textmill.tokens.batches.blend import BatchSizes, Blend, BlendRange, DataRange, blends_of, sizes_of
 from textmill.tokens.batches.chat import ChatLayout
 from textmill.tokens.batches.features import FeaturesLayout
@@ -29,6 +29,26 @@ from textmill.tokens.existing_tokens import has_masked_rows
 from textmill.tokens.splits import FeatureRows, Splits, WeightedStore
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+
+def open_batches(
+    train: TrainConfig, splits: Splits, *, length: int, folder: Path | None, history: Sequence[DataRange] = ()
+) -> Batches:
+    """The batches of the train split, blended by weight; large indexes are cached in `folder`.
+
+    `history` are the step ranges of a run whose batch or blend was changed, the last with today's settings.
+    """
+    stores = splits.by_split["train"]
+    layouts = [_build_layout(train, weighted, splits.tokenizer, length, train.seed, folder) for weighted in stores]
+    ranges = history or [DataRange(0, train.batch, train.batch_rampup, splits.sources)]
+    sizes = sizes_of(ranges)
+    return Batches(
+        layouts,
+        [weighted.weight for weighted in stores],
+        sizes,
+        [weighted.store for weighted in stores],
+        blends_of(ranges, sizes) if splits.sources else (),
+    )
 
 
 class Batches:
@@ -61,29 +81,27 @@ class Batches:
         batch = self.samples_at(self._sample_numbers(step)[part])
         return batch if self.teacher is None else self.teacher.attach(batch)
 
-    def samples_at(self, samples: NDArray[np.int64]) -> Batch:
+    def samples_at(self, samples: Numbers) -> Batch:
         """The samples with these numbers, counted from the start of the run."""
         for mapped in self.stores:
             mapped.check_mapped()
         stores, numbers = self._locate(samples)
         if len(np.unique(stores)) <= 1:
             store = int(stores[0]) if len(stores) else 0
-            return _batch_of(self.layouts[store].build_samples(numbers), samples)
-        parts = []
-        for store, rows in _rows_by_store(stores):
-            parts.append((rows, self.layouts[store].build_samples(numbers[rows])))
-        return _batch_of(_merge(parts), samples)
+            return replace(self.layouts[store].build_samples(numbers), samples=samples)
+        parts = [(rows, self.layouts[store].build_samples(numbers[rows])) for store, rows in _rows_by_store(stores)]
+        return replace(_merge(parts), samples=samples)
 
     def documents_at(self, step: int) -> Iterator[tuple[int, int, int]]:
         """(sample, store, document) for every document in the batch of a step."""
         samples = self._sample_numbers(step)
         stores, numbers = self._locate(samples)
         for store, rows in _rows_by_store(stores):
-            in_samples = self.layouts[store].find_documents(numbers[rows])
-            for row, document in zip(in_samples.rows.tolist(), in_samples.documents.tolist(), strict=True):
+            found_rows, documents = self.layouts[store].find_documents(numbers[rows])
+            for row, document in zip(found_rows.tolist(), documents.tolist(), strict=True):
                 yield int(samples[rows[row]]), store, document
 
-    def _locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers]:
         """(layout, number of the sample within its store) for each sample of the run."""
         layouts = np.zeros_like(samples)
         numbers = np.zeros_like(samples)
@@ -103,70 +121,30 @@ class Batches:
             numbers[rows] = numbers_in_range + taken_by_store[stores]
         return layouts, numbers
 
-    def _sample_numbers(self, step: int) -> NDArray[np.int64]:
+    def _sample_numbers(self, step: int) -> Numbers:
         return np.arange(self.sizes.samples_before(step), self.sizes.samples_before(step + 1), dtype=np.int64)
 
 
-def batches_in_order(layouts: Sequence[Layout], batch: int, stores: Sequence[TokenStore] = ()) -> Iterator[Batch]:
-    """Every sample of every layout once, one layout after the other; `stores` are checked before each batch."""
-    before = 0
-    for layout in layouts:
-        for start in range(0, layout.samples_per_epoch, batch):
-            for mapped in stores:
-                mapped.check_mapped()
-            numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
-            arrays = layout.build_samples(numbers)
-            yield _batch_of(arrays, before + numbers)
-        before += layout.samples_per_epoch
+def _merge(parts: list[tuple[Numbers, Batch]]) -> Batch:
+    """Put the samples of all stores back into the order of the batch; a part has its rows there and its samples."""
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+    batches = [batch for _, batch in parts]
+    if any(batch.pair_labels is not None for batch in batches):  # a store without pairs has no labels of pairs
+        batches = [
+            replace(batch, pair_labels=np.full_like(batch.labels, IGNORED)) if batch.pair_labels is None else batch
+            for batch in batches
+        ]
+    merged: dict[str, Any] = {}
+    for name in ("inputs", "labels", "samples", "documents", "types", "pair_labels"):
+        arrays = [getattr(batch, name) for batch in batches]
+        if arrays[0] is not None:
+            merged[name] = np.concatenate(arrays)[order]
+    return Batch(**merged)
 
 
-def _batch_of(arrays: SampleArrays, samples: NDArray[np.int64]) -> Batch:
-    return Batch(samples=samples, **vars(arrays))
-
-
-def _rows_by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _rows_by_store(stores: Numbers) -> Iterator[tuple[int, Numbers]]:
     for store in np.unique(stores).tolist():
         yield store, np.flatnonzero(stores == store)
-
-
-def _merge(parts: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
-    """Put the samples of all stores back into the order of the batch; a part has its rows there and their arrays."""
-    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
-    if any(arrays.pair_labels is not None for _, arrays in parts):
-        parts = [(rows, _with_pair_labels(arrays)) for rows, arrays in parts]
-    merged = {}
-    for name in SampleArrays.__dataclass_fields__:
-        values = [getattr(arrays, name) for _, arrays in parts]
-        if values[0] is not None:
-            merged[name] = np.concatenate(values)[order]
-    return SampleArrays(**merged)
-
-
-def _with_pair_labels(arrays: SampleArrays) -> SampleArrays:
-    """The arrays of a store, with labels of pairs even if it has no pairs."""
-    if arrays.pair_labels is not None:
-        return arrays
-    return replace(arrays, pair_labels=np.full_like(arrays.labels, IGNORED))
-
-
-def open_batches(
-    train: TrainConfig, splits: Splits, *, length: int, folder: Path | None, history: Sequence[DataRange] = ()
-) -> Batches:
-    """The batches of the train split, blended by weight; large indexes are cached in `folder`.
-
-    `history` are the step ranges of a run whose batch or blend was changed, the last with today's settings.
-    """
-    stores = splits.by_split["train"]
-    layouts = [_build_layout(train, weighted, splits.tokenizer, length, train.seed, folder) for weighted in stores]
-    ranges = history or [DataRange(0, train.batch, train.batch_rampup, splits.sources)]
-    sizes = sizes_of(ranges)
-    return Batches(
-        layouts,
-        [weighted.weight for weighted in stores],
-        sizes,
-        [weighted.store for weighted in stores],
-        blends_of(ranges, sizes) if splits.sources else (),
-    )
 
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
@@ -201,6 +179,18 @@ def _has_samples(train: TrainConfig, weighted: WeightedStore) -> bool:
     return (
         weighted.store.tokens > 1 if train.layout == "packed" else bool((weighted.store.document_lengths() > 1).any())
     )
+
+
+def batches_in_order(layouts: Sequence[Layout], batch: int, stores: Sequence[TokenStore] = ()) -> Iterator[Batch]:
+    """Every sample of every layout once, one layout after the other; `stores` are checked before each batch."""
+    before = 0
+    for layout in layouts:
+        for start in range(0, layout.samples_per_epoch, batch):
+            for mapped in stores:
+                mapped.check_mapped()
+            numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
+            yield replace(layout.build_samples(numbers), samples=before + numbers)
+        before += layout.samples_per_epoch
 
 
 def _build_layout(

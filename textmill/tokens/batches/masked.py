@@ -22,18 +22,19 @@ from textmill.config import MaskedConfig
 from textmill.counters import hash_counters
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
-from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.batches.batch import (
     IGNORED,
-    SampleArrays,
-    SampleDocuments,
+    Batch,
+    Numbers,
+    cache_key,
+    cached_array,
     check_ids,
     gather_ranges,
+    number_spans,
     shuffle_in_epoch,
 )
 from textmill.tokens.batches.masking import MaskedTokens, choose_tokens, replace_tokens
-from textmill.tokens.batches.packed import number_spans
-from textmill.tokens.batches.sentence_pairs import FullSentences, Numbers, Segments, SentencePairs, Sentences
+from textmill.tokens.batches.sentence_pairs import FullSentences, Segments, SentencePairs, Sentences
 from textmill.tokens.store import TokenStore
 
 _SAMPLES_KEY = 8
@@ -96,7 +97,7 @@ class MaskedLayout:
         store.advise(random=seed is not None)
         self.samples_per_epoch = len(self.row_starts) - 1
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+    def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""
         rows, spans, keys = self._find_spans(samples)
         segments = self.source.find_segments(spans, keys)
@@ -112,9 +113,12 @@ class MaskedLayout:
         tokens_per_row = np.bincount(rows, joined.lengths, len(samples)).astype(np.int64)
         is_text = np.arange(self.length) < tokens_per_row[:, None]
         pair_labels = None
-        if segments.labels is not None:
-            pair_labels = _split_into_rows(_label_pairs(joined, segments.labels), is_text, IGNORED)
-        return SampleArrays(
+        if segments.labels is not None:  # the label of each span at its [CLS]
+            label_by_token = np.full(len(joined.ids), IGNORED, np.int32)
+            label_by_token[joined.starts] = segments.labels
+            pair_labels = _split_into_rows(label_by_token, is_text, IGNORED)
+        return Batch(
+            samples=samples,
             inputs=_split_into_rows(inputs, is_text, self.tokens.pad),
             labels=_split_into_rows(labels, is_text, IGNORED),
             documents=_split_into_rows(documents, is_text, 0),
@@ -122,15 +126,15 @@ class MaskedLayout:
             pair_labels=pair_labels,
         )
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The documents in these samples, each once per sample."""
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(row, document) for every document in these samples, each once per sample."""
         rows, spans, keys = self._find_spans(samples)
         documents_of_segments = self.source.find_documents(spans, keys)
         pairs = np.concatenate([np.stack([rows, documents], axis=1) for documents in documents_of_segments])
         found = np.unique(pairs, axis=0)
-        return SampleDocuments(found[:, 0], found[:, 1])
+        return found[:, 0], found[:, 1]
 
-    def _find_spans(self, samples: NDArray[np.int64]) -> tuple[Numbers, Numbers, NDArray[np.uint64]]:
+    def _find_spans(self, samples: Numbers) -> tuple[Numbers, Numbers, NDArray[np.uint64]]:
         """(row, span, key of its random numbers in this epoch) for every span in these samples."""
         epochs = samples // self.samples_per_epoch
         packed = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
@@ -178,27 +182,20 @@ class MaskedLayout:
         return SentencePairs(self.sentences, settings.pairs, longest, settings.short_probability, self.seed or 0)
 
     def _open_packing(self, settings: MaskedConfig, folder: Path | None) -> tuple[Numbers, Numbers]:
-        """`_pack_spans`, memory-mapped from a cache file; one process writes it while the others wait."""
-        if folder is None:
-            return self._pack_spans(settings)
-        path = folder / f"{self.store.prefix.name}-{self._cache_key(settings)}.spans"
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(path.with_name("lock"), None):
-            if not path.exists():
-                _write_packing(path, *self._pack_spans(settings))
-        return _map_packing(path)
+        """(spans in the order of the rows, the first span of each row and where the last row ends), maybe of a cache.
 
-    def _cache_key(self, settings: MaskedConfig) -> str:
-        """A hash of all that the packing depends on."""
-        stat = self.store.index.path.stat()
-        index = [str(self.store.prefix.resolve()), stat.st_size, stat.st_mtime_ns]
-        documents = [self.store.first_document, self.store.document_count]
-        rules = [settings.pairs, settings.pack, settings.short_probability, self.length, self.seed or 0]
-        tokens = [self.tokens.begin, self.tokens.end]
-        return hash_json([*index, *documents, *rules, *tokens])[:20]
+        The cache file has the number of spans, three numbers per span, and the row starts.
+        """
+        path = None
+        if folder is not None:
+            rules = [settings.pairs, settings.pack, settings.short_probability, self.length, self.seed or 0]
+            key = cache_key(self.store, *rules, self.tokens.begin, self.tokens.end)
+            path = folder / f"{self.store.prefix.name}-{key}.spans"
+        numbers = cached_array(path, np.int64, lambda: self._pack_spans(settings))
+        spans_end = 1 + 3 * int(numbers[0])
+        return numbers[1:spans_end].reshape(-1, 3), numbers[spans_end:]
 
-    def _pack_spans(self, settings: MaskedConfig) -> tuple[Numbers, Numbers]:
-        """(spans in the order of the rows, the first span of each row and where the last row ends)."""
+    def _pack_spans(self, settings: MaskedConfig) -> tuple[Numbers, Numbers, Numbers]:
         spans = np.concatenate([np.zeros((0, 3), np.int64), *self.source.find_spans()])
         if not len(spans):
             missing = (
@@ -208,11 +205,12 @@ class MaskedLayout:
                 f"corpus.sentences=split and tokens.level=sentence, or set train.masked.pairs=none"
             )
             raise TextmillError(f"{self.store.prefix}: {missing}")
-        if not settings.pack:
-            return spans, np.arange(len(spans) + 1)
-        max_tokens = spans[:, 2]
-        order, row_starts = pack_rows(max_tokens + self.special_tokens, self.length)
-        return spans[order], row_starts
+        row_starts = np.arange(len(spans) + 1)
+        if settings.pack:
+            max_tokens = spans[:, 2]
+            order, row_starts = pack_rows(max_tokens + self.special_tokens, self.length)
+            spans = spans[order]
+        return np.array([len(spans)]), spans, row_starts
 
 
 def _split_into_rows(values: NDArray[np.int32], is_text: NDArray[np.bool_], padding: int) -> NDArray[np.int32]:
@@ -220,27 +218,6 @@ def _split_into_rows(values: NDArray[np.int32], is_text: NDArray[np.bool_], padd
     rows = np.full(is_text.shape, padding, np.int32)
     rows[is_text] = values
     return rows
-
-
-def _label_pairs(joined: JoinedSpans, labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The label of each span at its [CLS]; -100 elsewhere."""
-    pair_labels = np.full(len(joined.ids), IGNORED, np.int32)
-    pair_labels[joined.starts] = labels
-    return pair_labels
-
-
-def _write_packing(path: Path, spans: Numbers, row_starts: Numbers) -> None:
-    """Write the number of spans, three numbers per span, and the row starts, all as int64."""
-    with atomic_writer(path) as stream:
-        for numbers in (np.array([len(spans)]), spans, row_starts):
-            stream.write(np.ascontiguousarray(numbers, np.int64).data)
-
-
-def _map_packing(path: Path) -> tuple[Numbers, Numbers]:
-    """The spans and row starts of `_write_packing`."""
-    numbers = np.memmap(path, np.int64, "r")
-    spans_end = 1 + 3 * int(numbers[0])
-    return numbers[1:spans_end].reshape(-1, 3), numbers[spans_end:]
 
 
 def has_spans(store: TokenStore, settings: MaskedConfig) -> bool:
@@ -254,7 +231,7 @@ Pattern = tuple[tuple[int, ...], int]
 """The lengths of the items in a row, and how many rows have these lengths."""
 
 
-def pack_rows(lengths: NDArray[np.int64], longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pack_rows(lengths: Numbers, longest: int) -> tuple[Numbers, Numbers]:
     """(items in the order of their rows, where each row starts in that order and where the last one ends).
 
     Items of the lengths 5, 3, 2, 6, 1, 3 in rows of 8 -> items [0 1 | 3 2 | 5 4] (5 + 3, 6 + 2, 3 + 1), rows at

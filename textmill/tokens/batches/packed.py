@@ -26,14 +26,12 @@ from textmill.ranges import expand_ranges
 from textmill.tokens.batches.batch import (
     IGNORED,
     Batch,
-    CountAt,
-    SampleArrays,
-    SampleDocuments,
+    Numbers,
     check_ids,
     gather_ranges,
+    number_spans,
     permute,
     prefix_sums,
-    prefix_sums_path,
 )
 from textmill.tokens.store import TokenStore
 
@@ -46,13 +44,13 @@ _WINDOWS_KEY = 2
 class Spans:
     """The document ranges that a set of windows consists of, in the order of the windows."""
 
-    rows: NDArray[np.int64]
+    rows: Numbers
     """Which of the requested windows each span belongs to: 0 for the first, 1 for the second ..."""
-    documents: NDArray[np.int64]
+    documents: Numbers
     """The document that it comes from."""
-    starts: NDArray[np.int64]
+    starts: Numbers
     """Its first token, as an index into the ids of the store."""
-    counts: NDArray[np.int64]
+    counts: Numbers
     """How many tokens it has."""
 
 
@@ -88,16 +86,16 @@ class PackedLayout:
             )
         self.document_ends = lru_cache(maxsize=2)(self._document_ends)
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
-        """Build the windows with these numbers."""
+    def build_samples(self, samples: Numbers) -> Batch:
+        """The windows with these numbers."""
         inputs = np.empty((len(samples), self.length), np.int32)
         labels = np.empty_like(inputs)
         documents = np.empty_like(inputs) if self.isolate_documents else None
-        for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch):
-            spans = self._find_spans(epoch, samples[rows] % self.samples_per_epoch)
+        for rows, spans in self._spans_by_epoch(samples):
             ids = gather_ranges(self.ids, spans.starts, spans.counts).reshape(len(rows), self.length + 1)
             check_ids(ids.ravel(), self.vocab, self.store.prefix)
-            inputs[rows], labels[rows] = ids[:, :-1], ids[:, 1:]
+            inputs[rows] = ids[:, :-1]
+            labels[rows] = ids[:, 1:]
             if documents is not None:
                 numbers = np.repeat(number_spans(spans.rows), spans.counts).reshape(ids.shape)
                 documents[rows] = numbers[:, :-1]
@@ -105,103 +103,68 @@ class PackedLayout:
         if self.seed is None:  # for evaluation: the tokens that fill up the last window must not have loss twice
             targets = (samples % self.samples_per_epoch * self.length)[:, None] + np.arange(1, self.length + 1)
             labels[targets >= self.store.tokens] = IGNORED
-        return SampleArrays(inputs, labels, documents)
+        return Batch(inputs, labels, samples, documents)
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The documents in these windows."""
-        sample_rows = []
-        documents = []
-        for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch):
-            spans = self._find_spans(epoch, samples[rows] % self.samples_per_epoch)
-            sample_rows.append(rows[spans.rows])
-            documents.append(spans.documents)
-        return SampleDocuments(np.concatenate(sample_rows), np.concatenate(documents))
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(row, document) for every document in these windows."""
+        found = [(rows[spans.rows], spans.documents) for rows, spans in self._spans_by_epoch(samples)]
+        return np.concatenate([rows for rows, _ in found]), np.concatenate([documents for _, documents in found])
 
-    def _document_at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the documents at these positions of the epoch's order."""
-        return positions if self.seed is None else permute(len(self.store), positions, self.seed, _DOCUMENTS_KEY, epoch)
+    def _spans_by_epoch(self, samples: Numbers) -> Iterator[tuple[Numbers, Spans]]:
+        """For each epoch that the samples belong to: which of them do, and their spans."""
+        epochs = samples // self.samples_per_epoch
+        for epoch in np.unique(epochs).tolist():
+            rows = np.flatnonzero(epochs == epoch)
+            yield rows, self._find_spans(epoch, samples[rows] % self.samples_per_epoch)
 
-    def _document_ends(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document ends in the epoch's stream of shuffled documents."""
+    def _find_spans(self, epoch: int, positions: Numbers) -> Spans:
+        """The document spans of the windows at these positions of the epoch.
 
-        def build_counts() -> CountAt:
-            lengths = self.store.document_lengths()
-            return lambda positions: lengths[self._document_at(epoch, positions)].astype(np.int64)
-
-        order = "as it is" if self.seed is None else self.seed  # part of the cache key
-        path = prefix_sums_path(self.folder, self.store, epoch, "packed", order)
-        self.store.advise(random=False)
-        ends = prefix_sums(len(self.store), build_counts, path)
-        self.store.advise(random=self.seed is not None)
-        return ends
-
-    def _find_spans(self, epoch: int, positions: NDArray[np.int64]) -> Spans:
-        """Find the document spans of the windows at these positions of the epoch."""
+        If documents end at 12, 20 and 30, the window of 15 tokens from 10 on has spans of 2, 8 and 5 tokens. A window
+        that reaches the end of the epoch goes on at its start, as if the epoch were repeated: its documents are then
+        numbered on, from the number of documents.
+        """
         windows = positions
         if self.seed is not None:
             windows = permute(self.samples_per_epoch, positions, self.seed, _WINDOWS_KEY, epoch)
         ends = self.document_ends(epoch)
-        tokens = self.store.tokens
-        rows = np.arange(len(windows))
-        stream_starts = windows * self.length
-        remaining = np.full(len(windows), self.length + 1)
-        span_groups: list[Spans] = []
-        while len(rows):  # again for windows that reach the end of the epoch and continue at its start
-            counts = np.minimum(remaining, tokens - stream_starts)
-            span_groups.append(self._cut_at_documents(epoch, ends, rows, stream_starts, counts))
-            unfinished = remaining > counts
-            rows = rows[unfinished]
-            remaining = (remaining - counts)[unfinished]
-            stream_starts = np.zeros_like(remaining)
-        if len(span_groups) == 1:
-            return span_groups[0]
-        joined = [
-            np.concatenate([getattr(spans, name) for spans in span_groups])
-            for name in ("rows", "documents", "starts", "counts")
-        ]
-        order = np.argsort(joined[0], kind="stable")
-        return Spans(*(array[order] for array in joined))
 
-    def _cut_at_documents(
-        self,
-        epoch: int,
-        ends: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        stream_starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-    ) -> Spans:
-        """Split ranges of the epoch's token stream at document boundaries; no range may pass the end of the stream.
+        def document_with(token: Numbers) -> Numbers:
+            repeats, place = np.divmod(token, self.store.tokens)
+            return repeats * len(ends) + np.searchsorted(ends, place, side="right")
 
-        If documents end at 12, 20 and 30, the range of 15 tokens from 10 on has spans of 2, 8 and 5 tokens.
-        """
-        first = np.searchsorted(ends, stream_starts, side="right")
-        last = np.searchsorted(ends, stream_starts + counts - 1, side="right")
-        per_range = last - first + 1
-        ranges = np.repeat(np.arange(len(rows)), per_range)
-        positions = expand_ranges(first, per_range)
-        document_stops = np.asarray(ends[positions])
-        document_begins = np.where(positions > 0, np.asarray(ends[np.maximum(positions - 1, 0)]), 0)
-        starts = np.maximum(stream_starts[ranges], document_begins)
-        sizes = np.minimum((stream_starts + counts)[ranges], document_stops) - starts
-        documents = self._document_at(epoch, positions)
-        has_tokens = sizes > 0
-        store_starts = self.store.document_starts(documents) + starts - document_begins
-        return Spans(rows[ranges][has_tokens], documents[has_tokens], store_starts[has_tokens], sizes[has_tokens])
+        window_starts = windows * self.length
+        window_stops = window_starts + self.length + 1
+        first = document_with(window_starts)
+        per_window = document_with(window_stops - 1) - first + 1
+        rows = np.repeat(np.arange(len(windows)), per_window)
+        repeats, places = np.divmod(expand_ranges(first, per_window), len(ends))
+        begins = np.where(places > 0, np.asarray(ends[np.maximum(places - 1, 0)]), 0) + repeats * self.store.tokens
+        stops = np.asarray(ends[places]) + repeats * self.store.tokens
+        starts = np.maximum(window_starts[rows], begins)
+        counts = np.minimum(window_stops[rows], stops) - starts
+        documents = self._document_at(epoch, places)
+        store_starts = self.store.document_starts(documents) + starts - begins
+        has_tokens = counts > 0
+        return Spans(rows[has_tokens], documents[has_tokens], store_starts[has_tokens], counts[has_tokens])
 
+    def _document_at(self, epoch: int, places: Numbers) -> Numbers:
+        """The documents at these places of the epoch's order."""
+        return places if self.seed is None else permute(len(self.store), places, self.seed, _DOCUMENTS_KEY, epoch)
 
-def _rows_by_epoch(samples: NDArray[np.int64], per_epoch: int) -> list[tuple[int, NDArray[np.int64]]]:
-    """Return each epoch that the samples belong to, and which of the samples do."""
-    epochs = samples // per_epoch
-    return [(int(epoch), np.flatnonzero(epochs == epoch)) for epoch in np.unique(epochs)]
-
-
-def number_spans(rows: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Number the spans of each row 1, 2, 3 ...; `rows` is the row of each span, in ascending order.
-
-    [0 0 1 1 1] -> [1 2 1 2 3]
-    """
-    first = np.searchsorted(rows, rows, side="left")
-    return (np.arange(len(rows)) - first + 1).astype(np.int32)
+    def _document_ends(self, epoch: int) -> Numbers:
+        """Where each document ends in the epoch's stream of shuffled documents."""
+        self.store.advise(random=False)
+        ends = prefix_sums(
+            self.store,
+            lambda lengths, places: lengths[self._document_at(epoch, places)],
+            self.folder,
+            epoch,
+            "packed",
+            "as it is" if self.seed is None else self.seed,
+        )
+        self.store.advise(random=self.seed is not None)
+        return ends
 
 
 def count_windows(store: TokenStore, *, length: int, stride: int, first_input: int | None = 0) -> int:
@@ -220,10 +183,11 @@ def window_batches(
     vocab: int | None = None,
     samples: NDArray[np.int64] | None = None,
 ) -> Iterator[Batch]:
-    """Yield windows of `length` tokens that start every `stride` tokens: all of them, or those that `samples` names.
+    """Sliding windows over a complete store for its loss: every token is predicted exactly once.
 
-    Inputs are the labels shifted by one; `first_input` is the input at the first token, which has none before it. If
-    it is None, the first token is only an input.
+    Windows of `length` tokens start every `stride` tokens; `samples` names some of them, default: all. Inputs are the
+    labels shifted by one; `first_input` is the input at the first token, which has none before it. If it is None, the
+    first token is only an input.
 
     The first window has loss on all its tokens. Later windows have loss only on tokens that no earlier window
     predicted. Tokens after the first window have at least `length - stride` tokens of context. The ids 1 to 6 with
@@ -234,7 +198,11 @@ def window_batches(
     """
     if samples is None:
         samples = np.arange(count_windows(store, length=length, stride=stride, first_input=first_input), dtype=np.int64)
-    first_label, pad = (1, int(store.ids[0])) if first_input is None and store.tokens else (0, first_input or 0)
+    first_label = 0
+    pad = first_input or 0
+    if first_input is None and store.tokens:
+        first_label = 1
+        pad = int(store.ids[0])
     for begin in range(0, len(samples), batch):
         store.check_mapped()
         numbers = samples[begin : begin + batch]
@@ -250,4 +218,4 @@ def window_batches(
             if sample:
                 labels[row, : max(0, length - stride)] = IGNORED
         check_ids(labels[labels != IGNORED], vocab, store.prefix)
-        yield Batch(inputs=inputs, labels=labels, samples=numbers)
+        yield Batch(inputs, labels, numbers)

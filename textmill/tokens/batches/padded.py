@@ -11,18 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import (
     IGNORED,
-    CountAt,
-    SampleArrays,
-    SampleDocuments,
+    Batch,
+    Numbers,
     check_ids,
     gather_ranges,
     prefix_sums,
-    prefix_sums_path,
     shuffle_in_epoch,
 )
 from textmill.tokens.store import TokenStore
@@ -57,12 +54,15 @@ class PaddedLayout:
         self.vocab = vocab
         self.ids = np.asarray(store.ids)
 
-        def build_counts() -> CountAt:
-            lengths = store.document_lengths()
-            return lambda documents: _count_samples(lengths[documents].astype(np.int64), length, long_documents)
-
-        path = prefix_sums_path(folder, store, 0, "padded", length, long_documents)
-        self.ends = prefix_sums(len(store), build_counts, path)
+        self.ends = prefix_sums(
+            store,
+            lambda lengths, documents: _count_samples(lengths[documents], length, long_documents),
+            folder,
+            0,
+            "padded",
+            length,
+            long_documents,
+        )
         store.advise(random=seed is not None)
         self.samples_per_epoch = int(self.ends[-1]) if len(self.ends) else 0
         if not self.samples_per_epoch:
@@ -70,7 +70,7 @@ class PaddedLayout:
                 f"{store.prefix}: no document has two tokens, so there is nothing to train on; add text"
             )
 
-    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+    def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""
         documents, parts = self._find(samples)
         edges = self.store.document_starts(np.stack([documents, documents + 1]))
@@ -83,13 +83,13 @@ class PaddedLayout:
         rows[filled] = ids
         if self.end_token is not None:
             rows[edges[1] - starts > self.length + 1, -1] = self.end_token
-        return SampleArrays(rows[:, :-1], np.where(filled[:, 1:], rows[:, 1:], np.int32(IGNORED)))
+        return Batch(rows[:, :-1], np.where(filled[:, 1:], rows[:, 1:], np.int32(IGNORED)), samples)
 
-    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
-        """The document of each sample."""
-        return SampleDocuments(np.arange(len(samples)), self._find(samples)[0])
+    def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(row, document) of each sample."""
+        return np.arange(len(samples)), self._find(samples)[0]
 
-    def _find(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _find(self, samples: Numbers) -> tuple[Numbers, Numbers]:
         """The document of each sample, and which part of the document it is."""
         positions = shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _SAMPLES_KEY)
         documents = np.searchsorted(self.ends, positions, side="right")
@@ -97,7 +97,7 @@ class PaddedLayout:
         return documents, positions - before
 
 
-def _count_samples(lengths: NDArray[np.int64], length: int, long_documents: str) -> NDArray[np.int64]:
+def _count_samples(lengths: Numbers, length: int, long_documents: str) -> Numbers:
     """How many samples each document gives; a document of one token has no loss token and gives none."""
     parts = -(-(lengths - 1) // length)
     return np.maximum(parts if long_documents == "split" else np.minimum(parts, 1), 0)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.counters import draw, hash_counters, to_uniform
+from textmill.tokens.batches.batch import Numbers
 from textmill.tokens.store import TokenStore
 
 _TARGETS_KEY = 7
@@ -190,7 +191,6 @@ def _is_wrong(keys: Keys) -> NDArray[np.bool_]:
     return (draw(keys, _LABEL) & np.uint64(1)).astype(np.bool_)
 
 
-Numbers = NDArray[np.int64]
 BLOCK = 1 << 14
 """Documents in a block of `blocks`."""
 
