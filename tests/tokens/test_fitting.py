@@ -15,6 +15,7 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
+from textmill.runners import open_runner
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary import algorithms
 from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS, WordCounter, cut_text, merge_counts, new_tokenizer
@@ -32,6 +33,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"kind": "unigram", "split_digits": True, "split_cjk": True},
 ]
 TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , 天地 玄 <s> ▁ \u2028k\r\nl \u200b m\n n "
+
+
+def counted(config: RunConfig) -> list[Counter[str]]:
+    """The word counts of each part of the text."""
+    return list(count_words(find_text_parts(config), config.tokenizer, open_runner(config.runner)))
 
 
 def config_of(folder: Path, texts: Path, workers: int = 1, **tokenizer: Any) -> RunConfig:
@@ -89,7 +95,7 @@ def test_a_sample_of_one_long_document_has_pieces_of_it(tmp_path: Path) -> None:
     counts = []
     for sample in (1.0, 0.5, 4.0):
         config = config_of(tmp_path, tmp_path / "a.jsonl", fit_on="sources", fit_sample=sample)
-        counts.append(sum(merge_counts(count_words(find_text_parts(config), config)).values()))
+        counts.append(sum(merge_counts(counted(config)).values()))
     assert 0.2 < counts[1] / counts[0] < 0.8
     pieces = len(text) // PIECE_CHARACTERS
     assert counts[2] == pytest.approx(4 * counts[0] / pieces, rel=0.2), "four pieces"
@@ -130,7 +136,7 @@ def test_any_number_of_workers_gives_the_same_vocabulary(kind: str, tiny_texts: 
 
 def test_parts_in_any_order_give_the_same_counts(tiny_texts: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_texts, fit_on="sources")
-    counts = list(count_words(find_text_parts(config), config))
+    counts = counted(config)
     assert len(counts) == 3
     assert list(merge_counts(counts).items()) == list(merge_counts(counts[::-1]).items())
 
@@ -148,7 +154,7 @@ def test_a_sample_depends_on_the_text_only(tiny_texts: Path, tmp_path: Path) -> 
     counter = WordCounter(new_tokenizer(config.tokenizer))
     for text in chosen:
         counter.add(text)
-    assert merge_counts(count_words(find_text_parts(config), config)) == merge_counts([counter.counts()])
+    assert merge_counts(counted(config)) == merge_counts([counter.counts()])
     share = sum(hash_text(f"document {number}") < int(0.3 * 2**64) for number in range(20_000)) / 20_000
     assert abs(share - 0.3) < 0.015
 

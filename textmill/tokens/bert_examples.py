@@ -52,7 +52,11 @@ SCHEMA = pa.schema(
 )
 """The columns that examples are read as, with transformers' names; labels are -100 where nothing is predicted."""
 ROWS = 1024
-"""Examples read at a time."""
+"""Examples read or written at a time."""
+FILE_TOKENS = 1 << 23
+"""About how many tokens go into one file."""
+EXAMPLE_SPANS = "tfrecord-index"
+"""The subfolder of the tokens folder with the spans of the samples, while files are written."""
 
 
 @dataclass(frozen=True)
@@ -186,19 +190,31 @@ def to_examples(rows: Batch, predictions: int) -> list[bytes]:
     )
 
 
-FOLDER = "tfrecord"
-"""The subfolder of the tokens folder with the files."""
-EXAMPLE_SPANS = "tfrecord-index"
-"""The subfolder with the spans of the samples, while files are written."""
-FILE_TOKENS = 1 << 23
-"""About how many tokens go into one file."""
-SAMPLES_AT_ONCE = 512
-"""Samples built at a time."""
+def plan_example_files(
+    folder: Path, prefix: Path, tokenizer: Path, train: TrainConfig, epochs: int
+) -> list[ExampleFile]:
+    """The files of a split, whose store has this prefix: all epochs of train, shuffled, and the other splits once."""
+    settings = train.masked.model_copy(update={"pack": False})
+    if not has_spans(open_store(prefix), settings):
+        return []
+    length = int(train.length or 0)
+    is_train = prefix.name == "train"
+    whole = ExampleFile(prefix, range(0), folder, tokenizer, length, train.seed if is_train else None, settings)
+    count = whole.open_layout().samples_per_epoch * (epochs if is_train else 1)
+    files = max(1, round(count * length / FILE_TOKENS))
+    return [
+        replace(
+            whole,
+            samples=range(count * number // files, count * (number + 1) // files),
+            path=folder / f"{prefix.name}-{number:05d}-of-{files:05d}.tfrecord",
+        )
+        for number in range(files)
+    ]
 
 
 @dataclass(frozen=True)
 class ExampleFile:
-    """A task for one worker: consecutive samples, and the file that they are written to."""
+    """A task for one worker: consecutive samples of the masked layout, one per row, and the file to write them to."""
 
     prefix: Path
     samples: range
@@ -208,50 +224,24 @@ class ExampleFile:
     seed: int | None
     settings: MaskedConfig
 
-
-def plan_example_files(
-    folder: Path, split: str, tokenizer: Path, train: TrainConfig, length: int, epochs: int
-) -> list[ExampleFile]:
-    """The files of a split: all epochs of train, shuffled, and the other splits once."""
-    settings = train.masked.model_copy(update={"pack": False})
-    if not has_spans(open_store(folder / split), settings):
-        return []
-    seed = train.seed if split == "train" else None
-    whole = ExampleFile(folder / split, range(0), folder / FOLDER, tokenizer, length, seed, settings)
-    count = _open_layout(whole).samples_per_epoch * (epochs if split == "train" else 1)
-    files = max(1, round(count * length / FILE_TOKENS))
-    edges = [count * number // files for number in range(files + 1)]
-    return [
-        replace(
-            whole,
-            samples=range(edges[number], edges[number + 1]),
-            path=whole.path / f"{split}-{number:05d}-of-{files:05d}.tfrecord",
+    def open_layout(self) -> MaskedLayout:
+        """The layout that builds the samples."""
+        return MaskedLayout(
+            open_store(self.prefix),
+            length=self.length,
+            seed=self.seed,
+            tokens=masked_tokens_of(open_tokenizer(self.tokenizer), self.settings),
+            settings=self.settings,
+            folder=self.prefix.parent / EXAMPLE_SPANS,
         )
-        for number in range(files)
-    ]
 
-
-def _open_layout(task: ExampleFile) -> MaskedLayout:
-    tokenizer = open_tokenizer(task.tokenizer)
-    return MaskedLayout(
-        open_store(task.prefix),
-        length=task.length,
-        seed=task.seed,
-        tokens=masked_tokens_of(tokenizer, task.settings),
-        settings=task.settings,
-        folder=task.prefix.parent / EXAMPLE_SPANS,
-    )
-
-
-def write_example_file(task: ExampleFile) -> int:
-    """Write one file of examples unless it exists already; return how many it has."""
-    if not task.path.exists():
-        layout = _open_layout(task)
-        predictions = int(layout.tokens.rule.predictions(np.array([task.length]))[0])
-        with atomic_writer(task.path) as stream:
-            for start in range(task.samples.start, task.samples.stop, SAMPLES_AT_ONCE):
-                rows = layout.build_samples(
-                    np.arange(start, min(start + SAMPLES_AT_ONCE, task.samples.stop), dtype=np.int64)
-                )
-                write_records(stream, to_examples(rows, task.settings.max_predictions or predictions))
-    return count_records(task.path)
+    def write(self) -> int:
+        """Write the file unless it exists already; return how many examples it has."""
+        if not self.path.exists():
+            layout = self.open_layout()
+            predictions = int(layout.tokens.rule.predictions(np.array([self.length]))[0])
+            with atomic_writer(self.path) as stream:
+                for start in range(self.samples.start, self.samples.stop, ROWS):
+                    rows = layout.build_samples(np.arange(start, min(start + ROWS, self.samples.stop), dtype=np.int64))
+                    write_records(stream, to_examples(rows, self.settings.max_predictions or predictions))
+        return count_records(self.path)

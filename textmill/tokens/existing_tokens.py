@@ -1,13 +1,16 @@
-"""The command tokenize with `tokens.use`: converts datasets of token ids into stores; stores are used in place."""
+"""Token ids that other tools wrote (`tokens.use`): stores are used in place, datasets are converted into stores.
+
+A dataset has a column `input_ids`: Parquet files, a folder of `datasets.save_to_disk`, or BERT's examples in TFRecord
+files (bert_examples.py).
+"""
 
 from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +24,7 @@ from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
-from textmill.runners import open_runner
+from textmill.runners import Runner, open_runner
 from textmill.storage.files import format_path, hash_file, manifest_entry, read_json
 from textmill.storage.progress import progress
 from textmill.storage.remote_folders import fetch, is_url
@@ -32,14 +35,38 @@ from textmill.tokens.store import StoreWriter, dtype_for, open_store, store_path
 from textmill.tokens.tfrecord import count_records, is_tfrecord
 from textmill.tokens.vocabulary.tokenizer import tokenizer_of
 
+DICT_FILE = "dataset_dict.json"
 
-@dataclass(frozen=True)
-class Conversion:
-    """A task for one worker: a split of a dataset, and the store to write it to."""
+STATE_FILE = "state.json"
+"""Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
 
-    table: Table
-    prefix: Path
-    vocab: int
+SPLIT_NAMES = {
+    "train": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+}
+
+SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})(?![a-z])")
+
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+ROWS = 1024
+"""Rows read at a time."""
+
+IDS = "input_ids"
+
+MASK = "attention_mask"
+
+LABELS = "labels"
+
+TYPES = "token_type_ids"
+
+PAIR = "next_sentence_label"
+
+TFRECORD = re.compile(r"\.tfrecords?$")
 
 
 def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
@@ -50,22 +77,21 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
             f"tokens.kind={config.tokens.kind}: its rows are cut from a corpus, but tokens.use names existing tokens; "
             "remove one of them"
         )
-    paths = {number: used_path(config, number) for number in range(len(config.tokens.use))}
+    paths = {number: used_path(used.path) for number, used in enumerate(config.tokens.use)}
     tables = {number: path for number, path in paths.items() if existing_kind(path) == "table"}
     if not tables:
         print("tokenize: nothing to do: tokens.use names token stores, which are read in place")
         return folder
     tokenizer = tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)
-    inputs = {f"{number}/{name}": path for number, where in tables.items() for name, path in named_files(where).items()}
-    accounts, mtimes = _check_inputs(inputs, folder)
+    accounts, mtimes = input_accounts(tables, open_manifest(folder) if (folder / MANIFEST).is_file() else {})
     made_from = {"corpus.split": config.corpus.split, "tokenizer": tokenizer.fingerprint, **accounts}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
         return folder
     with stage.unfinished_folder() as part:
-        folders = {number: part / converted_folder(config, number).relative_to(folder) for number in tables}
-        splits = _convert(config, tables, folders, tokenizer.vocab)
+        folders = {number: converted_folder(part, number, len(config.tokens.use)) for number in tables}
+        splits = _convert(tables, folders, config.corpus.split, tokenizer.vocab, open_runner(config.runner))
         pairs = [where / f"{split}.{end}" for where in folders.values() for split in SPLITS for end in ("bin", "idx")]
         files = {path.relative_to(part).as_posix(): manifest_entry(path) for path in pairs}
         shared = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.end, "mtimes": mtimes}
@@ -75,14 +101,40 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
     return folder
 
 
-def _check_inputs(inputs: dict[str, Path], folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Length and checksum, and mtime, of each file; a file with the recorded length and mtime is not read again."""
-    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
+    """The kind of existing tokens: a folder of textmill, a prefix of .bin and .idx, or a dataset of rows."""
+    if (path / MANIFEST).is_file() and open_manifest(path).get("verb") == "tokenize":
+        return "folder"
+    if store_paths(store_prefix(path))[0].is_file():
+        return "prefix"
+    if is_dataset(path) or find_table_files(path):
+        return "table"
+    raise TextmillError(
+        f"tokens.use: {path}: no tokens found; name a prefix of .bin and .idx files, a folder written by textmill or "
+        f"datasets.save_to_disk, or Parquet files with a column input_ids"
+    )
+
+
+def used_path(named: str) -> Path:
+    """Where an entry of `tokens.use` is, or its local copy if it is a URL."""
+    return fetch(named) if is_url(named) else Path(named)
+
+
+def converted_folder(folder: Path, number: int, count: int) -> Path:
+    """Where `tokenize` writes the stores of a dataset: the tokens folder, or a subfolder if tokens.use has several."""
+    return folder if count == 1 else folder / f"used-{number}"
+
+
+def input_accounts(tables: dict[int, Path], manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Length and checksum, and mtime, of each file of datasets, by their numbers in `tokens.use`.
+
+    A file with the length and mtime that the manifest has is not read again.
+    """
     known = manifest.get("made_from", {})
     times = manifest.get("mtimes", {})
     accounts = {}
     mtimes = {}
-    for name, path in inputs.items():
+    for name, path in [(f"{number}/{name}", file) for number in tables for name, file in named_files(tables[number])]:
         if not path.is_file():
             raise TextmillError(f"{path}: file not found, but its dataset lists it")
         state = path.stat()
@@ -94,24 +146,32 @@ def _check_inputs(inputs: dict[str, Path], folder: Path) -> tuple[dict[str, Any]
 
 
 def _convert(
-    config: RunConfig, tables: dict[int, Path], folders: dict[int, Path], vocab: int
+    tables: dict[int, Path], folders: dict[int, Path], fractions: Sequence[float], vocab: int, runner: Runner
 ) -> dict[str, dict[str, int]]:
     """Convert every split of every dataset on the runner; return the counts of each split over all datasets."""
-    edges_of = partial(split_borders, config.corpus.split)
     tasks: list[tuple[str, Conversion]] = []
     for number, where in tables.items():
         folders[number].mkdir(exist_ok=True)
         for left in folders[number].glob("*.tmp-*"):  # left by a run that was killed
             left.unlink()
-        opened = open_tables(where, edges_of)
+        opened = open_tables(where, fractions)
         tasks += [(split, Conversion(opened[split], folders[number] / split, vocab)) for split in SPLITS]
     splits: dict[str, dict[str, int]] = {split: {"documents": 0, "tokens": 0} for split in SPLITS}
     with progress("tokenize", total=sum(task.table.count for _, task in tasks), unit="rows") as bar:
-        found = open_runner(config.runner).map(convert_split, [task for _, task in tasks])
+        found = runner.map(convert_split, [task for _, task in tasks])
         for (split, task), counts in zip(tasks, found, strict=True):
             splits[split] = {name: splits[split][name] + counts[name] for name in counts}
             bar.advance(task.table.count)
     return splits
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A task for one worker: a split of a dataset, and the store to write it to."""
+
+    table: Table
+    prefix: Path
+    vocab: int
 
 
 def convert_split(task: Conversion) -> dict[str, int]:
@@ -132,31 +192,22 @@ def convert_split(task: Conversion) -> dict[str, int]:
     return {"documents": len(written), "tokens": written.tokens}
 
 
+def strip_padding(ids: ListColumn, mask: ListColumn) -> ListColumn:
+    """Remove masked positions at the start and end of each row; masked positions between tokens stay."""
+    ends = np.cumsum(ids.lengths)
+    starts = ends - ids.lengths
+    seen = np.flatnonzero(mask.values)
+    rows = np.searchsorted(ends, seen, side="right")
+    first = starts.copy()
+    last = starts.copy()
+    first[rows[::-1]] = seen[::-1]  # if a row occurs more than once, the last assignment counts
+    last[rows] = seen + 1
+    lengths = last - first
+    return ListColumn(ids.values[expand_ranges(first, lengths)], lengths)
+
+
 def _format_counts(splits: dict[str, dict[str, int]]) -> str:
     return ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"])
-
-
-DICT_FILE = "dataset_dict.json"
-STATE_FILE = "state.json"
-"""Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
-SPLIT_NAMES = {
-    "train": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "val": "valid",
-    "dev": "valid",
-    "test": "test",
-}
-SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})(?![a-z])")
-SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-ROWS = 1024
-"""Rows read at a time."""
-IDS = "input_ids"
-MASK = "attention_mask"
-LABELS = "labels"
-TYPES = "token_type_ids"
-PAIR = "next_sentence_label"
-TFRECORD = re.compile(r"\.tfrecords?$")
 
 
 @dataclass(frozen=True)
@@ -193,6 +244,35 @@ class ListColumn:
     lengths: NDArray[np.int64]
 
 
+def open_tables(where: Path, fractions: Sequence[float]) -> dict[str, Table]:
+    """The rows of each split: by the names of files and folders, or, if these name no split, by their fractions."""
+    named = _saved_files(where) if is_dataset(where) else _files_by_name(where, find_table_files(where))
+    if None in named:
+        files = named[None]
+        edges = split_borders(fractions, sum(map(count_rows, files)))
+        return {
+            split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)
+        }
+    tables: dict[str, Table] = {}
+    for split in SPLITS:
+        files = named.get(split, ())
+        tables[split] = Table(files, 0, sum(map(count_rows, files)))
+    return tables
+
+
+def split_borders(fractions: Sequence[float], count: int) -> list[int]:
+    """Where each split starts and ends if documents are split in their order, as Megatron does it.
+
+    Each split gets its rounded fraction; the rounding error is taken off all borders but the first. Fractions 90, 5, 5
+    of 1,000 documents -> [0, 900, 950, 1000]
+    """
+    total = sum(fractions)
+    edges = [0]
+    for fraction in fractions:
+        edges.append(edges[-1] + round(fraction / total * count))
+    return [0, *(edge - (edges[-1] - count) for edge in edges[1:])]
+
+
 def is_dataset(path: Path) -> bool:
     """Whether the folder was written by `datasets.save_to_disk`."""
     return (path / DICT_FILE).is_file() or (path / STATE_FILE).is_file()
@@ -213,34 +293,15 @@ def find_table_files(where: Path) -> list[Path]:
     return found
 
 
-def open_tables(where: Path, edges_of: Callable[[int], list[int]]) -> dict[str, Table]:
-    """The rows of each split: by the names of files and folders, or, if these name no split, by `edges_of(rows)`."""
-    named = _saved_files(where) if is_dataset(where) else _files_by_name(where, find_table_files(where))
-    if None in named:
-        files = named[None]
-        edges = edges_of(sum(map(count_rows, files)))
-        return {
-            split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)
-        }
-    tables: dict[str, Table] = {}
-    for split in SPLITS:
-        files = named.get(split, ())
-        tables[split] = Table(files, 0, sum(map(count_rows, files)))
-    return tables
-
-
-def files_in(where: Path) -> list[Path]:
-    """All files with rows of a dataset, in order."""
-    named = _saved_files(where) if is_dataset(where) else {None: tuple(find_table_files(where))}
-    return [path for files in named.values() for path in files]
-
-
-def named_files(where: Path) -> dict[str, Path]:
-    """The files of a dataset by their path in it, so that two files of the same name stay different."""
-    files = files_in(where)
+def named_files(where: Path) -> list[tuple[str, Path]]:
+    """The files of a dataset with their path in it, so that two files of the same name stay different."""
+    saved = _saved_files(where).values() if is_dataset(where) else [find_table_files(where)]
+    files = [path for some in saved for path in some]
     if where.is_dir():
-        return {path.relative_to(where).as_posix() if path.is_relative_to(where) else path.name: path for path in files}
-    return {f"{number} {path.name}": path for number, path in enumerate(files)}
+        return [
+            (path.relative_to(where).as_posix() if path.is_relative_to(where) else path.name, path) for path in files
+        ]
+    return [(f"{number} {path.name}", path) for number, path in enumerate(files)]
 
 
 def _saved_files(folder: Path) -> dict[str | None, tuple[Path, ...]]:
@@ -285,41 +346,51 @@ def _files_by_name(where: Path, files: Sequence[Path]) -> dict[str | None, tuple
 
 def count_rows(path: Path) -> int:
     """The number of rows in a file; an Arrow stream must be read up to its last batch header."""
-    if _has_examples(path):
+    if _is_examples(path):
         return count_records(path)
-    with _open_table(path) as (file, kind):
-        return int(file.metadata.num_rows) if kind == "parquet" else sum(batch.num_rows for batch in file)
+    with _open_table(path) as file:
+        if isinstance(file, pq.ParquetFile):
+            return int(file.metadata.num_rows)
+        return sum(batch.num_rows for batch in file)
 
 
 def read_batches(path: Path, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The rows of a file with these columns; a missing column is an error, except `attention_mask`."""
-    with _open_table(path) as (file, kind):
-        schema = file.schema_arrow if kind == "parquet" else file.schema
-        if missing := [name for name in names if name not in schema.names and name != MASK]:
-            raise TextmillError(f"{path}: has no column '{missing[0]}'; found {schema.names[:12]}")
-        wanted = [name for name in names if name in schema.names]
-        if kind == "parquet":
+    with _open_table(path) as file:
+        known = _schema_of(file).names
+        if missing := [name for name in names if name not in known and name != MASK]:
+            raise TextmillError(f"{path}: has no column '{missing[0]}'; found {known[:12]}")
+        wanted = [name for name in names if name in known]
+        if isinstance(file, pq.ParquetFile):
             yield from file.iter_batches(batch_size=ROWS, columns=wanted, use_threads=False)
-        else:
-            for batch in file:
-                yield from (batch.slice(start, ROWS).select(wanted) for start in range(0, batch.num_rows, ROWS))
+            return
+        for batch in file:
+            yield from (batch.slice(start, ROWS).select(wanted) for start in range(0, batch.num_rows, ROWS))
+
+
+def has_masked_rows(table: Table) -> bool:
+    """Whether the rows are BERT's masked examples; true for a table without rows."""
+    for path in table.files[:1]:
+        with _open_table(path) as file:
+            return PAIR in _schema_of(file).names
+    return True
 
 
 @contextmanager
-def _open_table(path: Path) -> Iterator[tuple[Any, str]]:
+def _open_table(path: Path) -> Iterator[Any]:
     """A Parquet file, TFRecord file, or Arrow stream over mapped memory; whatever is wrong with it names the file."""
-    if _has_examples(path):
-        yield ExampleRows(path), "tfrecord"
+    if _is_examples(path):
+        yield ExampleRows(path)
         return
     try:
         with pa.memory_map(str(path)) as stream:
             if stream.size() >= 4 and stream.read(4) == b"PAR1":
                 with pq.ParquetFile(path) as file:
-                    yield file, "parquet"
+                    yield file
             else:
                 stream.seek(0)
                 with pa.ipc.open_stream(stream) as batches:
-                    yield batches, "arrow"
+                    yield batches
     except FileNotFoundError:
         raise TextmillError(f"{path}: file not found") from None
     except (pa.ArrowException, OSError) as error:
@@ -327,16 +398,12 @@ def _open_table(path: Path) -> Iterator[tuple[Any, str]]:
         raise TextmillError(f"{path}: not a complete Parquet file or Arrow stream ({first})") from None
 
 
-def _has_examples(path: Path) -> bool:
+def _schema_of(file: Any) -> pa.Schema:
+    return file.schema_arrow if isinstance(file, pq.ParquetFile) else file.schema
+
+
+def _is_examples(path: Path) -> bool:
     return path.is_file() and (TFRECORD.search(path.name) is not None or is_tfrecord(path))
-
-
-def has_masked_rows(table: Table) -> bool:
-    """Whether the rows are BERT's masked examples; true for a table without rows."""
-    for path in table.files[:1]:
-        with _open_table(path) as (file, kind):
-            return PAIR in (file.schema_arrow if kind == "parquet" else file.schema).names
-    return True
 
 
 def read_list_column(column: pa.Array, path: Path, name: str) -> ListColumn:
@@ -351,56 +418,3 @@ def read_list_column(column: pa.Array, path: Path, name: str) -> ListColumn:
         raise TextmillError(f"{path}: column '{name}' has lists of {values.type}; token ids are integers")
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
     return ListColumn(values.to_numpy(zero_copy_only=False), lengths)
-
-
-def strip_padding(ids: ListColumn, mask: ListColumn) -> ListColumn:
-    """Remove masked positions at the start and end of each row; masked positions between tokens stay."""
-    ends = np.cumsum(ids.lengths)
-    starts = ends - ids.lengths
-    seen = np.flatnonzero(mask.values)
-    rows = np.searchsorted(ends, seen, side="right")
-    first = starts.copy()
-    last = starts.copy()
-    first[rows[::-1]] = seen[::-1]  # if a row occurs more than once, the last assignment counts
-    last[rows] = seen + 1
-    lengths = last - first
-    return ListColumn(ids.values[expand_ranges(first, lengths)], lengths)
-
-
-def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
-    """The kind of existing tokens: a folder of textmill, a prefix of .bin and .idx, or a dataset of rows."""
-    if (path / MANIFEST).is_file() and open_manifest(path).get("verb") == "tokenize":
-        return "folder"
-    if store_paths(store_prefix(path))[0].is_file():
-        return "prefix"
-    if is_dataset(path) or find_table_files(path):
-        return "table"
-    raise TextmillError(
-        f"tokens.use: {path}: no tokens found; name a prefix of .bin and .idx files, a folder written by textmill or "
-        f"datasets.save_to_disk, or Parquet files with a column input_ids"
-    )
-
-
-def used_path(config: RunConfig, number: int) -> Path:
-    """Where an entry of `tokens.use` is, or its local copy if it is a URL."""
-    named = config.tokens.use[number].path
-    return fetch(named) if is_url(named) else Path(named)
-
-
-def converted_folder(config: RunConfig, number: int) -> Path:
-    """Where `tokenize` writes the stores of a dataset: the tokens folder, or a subfolder each if there are several."""
-    folder = config.folder_of("tokens")
-    return folder if len(config.tokens.use) == 1 else folder / f"used-{number}"
-
-
-def split_borders(fractions: Sequence[float], count: int) -> list[int]:
-    """Where each split starts and ends if documents are split in their order, as Megatron does it.
-
-    Each split gets its rounded fraction; the rounding error is taken off all borders but the first. Fractions 90, 5, 5
-    of 1,000 documents -> [0, 900, 950, 1000]
-    """
-    total = sum(fractions)
-    edges = [0]
-    for fraction in fractions:
-        edges.append(edges[-1] + round(fraction / total * count))
-    return [0, *(edge - (edges[-1] - count) for edge in edges[1:])]

