@@ -228,7 +228,7 @@ COMMANDS = {
         result_is_output=True,
     ),
     "serve": Command(
-        "textmill.server:serve",
+        "textmill.server.lifecycle:serve",
         "serve a model over HTTP, with a page to try it",
         sections=("serve", "sample", "engine"),
         flags=(STEP,),

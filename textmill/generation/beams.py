@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,13 +22,8 @@ from textmill.generation.sampling import SamplingState, apply_bias_and_penalties
 from textmill.models.decode_torch import Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-
-class SlotProvider(Protocol):
-    """What beam search needs of a generator."""
-
-    tokenizer: TextTokenizer
-
-    def new_slots(self, slots: int, length: int) -> Slots: ...
+if TYPE_CHECKING:
+    from textmill.generation.generator import Generator
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class Beam:
         return self.logprob / math.pow(len(self.ids), length_penalty)
 
 
-def beam_search(generator: SlotProvider, request: Request, max_new: int) -> list[Done]:
+def beam_search(generator: Generator, request: Request, max_new: int) -> list[Done]:
     """Return the different continuations that `sample.beams` beams find, of at most `max_new` tokens, best first."""
     sample = request.sample
     prompt = list(request.ids)

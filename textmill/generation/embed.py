@@ -1,16 +1,18 @@
-"""The embed command: a vector for each text, as JSON lines or as a NumPy file."""
+"""The embed command: a vector for each text, as JSON lines or as a NumPy file.
+
+`TextEncoder` makes the token ids that an embedding is computed from; without torch, since the server encodes texts too.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,50 +24,19 @@ from textmill.generation.prompts import read_file_lines, read_piped_lines
 from textmill.models import Shape, find_run_model, open_family
 from textmill.models.pooling import Pooling, read_pooling
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
-from textmill.storage.progress import progress
+from textmill.storage.progress import Bar, progress
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from textmill.generation.encoder import Embedder, Vectors
 
 
+Ids = NDArray[np.int64]
 BLOCK_TEXTS = 4096
 """Texts that are read, sorted by length and computed together."""
 SUFFIXES = (".npy", ".jsonl")
-
-
-class Writer(Protocol):
-    """Where embeddings go."""
-
-    def write(self, texts: Sequence[str], encoded: Sequence[EncodedText], vectors: Vectors) -> None:
-        """Add the next texts."""
-        ...
-
-
-@dataclass
-class Truncated:
-    """Counts texts that lost tokens."""
-
-    texts: int = 0
-    """All texts."""
-    count: int = 0
-    """Those that were truncated."""
-    longest_text: int = 0
-    """In tokens, before it was truncated."""
-
-    def add(self, encoded: Sequence[EncodedText]) -> None:
-        """Count a block of texts."""
-        self.texts += len(encoded)
-        self.count += sum(text.truncated for text in encoded)
-        self.longest_text = max([self.longest_text, *(text.tokens for text in encoded)])
-
-    def report(self, longest: int) -> None:
-        """Warn if there were any."""
-        if self.count:
-            warn(
-                f"{self.count:,} of {self.texts:,} texts are longer than {longest:,} tokens and were truncated; the "
-                f"longest has {self.longest_text:,}"
-            )
+FILE_ENDINGS = (".txt", ".jsonl")
+NO_TEXT = "no text; write: textmill embed MODEL 'a text', name a file of texts, or pipe lines in"
 
 
 def embed(
@@ -82,14 +53,15 @@ def embed(
         raise TextmillError(f"--out: '{out}' is no {' or '.join(SUFFIXES)} file; choose one of these endings")
     checkpoint = find_run_model(config, step)
     arguments = list(texts)
-    all_texts = read_texts(arguments)
-    total = count_texts(arguments)
+    file = Path(arguments[0]) if len(arguments) == 1 and _is_file(arguments[0]) else None
+    all_texts = _read_texts(arguments, file)
+    total = _count_lines(file) if file else len(arguments) or None
     if out is not None:
         make_folder_for(Path(out), "--out")
     embedder = open_embedder(checkpoint, config.engine, config.embed)
-    returned: list[Vectors] | None = [] if are_texts(arguments) and out is None else None
+    returned: list[Vectors] | None = [] if arguments and file is None and out is None else None
     with ExitStack() as stack:
-        writer: Writer
+        writer: _JsonLines | _NumpyFile
         if out is None:
             writer = _JsonLines(partial(print, end="", flush=True), returned)
         else:
@@ -98,24 +70,31 @@ def embed(
                 writer = _JsonLines(lambda line: stream.write(line.encode()), None)
             else:
                 writer = _NumpyFile(stream, embedder.texts.dimension)
-        truncated = _embed_all(embedder, all_texts, total, writer, show_progress=out is not None)
+        bar = nullcontext() if out is None else progress("embed", total, "texts", "tokens")
+        count = _embed_all(embedder, all_texts, writer, bar)
         if isinstance(writer, _NumpyFile):
             writer.end()
-    truncated.report(embedder.texts.longest)
     if out is not None:
-        print(f"{format_path(Path(out))}: {truncated.texts:,} embeddings of {embedder.texts.dimension} numbers")
+        print(f"{format_path(Path(out))}: {count:,} embeddings of {embedder.texts.dimension} numbers")
     return np.concatenate(returned) if returned else None
 
 
 def _embed_all(
-    embedder: Embedder, texts: Iterable[str], total: int | None, writer: Writer, *, show_progress: bool
-) -> Truncated:
-    truncated = Truncated()
-    with ExitStack() as stack:
-        bar = stack.enter_context(progress("embed", total, "texts", "tokens")) if show_progress else None
-        for block in _blocks(texts):
+    embedder: Embedder,
+    texts: Iterator[str],
+    writer: _JsonLines | _NumpyFile,
+    progress_bar: AbstractContextManager[Bar | None],
+) -> int:
+    """Write the embeddings of all texts; warn if some were truncated. Return the number of texts."""
+    count = 0
+    truncated = 0
+    longest = 0
+    with progress_bar as bar:
+        while block := list(islice(texts, BLOCK_TEXTS)):
             encoded = embedder.texts.encode(block)
-            truncated.add(encoded)
+            count += len(encoded)
+            truncated += sum(text.truncated for text in encoded)
+            longest = max([longest, *(text.tokens for text in encoded)])
             ids = [text.ids for text in encoded]
             vectors: Vectors = np.zeros((len(block), embedder.texts.dimension), np.float32)
             for numbers, batch_vectors in embedder.batches(ids):
@@ -123,13 +102,12 @@ def _embed_all(
                 if bar:
                     bar.advance(len(numbers), sum(len(ids[number]) for number in numbers))
             writer.write(block, encoded, vectors)
-    return truncated
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:
-    stream = iter(texts)
-    while block := list(itertools.islice(stream, BLOCK_TEXTS)):
-        yield block
+    if truncated:
+        warn(
+            f"{truncated:,} of {count:,} texts are longer than {embedder.texts.longest:,} tokens and were truncated; "
+            f"the longest has {longest:,}"
+        )
+    return count
 
 
 class _JsonLines:
@@ -178,13 +156,8 @@ class _NumpyFile:
         self._write_header()
 
 
-FILE_ENDINGS = (".txt", ".jsonl")
-NO_TEXT = "no text; write: textmill embed MODEL 'a text', name a file of texts, or pipe lines in"
-
-
-def read_texts(arguments: list[str]) -> Iterator[str]:
-    """The texts; a single argument that names a file stands for its lines. Raises if there is none."""
-    file = _file_of(arguments)
+def _read_texts(arguments: list[str], file: Path | None) -> Iterator[str]:
+    """The lines of a file, the arguments, or the lines of standard input. Raises if there is no text."""
     _check_names(arguments, file)
     if file:
         texts = _read_lines(file)
@@ -198,24 +171,12 @@ def read_texts(arguments: list[str]) -> Iterator[str]:
     return chain([first], texts)
 
 
-def count_texts(arguments: list[str]) -> int | None:
-    """How many texts there are, if that is known before they are read."""
-    file = _file_of(arguments)
-    if file is None:
-        return len(arguments) or None
+def _count_lines(file: Path) -> int | None:
+    """The number of lines, if that is known before they are read."""
     if file.is_fifo():
         return None
     with file.open("rb") as stream:
         return sum(1 for _ in stream)
-
-
-def are_texts(arguments: list[str]) -> bool:
-    """Whether the arguments are the texts, and so few that all fit into memory."""
-    return bool(arguments) and _file_of(arguments) is None
-
-
-def _file_of(arguments: list[str]) -> Path | None:
-    return Path(arguments[0]) if len(arguments) == 1 and _is_file(arguments[0]) else None
 
 
 def _is_file(text: str) -> bool:
@@ -260,9 +221,6 @@ def _check_text(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise TextmillError(f"{where}: has a lone surrogate (half of a character); give it as UTF-8 text") from None
     return text
-
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from textmill.config import EmbedConfig, EngineConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.generation.embed import Ids, TextEncoder, new_text_encoder
-from textmill.generation.fill import MaskedTexts, new_masked_texts
+from textmill.generation.fill import DEFAULT_CHOICES, MaskedTexts, new_masked_texts
 from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, FinishReason, Token
 from textmill.generation.scheduler import DeliverEvent, Job, ModelThread, TicketLock
 from textmill.models import check_masked_head
@@ -32,9 +32,160 @@ from textmill.models.packed_texts import PackedTexts, pack_texts
 from textmill.models.pooling import Pooling
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
+GPU_ROW_TOKENS = 512
+CPU_ROW_TOKENS = 64
+"""Short texts share rows of this many tokens: few rows are fast on a GPU, short rows cost less attention."""
+GPU_BATCH_TOKENS = 1 << 16
+CPU_BATCH_TOKENS = 2048
+"""Tokens in one forward pass; more do not fit into a CPU's caches."""
+FILL_BATCH_TOKENS = 8192
+"""The same for masks, whose logits need memory too."""
 STEP_TOKENS = {"cpu": 512, "cuda": 1 << 15}
 """Tokens of all requests that are computed in one step. Texts that are generated wait for it, and cancelled requests
 end after it."""
+
+Vectors = NDArray[np.float32]
+
+
+class Embedder:
+    """A net, and how a vector is made of its hidden states. Texts do not affect each other."""
+
+    def __init__(self, net: BaseNet, texts: TextEncoder, pooling: Pooling, where: str) -> None:
+        self.net = net
+        self.texts = texts
+        self.pooling = pooling
+        self.where = where
+
+    def embed(self, texts: list[str]) -> Vectors:
+        """The embeddings [U, E] of texts."""
+        return self.embed_ids([one.ids for one in self.texts.encode(texts)])
+
+    def embed_ids(self, ids: Sequence[Ids]) -> Vectors:
+        """The embeddings of encoded texts, special tokens included, in the order given."""
+        vectors: Vectors = np.zeros((len(ids), self.texts.dimension), np.float32)
+        for numbers, found in self.batches(ids):
+            vectors[numbers] = found
+        return vectors
+
+    def batches(self, ids: Sequence[Ids]) -> Iterator[tuple[Ids, Vectors]]:
+        """The same batch by batch, longest texts first: which texts, and their embeddings."""
+        on_cpu = self.net.head.device.type == "cpu"
+        packed = pack_texts(
+            ids,
+            row_tokens=CPU_ROW_TOKENS if on_cpu else GPU_ROW_TOKENS,
+            batch_tokens=CPU_BATCH_TOKENS if on_cpu else GPU_BATCH_TOKENS,
+        )
+        for one in packed:
+            vectors = self._embed(one)
+            if not np.isfinite(vectors).all():
+                raise TextmillError(
+                    f"{self.where}: an embedding is not finite; the weights are damaged or training diverged"
+                )
+            yield one.numbers_U, vectors
+
+    @torch.inference_mode()
+    def _embed(self, packed: PackedTexts) -> Vectors:
+        device = self.net.head.device
+        documents = None if packed.documents_NT is None else torch.from_numpy(packed.documents_NT).to(device)
+        states_NTE = self.net(torch.from_numpy(packed.ids_NT).to(device), documents_NT=documents)
+        pooled_UE = self._pool(states_NTE.flatten(0, 1), packed)
+        vectors: Vectors = (F.normalize(pooled_UE) if self.pooling.normalize else pooled_UE).cpu().numpy()
+        return vectors
+
+    def _pool(self, flat: Tensor, packed: PackedTexts) -> Tensor:
+        def on_device(array: Ids) -> Tensor:
+            return torch.from_numpy(array).to(flat.device)
+
+        if self.pooling.kind == "cls":
+            return flat[on_device(packed.starts_U)].float()
+        sums_UE = torch.zeros(len(packed.lengths_U), flat.shape[1], device=flat.device)
+        sums_UE.index_add_(0, on_device(packed.texts_M), flat[on_device(packed.places_M)].float())
+        return sums_UE / on_device(packed.lengths_U)[:, None]
+
+
+def open_embedder(checkpoint: Checkpoint, engine: EngineConfig, config: EmbedConfig) -> Embedder:
+    """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
+    device = open_device(engine.device)
+    net = open_net(checkpoint.folder, device)
+    texts, pooling = new_text_encoder(net.shape, tokenizer, config, checkpoint.folder)
+    return Embedder(net.to(torch_dtype(engine.precision, device)), texts, pooling, str(checkpoint.folder))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token for a mask."""
+
+    token: str
+    id: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A text with its most likely tokens, and all choices for each of its masks."""
+
+    prompt: str
+    text: str
+    masks: list[list[Choice]]
+
+
+class Filler:
+    """Fills masks."""
+
+    def __init__(self, net: BaseNet, texts: MaskedTexts, choices: int = 0) -> None:
+        self.net = net
+        self.texts = texts
+        self.tokenizer = texts.tokenizer
+        self.mask = texts.mask
+        self.choices = choices or DEFAULT_CHOICES
+
+    def fill(self, prompts: Sequence[str], choices: int = 0) -> Iterator[Filled]:
+        """Each text in order with this many choices; texts are computed in batches and do not affect each other."""
+        encoded = [self.texts.encode(prompt) for prompt in prompts]
+        start = 0
+        while start < len(encoded):
+            stop = start + 1
+            longest = len(encoded[start])
+            while stop < len(encoded) and (stop + 1 - start) * max(longest, len(encoded[stop])) <= FILL_BATCH_TOKENS:
+                longest = max(longest, len(encoded[stop]))
+                stop += 1
+            yield from self._fill(prompts[start:stop], encoded[start:stop], longest, choices or self.choices)
+            start = stop
+
+    @torch.inference_mode()
+    def _fill(self, prompts: Sequence[str], encoded: Sequence[list[int]], longest: int, count: int) -> Iterator[Filled]:
+        device = self.net.head.device
+        ids = torch.tensor([one + [self.texts.mask_id] * (longest - len(one)) for one in encoded], device=device)
+        documents = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in encoded], device=device)
+        states = self.net(ids, documents_NT=documents)
+        for row, (prompt, one) in enumerate(zip(prompts, encoded, strict=True)):
+            places = [place for place, id_ in enumerate(one) if id_ == self.texts.mask_id]
+            chances = self.net.logits(states[row, places]).float().softmax(-1)[:, : self.tokenizer.vocab]
+            if not chances.isfinite().all():
+                raise TextmillError("a probability is not finite; the weights are damaged or training diverged")
+            values, tokens = chances.topk(min(count, chances.shape[1]))
+            masks = [
+                [Choice(self._text(id_), id_, chance) for id_, chance in zip(*pair, strict=True)]
+                for pair in zip(tokens.tolist(), values.tolist(), strict=True)
+            ]
+            text, *rest = prompt.split(self.mask)
+            for choices, after in zip(masks, rest, strict=True):
+                text += choices[0].token.removeprefix("##") + after
+            yield Filled(prompt, text, masks)
+
+    def _text(self, id_: int) -> str:
+        return self.tokenizer.decode([id_]).strip() or str(self.tokenizer.inner.id_to_token(id_))
+
+
+def open_filler(checkpoint: Checkpoint, engine: EngineConfig, choices: int) -> Filler:
+    """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
+    device = open_device(engine.device)
+    net = open_net(checkpoint.folder, device)
+    check_masked_head(net.shape, checkpoint.folder)
+    texts = new_masked_texts(tokenizer, net.shape.positions, checkpoint.folder)
+    return Filler(net.to(torch_dtype(engine.precision, device)), texts, choices)
 
 
 class EncoderThread(ModelThread[EncoderRequest]):
@@ -173,160 +324,3 @@ def _take(one: Embedding | Filling, tokens: int) -> list[int]:
         tokens -= length
         one.tokens += length
     return taken
-
-
-GPU_ROW_TOKENS = 512
-CPU_ROW_TOKENS = 64
-"""Short texts share rows of this many tokens: few rows are fast on a GPU, short rows cost less attention."""
-GPU_BATCH_TOKENS = 1 << 16
-CPU_BATCH_TOKENS = 2048
-"""Tokens in one forward pass; more do not fit into a CPU's caches."""
-
-Vectors = NDArray[np.float32]
-
-
-class Embedder:
-    """A net, and how a vector is made of its hidden states. Texts do not affect each other."""
-
-    def __init__(self, net: BaseNet, texts: TextEncoder, pooling: Pooling, where: str) -> None:
-        self.net = net
-        self.texts = texts
-        self.pooling = pooling
-        self.where = where
-
-    def embed(self, texts: list[str]) -> Vectors:
-        """The embeddings [U, E] of texts."""
-        return self.embed_ids([one.ids for one in self.texts.encode(texts)])
-
-    def embed_ids(self, ids: Sequence[Ids]) -> Vectors:
-        """The embeddings of encoded texts, special tokens included, in the order given."""
-        vectors: Vectors = np.zeros((len(ids), self.texts.dimension), np.float32)
-        for numbers, found in self.batches(ids):
-            vectors[numbers] = found
-        return vectors
-
-    def batches(self, ids: Sequence[Ids]) -> Iterator[tuple[Ids, Vectors]]:
-        """The same batch by batch, longest texts first: which texts, and their embeddings."""
-        on_cpu = self.net.head.device.type == "cpu"
-        packed = pack_texts(
-            ids,
-            row_tokens=CPU_ROW_TOKENS if on_cpu else GPU_ROW_TOKENS,
-            batch_tokens=CPU_BATCH_TOKENS if on_cpu else GPU_BATCH_TOKENS,
-        )
-        for one in packed:
-            vectors = self._embed(one)
-            if not np.isfinite(vectors).all():
-                raise TextmillError(
-                    f"{self.where}: an embedding is not finite; the weights are damaged or training diverged"
-                )
-            yield one.numbers_U, vectors
-
-    @torch.inference_mode()
-    def _embed(self, packed: PackedTexts) -> Vectors:
-        device = self.net.head.device
-        documents = None if packed.documents_NT is None else torch.from_numpy(packed.documents_NT).to(device)
-        states_NTE = self.net(torch.from_numpy(packed.ids_NT).to(device), documents_NT=documents)
-        pooled_UE = self._pool(states_NTE.flatten(0, 1), packed)
-        vectors: Vectors = (F.normalize(pooled_UE) if self.pooling.normalize else pooled_UE).cpu().numpy()
-        return vectors
-
-    def _pool(self, flat: Tensor, packed: PackedTexts) -> Tensor:
-        def on_device(array: Ids) -> Tensor:
-            return torch.from_numpy(array).to(flat.device)
-
-        if self.pooling.kind == "cls":
-            return flat[on_device(packed.starts_U)].float()
-        sums_UE = torch.zeros(len(packed.lengths_U), flat.shape[1], device=flat.device)
-        sums_UE.index_add_(0, on_device(packed.texts_M), flat[on_device(packed.places_M)].float())
-        return sums_UE / on_device(packed.lengths_U)[:, None]
-
-
-def open_embedder(checkpoint: Checkpoint, engine: EngineConfig, config: EmbedConfig) -> Embedder:
-    """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
-    tokenizer = open_tokenizer(checkpoint.tokenizer)
-    device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device)
-    texts, pooling = new_text_encoder(net.shape, tokenizer, config, checkpoint.folder)
-    return Embedder(net.to(torch_dtype(engine.precision, device)), texts, pooling, str(checkpoint.folder))
-
-
-DEFAULT_CHOICES = 5
-"""Tokens that are shown for a mask if `sample.top_k` does not say."""
-BATCH_TOKENS = 8192
-"""Tokens of the texts that are computed at the same time."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A token for a mask."""
-
-    token: str
-    id: int
-    probability: float
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A text with its most likely tokens, and all choices for each of its masks."""
-
-    prompt: str
-    text: str
-    masks: list[list[Choice]]
-
-
-class Filler:
-    """Fills masks."""
-
-    def __init__(self, net: BaseNet, texts: MaskedTexts, choices: int = 0) -> None:
-        self.net = net
-        self.texts = texts
-        self.tokenizer = texts.tokenizer
-        self.mask = texts.mask
-        self.choices = choices or DEFAULT_CHOICES
-
-    def fill(self, prompts: Sequence[str], choices: int = 0) -> Iterator[Filled]:
-        """Each text in order with this many choices; texts are computed in batches and do not affect each other."""
-        encoded = [self.texts.encode(prompt) for prompt in prompts]
-        start = 0
-        while start < len(encoded):
-            stop = start + 1
-            longest = len(encoded[start])
-            while stop < len(encoded) and (stop + 1 - start) * max(longest, len(encoded[stop])) <= BATCH_TOKENS:
-                longest = max(longest, len(encoded[stop]))
-                stop += 1
-            yield from self._fill(prompts[start:stop], encoded[start:stop], longest, choices or self.choices)
-            start = stop
-
-    @torch.inference_mode()
-    def _fill(self, prompts: Sequence[str], encoded: Sequence[list[int]], longest: int, count: int) -> Iterator[Filled]:
-        device = self.net.head.device
-        ids = torch.tensor([one + [self.texts.mask_id] * (longest - len(one)) for one in encoded], device=device)
-        documents = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in encoded], device=device)
-        states = self.net(ids, documents_NT=documents)
-        for row, (prompt, one) in enumerate(zip(prompts, encoded, strict=True)):
-            places = [place for place, id_ in enumerate(one) if id_ == self.texts.mask_id]
-            chances = self.net.logits(states[row, places]).float().softmax(-1)[:, : self.tokenizer.vocab]
-            if not chances.isfinite().all():
-                raise TextmillError("a probability is not finite; the weights are damaged or training diverged")
-            values, tokens = chances.topk(min(count, chances.shape[1]))
-            masks = [
-                [Choice(self._text(id_), id_, chance) for id_, chance in zip(*pair, strict=True)]
-                for pair in zip(tokens.tolist(), values.tolist(), strict=True)
-            ]
-            text, *rest = prompt.split(self.mask)
-            for choices, after in zip(masks, rest, strict=True):
-                text += choices[0].token.removeprefix("##") + after
-            yield Filled(prompt, text, masks)
-
-    def _text(self, id_: int) -> str:
-        return self.tokenizer.decode([id_]).strip() or str(self.tokenizer.inner.id_to_token(id_))
-
-
-def open_filler(checkpoint: Checkpoint, engine: EngineConfig, choices: int) -> Filler:
-    """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
-    tokenizer = open_tokenizer(checkpoint.tokenizer)
-    device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device)
-    check_masked_head(net.shape, checkpoint.folder)
-    texts = new_masked_texts(tokenizer, net.shape.positions, checkpoint.folder)
-    return Filler(net.to(torch_dtype(engine.precision, device)), texts, choices)

@@ -1,4 +1,7 @@
-"""The fill command: the most likely tokens for each mask of a text, for people to read or as JSON lines."""
+"""The fill command: the most likely tokens for each mask of a text, for people to read or as JSON lines.
+
+`MaskedTexts` makes the token ids of a text with masks; without torch, since the server checks texts too.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from textmill.generation.encoder import Filled, Filler
+
+DEFAULT_CHOICES = 5
+"""Tokens that are returned for a mask if the request does not say how many."""
 
 
 def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> list[str]:

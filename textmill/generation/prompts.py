@@ -1,4 +1,7 @@
-"""Finds the prompts of the generate command: from the settings, a file, or standard input."""
+"""Where the commands get their texts: from the settings, a file, a pipe, or lines typed at the terminal.
+
+Only a newline ends a line: other separators, such as U+2028, may be part of a text, and of a string in JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def _parse_prompt(line: str, where: str) -> str:
 
 
 def read_file_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each line of a file, and its place."""
+    """Yield each line of a file, and its place, such as "prompts.txt:2"."""
     with path.open("rb") as stream:
         yield from _decode_lines(stream, str(path))
 

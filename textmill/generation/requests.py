@@ -1,4 +1,4 @@
-"""A generation request, and the events that answer it: one Token per new token, then one Done."""
+"""Requests to a model, and what answers them: one Token per new token, then one Done; or both joined to chunks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from textmill.errors import TextmillError
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 TopTokens = tuple[tuple[int, float], ...]
 """The most likely tokens and their log-probabilities, the most likely first."""
+TokenLogprob = tuple[int, float | None, TopTokens]
+"""A token's id, its log-probability, and the most likely tokens at its position."""
 
 
 class QueueFull(Exception):
@@ -93,6 +95,20 @@ class Done:
     """With `echo`: one entry per prompt token. The first has no log-probability."""
 
 
+@dataclass(frozen=True)
+class TextChunk:
+    """The new text of one request since its previous chunk."""
+
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+    """Its tokens, if the request has `logprobs`."""
+    done: Done | None = None
+    """Set in the last chunk. `Done.text` is already part of `text`."""
+
+
+DeliverChunk = Callable[[TextChunk], None]
+
+
 def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
     """Return how many new tokens the request allows and the context has space for; raise if it cannot be done."""
     length = len(request.ids)
@@ -128,34 +144,3 @@ def check_served_settings(sample: SampleConfig) -> None:
 def describe_hang(seconds: float) -> str:
     """Return the message for a step that does not end."""
     return f"the model has been in one step for {seconds:.0f} s; restart the server if it does not recover"
-
-
-MAX_FAILED_STEPS = 3
-"""Failed steps in a row after which the model counts as broken."""
-
-
-def describe_problem(step_seconds: float, max_step_seconds: float, failed_steps: int) -> str:
-    """Return what is wrong with a model, from its current step and its last failed ones; empty if nothing is."""
-    if step_seconds > max_step_seconds:
-        return describe_hang(step_seconds)
-    if failed_steps >= MAX_FAILED_STEPS:
-        return f"the model's last {failed_steps} steps failed; restart the server"
-    return ""
-
-
-TokenLogprob = tuple[int, float | None, TopTokens]
-"""A token's id, its log-probability, and the most likely tokens at its position."""
-
-
-@dataclass(frozen=True)
-class TextChunk:
-    """The new text of one request since its previous chunk."""
-
-    text: str
-    logprobs: Sequence[TokenLogprob] = ()
-    """Its tokens, if the request has `logprobs`."""
-    done: Done | None = None
-    """Set in the last chunk. `Done.text` is already part of `text`."""
-
-
-DeliverChunk = Callable[[TextChunk], None]

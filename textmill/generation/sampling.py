@@ -1,10 +1,18 @@
 """Chooses the next token from the logits, for the texts of a batch, which may have different settings.
 
 `choose_next_ids` is one step. It applies, in this order: logit bias, repetition, presence and frequency penalty, the
-ban on ending before min_tokens, and the warpers. Then it samples. `collect_rules` groups the rows by the
-rules that they use, and is called again only when a text joins or leaves the batch.
+ban on ending before min_tokens, and the warpers. Then it samples. `collect_rules` groups the rows by the rules that
+they use, and is called again only when a text joins or leaves the batch.
 
-Shapes in names: N texts (rows), V vocabulary, S steps.
+The warpers come in the order of transformers; each is a pure function on the rows that use it. What they keep of four
+tokens with the probabilities 0.5, 0.3, 0.15 and 0.05:
+
+    top_k=3          0.5  0.3  0.15       the three most likely
+    top_p=0.7        0.5  0.3             0.5 is less than 0.7, 0.5 + 0.3 is not
+    min_p=0.2        0.5  0.3  0.15       at least 0.2 x 0.5
+    typical_p=0.2         0.3             its surprise, -ln 0.3 = 1.20, is nearest to the mean surprise, 1.14
+
+Shapes in names: N texts (rows), V vocabulary, S steps, K candidates.
 """
 
 from __future__ import annotations
@@ -25,6 +33,10 @@ from textmill.kernels import sampling_triton
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
 
+MASKED = -math.inf
+"""The logit of a token that cannot be chosen."""
+MIN_TEMPERATURE = 1e-30
+"""A smaller temperature underflows in single precision. The most likely token is certain long before."""
 STEPS_AHEAD = 16
 """Steps whose random numbers are computed at once."""
 
@@ -267,6 +279,37 @@ def _find_banned_ids(states: Sequence[SamplingState], rules: SamplingRules, devi
     return rules.banned_ids[below]
 
 
+@dataclass(frozen=True)
+class TopKSampling:
+    """The settings of rows that are all sampled with temperature and top_k and no other rule."""
+
+    temperatures_N: Tensor
+    k_N1: Tensor | None
+    """Each row's top_k, 0 for no limit; None if no row has a limit."""
+    largest_k: int
+
+    def kth_logit(self, logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor | None:
+        """Return each row's smallest logit that may still be chosen."""
+        if self.k_N1 is None:
+            return None
+        more = 0 if banned_NK is None else banned_NK.shape[1]
+        found = logits_NV.topk(min(self.largest_k + more, logits_NV.shape[1]), dim=1)
+        values_NK = found.values.float()
+        if banned_NK is not None:
+            banned = (found.indices[:, :, None] == banned_NK[:, None]).any(2)
+            values_NK = values_NK.masked_fill(banned, MASKED).sort(1, descending=True).values
+        kth_N1 = values_NK.gather(1, (self.k_N1 - 1).clamp(0, values_NK.shape[1] - 1))
+        return torch.where(self.k_N1 > 0, kth_N1, MASKED)[:, 0]
+
+
+def new_top_k_sampling(samples: Sequence[SampleConfig], device: torch.device) -> TopKSampling:
+    """Collect the temperatures and top_k of all rows."""
+    temperatures = [max(sample.temperature, MIN_TEMPERATURE) for sample in samples]
+    k = [sample.top_k for sample in samples]
+    k_N1 = copy_to_device(k, device)[:, None] if any(k) else None
+    return TopKSampling(copy_to_device(temperatures, device, torch.float32), k_N1, max(k))
+
+
 def apply_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty_N1: Tensor) -> Tensor:
     """Make seen tokens less likely: divide positive logits by the penalty, multiply negative ones."""
     return torch.where(seen_NV, torch.where(logits_NV < 0, logits_NV * penalty_N1, logits_NV / penalty_N1), logits_NV)
@@ -322,40 +365,3 @@ WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
     ("typical_p", 1.0, keep_typical),
 ]
 """Setting, its neutral value, and the function; in the order of transformers."""
-
-
-MASKED = -math.inf
-"""The logit of a token that cannot be chosen."""
-MIN_TEMPERATURE = 1e-30
-"""A smaller temperature underflows in single precision. The most likely token is certain long before."""
-
-
-@dataclass(frozen=True)
-class TopKSampling:
-    """The settings of rows that are all sampled with temperature and top_k and no other rule."""
-
-    temperatures_N: Tensor
-    k_N1: Tensor | None
-    """Each row's top_k, 0 for no limit; None if no row has a limit."""
-    largest_k: int
-
-    def kth_logit(self, logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor | None:
-        """Return each row's smallest logit that may still be chosen."""
-        if self.k_N1 is None:
-            return None
-        more = 0 if banned_NK is None else banned_NK.shape[1]
-        found = logits_NV.topk(min(self.largest_k + more, logits_NV.shape[1]), dim=1)
-        values_NK = found.values.float()
-        if banned_NK is not None:
-            banned = (found.indices[:, :, None] == banned_NK[:, None]).any(2)
-            values_NK = values_NK.masked_fill(banned, MASKED).sort(1, descending=True).values
-        kth_N1 = values_NK.gather(1, (self.k_N1 - 1).clamp(0, values_NK.shape[1] - 1))
-        return torch.where(self.k_N1 > 0, kth_N1, MASKED)[:, 0]
-
-
-def new_top_k_sampling(samples: Sequence[SampleConfig], device: torch.device) -> TopKSampling:
-    """Collect the temperatures and top_k of all rows."""
-    temperatures = [max(sample.temperature, MIN_TEMPERATURE) for sample in samples]
-    k = [sample.top_k for sample in samples]
-    k_N1 = copy_to_device(k, device)[:, None] if any(k) else None
-    return TopKSampling(copy_to_device(temperatures, device, torch.float32), k_N1, max(k))

@@ -31,12 +31,14 @@ from textmill.generation.requests import (
     QueueFull,
     Request,
     Token,
-    describe_problem,
+    describe_hang,
     max_new_tokens_served,
 )
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for a step that does not end."""
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the model counts as broken."""
 THREAD_DIED = "the model's thread has died; restart the server"
 
 DeliverEvent = Callable[[Token | Done], None]
@@ -146,7 +148,11 @@ class ModelThread(ABC, Generic[Item]):
             return ""
         if self._died:
             return THREAD_DIED
-        return describe_problem(self.step_seconds(), max_step_seconds, self._failed_steps)
+        if self.step_seconds() > max_step_seconds:
+            return describe_hang(self.step_seconds())
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            return f"the model's last {self._failed_steps} steps failed; restart the server"
+        return ""
 
     def step_seconds(self) -> float:
         """Return how long the current step has taken; 0 between steps."""

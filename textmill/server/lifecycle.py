@@ -1,4 +1,4 @@
-"""Runs the application until it is stopped, then shuts down gracefully: running texts may finish."""
+"""The serve command: opens a model, answers requests until it is stopped, then shuts down: running texts may finish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import uvicorn
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, ServeConfig
-from textmill.errors import TextmillError, warn
+from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
 from textmill.generation.embed import can_embed, new_text_encoder
 from textmill.generation.fill import new_masked_texts
 from textmill.generation.messages import tune_interpreter
@@ -25,7 +25,7 @@ from textmill.generation.requests import check_served_settings
 from textmill.models import find_run_model, has_masked_head, open_family, read_shape
 from textmill.processes.signals import handled_signals
 from textmill.server.app import new_app
-from textmill.server.connections import Connection, ConnectionPool
+from textmill.server.connections import Connection, ConnectionPool, raise_file_limit
 from textmill.server.model_process import ModelProcess, start_model_process
 from textmill.server.service import Service
 from textmill.tokens.chat import open_template
@@ -37,6 +37,131 @@ SEND_SECONDS = 5
 """Time after the grace for sending the ends of cancelled texts."""
 FORCE_EXIT_SECONDS = 0.2
 """How often a stopping server checks for a second ctrl-C."""
+KEY_VARIABLE = "TEXTMILL_API_KEY"
+MIN_KEY_LENGTH = 8
+OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ModelProcess]
+
+
+def serve(config: RunConfig, step: StepChoice | None = None) -> None:
+    """Serve a model over HTTP until stopped."""
+    raise_file_limit(config.serve)
+    listening = bind(config.serve.host, config.serve.port)  # first, because loading the model may take minutes
+    if run(open_service(config, step), listening):
+        raise AlreadyReported(EXIT_BUG)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address. It reserves the port but does not listen yet."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise TextmillError(
+            f"serve.host: '{host}' is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all addresses"
+        ) from None
+    family, kind, protocol, _, address = found[0]
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise TextmillError(
+            f"serve.port: cannot listen on {host}:{port}: {error.strerror}; choose another serve.port or serve.host"
+        ) from None
+    return listening
+
+
+def open_service(config: RunConfig, step: StepChoice | None = None, open_model: OpenModel | None = None) -> Service:
+    """Open the service of a config. By default the model runs in a process of its own."""
+    serve = config.serve
+    key = read_api_key(config.serve)
+    check_served_settings(config.sample)
+    checkpoint = find_run_model(config, step)
+    shape = read_shape(checkpoint.folder)
+    generates = open_family(shape.family).OBJECTIVE == "next_token"
+    template = open_template(checkpoint.tokenizer) if generates else None
+    open_model = open_model or partial(start_model_process, embed=config.embed)
+    model = open_model(checkpoint, config.engine, serve)
+    tokenizer = model.tokenizer
+    encoder = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
+    masked_texts = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
+    return Service(
+        model,
+        serve,
+        config.sample,
+        name=serve.model_name or find_model_name(checkpoint),
+        step=checkpoint.step,
+        template=template,
+        key=key,
+        generates=generates,
+        text_encoder=encoder,
+        masked_texts=masked_texts,
+    )
+
+
+def find_model_name(checkpoint: Checkpoint) -> str:
+    """Return the name of the run's folder, or of the model's own folder."""
+    folder = checkpoint.folder.resolve()
+    names = [one.name for one in (folder, *folder.parents)]
+    return next((name for name in names if name and name != "run" and not name.startswith("step-")), "model")
+
+
+def read_api_key(serve: ServeConfig) -> str | None:
+    """Read the API key from the file or the environment; None if there is none."""
+    if serve.key_file is None:
+        key = os.environ.get(KEY_VARIABLE)
+        where = f"environment variable {KEY_VARIABLE}"
+        if key is None:
+            return None
+    else:
+        where = f"serve.key_file: {serve.key_file}"
+        try:
+            lines = Path(serve.key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            raise TextmillError(f"{where}: cannot be read; give a text file whose first line is the key") from None
+        key = lines[0] if lines else ""
+    key = key.strip()
+    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise TextmillError(
+            f"{where}: is not a valid key; use {MIN_KEY_LENGTH} or more printable ASCII characters without spaces"
+        )
+    return key
+
+
+def run(service: Service, listening: socket.socket) -> str:
+    """Serve on a bound socket until SIGTERM, SIGHUP or ctrl-C; return what was wrong with the model then, or
+    nothing."""
+    serve = service.config
+    protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, service.metrics))
+    listening.listen(BACKLOG)  # clients may connect from here on; they wait in the backlog
+    host, port = listening.getsockname()[:2]
+    host_in_url = f"[{host}]" if ":" in host else host
+    settings = uvicorn.Config(
+        new_app(service),
+        http=protocol,
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=SEND_SECONDS,
+        backlog=BACKLOG,
+    )
+    if service.key is None and host not in ("127.0.0.1", "::1"):
+        warn(f"serve.host={serve.host}: anyone who can reach this machine can use the model; set serve.key_file")
+    step = f" at step {service.step:,}" if service.step else ""
+    print(f"serving {service.name}{step} at http://{host_in_url}:{port}/ ; ctrl-C stops", flush=True)
+    tune_interpreter()
+    server = Server(settings, service)
+    # uvicorn raises the signal again after it has stopped. That would end the process as if it had been killed.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if signal.SIGHUP in handled_signals():  # a closed terminal stops it like SIGTERM; uvicorn does not know it
+            signal.signal(signal.SIGHUP, lambda *_: server.handle_exit(signal.SIGTERM, None))
+    with suppress(KeyboardInterrupt):
+        server.run([listening])
+    print("stopped", flush=True)
+    return server.problem
 
 
 class Server(uvicorn.Server):
@@ -91,123 +216,3 @@ def _accept_pending(listening: socket.socket) -> list[socket.socket]:
         while True:
             found.append(listening.accept()[0])
     return found
-
-
-def run(service: Service, listening: socket.socket) -> str:
-    """Serve on a bound socket until SIGTERM, SIGHUP or ctrl-C; return what was wrong with the model then, or
-    nothing."""
-    serve = service.config
-    protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, service.metrics))
-    listening.listen(BACKLOG)  # clients may connect from here on; they wait in the backlog
-    host, port = listening.getsockname()[:2]
-    host_in_url = f"[{host}]" if ":" in host else host
-    settings = uvicorn.Config(
-        new_app(service),
-        http=protocol,
-        lifespan="off",
-        ws="none",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=SEND_SECONDS,
-        backlog=BACKLOG,
-    )
-    if service.key is None and host not in ("127.0.0.1", "::1"):
-        warn(f"serve.host={serve.host}: anyone who can reach this machine can use the model; set serve.key_file")
-    step = f" at step {service.step:,}" if service.step else ""
-    print(f"serving {service.name}{step} at http://{host_in_url}:{port}/ ; ctrl-C stops", flush=True)
-    tune_interpreter()
-    server = Server(settings, service)
-    # uvicorn raises the signal again after it has stopped. That would end the process as if it had been killed.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if signal.SIGHUP in handled_signals():  # a closed terminal stops it like SIGTERM; uvicorn does not know it
-            signal.signal(signal.SIGHUP, lambda *_: server.handle_exit(signal.SIGTERM, None))
-    with suppress(KeyboardInterrupt):
-        server.run([listening])
-    print("stopped", flush=True)
-    return server.problem
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address. It reserves the port but does not listen yet."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):
-        raise TextmillError(
-            f"serve.host: '{host}' is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all addresses"
-        ) from None
-    family, kind, protocol, _, address = found[0]
-    listening = socket.socket(family, kind, protocol)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        raise TextmillError(
-            f"serve.port: cannot listen on {host}:{port}: {error.strerror}; choose another serve.port or serve.host"
-        ) from None
-    return listening
-
-
-KEY_VARIABLE = "TEXTMILL_API_KEY"
-MIN_KEY_LENGTH = 8
-OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ModelProcess]
-
-
-def open_service(config: RunConfig, step: StepChoice | None = None, open_model: OpenModel | None = None) -> Service:
-    """Open the service of a config. By default the model runs in a process of its own."""
-    serve = config.serve
-    key = read_api_key(config.serve)
-    check_served_settings(config.sample)
-    checkpoint = find_run_model(config, step)
-    shape = read_shape(checkpoint.folder)
-    generates = open_family(shape.family).OBJECTIVE == "next_token"
-    template = open_template(checkpoint.tokenizer) if generates else None
-    open_model = open_model or partial(start_model_process, embed=config.embed)
-    model = open_model(checkpoint, config.engine, serve)
-    tokenizer = model.tokenizer
-    name = serve.model_name or find_model_name(checkpoint)
-    encoder = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
-    masked_texts = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
-    return Service(
-        model,
-        serve,
-        config.sample,
-        name,
-        checkpoint.step,
-        template,
-        key,
-        generates=generates,
-        text_encoder=encoder,
-        masked_texts=masked_texts,
-    )
-
-
-def find_model_name(checkpoint: Checkpoint) -> str:
-    """Return the name of the run's folder, or of the model's own folder."""
-    folder = checkpoint.folder.resolve()
-    names = [one.name for one in (folder, *folder.parents)]
-    return next((name for name in names if name and name != "run" and not name.startswith("step-")), "model")
-
-
-def read_api_key(serve: ServeConfig) -> str | None:
-    """Read the API key from the file or the environment; None if there is none."""
-    if serve.key_file is None:
-        key = os.environ.get(KEY_VARIABLE)
-        where = f"environment variable {KEY_VARIABLE}"
-        if key is None:
-            return None
-    else:
-        where = f"serve.key_file: {serve.key_file}"
-        try:
-            lines = Path(serve.key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
-            raise TextmillError(f"{where}: cannot be read; give a text file whose first line is the key") from None
-        key = lines[0] if lines else ""
-    key = key.strip()
-    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        raise TextmillError(
-            f"{where}: is not a valid key; use {MIN_KEY_LENGTH} or more printable ASCII characters without spaces"
-        )
-    return key

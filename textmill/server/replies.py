@@ -1,4 +1,13 @@
-"""Replies of /v1/completions, as one object or as a stream of chunks."""
+"""Replies of /v1/completions and /v1/chat/completions: one JSON object, or a stream of server-sent events.
+
+A client that requests the text " mill." as a stream reads, for instance:
+
+    data: {"id":"cmpl-1","object":"text_completion",...,"choices":[{"index":0,"text":" mill","finish_reason":null,...}]}
+
+    data: {"id":"cmpl-1","object":"text_completion",...,"choices":[{"index":0,"text":".","finish_reason":"stop",...}]}
+
+    data: [DONE]
+"""
 
 from __future__ import annotations
 
@@ -9,14 +18,15 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from textmill.generation.requests import Done, TokenLogprob
-from textmill.server.bodies import ChatBody, CompletionBody
+from textmill.server.bodies import ChatBody, CompletionBody, SamplingBody
 from textmill.server.errors import HttpError, error_body
 from textmill.server.request_checks import Prompt
 from textmill.server.service import (
@@ -33,116 +43,116 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "canc
 """From our reason to OpenAI's `finish_reason`."""
 ENDED = {"timeout": "time limit", "cancelled": "server stopping"}
 """The additional field `ended`, for reasons that OpenAI does not have."""
+MIN_LOGPROB = -9999.0
+"""Reported for an impossible token, because JSON has no infinity."""
+STALLED_SECONDS = 60.0
+"""How long a client may leave an event unread."""
 
 JsonObject = dict[str, Any]
 
 
-def usage_fields(prompt: int, new: int) -> JsonObject:
-    """Return the token counts of a reply."""
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+class Reply:
+    """What both kinds of reply have: the first fields, and the counts of the texts that have ended."""
+
+    def __init__(self, service: Service, body: SamplingBody, kind: str, id_prefix: str, prompt_tokens: int) -> None:
+        self.service = service
+        self.head: JsonObject = {
+            "id": f"{id_prefix}-{random.getrandbits(96):024x}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        self.streams_usage = body.stream_options is not None and body.stream_options.include_usage
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = 0
+        self.reasons: list[str] = []
+
+    def usage(self) -> JsonObject:
+        """Return the token counts."""
+        total = self.prompt_tokens + self.new_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.new_tokens, "total_tokens": total}
+
+    def last_chunks(self) -> Iterator[JsonObject]:
+        """Yield the last chunk: the token counts, if the request has `include_usage`."""
+        if self.streams_usage:
+            yield {"choices": [], "usage": self.usage()}
+
+    def _finish(self, done: Done | None) -> JsonObject:
+        """Return the fields of a choice that state why its text ended, and count it."""
+        if done is None:
+            return {"finish_reason": None}
+        self.new_tokens += done.tokens
+        self.reasons.append(done.reason)
+        fields = {"finish_reason": FINISH_REASONS[done.reason]}
+        return fields | {"ended": ENDED[done.reason]} if done.reason in ENDED else fields
 
 
-def finish_fields(done: Done) -> JsonObject:
-    """Return the fields of a choice that state why its text ended."""
-    fields = {"finish_reason": FINISH_REASONS[done.reason]}
-    return fields | {"ended": ENDED[done.reason]} if done.reason in ENDED else fields
-
-
-class CompletionReply:
-    """Builds the reply to one completion request."""
+class CompletionReply(Reply):
+    """The reply to a completion request."""
 
     def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
-        self.service = service
+        prompt_tokens = sum(0 if prompt.empty else len(prompt.ids) for prompt in prompts)
+        super().__init__(service, body, "text_completion", "cmpl", prompt_tokens)
+        self.chunk_head = self.head
         self.body = body
         self.prompts = prompts
         self.texts_per_prompt = body.n or 1
         self.prompt_only = body.max_tokens == 0
         """Whether only the prompt is scored; the model's one new token is left out."""
-        self.head = self.chunk_head = {
-            "id": f"cmpl-{random.getrandbits(96):024x}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.name,
-        }
         self.offsets: dict[int, TextOffsets] = defaultdict(TextOffsets)
         """By the text's index."""
-        self.prompt_tokens = sum(0 if prompt.empty else len(prompt.ids) for prompt in prompts)
-        self.new_tokens = 0
-        self.reasons: list[str] = []
 
     def build(self, texts: Sequence[GeneratedText]) -> JsonObject:
         """Return the complete reply."""
         choices = []
         for index, text in enumerate(texts):
-            done = self._finish(text.done)
-            prompt = self.prompts[index // self.texts_per_prompt]
-            full_text = (prompt.text if self.body.echo else "") + ("" if self.prompt_only else text.text)
-            logprobs = self._logprobs(index, text.logprobs, done)
-            choices.append({"index": index, "text": full_text, "logprobs": logprobs, **finish_fields(done)})
-        return {**self.head, "choices": choices, "usage": usage_fields(self.prompt_tokens, self.new_tokens)}
-
-    def _finish(self, done: Done | None) -> Done:
-        assert done is not None
-        self.new_tokens += 0 if self.prompt_only else done.tokens
-        reason = "length" if self.prompt_only and done.reason == "stop" else done.reason
-        self.reasons.append(reason)
-        return done if reason == done.reason else Done("length", 0, "", prompt_logprobs=done.prompt_logprobs)
-
-    def _logprobs(self, index: int, new: Sequence[TokenLogprob], done: Done | None) -> JsonObject | None:
-        if self.body.logprobs is None:
-            return None
-        logprobs = [] if self.prompt_only else list(new)
-        prompt = self.prompts[index // self.texts_per_prompt]
-        if self.body.echo and done is not None and not prompt.empty:
-            pairs = zip(prompt.ids, done.prompt_logprobs, strict=True)
-            logprobs = [(id_, logprob, top) for id_, (logprob, top) in pairs] + logprobs
-        return completion_logprobs(self.service.token_texts, logprobs, self.body.logprobs, self.offsets[index])
+            assert text.done is not None
+            prompt = self._prompt_of(index)
+            logprobs = [] if self.prompt_only else list(text.logprobs)
+            if self.body.echo and self.body.logprobs is not None and not prompt.empty:
+                pairs = zip(prompt.ids, text.done.prompt_logprobs, strict=True)
+                logprobs = [(id_, logprob, top) for id_, (logprob, top) in pairs] + logprobs
+            start = prompt.text if self.body.echo else ""
+            choices.append(self._choice(index, text, self._logprobs(index, logprobs), start))
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> Iterator[JsonObject]:
         """Yield the prompts if they are echoed."""
         if self.body.echo:
             for index in range(len(self.prompts) * self.texts_per_prompt):
-                yield self._chunk(index, self.prompts[index // self.texts_per_prompt].text, None)
+                yield {"choices": [self._choice(index, GeneratedText(), None, self._prompt_of(index).text)]}
 
     def next_chunks(self, received: Sequence[IndexedChunk]) -> Iterator[JsonObject]:
         """Yield one chunk for each text that has new tokens."""
         for index, text in merge_chunks(received):
-            logprobs = self._logprobs(index, text.logprobs, None) if text.logprobs and not self.prompt_only else None
-            new_text = "" if self.prompt_only else text.text
-            if text.done:
-                yield self._chunk(index, new_text, logprobs, finish_fields(self._finish(text.done)))
-            elif new_text or logprobs:
-                yield self._chunk(index, new_text, logprobs)
+            with_logprobs = text.logprobs and not self.prompt_only
+            choice = self._choice(index, text, self._logprobs(index, text.logprobs) if with_logprobs else None)
+            if choice["text"] or choice["logprobs"] or text.done:
+                yield {"choices": [choice]}
 
-    def _chunk(
-        self, index: int, text: str, logprobs: JsonObject | None, finish: JsonObject | None = None
-    ) -> JsonObject:
-        return {
-            "choices": [{"index": index, "text": text, "logprobs": logprobs, **(finish or {"finish_reason": None})}]
-        }
+    def _choice(self, index: int, text: GeneratedText, logprobs: JsonObject | None, start: str = "") -> JsonObject:
+        new_text = "" if self.prompt_only else text.text
+        done = text.done
+        if self.prompt_only and done is not None:
+            done = replace(done, tokens=0, reason="length" if done.reason == "stop" else done.reason)
+        return {"index": index, "text": start + new_text, "logprobs": logprobs, **self._finish(done)}
 
-    def last_chunks(self) -> Iterator[JsonObject]:
-        """Yield the last chunk: the token counts, if the request has `include_usage`."""
-        if self.body.stream_options and self.body.stream_options.include_usage:
-            yield {"choices": [], "usage": usage_fields(self.prompt_tokens, self.new_tokens)}
+    def _prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.texts_per_prompt]
+
+    def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> JsonObject | None:
+        if self.body.logprobs is None:
+            return None
+        return completion_logprobs(self.service.token_texts, logprobs, self.body.logprobs, self.offsets[index])
 
 
-class ChatReply:
-    """Builds the reply to one chat request."""
+class ChatReply(Reply):
+    """The reply to a chat request."""
 
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
-        self.service = service
-        self.body = body
-        self.prompt = prompt
-        self.head = {
-            "id": f"chatcmpl-{random.getrandbits(96):024x}",
-            "created": int(time.time()),
-            "model": service.name,
-        }
+        super().__init__(service, body, "chat.completion", "chatcmpl", len(prompt.ids))
         self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
-        self.prompt_tokens = len(prompt.ids)
-        self.new_tokens = 0
-        self.reasons: list[str] = []
+        self.body = body
 
     def build(self, texts: Sequence[GeneratedText]) -> JsonObject:
         """Return the complete reply."""
@@ -150,45 +160,27 @@ class ChatReply:
         for index, text in enumerate(texts):
             message = {"role": "assistant", "content": text.text, "refusal": None}
             logprobs = self._logprobs(text.logprobs)
-            choices.append({"index": index, "message": message, "logprobs": logprobs, **self._finish(text)})
-        usage = usage_fields(self.prompt_tokens, self.new_tokens)
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage}
-
-    def _finish(self, text: GeneratedText) -> JsonObject:
-        if text.done is None:
-            return {"finish_reason": None}
-        self.new_tokens += text.done.tokens
-        self.reasons.append(text.done.reason)
-        return finish_fields(text.done)
-
-    def _logprobs(self, logprobs: Iterable[TokenLogprob]) -> JsonObject | None:
-        if not self.body.logprobs:
-            return None
-        return chat_logprobs(self.service.token_texts, logprobs, self.body.top_logprobs or 0)
+            choices.append({"index": index, "message": message, "logprobs": logprobs, **self._finish(text.done)})
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> Iterator[JsonObject]:
         """Yield the first chunk of each answer, which names the role."""
         for index in range(self.body.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, None, {"finish_reason": None})
+            delta = {"role": "assistant", "content": ""}
+            yield {"choices": [{"index": index, "delta": delta, "logprobs": None, **self._finish(None)}]}
 
     def next_chunks(self, received: Sequence[IndexedChunk]) -> Iterator[JsonObject]:
         """Yield one chunk for each answer that has new text."""
         for index, text in merge_chunks(received):
             logprobs = self._logprobs(text.logprobs) if text.logprobs else None
             if text.text or logprobs or text.done:
-                yield self._chunk(index, {"content": text.text} if text.text else {}, logprobs, self._finish(text))
+                delta = {"content": text.text} if text.text else {}
+                yield {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **self._finish(text.done)}]}
 
-    def _chunk(self, index: int, delta: JsonObject, logprobs: JsonObject | None, finish: JsonObject) -> JsonObject:
-        return {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **finish}]}
-
-    def last_chunks(self) -> Iterator[JsonObject]:
-        """Yield the last chunk: the token counts, if the request has `include_usage`."""
-        if self.body.stream_options and self.body.stream_options.include_usage:
-            yield {"choices": [], "usage": usage_fields(self.prompt_tokens, self.new_tokens)}
-
-
-MIN_LOGPROB = -9999.0
-"""Reported for an impossible token, because JSON has no infinity."""
+    def _logprobs(self, logprobs: Iterable[TokenLogprob]) -> JsonObject | None:
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(self.service.token_texts, logprobs, self.body.top_logprobs or 0)
 
 
 class TextOffsets:
@@ -245,21 +237,6 @@ def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-STALLED_SECONDS = 60.0
-"""How long a client may leave an event unread."""
-
-
-class StreamedReply(Protocol):
-    """The events of one request, in the format of its route."""
-
-    chunk_head: JsonObject
-    """The fields with which every chunk starts."""
-
-    def first_chunks(self) -> Iterable[JsonObject]: ...
-    def next_chunks(self, received: list[IndexedChunk]) -> Iterable[JsonObject]: ...
-    def last_chunks(self) -> Iterable[JsonObject]: ...
-
-
 class EventStream(Response):
     """Streams an in-flight request: the first chunks, those of new text, the last chunks, then `[DONE]`.
 
@@ -269,7 +246,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, in_flight: InFlightRequest, reply: StreamedReply, on_end: Callable[[], None]
+        self,
+        service: Service,
+        in_flight: InFlightRequest,
+        reply: CompletionReply | ChatReply,
+        on_end: Callable[[], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

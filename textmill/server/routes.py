@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from textmill.errors import TextmillError
 from textmill.generation.embed import EncodedText, TextEncoder, format_vector
-from textmill.generation.fill import MaskedTexts
+from textmill.generation.fill import DEFAULT_CHOICES, MaskedTexts
 from textmill.generation.requests import EmbedRequest, EncoderRequest, FillRequest, Request
 from textmill.server.bodies import (
     BODIES,
@@ -48,7 +48,6 @@ from textmill.server.request_checks import (
 )
 from textmill.server.service import Service, start_request, wait_for_texts
 
-DEFAULT_CHOICES = 5
 MAX_CHOICES = 100_000
 """Tokens that one request to /fill may ask for, over all of its masks; each takes about 60 bytes of the reply."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
