@@ -146,7 +146,7 @@ def test_computing_ahead_changes_no_text(generator: Generator) -> None:
     while waiting or batch.running or batch.waiting:
         while waiting and batch.free and dice.random() < 0.7:
             number, one = waiting.pop(0)
-            batch.add(number, one, generator.max_new_tokens(one, quiet=True))
+            batch.add(number, one, generator.max_new_tokens(one))
             if number % 5 == 4:
                 for _ in range(dice.randint(0, 3)):
                     for place, event in batch.step():
@@ -185,7 +185,7 @@ def test_prompt_with_several_samples_is_prefilled_once(generator: Generator, mon
     requests[4] = dataclasses.replace(requests[4], echo=True)
     found: list[list[Token | Done]] = [[] for _ in prompts]
     for number, one in enumerate(requests):
-        batch.add(number, one, generator.max_new_tokens(one, quiet=True))
+        batch.add(number, one, generator.max_new_tokens(one))
     while batch.running or batch.waiting:
         for number, event in batch.step():
             found[number].append(event)

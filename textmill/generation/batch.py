@@ -29,6 +29,14 @@ from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
+NOT_FINITE = (
+    "the model's logits are not finite; its weights are damaged or its training diverged; use an earlier --step"
+)
+PROMPT_CHUNK = 128
+"""Prompt tokens whose logits are computed at once."""
+
+Event = Token | Done
+
 
 @dataclass(frozen=True)
 class PendingTokens:
@@ -40,11 +48,6 @@ class PendingTokens:
     """The same ids on their way to the host."""
     logprobs: dict[int, tuple[float, TopTokens]]
     """By index in `texts`."""
-
-    def wait(self) -> list[int]:
-        """Return the ids once the copy is complete."""
-        ids: list[int] = self.host_copy.values()
-        return ids
 
 
 @dataclass
@@ -238,7 +241,7 @@ class RunningBatch:
     def _receive(self, tokens: PendingTokens) -> list[tuple[int, Event]]:
         """Wait for a step's tokens, append them to their texts, and remove texts that end."""
         events: list[tuple[int, Event]] = []
-        for index, (text, id_) in enumerate(zip(tokens.texts, tokens.wait(), strict=True)):
+        for index, (text, id_) in enumerate(zip(tokens.texts, tokens.host_copy.values(), strict=True)):
             if text.finished:
                 continue
             logprob, top = tokens.logprobs.get(index, (None, ()))
@@ -262,15 +265,9 @@ class RunningBatch:
         self._rules = None
 
 
-NOT_FINITE = (
-    "the model's logits are not finite; its weights are damaged or its training diverged; use an earlier --step"
-)
-Event = Token | Done
-
-
 @dataclass(eq=False)
 class RunningText:
-    """One text of a batch."""
+    """One text while it is generated: its tokens so far, how they become text, and when it ends."""
 
     number: int
     """The request's number."""
@@ -317,10 +314,6 @@ class RunningText:
         if self.stops.hit and reason == "length":  # the held-back text completed a stop string
             reason = "stop"
         return Done(reason, self.received, text, message, self.prompt_logprobs)
-
-
-PROMPT_CHUNK = 128
-"""Prompt tokens whose logits are computed at once."""
 
 
 def top_logprobs(logits_NV: Tensor, chosen_N: Tensor, counts: list[int]) -> list[tuple[float, TopTokens]]:

@@ -47,14 +47,16 @@ class Generator:
         self.positions: int = net.shape.positions
         self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
         self._spare_slots: Slots | None = None
-        self._beams = _BeamSearches(self)
+        self._beam_request: Request | None = None
+        self._beam_texts: list[Done] = []
+        """What the last beam search found, for `_beam_request`."""
         self._warned = False
 
     def stream(self, prompt: str, sample: SampleConfig, number: int = 0) -> Iterator[str]:
         """Yield continuation `number` of a prompt in chunks of complete characters, as it is generated."""
         request = repeat_request(self.new_request(prompt, sample), number + 1, sample.seed)[number]
-        self.max_new_tokens(request)
-        return self._chunks(request)
+        self.max_new_tokens(request)  # raises at once if it cannot be done
+        return (event.text for _, event in self.run([request], 1) if event.text)
 
     def sample(self, prompt: str, sample: SampleConfig) -> GeneratedText:
         """Return one continuation; its text is the same as `stream` yields."""
@@ -95,7 +97,7 @@ class Generator:
         sampled = [one for one in indexed if one[1].sample.beams == 1]
         for index, request, max_new in indexed:
             if request.sample.beams > 1:
-                yield index, self._beams.find(request, max_new)
+                yield index, self._find_beam(request, max_new)
         if sampled:
             yield from self._run_batch(sampled, slots)
 
@@ -116,6 +118,19 @@ class Generator:
             # On a GPU the slots are reused: capturing their CUDA graphs takes longer than many a text.
             self._spare_slots = batch.slots if self.device.type == "cuda" else None
 
+    def _find_beam(self, request: Request, max_new: int) -> Done:
+        """Return the text that `beam_rank` names; texts of the same prompt come from one search."""
+        best = repeat_request(request, 1, 0)[0]
+        if best != self._beam_request:
+            self._beam_texts = beam_search(self, best, max_new)
+            self._beam_request = best
+        if request.beam_rank >= len(self._beam_texts):
+            raise TextmillError(
+                f"sample.count: sample.beams={request.sample.beams} found {len(self._beam_texts)} different texts; "
+                "lower sample.count, or raise sample.beams"
+            )
+        return self._beam_texts[request.beam_rank]
+
     def new_request(self, prompt: str, sample: SampleConfig) -> Request:
         """Return a request for a prompt."""
         return Request(tuple(self.encode_prompt(prompt)), sample, tuple(sample.stop))
@@ -130,11 +145,11 @@ class Generator:
             ) from None
         return self.tokenizer.encode(prompt) or [self.tokenizer.end]
 
-    def max_new_tokens(self, request: Request, quiet: bool = False) -> int:
+    def max_new_tokens(self, request: Request) -> int:
         """Return how many new tokens the request allows and the context has space for; warn once if it is too short."""
         max_new = max_new_tokens(request, self.positions, self.tokenizer.vocab)
         requested = request.sample.max_tokens
-        if max_new < requested and not self._warned and not quiet:
+        if max_new < requested and not self._warned:
             self._warned = True
             warn(
                 f"after a prompt of {len(request.ids):,} tokens the context has space for {max_new:,} new ones, "
@@ -165,32 +180,6 @@ class Generator:
                 "less"
             )
         return open_slots(self.net, slots, length)
-
-    def _chunks(self, request: Request) -> Iterator[str]:
-        for _, event in self.run([request], 1):
-            if event.text:
-                yield event.text
-
-
-class _BeamSearches:
-    """Beam search; the texts of one prompt, requested one after the other, come from one search."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self._request: Request | None = None
-        self._found: list[Done] = []
-
-    def find(self, request: Request, max_new: int) -> Done:
-        """Return the text that the request's `beam_rank` names."""
-        best = repeat_request(request, 1, 0)[0]
-        if best != self._request:
-            self._request, self._found = best, beam_search(self._generator, best, max_new)
-        if request.beam_rank >= len(self._found):
-            raise TextmillError(
-                f"sample.count: sample.beams={request.sample.beams} found {len(self._found)} different texts; "
-                "lower sample.count, or raise sample.beams"
-            )
-        return self._found[request.beam_rank]
 
 
 def _free_memory(device: torch.device) -> int:

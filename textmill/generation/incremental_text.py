@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tokenizers import pre_tokenizers
-
 from textmill.tokens.vocabulary.token_bytes import byte_level_alphabet
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -97,11 +95,11 @@ def read_token_bytes(tokenizer: TextTokenizer) -> list[bytes] | None:
     if ((json.loads(tokenizer.inner.to_str())["decoder"]) or {}).get("type") != "ByteLevel":
         return None
     table = byte_level_alphabet()
-    signs = set(pre_tokenizers.ByteLevel.alphabet())
     token_bytes = [b""] * tokenizer.vocab
     for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=True).items():
         # A token with a character outside the byte alphabet is written as it is.
-        token_bytes[id_] = bytes(table[sign] for sign in token) if signs.issuperset(token) else token.encode()
+        is_bytes = table.keys() >= set(token)
+        token_bytes[id_] = bytes(table[character] for character in token) if is_bytes else token.encode()
     return token_bytes
 
 

@@ -1,5 +1,9 @@
 """Limits connections: how many may be open, and how long a client may take to send a request or read a reply.
 
+uvicorn has no such limits: its timeout_keep_alive ends only connections that are silent between two requests, so one
+that sends a byte now and then stays for ever; its limit_concurrency refuses new clients instead of closing idle
+connections; and its httptools parser has no limit for the header. Replies here have the format of all errors.
+
 A connection waits, with a timer and in `ConnectionPool.waiting`, until its client has sent a complete request. While
 the request is answered there is no timer. After the reply it waits for the next request, and another timer checks that
 the client reads the reply. A connection in `ConnectionPool.rejected` has got its last reply, and its input is ignored.
