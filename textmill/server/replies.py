@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from textmill.generation.requests import Done, TokenLogprob
 from textmill.server.bodies import ChatBody, CompletionBody, SamplingBody
 from textmill.server.errors import HttpError, error_body
-from textmill.server.request_checks import Prompt
+from textmill.server.model_requests import Prompt
 from textmill.server.service import (
     GeneratedText,
     IndexedChunk,

@@ -31,8 +31,7 @@ from textmill.server.bodies import (
     read_body,
 )
 from textmill.server.errors import HttpError, quote_value
-from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
-from textmill.server.request_checks import (
+from textmill.server.model_requests import (
     LONG_TEXT,
     chat_requests,
     check_generates,
@@ -46,6 +45,7 @@ from textmill.server.request_checks import (
     read_prompt,
     read_prompts,
 )
+from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
 from textmill.server.service import Service, start_request, wait_for_texts
 
 MAX_CHOICES = 100_000

@@ -9,7 +9,7 @@ import pytest
 
 from textmill.config import SampleConfig, ServeConfig
 from textmill.server.bodies import CompletionBody
-from textmill.server.request_checks import sampling_settings
+from textmill.server.model_requests import sampling_settings
 
 
 @pytest.mark.parametrize(
