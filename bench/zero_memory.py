@@ -49,7 +49,7 @@ def measure(size: str, zero: int, path: Path) -> None:
     shape = open_family("gpt2").shape_of(config.model, vocab=50257, end=0)
     import deepspeed  # noqa: F401
 
-    with closing(open_ranks(config)) as ranks:
+    with closing(open_ranks(config.engine)) as ranks:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with closing(open_engine(config, shape, ranks)) as engine:
             engine.load(initial_weights(shape, 1), [], 0, "the first weights")

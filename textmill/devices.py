@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.errors import TextmillError, rank_of_launcher, warn
 
@@ -119,6 +120,14 @@ def check_fp8(device: torch.device) -> None:
 def autocast(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
     """Matmuls in a precision while weights stay fp32; used in training and evaluation, so their losses agree."""
     return torch.autocast(device.type, precision) if precision != torch.float32 else nullcontext()
+
+
+def attention_order(device: torch.device) -> AbstractContextManager[Any]:
+    """The order of attention backends: cuDNN first, the fastest for training where it supports the shapes."""
+    if device.type != "cuda":
+        return nullcontext()
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends, set_priority=True)
 
 
 def peak_flops_of(device: torch.device) -> float | None:

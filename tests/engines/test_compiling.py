@@ -12,9 +12,9 @@ from torch._dynamo.exc import ShortenTraceback
 
 from tests.support.engine_runs import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
-from textmill.engines import compile_torch
-from textmill.engines.compile_torch import decide_compile, try_compiler
+from textmill.engines import on_torch
 from textmill.engines.meshes import Mesh
+from textmill.engines.on_torch import decide_compile, try_compiler
 from textmill.errors import TextmillError
 from textmill.training.run_folder import describe_engine
 
@@ -33,9 +33,9 @@ class Net:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with a peak of 989 TFLOP/s, on a machine that can compile."""
-    monkeypatch.setattr(compile_torch, "peak_flops_of", lambda device: 989e12)
-    monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "")
-    monkeypatch.setattr(compile_torch, "try_compiler", lambda device: "")
+    monkeypatch.setattr(on_torch, "peak_flops_of", lambda device: 989e12)
+    monkeypatch.setattr(on_torch, "missing_requirement", lambda: "")
+    monkeypatch.setattr(on_torch, "try_compiler", lambda device: "")
 
 
 @pytest.mark.usefixtures("h200")
@@ -91,7 +91,7 @@ def test_compiled_tensor_parallelism_is_refused_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "C compiler (install gcc)")
+    monkeypatch.setattr(on_torch, "missing_requirement", lambda: "C compiler (install gcc)")
     found = decide_compile(TorchEngine(), LONG, Net(), GPU, Mesh())
     assert found == (False, "not compiled, although it would be faster: no C compiler (install gcc) found")
 
@@ -102,7 +102,7 @@ def test_with_fsdp_a_compiler_that_fails_is_found_before_the_first_step(monkeypa
     monkeypatch.setattr(torch, "compile", lambda net: compile_(net, backend=fails))
     failure = try_compiler(torch.device("cpu"))
     assert "no such instruction" in failure
-    monkeypatch.setattr(compile_torch, "try_compiler", lambda device: failure)
+    monkeypatch.setattr(on_torch, "try_compiler", lambda device: failure)
     found, note = decide_compile(TorchEngine(), LONG, Net(), GPU, Mesh(shard=2))
     assert not found
     assert note.startswith("not compiled, although it would be faster: torch cannot compile here: ")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.fake_meshes import PASSES, Collectives, batch_of_rank, config_of, shape_of, started
 from textmill.commands.plan import communication_of
-from textmill.engines import data_parallel_torch
+from textmill.engines import parallel_torch
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.engines.memory.state_torch import fake_ranks
 from textmill.errors import TextmillError
@@ -74,7 +74,7 @@ def test_gradients_are_sent_while_backward_still_computes(compiled: bool, monkey
     """Those of the last block are on their way before the first block has any."""
     compile_, all_reduce = torch.compile, dist.all_reduce
     monkeypatch.setattr(torch, "compile", lambda *given, **more: compile_(*given, **{**more, "backend": "aot_eager"}))
-    monkeypatch.setattr(data_parallel_torch, "BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr(parallel_torch, "BUCKET_BYTES", 1 << 16)
     sums: list[int] = []
 
     def counted(tensor: Tensor, *given: Any, **more: Any) -> Any:
@@ -100,7 +100,7 @@ class TorchDynamoException(RuntimeError):
 
 def test_a_compile_error_after_gradients_were_sent_does_not_send_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under auto, the pass is repeated eagerly; the other replicas wait for one all-reduce of each bucket."""
-    monkeypatch.setattr(data_parallel_torch, "BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr(parallel_torch, "BUCKET_BYTES", 1 << 16)
     found, counts = [], []
     for fails in (False, True):
         with fake_ranks(8):

@@ -13,9 +13,8 @@ from tests.support.engine_runs import MAKE
 from tests.support.weights import noisy_weights
 from textmill.config import CorpusConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.engines import Engine, open_engine
-from textmill.engines.objective.heads_torch import open_heads
-from textmill.engines.objective.micro_batches_torch import micro_batches
-from textmill.engines.shared_torch import token_weights
+from textmill.engines.heads_torch import open_heads
+from textmill.engines.micro_batches import micro_batches, token_weights
 from textmill.errors import TextmillError
 from textmill.models import open_family, with_label_head
 from textmill.models.nets_torch import fill, new_net, parameters_of

@@ -12,9 +12,9 @@ import torch
 from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, run, started
 from textmill.config import RunConfig
 from textmill.devices import torch_dtype
+from textmill.engines import on_torch as scaling_torch
 from textmill.engines import open_engine
-from textmill.engines.optimizers import loss_scale_torch as scaling_torch
-from textmill.engines.optimizers.loss_scale_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, LossScaler
+from textmill.engines.on_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, LossScaler
 from textmill.models import open_family
 
 

@@ -19,7 +19,7 @@ from tests.support.engine_runs import MAKE, engines_of
 from tests.support.masked_batches import LENGTHS, VOCAB, masked_batch
 from textmill.config import JaxMesh, ModelConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.engines import Engine, open_engine
-from textmill.engines.objective.labels import labelled_positions
+from textmill.engines.micro_batches import labelled_positions
 from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import IGNORED, Batch

@@ -19,12 +19,10 @@ from tests.support.together import run_together
 from textmill.config import AverageConfig, JaxEngine, JaxMesh, ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines.memory import state_deepspeed, state_jax
-from textmill.engines.memory.estimate import Device, Estimate, Estimator
-from textmill.engines.memory.parts import State, sample_activations
-from textmill.engines.memory.saved_torch import saved_bytes, saved_per_sample
+from textmill.engines.memory.estimate import Device, Estimate, Estimator, saved_bytes, saved_per_sample
+from textmill.engines.memory.parts import State, largest_on_gpu, sample_activations
 from textmill.engines.memory.state_torch import state_on_mesh
 from textmill.engines.meshes import Mesh, mesh_of
-from textmill.engines.micro_batch_torch import largest_on_gpu
 from textmill.models import open_family
 from textmill.models.nets_torch import new_net
 

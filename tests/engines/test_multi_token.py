@@ -23,7 +23,7 @@ from textmill.config import MultiTokenConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.engines import losses_torch
 from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
-from textmill.engines.objective.micro_batches_torch import micro_batches
+from textmill.engines.micro_batches import micro_batches
 from textmill.errors import TextmillError
 from textmill.schedules import multi_token_weight_at
 from textmill.tokens.batches.batch import IGNORED, Batch

@@ -25,9 +25,10 @@ from textmill.config import (
     TorchEngine,
     TrainConfig,
 )
-from textmill.engines import Engine, Ranks, open_engine, open_ranks
+from textmill.engines import Engine, open_engine, open_ranks
 from textmill.errors import TextmillError
 from textmill.models import open_family
+from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.verification.launcher import free_port
 
@@ -300,7 +301,7 @@ def free_ports() -> int:
 def as_one_of_two() -> int:
     """What the test above starts twice."""
     config = config_of("jax", mesh=JaxMesh(shard=2))
-    ranks = open_ranks(config)
+    ranks = open_ranks(config.engine)
     engine = started(config, ranks)
     losses = [engine.train_step(rows_of(batch_of(step), engine.samples_of(ROWS)), step, 1e-2).loss for step in range(5)]
     sums = engine.eval_step(batch_of(7))
@@ -320,7 +321,10 @@ def as_one_of_two() -> int:
 
 @pytest.mark.long
 def test_a_missing_package_is_named() -> None:
-    script = "import sys; sys.modules['jax'] = None; import textmill.engines.on_jax"
+    script = (
+        "import sys; sys.modules['jax'] = None; from textmill.config import JaxEngine; "
+        "from textmill.engines import open_ranks; open_ranks(JaxEngine())"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith(
         "engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'"

@@ -17,7 +17,7 @@ from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
 from textmill.config import EvaluateConfig, RunConfig, TorchEngine
-from textmill.engines.scoring import mesh_torch
+from textmill.engines import scoring_torch
 from textmill.evaluation.scorer_torch import MaskedScorer, masked_batches, new_scorer
 from textmill.evaluation.task import Share
 from textmill.models.nets_torch import open_net
@@ -203,8 +203,8 @@ def test_ranks_that_share_the_head_compute_what_it_multiplies(
     """A group of one rank, which has all rows of the head: its matrix, its LayerNorm and its biases count too."""
     folder, theirs, _ = bert
     net, group = open_net(folder, torch.device("cpu")), SimpleNamespace(count=1, group=None)
-    monkeypatch.setattr(mesh_torch.dist, "all_gather", lambda parts, own, group: parts[0].copy_(own))
-    mesh_torch.gather_logits(net, group)  # type: ignore[arg-type]
+    monkeypatch.setattr(scoring_torch.dist, "all_gather", lambda parts, own, group: parts[0].copy_(own))
+    scoring_torch.gather_logits(net, group)  # type: ignore[arg-type]
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert (net.logits(net(ids)) - theirs(ids).logits).abs().max() < 1e-4

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.weights import noisy_weights
 from textmill.config import SIZES, ModelConfig
-from textmill.engines.memory.saved_torch import saved_bytes
+from textmill.engines.memory.estimate import saved_bytes
 from textmill.errors import TextmillError
 from textmill.models import open_family, to_memory, weights_of
 from textmill.models.base_torch import BaseNet

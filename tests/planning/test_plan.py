@@ -18,7 +18,7 @@ from tests.support.machines import H200, TWO_CORES
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import parse_settings, read_yaml
 from textmill.corpus.inspection import RecordFacts
-from textmill.engines import compile_torch
+from textmill.engines import on_torch
 from textmill.models import open_family
 from textmill.planning.plan import (
     COMPILE_SECONDS,
@@ -125,8 +125,8 @@ def test_compiling_must_save_more_time_than_it_takes() -> None:
 @pytest.mark.parametrize("cores", [4, 16])
 def test_what_is_planned_as_compiled_is_compiled_by_the_engine(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file says nothing of `engine.compile` then, so that auto decides."""
-    monkeypatch.setattr(compile_torch, "usable_cores", lambda: cores)
-    monkeypatch.setattr(compile_torch, "peak_flops_of", lambda device: 989e12)
+    monkeypatch.setattr(on_torch, "usable_cores", lambda: cores)
+    monkeypatch.setattr(on_torch, "peak_flops_of", lambda device: 989e12)
     planned = 0
     for size, minutes in itertools.product((1e6, 1e7, 3e7, 1e8, 1e9), (1, 1.5, 2, 3, 5, 30)):
         plan = plan_for(text_of(size), replace(H200, cores=cores), minutes)
@@ -134,7 +134,7 @@ def test_what_is_planned_as_compiled_is_compiled_by_the_engine(cores: int, monke
             steps = math.ceil(MAX_EPOCHS * plan.train_tokens / (plan.batch * plan.length))
             train = TrainConfig(minutes=minutes, batch=plan.batch, length=plan.length)
             longest: Any = train.model_copy(update={"steps": steps})
-            assert compile_torch._is_long(longest, plan, torch.device("cuda"), 1), (size, minutes)  # type: ignore[arg-type]
+            assert on_torch._is_long(longest, plan, torch.device("cuda"), 1), (size, minutes)  # type: ignore[arg-type]
             planned += 1
     assert planned >= 5
 

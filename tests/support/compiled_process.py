@@ -25,8 +25,7 @@ from tests.support.masked_batches import rows_of
 from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import on_torch, open_ranks, ranks_torch
-from textmill.engines.data_parallel_torch import DataParallel
-from textmill.engines.parallel_torch import Parallel
+from textmill.engines.parallel_torch import DataParallel, Parallel
 from textmill.kernels import matmul_torch
 from textmill.processes.exits import run_and_exit
 from textmill.processes.ranks import SingleProcess
@@ -111,7 +110,7 @@ def main(path: Path, device: str, names: list[str]) -> int:
             share_the_card()
     measure = on_cpu if device == "cpu" else on_gpu
     found: dict[str, Any] = {}
-    with closing(open_one() if alone else open_ranks(layout_process.config_of({}))) as ranks:
+    with closing(open_one() if alone else open_ranks(layout_process.config_of({}).engine)) as ranks:
         for name in names:
             OneProcessMesh.sharding = name.startswith("shard")
             refused = device == "cuda" and "tensor" in LAYOUTS[name]

@@ -69,7 +69,7 @@ def do_run(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def main(path: Path) -> int:
     """Do every run of the job; the first rank writes the results."""
     job = json.loads(path.read_text())
-    with closing(open_ranks(config_of("torch"))) as ranks:
+    with closing(open_ranks(config_of("torch").engine)) as ranks:
         found = [do_run(run, ranks) for run in job]
         if ranks.first:
             path.with_suffix(".out").write_text(json.dumps(found))

@@ -9,9 +9,10 @@ import numpy as np
 
 from textmill.config import JaxEngine, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.engines import Engine, Named, open_engine
+from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights, open_family
 from textmill.models.lora import initial_adapters
+from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 ENGINES = sorted(

@@ -180,7 +180,7 @@ def _held(engine: Any) -> list[Any]:
 def main(folder: Path, names: list[str]) -> int:
     """Run these layouts; each resumes from its own state, and from that of another layout in the folder."""
     others = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
-    with closing(open_ranks(config_of({}))) as ranks:
+    with closing(open_ranks(config_of({}).engine)) as ranks:
         for number, name in enumerate(names):
             family = family_of(name)
             own = [other for other in others if family_of(other) == family]

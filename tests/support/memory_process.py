@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.layout_process import config_of, started, stepped
 from textmill.config import RunConfig
 from textmill.engines import open_ranks
-from textmill.engines.optimizers.muon_sharded_torch import ShardedMuon
+from textmill.engines.optimizers.muon_torch import ShardedMuon
 from textmill.processes.exits import run_and_exit
 
 MESHES: dict[str, dict[str, Any]] = {"shard": {"shard": 2}, "tensor": {"tensor": 2}, "replicate": {"replicate": 2}}
@@ -49,7 +49,7 @@ def held_bytes(engine: Any) -> dict[str, int]:
 
 def main(folder: Path) -> int:
     """Train one step with every mesh and optimizer."""
-    with closing(open_ranks(config_with("shard", "adamw"))) as ranks:
+    with closing(open_ranks(config_with("shard", "adamw").engine)) as ranks:
         found = {
             f"{mesh} {optimizer}": held_bytes(started(config_with(mesh, optimizer), ranks))
             for mesh in MESHES

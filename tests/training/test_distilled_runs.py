@@ -14,11 +14,11 @@ from tests.support.model_folders import korean_tokenizer, write_folder
 from tests.support.small_runs import config_for
 from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
+from textmill.engines.distillation.teachers import teacher_flops
 from textmill.errors import TextmillError
 from textmill.planning.project_file import second_generation
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
-from textmill.training.teachers import teacher_flops
 from textmill.where import open_where
 
 EVERY = [

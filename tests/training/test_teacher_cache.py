@@ -22,6 +22,7 @@ from textmill.checkpoints.folders import open_model
 from textmill.commands.check import check
 from textmill.commands.plan import plan
 from textmill.config import RunConfig
+from textmill.engines.distillation.teachers import teacher_flops
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.stages import find_stage_damage
@@ -29,7 +30,6 @@ from textmill.tokens.batches import teacher_cache as records
 from textmill.training.loop import train
 from textmill.training.setup import complete_config, prepare_run
 from textmill.training.teacher_cache import cache_teacher
-from textmill.training.teachers import teacher_flops
 from textmill.where import open_where
 
 STEPS, TOP_K = 4, 6

@@ -75,7 +75,7 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
 
 
 def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Scorer:
-    from textmill.engines.scoring.mesh_torch import ScoringMesh
+    from textmill.engines.scoring_torch import ScoringMesh
     from textmill.evaluation.scorer_torch import new_scorer
     from textmill.evaluation.task import Share
 

@@ -21,6 +21,7 @@ from textmill.config import JaxEngine, RunConfig, TorchEngine
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Engine, open_engine
+from textmill.engines.distillation.teachers import teacher_flops
 from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
@@ -37,7 +38,6 @@ from textmill.tokens.vocabulary.tokenizer import open_named, open_tokenizer
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import choose_shape, shape_of_checkpoint
-from textmill.training.teachers import teacher_flops
 
 
 def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:

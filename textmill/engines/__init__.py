@@ -1,8 +1,9 @@
 """Engine: the interface between the training loop and torch, DeepSpeed or JAX.
 
 on_torch.py, on_deepspeed.py and on_jax.py implement it; `engine.kind` names the file. The torch engine consists of
-objective/ (micro-batches and losses), optimizers/ (the update), parallel_torch.py (FSDP, data and tensor parallelism),
-compile_torch.py (speed), memory/ (`engine.micro_batch: auto`), ranks_torch.py (processes).
+micro_batches.py, heads_torch.py and losses_torch.py (the objective), optimizers/ (the update), parallel_torch.py and
+tensor_parallel_torch.py (FSDP, data and tensor parallelism), memory/ (`engine.micro_batch: auto`) and ranks_torch.py
+(processes).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
+from textmill.config import EngineConfig
 from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import Shape
@@ -24,8 +26,6 @@ __all__ = [
     "MANY_CORES",
     "Engine",
     "NameFilter",
-    "Named",
-    "Ranks",
     "Step",
     "Sums",
     "all_names",
@@ -191,9 +191,9 @@ class Engine(Protocol):
         ...
 
 
-def open_ranks(config: Any) -> Ranks:
+def open_ranks(engine: EngineConfig) -> Ranks:
     """The processes of this run, as its launcher started them; calls `new_ranks` of engines/on_KIND.py."""
-    ranks: Ranks = _import_engine(config).new_ranks(config)
+    ranks: Ranks = _import_engine(engine.kind).new_ranks(engine)
     return ranks
 
 
@@ -203,7 +203,7 @@ def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine
     A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True, one that
     supports teachers has TEACHERS = True.
     """
-    module = _import_engine(config)
+    module = _import_engine(config.engine.kind)
     if config.train.distil.teachers and not getattr(module, "TEACHERS", False):
         raise TextmillError(
             f"train.distil: engine.kind={config.engine.kind} has no distillation; set engine.kind=torch"
@@ -216,5 +216,10 @@ def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine
     return engine
 
 
-def _import_engine(config: Any) -> Any:
-    return import_module(f"textmill.engines.on_{config.engine.kind}")
+def _import_engine(kind: str) -> Any:
+    try:
+        return import_module(f"textmill.engines.on_{kind}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("jax", "optax"):
+            raise
+        raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None

@@ -1,4 +1,8 @@
-"""The DeepSpeed engine: ZeRO stages 0 to 3, offload, bf16 and fp16, with our net, loss and AdamW."""
+"""The DeepSpeed engine: ZeRO stages 0 to 3, offload, bf16 and fp16, with our net, loss and AdamW.
+
+`MasterWeights` reads and writes the fp32 master weights and Adam's state under each ZeRO stage, by parameter:
+DeepSpeed's own accessors fail without ZeRO or before the first step, and cannot set Adam's step count.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,43 +22,121 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import EngineConfig, RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.devices import open_device, peak_flops_of, torch_dtype
-from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
-from textmill.engines.checksum_torch import checksum_tensors
+from textmill.devices import attention_order, autocast, open_device, peak_flops_of, torch_dtype
+from textmill.engines import NameFilter, Sums, all_names
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
-from textmill.engines.distillation.teachers_torch import open_teachers
-from textmill.engines.micro_batch_torch import micro_batch_of
-from textmill.engines.objective.heads_torch import join_sums, new_report, split_reported, term_names
-from textmill.engines.objective.loss_module_torch import LossModule
-from textmill.engines.objective.micro_batches_torch import micro_batches
-from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
-from textmill.engines.optimizers.step_torch import trained_of
-from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shared_torch import (
-    attention_order,
+from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, open_teachers
+from textmill.engines.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
+from textmill.engines.memory.parts import deepspeed_micro_batch
+from textmill.engines.micro_batches import (
+    MicroBatch,
     check_fields,
     count_labels,
     dropout_keys_of,
+    micro_batches,
     part_of,
     sums_of_all_ranks,
     token_weights,
 )
+from textmill.engines.on_torch import TorchStep, checksum_tensors
+from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
+from textmill.engines.optimizers.step_torch import trained_of
+from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.spikes import new_spike_guard
-from textmill.engines.step_result_torch import TorchStep
-from textmill.engines.zero_state_deepspeed import MasterWeights
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, to_checkpoint
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import count_with_adapters, saved_weights
 from textmill.models.nets_torch import build_net, fill, host_copy, match_moments, new_net, parameters_of
+from textmill.processes.ranks import Ranks
+from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Values of `engine.precision` by dtype."""
 TEACHERS = True
 """This engine supports `train.distil`."""
+
+
+def new_ranks(engine: EngineConfig) -> Ranks:
+    """The processes that deepspeed, torchrun or srun started together, or this single process."""
+    return open_ranks(engine.device, engine.timeout)
+
+
+def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
+    """The engine with an uninitialised net; `load` sets its weights."""
+    assert isinstance(config.engine, DeepSpeedEngine)
+    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
+    deepspeed = _import_deepspeed(device)
+    user = read_user_config(config.engine.deepspeed_config)
+    section = fill_unset(config.engine, user)
+    precision = torch_dtype(section.precision, device)
+    if config.train.spikes.threshold and precision == torch.float16:
+        raise TextmillError(
+            "train.spikes.threshold: in fp16 DeepSpeed would treat a spike as an overflow; "
+            "set engine.precision=bf16, or remove it"
+        )
+    if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+        raise TextmillError(
+            f"engine.precision: DeepSpeed does not support fp16 on {device.type}; set bf16, fp32, or engine.kind=torch"
+        )
+    micro_batch = deepspeed_micro_batch(section, config.train, shape, ranks.world)
+    sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
+    ds_config = build_json(config, section, user, precision=PRECISIONS[precision], **sizes)
+    torch.set_float32_matmul_precision("highest")
+    with explain_errors(section):
+        if section.zero == 3:
+            with deepspeed.zero.Init(config_dict_or_path=ds_config):
+                net = build_net(shape, config.model.lora)
+        else:
+            net = new_net(shape, device, config.model.lora)
+        net.recompute = section.recompute
+        teachers = open_teachers(config.train, shape, device, precision)
+        module = LossModule(net, config.train, precision, section.zero == 0, teachers)
+        adam = _build_adam(net, config.train)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)
+    if section.zero == 3:
+        for parameter in (net.head, net.head_bias):
+            if parameter is not None:
+                deepspeed.zero.register_external_parameter(module, parameter)
+    return OnDeepSpeed(engine, adam, module, ranks, micro_batch, int(section.zero))
+
+
+def _build_adam(net: BaseNet, train: TrainConfig) -> torch.optim.AdamW:
+    """The optimizer that DeepSpeed wraps."""
+    groups = groups_of((parameter, rule) for _, parameter, rule in trained_of(net, train))
+    return torch.optim.AdamW(
+        groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True
+    )
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The deepspeed package with a process group on this device, and without its log messages."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    # DeepSpeed uses deprecated names of torch.distributed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    try:
+        import deepspeed
+    except ImportError:
+        raise TextmillError("engine.kind: deepspeed needs DeepSpeed; run: pip install 'textmill[deepspeed]'") from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__ = {}  # else it compiles its own collectives for minutes; gloo suffices
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(_destroy_group)
+    deepspeed.init_distributed()
+    return deepspeed
+
+
+def _destroy_group() -> None:
+    """Without this, processes have hung at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class OnDeepSpeed:
@@ -241,80 +325,161 @@ class OnDeepSpeed:
         self.engine.destroy()
 
 
-def new_ranks(config: RunConfig) -> Ranks:
-    """The processes that deepspeed, torchrun or srun started together, or this single process."""
-    return open_ranks(config.engine.device, config.engine.timeout)
+class LossModule(nn.Module):
+    """Net and loss as one module: ZeRO-3 gathers weights by module, and both use the head's."""
+
+    def __init__(
+        self,
+        net: BaseNet,
+        train: TrainConfig,
+        precision: torch.dtype,
+        mixed: bool,
+        teachers: Teachers | CachedTeachers | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.train_config = train
+        self.precision = precision
+        self.mixed = mixed
+        self.teachers = teachers
+
+    def forward(self, *tensors: Tensor | None) -> Any:
+        """The loss of a `MicroBatch` and what to report of it; without token weights, its sums."""
+        micro_batch = MicroBatch(*tensors)  # type: ignore[arg-type]
+        device = micro_batch.inputs.device
+        with autocast(device, self.precision) if self.mixed else nullcontext(), attention_order(device):
+            heads = open_heads(
+                self.net,
+                micro_batch,
+                self.precision,
+                teachers=self.teachers if micro_batch.weights is not None else None,
+            )
+        if micro_batch.weights is None:
+            return heads.sums()
+        return heads.training_loss(self.train_config, None, starts_backward=False)
 
 
-def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
-    """The engine with an uninitialised net; `load` sets its weights."""
-    assert isinstance(config.engine, DeepSpeedEngine)
-    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
-    deepspeed = _import_deepspeed(device)
-    user = read_user_config(config.engine.deepspeed_config)
-    section = fill_unset(config.engine, user)
-    precision = torch_dtype(section.precision, device)
-    if config.train.spikes.threshold and precision == torch.float16:
-        raise TextmillError(
-            "train.spikes.threshold: in fp16 DeepSpeed would treat a spike as an overflow; "
-            "set engine.precision=bf16, or remove it"
-        )
-    if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
-        raise TextmillError(
-            f"engine.precision: DeepSpeed does not support fp16 on {device.type}; set bf16, fp32, or engine.kind=torch"
-        )
-    micro_batch = micro_batch_of(section, config.train, shape, ranks.world)
-    sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
-    ds_config = build_json(config, section, user, precision=PRECISIONS[precision], **sizes)
-    torch.set_float32_matmul_precision("highest")
-    with explain_errors(section):
-        if section.zero == 3:
-            with deepspeed.zero.Init(config_dict_or_path=ds_config):
-                net = build_net(shape, config.model.lora)
+@dataclass(frozen=True)
+class Fragment:
+    """This rank's part of a parameter: elements `first` to `first + count`, stored in `flat` from `start` on."""
+
+    flat: Tensor
+    start: int
+    count: int
+    first: int
+    group: int
+
+
+class MasterWeights:
+    """Master weights and moments under one ZeRO stage; `zero` is DeepSpeed's optimizer, or Adam itself at stage 0."""
+
+    def __init__(self, zero: Any, adam: torch.optim.AdamW, stage: int, device: torch.device) -> None:
+        self.zero = zero
+        self.adam = adam
+        self.stage = stage
+        self.device = device
+
+    def read(self, parameter: nn.Parameter, kind: str | None = None) -> Tensor:
+        """A trained parameter's full master weight, or a moment of it, in fp32; all ranks call it together."""
+        full = torch.zeros(_count_elements(parameter), device=self.device)
+        if (fragment := self._find_fragment(parameter)) is not None:
+            with self._swapped_in(fragment.group):
+                full[fragment.first : fragment.first + fragment.count] = self._values(fragment, kind)
+        if self.stage and dist.get_world_size() > 1:  # each element is on one rank, and zero on all others
+            dist.all_reduce(full)
+        return full.view(_full_shape(parameter))
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, values: Tensor, kind: str | None = None) -> None:
+        """Store this rank's fragment of a master weight, a moment or a frozen weight; then call `update_net` once."""
+        if (fragment := self._find_fragment(parameter)) is not None:
+            with self._swapped_in(fragment.group, changed=True):
+                own = values.flatten()[fragment.first : fragment.first + fragment.count]
+                self._values(fragment, kind).copy_(own)
+
+    @torch.no_grad()
+    def reset_moments(self, updates: int) -> None:
+        """Set Adam's step count to `updates` and its moments to zero; for 0 updates, remove its state."""
+        for group, flat in self._flat_groups():
+            with self._swapped_in(group, changed=True):
+                self.adam.state.pop(flat, None)
+                if updates:
+                    moments = {key: torch.zeros_like(flat) for key in MOMENTS.values()}
+                    self.adam.state[flat] = {"step": torch.tensor(float(updates), device=flat.device), **moments}
+        if self.stage in (1, 2):
+            self.zero._hp_optimizer_states_linked = False
+
+    @torch.no_grad()
+    def update_net(self) -> None:
+        """Copy the master weights into the net's own weights, on every rank."""
+        if self.stage in (1, 2):
+            self.zero.update_lp_params()
+        if self.stage == 3:
+            for group, _ in self._flat_groups():
+                with self._swapped_in(group):
+                    self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            if persistent := self.zero.persistent_parameters:
+                persistent[0].partition(persistent)
+                persistent[0].all_gather(persistent)
+
+    def count_updates(self) -> int:
+        """Adam's step count."""
+        state = next(iter(self.adam.state.values()), None)
+        return int(state["step"]) if state else 0
+
+    def _values(self, fragment: Fragment, kind: str | None) -> Tensor:
+        tensor = fragment.flat if kind is None else self.adam.state[fragment.flat][MOMENTS[kind]]
+        return tensor.detach().view(-1)[fragment.start : fragment.start + fragment.count]
+
+    def _find_fragment(self, parameter: nn.Parameter) -> Fragment | None:
+        """This rank's fragment of a parameter; None if other ranks have all of it."""
+        if self.stage == 3 and not parameter.requires_grad:
+            own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+            first = own.ds_numel * dist.get_rank()
+            count = min(own.ds_numel, _count_elements(parameter) - first)
+            return Fragment(own, 0, count, first, 0) if count > 0 else None
+        if self.stage == 0 or not parameter.requires_grad:
+            return Fragment(parameter, 0, parameter.numel(), 0, 0)
+        if self.stage == 3:
+            group, start, size = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            first = size * dist.get_rank()
+            count = min(size, _count_elements(parameter) - first)  # the last partitions are padded
+            flat = self.zero.fp32_partitioned_groups_flat[group]
+            return Fragment(flat, start, count, first, group) if count > 0 else None
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return None
+        group = mapping.param_group_index
+        stored = mapping.hp_fragment_address
+        own = mapping.lp_fragment_address
+        flat = self.zero.single_partition_of_fp32_groups[group]
+        return Fragment(flat, stored.start, stored.numel, own.start, group)
+
+    def _flat_groups(self) -> list[tuple[int, Tensor]]:
+        """The flat tensors that Adam updates on this rank, with DeepSpeed's group numbers."""
+        if self.stage == 3:
+            return list(enumerate(self.zero.fp32_partitioned_groups_flat))
+        return [(number, flat) for number, group in enumerate(self.adam.param_groups) for flat in group["params"]]
+
+    @contextmanager
+    def _swapped_in(self, group: int, changed: bool = False) -> Iterator[None]:
+        """Load a group that is offloaded to NVMe for the time of its use; write it back if it changed."""
+        if self.stage != 3 or not self.zero._swappable_optimizer_subgroup(group):
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if changed:
+            self.zero._optimizer_states_and_gradient_swap_out(group)
         else:
-            net = new_net(shape, device, config.model.lora)
-        net.recompute = section.recompute
-        teachers = open_teachers(config.train, shape, device, precision)
-        module = LossModule(net, config.train, precision, section.zero == 0, teachers)
-        adam = _build_adam(net, config.train)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)
-    if section.zero == 3:
-        for parameter in (net.head, net.head_bias):
-            if parameter is not None:
-                deepspeed.zero.register_external_parameter(module, parameter)
-    return OnDeepSpeed(engine, adam, module, ranks, micro_batch, int(section.zero))
+            self.zero._release_swap_buffers(group)
 
 
-def _build_adam(net: BaseNet, train: TrainConfig) -> torch.optim.AdamW:
-    """The optimizer that DeepSpeed wraps."""
-    groups = groups_of((parameter, rule) for _, parameter, rule in trained_of(net, train))
-    return torch.optim.AdamW(
-        groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True
-    )
+def _count_elements(parameter: nn.Parameter) -> int:
+    """Elements of the full parameter; ZeRO-3 leaves an empty tensor in its place."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _import_deepspeed(device: torch.device) -> Any:
-    """The deepspeed package with a process group on this device, and without its log messages."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    # DeepSpeed uses deprecated names of torch.distributed.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    try:
-        import deepspeed
-    except ImportError:
-        raise TextmillError("engine.kind: deepspeed needs DeepSpeed; run: pip install 'textmill[deepspeed]'") from None
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__ = {}  # else it compiles its own collectives for minutes; gloo suffices
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        atexit.register(_destroy_group)
-    deepspeed.init_distributed()
-    return deepspeed
-
-
-def _destroy_group() -> None:
-    """Without this, processes have hung at exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape

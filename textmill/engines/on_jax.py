@@ -1,54 +1,140 @@
-"""The JAX engine on one device or a mesh; an optimizer step with gradient accumulation is one compiled program."""
+"""The JAX engine on one device or a mesh; an optimizer step with gradient accumulation is one compiled program.
+
+`new_engine` opens devices and mesh; `OnJax._step` is the program; `Heads` runs the family's net and computes the losses
+of its heads.
+
+Shapes in names: N samples, T tokens, K labelled tokens of a sample, P pairs of a sample, E width.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.experimental.multihost_utils import process_allgather
 
-from textmill.config import JaxEngine, RunConfig, TrainConfig
+from textmill.config import EngineConfig, JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_by_name
-from textmill.engines import Named, NameFilter, Ranks, Sums, all_names, format_compile_time
-from textmill.engines.objective.labels import PAIR_LOSS, count_pairs, label_arrays, named_sums
-from textmill.engines.shared_torch import check_fields, part_of
-from textmill.engines.spikes import State, new_spike_guard
-from textmill.errors import TextmillError
-from textmill.models import Shape, to_checkpoint, weights_of
-from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
-from textmill.models.memory_layout import lay_out_weight, lay_out_weights
-from textmill.tokens.batches.batch import IGNORED, Batch
-
-try:
-    import jax
-    import jax.numpy as jnp
-    import optax  # noqa: F401
-    from jax import Array
-    from jax.experimental.multihost_utils import process_allgather
-except ImportError:
-    raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
-
-from textmill.engines.distillation.teachers_jax import Teachers
-from textmill.engines.losses_jax import chunk_tokens, token_weights
+from textmill.engines import NameFilter, Sums, all_names, format_compile_time
+from textmill.engines.distillation.loss_jax import Teachers, cosine_loss, distillation_loss
+from textmill.engines.distillation.teachers import teacher_bytes, terms_of
+from textmill.engines.losses_jax import chunk_tokens, loss_and_correct, summed_loss, token_weights
+from textmill.engines.memory.parts import GPU_FRACTION, JAX_ACTIVATION_BYTES, largest_divisor, largest_on_cpu
 from textmill.engines.mesh_jax import Shardings, open_mesh
 from textmill.engines.meshes import check_batch
-from textmill.engines.micro_batch_jax import largest_micro_batch
-from textmill.engines.objective.heads_jax import Heads, open_jax_net, open_teacher_heads
+from textmill.engines.micro_batches import PAIR_LOSS, check_fields, count_pairs, label_arrays, named_sums, part_of
 from textmill.engines.optimizers.step_jax import JaxStep, Optimizer
-from textmill.engines.ranks_jax import open_devices, open_ranks
+from textmill.engines.ranks_torch import open_ranks, read_launch
+from textmill.engines.spikes import State, new_spike_guard
+from textmill.errors import TextmillError
+from textmill.models import Shape, find_family_module, own_options, to_checkpoint, weights_of
+from textmill.models.base_jax import cast_matrices
+from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
+from textmill.models.memory_layout import lay_out_weight, lay_out_weights
+from textmill.processes.heartbeat import START_SECONDS
+from textmill.processes.ranks import Ranks
+from textmill.storage.tensor_files import Named
+from textmill.tokens.batches.batch import IGNORED, Batch
 
 ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 """XLA options on a GPU: matmuls by cuBLAS; a step on an H200 is 2% faster than with XLA's default."""
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 """XLA options for `engine.deterministic`: no atomic sums, no kernels chosen by timing."""
-
 Arrays = dict[str, Array]
 TEACHERS = True
 """This engine supports `train.distil`."""
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+"""JAX's platform names by value of `engine.device`."""
+WEIGHT_BYTES = 24
+"""Bytes of a weight with its gradient and AdamW's moments."""
+
+
+def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
+    """The engine with an uninitialised net; `load` sets its weights."""
+    engine = config.engine
+    train = config.train
+    assert isinstance(engine, JaxEngine)
+    net = open_jax_net(shape)
+    devices = open_devices(engine.device)
+    weights = weights_of(shape)
+    sizes = shape.tensor_parallel_sizes() | {weight.parameter: weight.outputs for weight in weights if weight.by_token}
+    split = {weight.name: weight.split for weight in weights if weight.split is not None}
+    shardings = Shardings(open_mesh(engine.mesh, devices, sizes), split)
+    check_batch(train, shardings.data_devices, engine.micro_batch, "device", "devices")
+    default = "fp32" if devices[0].platform == "cpu" else "bf16"
+    name = engine.precision if engine.precision != "auto" else default
+    precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[name])
+    head_width = getattr(shape, "head_width", shape.width // shape.heads)
+    fused = devices[0].platform == "gpu" and name == "bf16" and head_width % 8 == 0 and head_width <= 128
+    options = net.NetOptions(precision, engine.recompute, fused, config.model.lora)
+    if (micro_batch := engine.micro_batch) == "auto":
+        micro_batch = largest_micro_batch(config, shape, devices[0], shardings, precision)
+    xla = {**(ON_GPU if devices[0].platform == "gpu" else {}), **(DETERMINISTIC if engine.deterministic else {})}
+    return OnJax(shape, train, options, shardings, ranks, micro_batch, xla or None)
+
+
+def new_ranks(engine: EngineConfig) -> Ranks:
+    """The processes that torchrun, srun or mpirun started, or this single process.
+
+    Their collectives on the host run over gloo, as in torch; JAX's coordinator uses the next port.
+    """
+    ranks = open_ranks("cpu", engine.timeout)
+    launch = read_launch(os.environ)
+    if launch is not None and launch.world > 1:
+        host, _, port = launch.address.rpartition(":")
+        _restrict_platform(engine.device)
+        jax.distributed.initialize(
+            f"{host}:{int(port) + 1}",
+            launch.world,
+            launch.rank,
+            initialization_timeout=int(max(engine.timeout, START_SECONDS)),
+        )
+    return ranks
+
+
+def open_devices(name: str) -> list[jax.Device]:
+    """The devices of `engine.device`; auto uses JAX's default."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    _restrict_platform(name)
+    try:
+        devices: list[jax.Device] = jax.devices(None if name == "auto" else PLATFORMS[name])
+    except RuntimeError:
+        raise TextmillError(
+            f"engine.device: '{name}' is not available; found {jax.devices()[0].platform}; set engine.device=auto"
+        ) from None
+    return devices
+
+
+def _restrict_platform(name: str) -> None:
+    """In a CPU run, stop JAX from reserving the memory of accelerators."""
+    if name == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+
+
+def largest_micro_batch(
+    config: RunConfig, shape: Shape, device: jax.Device, shardings: Shardings, precision: Any
+) -> int:
+    """`engine.micro_batch: auto`: the largest divisor of a device's samples that a simple estimate of memory allows."""
+    length = config.train.length or shape.positions
+    samples = config.train.batch // shardings.data_devices
+    if device.platform == "cpu":
+        return largest_on_cpu(samples, shape, length)
+    memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
+    weights = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
+    weights += teacher_bytes(config.train, on_gpu=True)
+    per_channel = JAX_ACTIVATION_BYTES * getattr(shape, "activation_factor", 1.0)
+    layer = per_channel * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+    fits = (GPU_FRACTION * memory - weights) / (layer * shape.layers * length * precision.itemsize / 2)
+    return largest_divisor(samples, int(fits))
 
 
 class OnJax:
@@ -289,30 +375,124 @@ def _pad_rows(values: Any, count: int, value: int) -> Any:
     return np.pad(values, [(0, count), *[(0, 0)] * (values.ndim - 1)], constant_values=value) if count else values
 
 
-def new_ranks(config: RunConfig) -> Ranks:
-    """The processes that torchrun or srun started, or this single process."""
-    return open_ranks(config.engine.device, config.engine.timeout)
+class Heads:
+    """The heads of a family's JAX net; only net_jax.py's functions that it has are used."""
+
+    def __init__(self, net: Any, shape: Any, options: Any, chunk: int) -> None:
+        """`chunk` is how many tokens have logits at the same time."""
+        self.net = net
+        self.shape = shape
+        self.options = options
+        self.chunk = chunk
+        self.few_labels = getattr(net, "FEW_LABELS", False)
+        self.has_pairs = hasattr(net, "has_pair_head") and net.has_pair_head(shape)
+
+    def training_loss(
+        self,
+        weights: Arrays,
+        part: Arrays,
+        train: TrainConfig,
+        teachers: Teachers | None,
+        teacher_weights: list[Arrays],
+    ) -> tuple[Array, Array]:
+        """The loss to minimise, and what to report: the labels' loss, and all of `term_names` behind it as [1 + terms].
+
+        `part` are the arrays of a micro-batch.
+        """
+        states = self.states(weights, part)
+        terms = list[Array]()
+        head, bias = self.head(weights)
+        head_and_labels = (states.head_input, head, part["labels"], part["weights"], bias)
+        if teachers is None:
+            loss = summed_loss(*head_and_labels, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
+            label_loss = loss
+        else:
+            teacher_output, teacher_states = jax.lax.stop_gradient(teachers.read(teacher_weights, part))
+            chunk = min(self.chunk, teachers.chunk)
+            loss, sums = distillation_loss(*head_and_labels, teacher_output, self.shape.vocab, chunk, terms_of(train))
+            label_loss = sums[0]
+            kl = sums[1]
+            mse = sums[2]
+            by_name = {"kl": kl, "mse": mse}
+            if train.distil.cosine:
+                by_name["cosine"] = cosine_loss(states.labelled, teacher_states, part["weights"])
+                loss += train.distil.cosine * by_name["cosine"]
+            terms = [by_name[name] for name in train.distil.terms]
+        if self.has_pairs:
+            pair_loss = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
+            loss = loss + pair_loss
+            terms = [pair_loss, *terms]
+        return loss, jnp.stack([label_loss, *terms]) if terms else label_loss
+
+    def term_names(self, train: TrainConfig) -> list[str]:
+        """The names of what `training_loss` reports behind the labels' loss."""
+        return [*([PAIR_LOSS] if self.has_pairs else []), *(f"distil_{name}" for name in train.distil.terms)]
+
+    def cast_matrices(self, weights: Arrays) -> Arrays:
+        """The weights with matrices in the precision of the matmuls."""
+        return cast_matrices(weights, self.net.MATRICES, self.options.precision)
+
+    def sums(self, weights: Arrays, part: Arrays) -> list[Array]:
+        """The summed loss and the number of correct predictions; also those of the pairs, if there is a pair head."""
+        narrow = self.cast_matrices(weights)
+        states = self.states(narrow, part)
+        head, bias = self.head(weights)
+        losses, correct = loss_and_correct(states.head_input, head, part["labels"], self.shape.vocab, self.chunk, bias)
+        found = [losses.sum(), correct.sum()]
+        pairs = self._pair_losses(narrow, part, states.all) if self.has_pairs else ()
+        return [*found, *(one.sum() for one in pairs)]
+
+    def states(self, weights: Arrays, part: Arrays) -> States:
+        """The hidden states of a micro-batch."""
+        types = [part["types"]] if "types" in part else []
+        keys = part.get("keys")
+        documents = part.get("documents")
+        x_NTE = self.net.states(weights, self.shape, self.options, part["inputs"], keys, documents, *types)
+        x_NKE = jnp.take_along_axis(x_NTE, part["positions"][..., None], 1) if self.few_labels else x_NTE
+        head_input = x_NKE
+        if hasattr(self.net, "head_input"):
+            head_input = self.net.head_input(weights, self.shape, self.options, x_NKE)
+        return States(x_NTE, x_NKE, head_input)
+
+    def _pair_losses(self, weights: Arrays, part: Arrays, x_NTE: Array) -> tuple[Array, Array]:
+        """The loss of each pair, 0 without a label, and whether its label has the higher logit."""
+        x_NPE = jnp.take_along_axis(x_NTE, part["pair_positions"][..., None], 1)
+        logits = self.net.pair_logits(weights, self.shape, self.options, x_NPE).astype(jnp.float32)
+        labels = part["pair_labels"]
+        labelled = labels != IGNORED
+        chosen = jnp.take_along_axis(logits, jnp.where(labelled, labels, 0)[..., None], -1)[..., 0]
+        losses = jnp.where(labelled, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
+        return losses, logits.argmax(-1) == labels
+
+    def head(self, weights: Arrays) -> tuple[Array, Array | None]:
+        """The head's matrix and its bias, gathered from the devices that divide them."""
+        gather = self.options.gathered or (lambda _, values: values)
+        name = self.net.head_name(self.shape)
+        bias = getattr(self.net, "HEAD_BIAS", None)
+        return gather(name, weights[name]), None if bias is None else gather(bias, weights[bias])
 
 
-def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
-    """The engine with an uninitialised net; `load` sets its weights."""
-    engine = config.engine
-    train = config.train
-    assert isinstance(engine, JaxEngine)
-    net = open_jax_net(shape)
-    devices = open_devices(engine.device)
-    weights = weights_of(shape)
-    sizes = shape.tensor_parallel_sizes() | {weight.parameter: weight.outputs for weight in weights if weight.by_token}
-    split = {weight.name: weight.split for weight in weights if weight.split is not None}
-    shardings = Shardings(open_mesh(engine.mesh, devices, sizes), split)
-    check_batch(train, shardings.data_devices, engine.micro_batch, "device", "devices")
-    default = "fp32" if devices[0].platform == "cpu" else "bf16"
-    name = engine.precision if engine.precision != "auto" else default
-    precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[name])
-    head_width = getattr(shape, "head_width", shape.width // shape.heads)
-    fused = devices[0].platform == "gpu" and name == "bf16" and head_width % 8 == 0 and head_width <= 128
-    options = net.NetOptions(precision, engine.recompute, fused, config.model.lora)
-    if (micro_batch := engine.micro_batch) == "auto":
-        micro_batch = largest_micro_batch(config, shape, devices[0], shardings, precision)
-    xla = {**(ON_GPU if devices[0].platform == "gpu" else {}), **(DETERMINISTIC if engine.deterministic else {})}
-    return OnJax(shape, train, options, shardings, ranks, micro_batch, xla or None)
+class States(NamedTuple):
+    """Hidden states of a micro-batch."""
+
+    all: Array
+    """[N, T, E]."""
+    labelled: Array
+    """[N, K, E]: those of tokens that may have a label."""
+    head_input: Array
+    """What the head multiplies for these."""
+
+
+def open_jax_net(shape: Shape) -> Any:
+    """The module of the family's JAX net: models/FAMILY/net_jax.py with head_name, NetOptions, MATRICES and states."""
+    module = find_family_module(shape, "net_jax")
+    if module is None:
+        options = ", ".join(own_options(shape))
+        name = f"{shape.family} with {options}" if options else shape.family
+        raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
+    return module
+
+
+def open_teacher_heads(chunk: int, shape: Shape, options: Any) -> Heads:
+    """The heads of a teacher's net."""
+    return Heads(open_jax_net(shape), shape, options, chunk)

@@ -1,58 +1,121 @@
 """The torch engine, one process per device: gradient accumulation, mixed precision, clipping, asynchronous steps.
 
-A step: count the loss tokens of the global batch, weight each token by them, run forward and backward for each
-micro-batch (`_forward_backward`), sum the gradients over ranks, clip, update. Nothing waits for the device.
+`new_engine` builds the net, shards and compiles it. A step (`OnTorch.train_step`): count the loss tokens of the global
+batch, weight each token by them, run forward and backward for each micro-batch (`_forward_backward`), sum the gradients
+over ranks, clip, update. Nothing waits for the device. After the engine follow what it reports of a step, fp16's loss
+scale, the decision to compile and the largest micro-batch that fits.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from textmill.config import RunConfig, TorchEngine, TrainConfig
-from textmill.devices import autocast, check_fp8, open_device, peak_flops_of, torch_dtype
-from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
-from textmill.engines.checksum_torch import checksum_tensors, flip_bit
-from textmill.engines.compile_torch import CompileMonitor, decide_compile
+from textmill.config import EngineConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.devices import attention_order, autocast, check_fp8, open_device, peak_flops_of, torch_dtype
+from textmill.engines import NameFilter, Sums, all_names, format_compile_time, shortest_compiled_run
+from textmill.engines.distillation.teachers import teacher_bytes
 from textmill.engines.distillation.teachers_torch import open_teachers
-from textmill.engines.meshes import mesh_of
-from textmill.engines.micro_batch_torch import largest_micro_batch
-from textmill.engines.objective.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
-from textmill.engines.objective.micro_batches_torch import MicroBatch, micro_batches
-from textmill.engines.optimizers.average_torch import RAW, Average
-from textmill.engines.optimizers.loss_scale_torch import LossScaler
-from textmill.engines.optimizers.step_torch import Optimizer
-from textmill.engines.parallel_torch import Parallel
-from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shared_torch import (
-    attention_order,
+from textmill.engines.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
+from textmill.engines.memory.parts import (
+    ACTIVATION_BYTES,
+    ATTENTION_BYTES,
+    largest_on_cpu,
+    largest_on_gpu,
+    rank_samples,
+    sample_activations,
+)
+from textmill.engines.memory.state_torch import count_state
+from textmill.engines.meshes import Mesh, mesh_of
+from textmill.engines.micro_batches import (
+    MicroBatch,
     check_fields,
     count_labels,
     dropout_keys_of,
+    micro_batches,
     part_of,
     sums_of_all_ranks,
     token_weights,
 )
+from textmill.engines.optimizers.average_torch import RAW, Average
+from textmill.engines.optimizers.step_torch import Optimizer
+from textmill.engines.parallel_torch import Parallel
+from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.spikes import new_spike_guard
-from textmill.engines.step_result_torch import TorchStep
-from textmill.kernels.transfer_torch import PinnedBuffers
+from textmill.errors import TextmillError
+from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers
+from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, compiled_execution
 from textmill.models.lora import count_with_adapters, saved_weights
 from textmill.models.nets_torch import checkpoint_tensors, fill, match_moments, new_net, parameters_of
+from textmill.processes.ranks import Ranks
+from textmill.runners.on_local import usable_cores
 from textmill.storage import faults
+from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True
 """This engine supports the injected faults nan and flip."""
 TEACHERS = True
 """This engine supports `train.distil`."""
+EAGER_FRACTION = 0.12
+DEFAULT_PEAK = 1e14
+"""The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
+COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
+"""Names of the base classes of compile errors, in torch and in Triton."""
+FIRST = 2.0**32
+LOWEST = 1.0
+WINDOW = 1000
+"""Steps in a row without an overflow after which the scale doubles."""
+HYSTERESIS = 2
+"""Overflows since the last doubling after which each further one halves the scale."""
+
+
+def new_ranks(engine: EngineConfig) -> Ranks:
+    """The processes that torchrun or srun started together, or this single process."""
+    return open_ranks(engine.device, engine.timeout)
+
+
+def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
+    """The engine with an uninitialised net; `load` sets its weights."""
+    engine = config.engine
+    assert isinstance(engine, TorchEngine)
+    mesh = mesh_of(config, shape, ranks.world)
+    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
+    precision = torch_dtype(engine.precision, device)
+    if engine.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("highest")
+    compiled, compile_note = decide_compile(engine, config.train, shape, device, mesh)
+    if ranks.any(not compiled) and compiled:
+        compiled = False
+        compile_note = "not compiled, since another process cannot compile"
+    parallel = Parallel(mesh, ranks.rank, device)
+    net = new_net(shape, device, config.model.lora, parallel.shard_net)
+    micro_batch = engine.micro_batch
+    compile_requested = engine.compile != "auto"
+    if micro_batch == "auto":
+        micro_batch = largest_micro_batch(
+            config, net, parallel, device, precision, compiled=compiled, compile_requested=compile_requested
+        )
+    net.recompute = engine.recompute
+    if engine.precision == "fp8":
+        check_fp8(device)
+        net.use_fp8()
+    return OnTorch(
+        net, config.train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested
+    )
 
 
 class OnTorch:
@@ -283,38 +346,221 @@ class OnTorch:
             self.pinned_buffers.close()
 
 
-def new_ranks(config: RunConfig) -> Ranks:
-    """The processes that torchrun or srun started together, or this single process."""
-    return open_ranks(config.engine.device, config.engine.timeout)
+class TorchStep:
+    """Reading a value waits for this step, but not for later ones."""
+
+    def __init__(
+        self,
+        loss: Tensor,
+        norm: Tensor,
+        loss_tokens: int,
+        scale: Tensor | None = None,
+        note: str | None = None,
+        terms: dict[str, Tensor] | None = None,
+    ) -> None:
+        self._terms = list(terms or {})
+        self._scaled = scale is not None
+        numbers = [loss, norm, *(terms or {}).values(), *([] if scale is None else [scale])]
+        self.loss_tokens = loss_tokens
+        self.note = note
+        self._numbers = PendingCopy(torch.stack([number.to(loss) for number in numbers]))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the values can be read without waiting."""
+        return self._numbers.ready
+
+    @property
+    def loss(self) -> float:
+        """The step's loss before the update."""
+        return float(self._numbers.values()[0])
+
+    @property
+    def norm(self) -> float:
+        """The global gradient norm before clipping."""
+        return float(self._numbers.values()[1])
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Other terms of the objective."""
+        return dict(zip(self._terms, self._numbers.values()[2:], strict=False))
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was skipped, because loss or gradient was not finite."""
+        return not math.isfinite(self.norm)
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale in fp16."""
+        return self._numbers.values()[-1] if self._scaled else None
 
 
-def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
-    """The engine with an uninitialised net; `load` sets its weights."""
-    engine = config.engine
-    assert isinstance(engine, TorchEngine)
-    mesh = mesh_of(config, shape, ranks.world)
-    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
-    precision = torch_dtype(engine.precision, device)
-    if engine.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    torch.set_float32_matmul_precision("highest")
-    compiled, compile_note = decide_compile(engine, config.train, shape, device, mesh)
-    if ranks.any(not compiled) and compiled:
-        compiled = False
-        compile_note = "not compiled, since another process cannot compile"
-    parallel = Parallel(mesh, ranks.rank, device)
-    net = new_net(shape, device, config.model.lora, parallel.shard_net)
-    micro_batch = engine.micro_batch
-    compile_requested = engine.compile != "auto"
-    if micro_batch == "auto":
-        micro_batch = largest_micro_batch(
-            config, net, parallel, device, precision, compiled=compiled, compile_requested=compile_requested
+class LossScaler:
+    """Megatron's dynamic loss scaler."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.tensor(FIRST, device=device)
+        self.good, self.left = torch.tensor(0, device=device), torch.tensor(HYSTERESIS, device=device)
+
+    def update(self, finite: Tensor) -> None:
+        """After a step: double the scale after a window without overflows, halve it after too many of them."""
+        good = torch.where(finite, self.good + 1, 0)
+        left = torch.where(finite, self.left, self.left - 1)
+        grows = good == WINDOW
+        shrinks = ~finite & (left <= 0)
+        self.scale = torch.where(
+            grows, self.scale * 2, torch.where(shrinks, (self.scale / 2).clamp_min(LOWEST), self.scale)
         )
-    net.recompute = engine.recompute
-    if engine.precision == "fp8":
-        check_fp8(device)
-        net.use_fp8()
-    return OnTorch(
-        net, config.train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested
+        self.good, self.left = torch.where(grows, 0, good), torch.where(grows, HYSTERESIS, left)
+
+    def state(self) -> dict[str, float]:
+        """The state for a checkpoint: scale, steps since the last overflow, overflows left until it halves."""
+        return {"scale": float(self.scale), "good": int(self.good), "left": int(self.left)}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Resume from a saved state."""
+        self.scale = torch.full_like(self.scale, state["scale"])
+        self.good, self.left = torch.full_like(self.good, state["good"]), torch.full_like(self.left, state["left"])
+
+
+def decide_compile(
+    engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, mesh: Mesh
+) -> tuple[bool, str]:
+    """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run, with
+    `train.minutes` the most steps that it may have."""
+    if engine.compile is True and device.type == "cuda" and mesh.tensor > 1:
+        raise TextmillError(
+            "engine.compile: with engine.mesh.tensor a compiled net got wrong gradients on a GPU (docs/parallel.md); "
+            "remove engine.compile"
+        )
+    if engine.compile != "auto":
+        return engine.compile, _note(engine.compile)
+    # `engine.deterministic` is promised for eager nets.
+    if device.type != "cuda" or engine.deterministic or mesh.tensor > 1:
+        return False, ""
+    if not _is_long(train, shape, device, mesh.data_ranks):
+        return False, ""
+    if missing := missing_requirement():
+        return False, f"not compiled, although it would be faster: no {missing} found"
+    # Later a failure would end the run: one rank cannot repeat a pass in which the others take part.
+    if mesh.shard > 1 and (failure := try_compiler(device)):
+        return False, f"not compiled, although it would be faster: torch cannot compile here: {failure}"
+    return True, _note(True)
+
+
+def try_compiler(device: torch.device) -> str:
+    """Compile and run a small function; why that failed, empty if it worked."""
+    try:
+        torch.compile(lambda values: torch.nn.functional.gelu(values) * 2)(torch.ones(64, device=device))
+    except Exception as error:
+        if not _is_compile_error(error):
+            raise
+        return _summary(error)
+    return ""
+
+
+def _note(compiled: bool) -> str:
+    return "compiles in the first step, which takes longer" if compiled else ""
+
+
+def _is_long(train: TrainConfig, shape: Shape, device: torch.device, world: int) -> bool:
+    enough = shortest_compiled_run(usable_cores())
+    if train.minutes is not None and 60 * train.minutes < enough:
+        return False
+    tokens = train.steps * train.batch * (train.length or shape.positions)
+    flops_per_second = EAGER_FRACTION * (peak_flops_of(device) or DEFAULT_PEAK) * world
+    return bool(6 * shape.parameters * tokens >= enough * flops_per_second)
+
+
+class CompileMonitor:
+    """Around a training step: times compilation, and turns compile errors into user errors."""
+
+    def __init__(self, compiled: bool) -> None:
+        """`compiled` is whether the step's net is compiled."""
+        self.compiled = compiled
+        self.note: str | None = None
+        """A line for the log: the compile time, or why the net runs eagerly."""
+
+    def __enter__(self) -> CompileMonitor:
+        self._graphs, self._start = _count_graphs(), time.perf_counter()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.is_compile_error(error):
+            raise TextmillError(
+                f"engine.compile: torch cannot compile the net here: {_summary(error)}; set engine.compile=false"
+            ) from error
+        if self.note is None and _count_graphs() > self._graphs:
+            self.note = format_compile_time(time.perf_counter() - self._start)
+
+    def is_compile_error(self, error: BaseException) -> bool:
+        """Whether compiling failed, and not the code that was compiled."""
+        return self.compiled and _is_compile_error(error)
+
+    def fall_back(self, error: BaseException) -> None:
+        """Note that the net runs eagerly from now on, because of a compile error."""
+        self.compiled = False
+        self.note = f"torch cannot compile the net here, so it runs eagerly: {_summary(error)}"
+
+
+def _is_compile_error(error: BaseException) -> bool:
+    return any(kind.__name__ in COMPILE_ERRORS for kind in type(error).__mro__)
+
+
+def _summary(error: BaseException) -> str:
+    """The first two lines of an error as one; the first line of some names the compiler's backend only."""
+    return " ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
+
+
+def _count_graphs() -> int:
+    """Graphs that torch's compiler has compiled in this process."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")
+    return compiler.counters["stats"]["unique_graphs"] if compiler else 0
+
+
+def checksum_tensors(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The sum of each tensor's bits as integers: any single flipped bit changes it. Waits for the device once."""
+    sums = [tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))
+
+
+def flip_bit(tensor: Tensor) -> None:
+    """Flip a bit of the first element, as faulty memory would."""
+    tensor.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
+
+
+def largest_micro_batch(
+    config: RunConfig,
+    net: BaseNet,
+    parallel: Parallel,
+    device: torch.device,
+    precision: torch.dtype,
+    *,
+    compiled: bool,
+    compile_requested: bool,
+) -> int:
+    """The largest divisor of a rank's samples that the memory estimate allows.
+
+    If compiling was not requested, the estimate leaves memory for the eager fallback.
+    """
+    train = config.train
+    shape = net.shape
+    mesh = parallel.mesh
+    length = train.length or shape.positions
+    samples = rank_samples(train, mesh, compiled=compiled)
+    if device.type != "cuda":
+        return largest_on_cpu(samples, shape, length)
+    stays_compiled = compiled and compile_requested
+    sample = sample_activations(
+        shape,
+        length,
+        ACTIVATION_BYTES[stays_compiled],
+        ATTENTION_BYTES[stays_compiled],
+        precision.itemsize,
+        mesh,
+        config.engine.recompute,
     )
+    state = count_state(net, train, parallel)
+    state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))
+    return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)

@@ -46,7 +46,7 @@ def train(
     command = command or CommandTime()
     run = config.folder_of("train")
     with (
-        closing(open_ranks(config)) as ranks,
+        closing(open_ranks(config.engine)) as ranks,
         ExitStack() as lock,
         ranks.under_watchdog(partial(write_stopped_file, run)),
         ExitStack() as resources,

@@ -12,6 +12,7 @@ import numpy as np
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, describe_init_model, open_model
 from textmill.config import LoraConfig, RunConfig, ShapeConfig, TrainConfig
+from textmill.engines.distillation.teachers import check_teachers
 from textmill.errors import TextmillError, warn
 from textmill.models import (
     Shape,
@@ -35,7 +36,6 @@ from textmill.tokens.vocabulary.tokenizer import open_named
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
 from textmill.track import check_trackers
 from textmill.training.start import Start, choose_shape, describe_inputs
-from textmill.training.teachers import check_teachers
 
 
 def start_new_run(config: RunConfig, data: Splits) -> Start:

@@ -22,6 +22,7 @@ from textmill.checkpoints.folders import link_best, list_checkpoints
 from textmill.checkpoints.pruning import remove_leftovers
 from textmill.checkpoints.writing import Snapshot
 from textmill.config import RunConfig
+from textmill.engines.distillation.teachers import teacher_flops
 from textmill.errors import warn
 from textmill.models import open_family
 from textmill.models.lora import peft_config_of, weights_with_adapters
@@ -37,7 +38,6 @@ from textmill.training.best_step import BestStep
 from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
 from textmill.training.start import Start
-from textmill.training.teachers import teacher_flops
 
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"

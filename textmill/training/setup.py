@@ -9,7 +9,7 @@ from dataclasses import replace
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
-from textmill.engines.distillation.folders import resolve_teachers
+from textmill.engines.distillation.teachers import check_teachers, resolve_teachers
 from textmill.errors import TextmillError
 from textmill.processes.ranks import Ranks, report_each
 from textmill.storage import faults
@@ -25,7 +25,6 @@ from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import Start
 from textmill.training.teacher_cache import open_teacher_cache
-from textmill.training.teachers import check_teachers
 
 BYTES_PER_ID = 16
 """Inputs and labels of a batch, in 8 bytes each."""

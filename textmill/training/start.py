@@ -13,6 +13,7 @@ from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
+from textmill.engines.distillation.teachers import fingerprint_teachers
 from textmill.models import Shape, open_family, read_shape, recorded_numbers, with_label_head
 from textmill.models.family_files import find_family_file
 from textmill.models.lora import normalized_targets
@@ -20,7 +21,6 @@ from textmill.storage.files import hash_file
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.blend import Source
 from textmill.tokens.splits import Splits
-from textmill.training.teachers import fingerprint_teachers
 
 FAMILY_SHA256 = "model.family_sha256"
 """The checksum of the user's own family file, among the inputs of a run."""

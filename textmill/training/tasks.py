@@ -11,12 +11,13 @@ from pathlib import Path
 from textmill.checkpoints.adapters import read_base
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
-from textmill.engines import Engine, Named
+from textmill.engines import Engine
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer, list_metrics
 from textmill.evaluation.tasks import open_tasks
 from textmill.processes.ranks import run_on_all
 from textmill.storage.hub import find_model_folder
+from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.training.start import Start
 
@@ -34,7 +35,7 @@ class TrainingTasks:
         self.engine = engine
         self.tasks = open_tasks(config.train.tasks)
         if self.tasks:
-            from textmill.engines.scoring.mesh_torch import ScoringMesh
+            from textmill.engines.scoring_torch import ScoringMesh
 
             self.mesh = ScoringMesh(config.engine, engine.ranks, in_training=True)
 

@@ -14,8 +14,7 @@ import numpy as np
 from textmill.checkpoints.folders import open_model
 from textmill.config import RunConfig
 from textmill.config.training import TEACHER_CACHE
-from textmill.engines.distillation.folders import resolve_teachers
-from textmill.engines.distillation.terms import check_top_k
+from textmill.engines.distillation.teachers import check_teachers, check_top_k, fingerprint_teachers, resolve_teachers
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, format_path, manifest_entry, write_bytes
 from textmill.storage.progress import format_amount, progress
@@ -27,7 +26,6 @@ from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.imported_model import use_imported_model
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import choose_shape
-from textmill.training.teachers import check_teachers, fingerprint_teachers
 
 COMMAND = "cache-teacher"
 PER_FILE = "samples_per_file"
@@ -47,7 +45,7 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     run_length = plan_run_length(config.train, batches, length)
     samples = run_length.samples_after(run_length.steps)
     folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE))
-    torch_part: Any = import_module("textmill.engines.distillation.cache_torch")
+    torch_part: Any = import_module("textmill.engines.distillation.teachers_torch")
     exact = torch_part.is_exact(config)
     made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
     if force != "yes" and (existing := _existing(folder, made_from)):

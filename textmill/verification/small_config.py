@@ -15,13 +15,13 @@ from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.config.model import is_family_file
 from textmill.engines.deepspeed_config import fill_unset, read_user_config
+from textmill.engines.distillation.teachers import check_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.models import Shape, open_family, read_shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import matches
 from textmill.storage.files import read_json, write_text
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.training.teachers import check_teachers
 from textmill.verification.small_teachers import shrink_distil, write_teachers
 
 STEPS = 8

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from textmill.config import RunConfig
-from textmill.engines import Engine, Named, open_engine, open_ranks
+from textmill.engines import Engine, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
 from textmill.models import initial_weights, open_family
 from textmill.models.lora import initial_adapters
 from textmill.processes.exits import run_and_exit
 from textmill.storage.files import write_json
-from textmill.storage.tensor_files import encode_safetensors
+from textmill.storage.tensor_files import Named, encode_safetensors
 from textmill.tokens.batches.batch import Batch
 from textmill.verification.small_config import VOCAB, build_batches, learning_rate, read_config
 
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     """Run the config of each folder, one after the other, on the processes that were started together."""
     folders = [Path(argument) for argument in arguments]
     configs = [read_config(folder) for folder in folders]
-    ranks = open_ranks(configs[0])
+    ranks = open_ranks(configs[0].engine)
     for config, folder in zip(configs, folders, strict=True):
         family = open_family(config.model.family)
         shape = family.shape_of(config.model, vocab=VOCAB, end=0)

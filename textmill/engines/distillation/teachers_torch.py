@@ -1,4 +1,6 @@
-"""Teachers: frozen nets whose predictions and hidden states are targets of training.
+"""Teachers in torch: frozen nets whose predictions and hidden states are targets of training.
+
+`TopPredictor` computes the most likely tokens that `textmill cache-teacher` writes.
 
 Shapes in names: M tokens, E width.
 """
@@ -8,22 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from textmill.config import TrainConfig
-from textmill.devices import autocast
-from textmill.engines.distillation.comparison_torch import Top
-from textmill.engines.distillation.folders import teacher_folder
-from textmill.engines.distillation.terms import check_logits, check_teacher, check_top_k, matched_layers
-from textmill.engines.distillation.terms_torch import Prediction, TeacherOutput
-from textmill.engines.objective.micro_batches_torch import MicroBatch
+from textmill.config import RunConfig, TrainConfig
+from textmill.devices import attention_order, autocast, open_device, torch_dtype
+from textmill.engines.distillation.loss_torch import Prediction, TeacherOutput, Top, most_likely
+from textmill.engines.distillation.teachers import (
+    check_logits,
+    check_teacher,
+    check_top_k,
+    matched_layers,
+    teacher_folder,
+)
+from textmill.engines.micro_batches import MicroBatch, check_fields, micro_batches
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.nets_torch import open_net
+from textmill.tokens.batches.batch import Batch
 
 
 class Targets(NamedTuple):
@@ -120,3 +129,42 @@ def collect_blocks(net: BaseNet, layers: Sequence[int]) -> Iterator[list[Tensor]
 
 def _keep(states: dict[int, Tensor], layer: int, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
     states[layer] = out
+
+
+PASS_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 12}
+"""Tokens that the teachers read at a time."""
+
+
+def is_exact(config: RunConfig) -> bool:
+    """Whether predictions are computed in fp32."""
+    return torch_dtype(config.engine.precision, open_device(config.engine.device)) == torch.float32
+
+
+class TopPredictor:
+    """The teachers of a run, on their device."""
+
+    def __init__(self, config: RunConfig, shape: Shape) -> None:
+        """`shape` is that of the model that learns from them."""
+        self.device = open_device(config.engine.device)
+        self.precision = torch_dtype(config.engine.precision, self.device)
+        only_kl = {"mse": 0.0, "cosine": 0.0, "hidden": 0.0, "student_layers": [], "teacher_layers": []}
+        self.train = config.train.model_copy(update={"distil": config.train.distil.model_copy(update=only_kl)})
+        self.teachers = Teachers(self.train, shape, self.device, self.precision)
+        self.shape = shape
+
+    def samples_of_pass(self, length: int) -> int:
+        """How many samples of this length to predict at a time."""
+        return max(1, PASS_TOKENS.get(self.device.type, PASS_TOKENS["cpu"]) // length)
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The most likely tokens [samples, length, k] and log-probabilities [samples, length, k + 1]."""
+        net = self.teachers.nets[0]
+        for teacher in self.teachers.nets:
+            check_fields(batch, teacher.shape)
+        (_, part), *_ = micro_batches(batch, net, len(batch.inputs), self.device)
+        with attention_order(self.device):
+            output = self.teachers.read(part).output
+            top = most_likely(output.predictions, self.shape.vocab, self.train)
+        shape = (*batch.inputs.shape, -1)
+        return top.ids_MK.cpu().numpy().reshape(shape), top.logs_ML.float().cpu().numpy().reshape(shape)

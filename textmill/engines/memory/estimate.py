@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from textmill.config import JaxEngine, RunConfig, TorchEngine
-from textmill.engines.distillation.sizes import teacher_bytes
+from textmill.devices import autocast
+from textmill.engines.distillation.teachers import teacher_bytes
 from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
 from textmill.engines.memory.parts import (
     ACTIVATION_BYTES,
@@ -17,12 +18,16 @@ from textmill.engines.memory.parts import (
     JAX_ACTIVATION_BYTES,
     Memory,
     State,
+    deepspeed_micro_batch,
+    largest_on_cpu,
+    largest_on_gpu,
+    rank_samples,
     sample_activations,
 )
 from textmill.engines.meshes import Mesh, check_batch, mesh_of
-from textmill.engines.micro_batch_torch import largest_on_cpu, largest_on_gpu, micro_batch_of, rank_samples
 from textmill.errors import TextmillError
 from textmill.models import Shape
+from textmill.models.nets_torch import build_net
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -103,7 +108,6 @@ class Estimator:
             per_weight = ATTENTION_BYTES[compiled]
             return sample_activations(self.shape, length, per_channel, per_weight, itemsize, mesh, engine.recompute)
         # Imported here: it is needed for plans for a CPU only.
-        from textmill.engines.memory.saved_torch import saved_per_sample
 
         key = ("sample", length, precision, engine.recompute)
         if key not in self._states:
@@ -115,7 +119,7 @@ class Estimator:
         self, config: RunConfig, mesh: Mesh, device: Device, state: State, sample: float, length: int
     ) -> int:
         if not isinstance(config.engine, TorchEngine | JaxEngine):
-            return micro_batch_of(config.engine, config.train, self.shape, mesh.data_ranks)
+            return deepspeed_micro_batch(config.engine, config.train, self.shape, mesh.data_ranks)
         if config.engine.micro_batch != "auto":
             return config.engine.micro_batch
         samples = rank_samples(config.train, mesh, compiled=is_compiled(config, mesh, device))
@@ -177,3 +181,39 @@ def _logits_bytes(tokens: int, rows: int, width: int, itemsize: int, on_gpu: boo
     # A chunk's logits are computed before those of the chunk before are freed.
     chunk_before = max(0, min(tokens - chunk, chunk)) * rows * itemsize
     return this_chunk + chunk_before + tokens * width * itemsize
+
+
+def saved_bytes(shape: Shape, samples: int, length: int, precision: torch.dtype, recompute: int = 0) -> int:
+    """Bytes of all tensors that autograd keeps in one forward pass, without those of the net itself."""
+    # Imported here: it takes a second, and only plans for a CPU need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        net = build_net(shape)
+        net.recompute = recompute
+        parameters = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
+        saved: dict[int, Any] = {}
+
+        def save(tensor: Any) -> Any:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in parameters:
+                saved[storage._cdata] = storage  # kept alive, so that no other tensor gets its address
+            return tensor
+
+        ids = torch.zeros(samples, length, dtype=torch.int32)
+        keys = torch.zeros(samples, dtype=torch.int32) if shape.uses_dropout else None
+        hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        with hooks, autocast(torch.device("cpu"), precision):
+            net(ids, keys)
+        return sum(int(storage.nbytes()) for storage in saved.values())
+
+
+def saved_per_sample(shape: Any, length: int, precision: torch.dtype, recompute: int) -> float:
+    """Bytes of activations of one sample at the peak, from nets of one and two blocks: all blocks are alike."""
+    one_block, two_blocks = (saved_bytes(replace(shape, layers=layers), 1, length, precision) for layers in (1, 2))
+    block = two_blocks - one_block
+    if not recompute:
+        return float(one_block + block * (shape.layers - 1))
+    one_group, two_groups = (saved_bytes(replace(shape, layers=layers), 1, length, precision, 1) for layers in (1, 2))
+    groups = -(-shape.layers // recompute)
+    return float(one_group + (two_groups - one_group) * (groups - 1) + block * min(recompute, shape.layers))

@@ -1,4 +1,4 @@
-"""Memory by part, and the arithmetic of activations that all engines share.
+"""Memory by part, the arithmetic of activations that all engines share, and the largest micro-batch that fits.
 
 The GPT-2 of 124M parameters in fp32 with AdamW on one GPU: weights 0.5 GB, gradients 0.5 GB, optimizer state 1 GB
 (two moments). A compiled net in bf16 keeps 32 bytes of activations per channel of a token in a layer: for a sample of
@@ -7,9 +7,12 @@ The GPT-2 of 124M parameters in fp32 with AdamW on one GPU: weights 0.5 GB, grad
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
-from textmill.engines.meshes import Mesh
+from textmill.config import TrainConfig
+from textmill.config.engines import DeepSpeedEngine
+from textmill.engines.meshes import Mesh, check_batch
 from textmill.models import Shape
 
 ACTIVATION_BYTES = {True: 32.0, False: 38.0}
@@ -22,6 +25,15 @@ JAX_ACTIVATION_BYTES = 48.0
 DIVIDED = 24 / 34
 """The fraction of activations that tensor-parallel ranks divide; with sequence parallelism they divide the rest too
 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models")."""
+CPU_LOGITS = 1 << 30
+"""On a CPU, whose caches are small: most bytes of logits that a micro-batch would have."""
+GPU_FRACTION = 0.6
+"""The fraction of a GPU's memory for weights, moments and the activations that backward needs."""
+SPARE_BYTES = 8
+SPARE_ACTIVATIONS = 1.25
+"""More than the estimate, so that a run never ends for lack of memory: bytes for each weight, times the activations."""
+DEEPSPEED_TOKENS = 1 << 14
+"""Most tokens of a micro-batch in the DeepSpeed engine."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +95,32 @@ def sample_activations(
     group_input = shape.width * length * itemsize / sequence_ranks
     groups = -(-shape.layers // recompute)
     return groups * group_input + min(recompute, shape.layers) * block
+
+
+def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:
+    """Samples of a rank in a step; a compiled net keeps its micro-batch for the entire run."""
+    return (math.gcd(*train.sizes) if compiled else train.batch) // mesh.data_ranks
+
+
+def largest_on_cpu(samples: int, shape: Shape, length: int) -> int:
+    """The largest divisor of a rank's samples whose logits stay small."""
+    return largest_divisor(samples, CPU_LOGITS // (4 * length * shape.padded_vocab))
+
+
+def largest_on_gpu(samples: int, state: State, sample_bytes: float, memory: int) -> int:
+    """The largest divisor of a rank's samples whose activations fit next to the state; 1 if none does."""
+    left = GPU_FRACTION * memory - state.total - SPARE_BYTES * state.elements
+    return largest_divisor(samples, int(left / (SPARE_ACTIVATIONS * sample_bytes)))
+
+
+def largest_divisor(samples: int, fits: int) -> int:
+    """The largest divisor of `samples` that is at most `fits`; 1 if none is."""
+    return max(size for size in range(1, samples + 1) if samples % size == 0 and size <= max(1, fits))
+
+
+def deepspeed_micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Shape, ranks: int) -> int:
+    """The configured micro-batch, or the largest divisor of a rank's samples with at most DEEPSPEED_TOKENS tokens."""
+    check_batch(train, ranks, section.micro_batch)
+    if section.micro_batch != "auto":
+        return section.micro_batch
+    return largest_divisor(train.batch // ranks, DEEPSPEED_TOKENS // (train.length or shape.positions))

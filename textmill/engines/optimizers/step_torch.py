@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.engines.optimizers.adam_torch import MOMENTS, Adam
-from textmill.engines.optimizers.muon_sharded_torch import ShardedMatrix, ShardedMuon
-from textmill.engines.optimizers.muon_torch import Member, Muon
+from textmill.engines.optimizers.muon_torch import Member, Muon, ShardedMatrix, ShardedMuon
 from textmill.engines.parallel_torch import Parallel
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet

@@ -1,8 +1,8 @@
-"""The losses of a micro-batch: the head's cross-entropy, and that of a pair head if the net has one.
+"""The losses of a micro-batch: the cross-entropy of the head, that of a pair head, or that of a finetuned head.
 
 Engines call `open_heads(net, micro_batch, ...)`, which runs the net, then `training_loss` or, in evaluation, `sums`.
 
-Shapes in names: M tokens, E width.
+Shapes in names: N samples, K labels of a sample, M tokens, E width, C classes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.config import DistilConfig, TrainConfig
+from textmill.engines.distillation.loss_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
-from textmill.engines.distillation.terms_torch import cosine_loss, distillation_loss, hidden_loss
-from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
-from textmill.engines.losses_torch import LossFormula, WeightedLabels, loss_and_correct, summed_loss
-from textmill.engines.objective.label_heads_torch import LabelStates
-from textmill.engines.objective.labels import PAIR_LOSS
-from textmill.engines.objective.micro_batches_torch import MicroBatch
+from textmill.engines.losses_torch import (
+    LossFormula,
+    WeightedLabels,
+    loss_and_correct,
+    summed_loss,
+    tensor_parallel_loss,
+    tensor_parallel_loss_and_correct,
+)
+from textmill.engines.micro_batches import PAIR_LOSS, MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, Execution
@@ -165,6 +169,37 @@ class HeadStates:
         if self.pair_losses is not None and self.pair_correct is not None:
             sums += [self.pair_losses.sum(), self.pair_correct.sum()]
         return sums
+
+
+class LabelStates:
+    """The logits of a micro-batch's labels: compute them under autocast."""
+
+    def __init__(
+        self, net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER
+    ) -> None:
+        assert micro_batch.positions is not None
+        self.micro_batch = micro_batch
+        states = micro_batch.hidden_states(net, execution)
+        logits_NKC = net.label_logits(
+            states.to(precision), micro_batch.positions, micro_batch.documents, micro_batch.keys
+        ).float()
+        self.count = logits_NKC.shape[1]
+        labels_M = micro_batch.labels[:, : self.count].flatten().long()
+        logits_MC = logits_NKC.flatten(0, 1)
+        self.losses_M = F.cross_entropy(logits_MC, labels_M, ignore_index=IGNORED, reduction="none")
+        self.correct_M = logits_MC.argmax(1) == labels_M
+
+    def training_loss(
+        self, train: TrainConfig, tensor: TensorParallel | None, *, starts_backward: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The loss for the backward pass, and what to report; each tensor-parallel rank has a part of the loss."""
+        assert self.micro_batch.weights is not None
+        loss = (self.losses_M * self.micro_batch.weights[:, : self.count].flatten()).sum()
+        return loss / (tensor.count if tensor else 1), loss.detach()
+
+    def sums(self, tensor: TensorParallel | None = None) -> list[Tensor]:
+        """The summed loss and the number of correct predictions."""
+        return [self.losses_M.sum(), self.correct_M.sum()]
 
 
 def term_names(net: BaseNet, distil: DistilConfig) -> tuple[str, ...]:

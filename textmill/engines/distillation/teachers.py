@@ -1,0 +1,195 @@
+"""The teachers of `train.distil` without a framework: their folders, whether they fit the run, and what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from textmill.checkpoints.adapters import is_adapter, tokenizer_folder
+from textmill.checkpoints.folders import open_model
+from textmill.config import DistilConfig, EngineConfig, JaxEngine, RunConfig, TorchEngine, TrainConfig
+from textmill.errors import TextmillError
+from textmill.models import Shape, open_family, read_shape
+from textmill.storage.tensor_files import fingerprint_weights
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+
+KEY = "train.distil.teachers"
+CHUNK_LOGITS = 1 << 26
+"""Logits of a chunk of the loss on a GPU; several matrices of this size exist in fp32."""
+COMPILED_CHUNKS = 4
+"""How much larger chunks are if the loss is compiled: most of these matrices then do not exist."""
+MATRICES = 8
+PER_TEACHER = 3
+"""Matrices of that size that may exist at once, and more for each teacher: an upper bound from the formulas."""
+PREDICTED = {"next_token": "the next token", "masked": "masked tokens"}
+"""What the families of an objective predict, in words."""
+
+
+def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) -> None:
+    """Refuse engines that cannot distil, teachers that do not exist, and those with another tokenizer."""
+    names = config.train.distil.teachers
+    if not names:
+        return
+    engine = config.engine
+    if config.train.distil.hidden:
+        _check_hidden(engine)
+    family = config.model.family
+    if config.model.init_from:
+        family = read_shape(open_model(config.model.init_from).folder).family
+    objective = open_family(family).OBJECTIVE
+    for name in names:
+        folder = teacher_folder(name)
+        teacher = read_shape(folder)
+        teacher_objective = open_family(teacher.family).OBJECTIVE
+        if teacher_objective != objective:
+            raise TextmillError(
+                f"train.distil.teachers: {name} is a {teacher.family}, which predicts "
+                f"{PREDICTED.get(teacher_objective, teacher_objective)}, and the model "
+                f"{PREDICTED.get(objective, objective)}; name a teacher of the same kind"
+            )
+        tokenizer_of_teacher = tokenizer_folder(folder)
+        if tokenizer is not None and open_tokenizer(tokenizer_of_teacher).fingerprint != tokenizer.fingerprint:
+            raise TextmillError(
+                f"train.distil.teachers: {name} has another tokenizer than this run, so that its predictions mean "
+                f"other tokens; tokenize with the teacher's: tokenizer.use={tokenizer_of_teacher}"
+            )
+
+
+def _check_hidden(engine: EngineConfig) -> None:
+    """Refuse engines that cannot compare the hidden states of blocks."""
+    conflict = ""
+    if isinstance(engine, JaxEngine):
+        conflict = "engine.kind=jax; set it to 0, or engine.kind=torch"
+    elif isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
+        conflict = (
+            f"engine.mesh.tensor={engine.mesh.tensor}, whose processes divide these states; set one of them to 0 or 1"
+        )
+    elif engine.recompute:
+        conflict = f"engine.recompute={engine.recompute}; set one of them to 0"
+    if conflict:
+        raise TextmillError(f"train.distil.hidden: does not work with {conflict}")
+
+
+def resolve_teachers(config: RunConfig) -> RunConfig:
+    """The config with the folder of each teacher in place of its name; the checksums of a checkpoint are compared."""
+    distil = config.train.distil
+    if not distil.teachers:
+        return config
+    folders = [str(open_model(name, KEY).folder) for name in distil.teachers]
+    train = config.train.model_copy(update={"distil": distil.model_copy(update={"teachers": folders})})
+    return config.model_copy(update={"train": train})
+
+
+def teacher_folder(name: str) -> Path:
+    """A teacher's folder: the name itself if it is one, as after `resolve_teachers`, since opening hashes all files."""
+    folder = Path(name)
+    return folder if (folder / "config.json").is_file() or is_adapter(folder) else open_model(name, KEY).folder
+
+
+def fingerprint_teachers(config: RunConfig) -> list[str]:
+    """A fingerprint of each teacher's weights."""
+    return [fingerprint_weights(teacher_folder(name)) for name in config.train.distil.teachers]
+
+
+def teacher_flops(config: RunConfig, length: int) -> float:
+    """FLOPs of the teachers for one token: a forward pass, which is a third of a step; 0 if they are cached."""
+    if config.train.distil.cache:
+        return 0.0
+    shapes = (read_shape(teacher_folder(name)) for name in config.train.distil.teachers)
+    return sum(shape.flops_per_token(length) / 3 for shape in shapes)
+
+
+def teacher_bytes(train: TrainConfig, *, on_gpu: bool) -> int:
+    """Bytes of the teachers' weights, and of the chunk of the loss on a GPU; 0 without teachers."""
+    names = [] if train.distil.cache else train.distil.teachers
+    weights = sum(4 * read_shape(teacher_folder(name)).parameters for name in names)
+    uses_chunks = on_gpu and bool(train.distil.teachers)
+    return weights + (4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if uses_chunks else 0)
+
+
+def chunk_tokens(vocab: int, *, compiled: bool) -> int:
+    """Tokens of a chunk of the loss on a GPU: a power of two, which divides most micro-batches evenly."""
+    most = max(1, CHUNK_LOGITS * (COMPILED_CHUNKS if compiled else 1) // vocab)
+    return 1 << (most.bit_length() - 1)
+
+
+def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
+    """Refuse a teacher that cannot teach this model."""
+    check_logits(teacher)
+    where = f"train.distil.teachers: {name}"
+    length = train.length or student.positions
+    if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
+        raise TextmillError(
+            f"{where}: predicts {teacher.vocab:,} tokens, the model {student.vocab:,}; both need the same tokenizer"
+        )
+    if teacher.positions < length:
+        raise TextmillError(
+            f"{where}: has {teacher.positions:,} positions, samples have {length:,} tokens; lower train.length"
+        )
+    needs = [term for term in ("cosine", "hidden") if getattr(train.distil, term)]
+    if needs and teacher.width != student.width:
+        raise TextmillError(
+            f"{where}: has width {teacher.width}, the model {student.width}, and train.distil.{needs[0]} compares "
+            f"hidden states; set train.distil.{needs[0]}=0"
+        )
+
+
+def check_logits(shape: Shape) -> None:
+    """Refuse a net whose logits are capped: they are compared as the head gives them."""
+    if getattr(shape, "logit_softcap", 0):
+        raise TextmillError("train.distil: a model with model.shape.logit_softcap cannot be a teacher or be taught")
+
+
+def check_top_k(distil: DistilConfig, shape: Shape) -> None:
+    """Refuse to keep as many tokens as there are."""
+    if distil.top_k >= shape.vocab:
+        raise TextmillError(
+            f"train.distil.top_k: {distil.top_k:,} are not fewer than the vocabulary's {shape.vocab:,} tokens; set a "
+            "lower number, or 0 to compare all"
+        )
+
+
+def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[list[int], list[int]]:
+    """The blocks of the student and of a teacher that `train.distil.hidden` compares; `student` and `teacher` are their
+    numbers of blocks. By default a student of 3 blocks and a teacher of 6: [0, 1, 2] and [1, 3, 5]."""
+    if not distil.hidden:
+        return [], []
+    student_layers = distil.student_layers or list(range(student))
+    teacher_layers = distil.teacher_layers
+    if not teacher_layers:
+        teacher_layers = [max(0, round((layer + 1) * teacher / student) - 1) for layer in student_layers]
+    for key, layers, count in (
+        ("student_layers", student_layers, student),
+        ("teacher_layers", teacher_layers, teacher),
+    ):
+        if wrong := [layer for layer in layers if not 0 <= layer < count]:
+            raise TextmillError(f"train.distil.{key}: there is no block {wrong[0]}; give numbers from 0 to {count - 1}")
+    return student_layers, teacher_layers
+
+
+class Terms(NamedTuple):
+    """The settings of a loss, as plain values, which compilers can read."""
+
+    labels: float
+    kl: float
+    mse: float
+    temperature: float
+    divergence: str
+    smoothing: float
+    z: float
+    top_k: int
+
+
+def terms_of(train: TrainConfig) -> Terms:
+    """The settings of the terms that compare logits."""
+    distil = train.distil
+    return Terms(
+        labels=distil.labels,
+        kl=distil.kl,
+        mse=distil.mse,
+        temperature=distil.temperature,
+        divergence=distil.divergence,
+        smoothing=train.label_smoothing,
+        z=train.z_loss,
+        top_k=distil.top_k,
+    )

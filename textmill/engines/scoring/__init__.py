@@ -1,1 +1,0 @@
-"""Nets of engines for evaluation."""
