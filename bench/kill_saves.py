@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoints.file_plan import plan_files
 from textmill.checkpoints.folders import (
     BEST_LINK,
     STEP_NAME,
@@ -26,8 +25,7 @@ from textmill.checkpoints.folders import (
     find_checkpoint_damage,
     list_checkpoints,
 )
-from textmill.checkpoints.pruning import prune, remove_leftovers
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import Snapshot, plan_files, prune, remove_leftovers, write_checkpoint
 from textmill.storage import faults
 
 RULES: dict[str, dict[str, int | None]] = {

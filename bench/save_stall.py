@@ -18,7 +18,7 @@ from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import Batch
-from textmill.training.saving import Saver
+from textmill.training.run_folder import Saver
 
 VOCAB, SAVES = 50257, 3
 

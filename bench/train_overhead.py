@@ -30,8 +30,8 @@ from textmill.schedules import lr_at
 from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
-from textmill.training import loop, setup
-from textmill.training.resuming import choose_start
+from textmill.training import loop
+from textmill.training.start import choose_start
 from textmill.where import open_where
 
 WARM = 20
@@ -64,7 +64,7 @@ def measure_engine(config: RunConfig, folder: Path) -> float:
 def measure_train(config: RunConfig) -> float:
     """Return the seconds per step of the loop, from one call of the engine to the next, with logging and saving."""
     calls: list[float] = []
-    original = setup.open_engine
+    original = loop.open_engine
 
     def open_timed_engine(*arguments: Any) -> Engine:
         engine = original(*arguments)
@@ -77,11 +77,11 @@ def measure_train(config: RunConfig) -> float:
         engine.train_step = train_step  # type: ignore[method-assign]
         return engine
 
-    setup.open_engine = open_timed_engine
+    loop.open_engine = open_timed_engine
     try:
         loop.train(config, "yes")
     finally:
-        setup.open_engine = original
+        loop.open_engine = original
     return (calls[-1] - calls[WARM]) / (len(calls) - 1 - WARM)
 
 

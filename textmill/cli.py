@@ -15,14 +15,14 @@ import re
 import shlex
 import signal
 import sys
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from textmill.commands.table import COMMANDS, Command, Flag
 from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError, explain_os_error
-from textmill.processes.command_time import CommandTime
-from textmill.processes.exits import run_and_exit
 from textmill.processes.output import OutputLost, exit_code_of, protect_output
+from textmill.processes.signals import run_and_exit
 
 USAGE = "textmill COMMAND WHERE [section.key=value ...] [--flag]"
 WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face model folder, or the name of a recipe."
@@ -40,10 +40,10 @@ def command() -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    command_time = CommandTime()
+    started = time.perf_counter()
     try:
         try:
-            code = _run(sys.argv[1:] if argv is None else argv, command_time)
+            code = _run(sys.argv[1:] if argv is None else argv, started)
             print(end="", flush=True)
             return code
         except TextmillError as error:
@@ -81,7 +81,7 @@ def _error_before(interrupt: BaseException) -> TextmillError | None:
     return context
 
 
-def _run(argv: list[str], command_time: CommandTime) -> int:
+def _run(argv: list[str], started: float) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return EXIT_DONE
@@ -106,7 +106,7 @@ def _run(argv: list[str], command_time: CommandTime) -> int:
     row = COMMANDS[name]
     arguments, settings, flag_values = _parse(rest, name, row)
     if row.timed:
-        flag_values["command"] = command_time
+        flag_values["started"] = started
     _call(name, row, arguments, settings, flag_values)
     return EXIT_DONE
 

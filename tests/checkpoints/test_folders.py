@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill.checkpoints.file_plan import FilePlan, plan_files
 from textmill.checkpoints.folders import (
     find_checkpoint,
     find_checkpoint_damage,
@@ -23,13 +22,12 @@ from textmill.checkpoints.folders import (
     open_checkpoint,
     rank_checkpoints,
 )
-from textmill.checkpoints.pruning import prune
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
+from textmill.checkpoints.writing import FilePlan, Snapshot, plan_files, prune, write_checkpoint
 from textmill.errors import AlreadyReported, Interrupted, TextmillError
 from textmill.processes.ranks import Ranks
 from textmill.storage import faults
 from textmill.storage.tensor_files import encode_safetensors, read_tensors
-from textmill.training.saving import Saver
+from textmill.training.run_folder import Saver
 
 
 def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> Snapshot:

@@ -266,7 +266,7 @@ def test_two_processes_give_the_losses_of_one() -> None:
     here = Path(__file__)
     common = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)]), "WORLD_SIZE": "2"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-    code = "from test_on_jax import as_one_of_two; from textmill.processes.exits import run_and_exit; "
+    code = "from test_on_jax import as_one_of_two; from textmill.processes.signals import run_and_exit; "
     code += "run_and_exit(as_one_of_two)"
     child = [sys.executable, "-c", code]
     both = [

@@ -32,7 +32,7 @@ from textmill.planning.plan import (
     plan_for,
 )
 from textmill.planning.project_file import Project, count_model_parameters, project_yaml
-from textmill.training.auto_settings import MAX_EPOCHS
+from textmill.training.auto_preset import MAX_EPOCHS
 
 ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
 FLAT = MachineProfile("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROGRAM = """
 import atexit, sys, threading
-from textmill.processes.exits import run_and_exit
+from textmill.processes.signals import run_and_exit
 
 def work():
     threading.Thread(target=threading.Event().wait).start()

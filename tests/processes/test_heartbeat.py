@@ -13,7 +13,7 @@ import pytest
 
 from bench.kill_ranks import rank_arguments, run_ranks
 from textmill.processes.heartbeat import Heartbeat, any_progress, diagnose, find_collective
-from textmill.training.replica_check import find_mismatch
+from textmill.training.divergence import find_mismatch
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_the_deviating_replica_is_named() -> None:
 @pytest.mark.long
 def test_unexpected_error_on_one_rank_ends_all(root: Path) -> None:
     broken = (
-        "import os, textmill.training.setup as setup\n"
+        "import os, textmill.training.loop as setup\n"
         "if os.environ['RANK'] == '1': setup.open_splits = lambda _: open('/nowhere/at/all')"
     )
     endings = run_ranks(

@@ -22,7 +22,7 @@ from textmill.reports.curves import build_svg, draw_curve, reduce_points
 from textmill.reports.page import build_page, list_differences, shorten_account
 from textmill.reports.run_files import find_run, flatten, read_run
 from textmill.reports.texts import describe_progress, describe_run, describe_runs
-from textmill.track.notes import read_notes
+from textmill.track.jsonl import read_notes
 
 LOGGED = ("train.log_every=1", "train.evaluate_every=2", "train.save_every=2", "train.warmup=0")
 

@@ -27,8 +27,8 @@ from textmill.config.engines import MeshConfig
 from textmill.engines import on_torch, open_ranks, ranks_torch
 from textmill.engines.parallel_torch import DataParallel, Parallel
 from textmill.kernels import matmul_torch
-from textmill.processes.exits import run_and_exit
 from textmill.processes.ranks import SingleProcess
+from textmill.processes.signals import run_and_exit
 from textmill.tokens.batches.batch import Batch
 
 STEPS, ROWS, LENGTH = 4, 8, 128

@@ -16,8 +16,8 @@ import numpy as np
 from tests.support.engine_runs import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
 from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
-from textmill.processes.exits import run_and_exit
 from textmill.processes.ranks import Ranks
+from textmill.processes.signals import run_and_exit
 from textmill.tokens.batches.blend import BatchSizes
 
 LR = 1e-2

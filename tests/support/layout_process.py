@@ -16,7 +16,7 @@ from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
 from textmill.models import initial_weights, open_family
 from textmill.models.lora import initial_adapters
-from textmill.processes.exits import run_and_exit
+from textmill.processes.signals import run_and_exit
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 7, 4, 3

@@ -12,7 +12,7 @@ from tests.support.layout_process import config_of, started, stepped
 from textmill.config import RunConfig
 from textmill.engines import open_ranks
 from textmill.engines.optimizers.muon_torch import ShardedMuon
-from textmill.processes.exits import run_and_exit
+from textmill.processes.signals import run_and_exit
 
 MESHES: dict[str, dict[str, Any]] = {"shard": {"shard": 2}, "tensor": {"tensor": 2}, "replicate": {"replicate": 2}}
 OPTIMIZERS = ("adamw", "muon")

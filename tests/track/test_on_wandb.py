@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from textmill.config import TrackConfig, WandbConfig
-from textmill.track.run_id import read_or_create_id
+from textmill.track import read_or_create_id
 
 pytest.importorskip("wandb")
 

@@ -15,8 +15,7 @@ from textmill.cli import main
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
 from textmill.track import Trackers, open_trackers
-from textmill.track.jsonl import METRICS_FILE, read_metrics
-from textmill.track.notes import NOTES_FILE
+from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics
 
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:

@@ -10,8 +10,7 @@ import yaml
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.training import TRAIN_PRESETS
 from textmill.errors import TextmillError
-from textmill.training.auto_preset import fill_auto_preset
-from textmill.training.auto_settings import auto_settings, target_epochs
+from textmill.training.auto_preset import auto_settings, fill_auto_preset, target_epochs
 from textmill.training.loop import train
 
 MEASURED = {

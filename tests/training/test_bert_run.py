@@ -15,7 +15,6 @@ from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.processes.command_time import CommandTime
 from textmill.storage.tensor_files import read_model
 from textmill.tokens.store import open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
@@ -99,8 +98,8 @@ def test_minutes_reserve_time_for_an_evaluation_only_if_there_is_one(
     """Else a pass over a large valid split, which nobody does, could take most of `train.minutes`."""
     seen: list[bool] = []
 
-    def stop(_config: RunConfig, _force: str, *, command: CommandTime) -> None:
-        seen.append(command.evaluates)
+    def stop(_config: RunConfig, _force: str, *, started: float, evaluates: bool) -> None:
+        seen.append(evaluates)
         raise TextmillError("enough")
 
     monkeypatch.setattr("textmill.commands.run.train", stop)

@@ -219,6 +219,6 @@ def test_a_given_run_is_its_best_checkpoint(
     assert all(np.array_equal(before[name], after[name]) for name in before)
     # The given run may be trained further and get another best checkpoint: the run still resumes.
     newest = open_checkpoint(given / "step-0000004")
-    monkeypatch.setattr("textmill.training.resuming.open_model", lambda name: newest)
+    monkeypatch.setattr("textmill.training.start.open_model", lambda name: newest)
     tree["train"]["steps"] = 2
     assert list(list_checkpoints(train(build_config(tree)))) == [1, 2]

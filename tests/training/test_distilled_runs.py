@@ -18,7 +18,7 @@ from textmill.engines.distillation.teachers import teacher_flops
 from textmill.errors import TextmillError
 from textmill.planning.project_file import second_generation
 from textmill.training.loop import train
-from textmill.training.new_run import check_start
+from textmill.training.start import check_start
 from textmill.where import open_where
 
 EVERY = [

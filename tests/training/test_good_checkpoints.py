@@ -20,11 +20,11 @@ from textmill.checkpoints.writing import Snapshot
 from textmill.errors import TextmillError
 from textmill.tokens.splits import open_splits
 from textmill.track import Trackers
-from textmill.training import token_check
+from textmill.training import loop
 from textmill.training.divergence import SkippedUpdates
 from textmill.training.loop import train
+from textmill.training.run_folder import Saver
 from textmill.training.run_length import RunLength
-from textmill.training.saving import Saver
 
 LR_AT = RunLength.lr_at
 SMALL = ("train.evaluate_batches=1", "train.warmup=0")
@@ -116,7 +116,7 @@ def test_a_changed_id_is_found_during_the_run_and_a_checked_file_is_not_read_aga
     assert set(map(Path, json.loads((wrong / "run" / "tokens_checked.json").read_text()))) == set(
         open_splits(config).files
     )
-    monkeypatch.setattr(token_check, "find_damage", lambda *_: pytest.fail("a file is read again"))
+    monkeypatch.setattr(loop, "find_damage", lambda *_: pytest.fail("a file is read again"))
     train(config_for(wrong, wrong / "run", 7, *SMALL))
 
 

@@ -16,7 +16,7 @@ from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.tokens.tokenize import tokenize
 from textmill.training.loop import train
-from textmill.training.new_run import check_start
+from textmill.training.start import check_start
 
 
 @pytest.fixture(scope="module")

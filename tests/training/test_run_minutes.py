@@ -23,13 +23,12 @@ from textmill.config import AverageConfig, RunConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.engines.on_torch import OnTorch
 from textmill.errors import Interrupted, TextmillError
-from textmill.processes.command_time import CommandTime
 from textmill.processes.ranks import SINGLE_PROCESS
 from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.batches.loader import Batches
 from textmill.training.loop import train
 from textmill.training.run_length import RunLength, plan_run_length
-from textmill.training.run_minutes import Costs, MinutesTimer, fitting_steps
+from textmill.training.timing import Costs, MinutesTimer, fitting_steps
 
 
 @dataclass
@@ -52,13 +51,17 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("training.run_minutes", "training.step_log", "training.valid_loss", "processes.command_time"):
+    for module in ("training.timing", "training.loop", "training.validation"):
         monkeypatch.setattr(f"textmill.{module}.time", made)
     return made
 
 
 NO_COSTS = Costs(0.0, 0.0, 0.0)
-RESULT = SimpleNamespace(loss=1.0)
+RESULT: Any = SimpleNamespace(loss=1.0)
+
+
+def log_of(clock: Clock) -> Any:
+    return clock
 
 
 def planned(saved: dict[str, Any] | None = None, **settings: Any) -> RunLength:
@@ -71,7 +74,7 @@ def timed(
     clock: Clock, length: RunLength, *, first: float, step: float, costs: Costs = NO_COSTS, run: bool = False
 ) -> list[RunLength]:
     """The length after each step of a run whose first step ends after `first` seconds."""
-    timer = MinutesTimer(CommandTime(clock.now, evaluates=run), 1, SINGLE_PROCESS, clock, lambda: costs)
+    timer = MinutesTimer(clock.now, run, 1, SINGLE_PROCESS, log_of(clock), lambda: costs)
     lengths: list[RunLength] = []
     while not length.known:
         clock.now += step if lengths else first
@@ -103,7 +106,7 @@ def test_evaluations_saves_and_the_end_of_the_command_are_subtracted(clock: Cloc
 
 
 def test_time_of_evaluations_among_the_timed_steps_is_not_counted_in_a_step(clock: Clock) -> None:
-    timer = MinutesTimer(CommandTime(clock.now), 1, SINGLE_PROCESS, clock, lambda: NO_COSTS)
+    timer = MinutesTimer(clock.now, False, 1, SINGLE_PROCESS, log_of(clock), lambda: NO_COSTS)
     length, done = planned(), 0
     while not length.known:
         done += 1
@@ -252,7 +255,7 @@ def test_a_stopped_run_keeps_its_number_of_steps_and_its_losses(
 TWO_CLOCKS = """
 import os, sys
 from types import SimpleNamespace
-import textmill.processes.command_time, textmill.training.run_minutes, textmill.training.valid_loss
+import textmill.cli, textmill.training.timing, textmill.training.validation
 from textmill.cli import main
 from textmill.engines.on_torch import OnTorch
 
@@ -261,7 +264,7 @@ def step(*arguments):
     now[0] += 1.0 + 2 * int(os.environ["RANK"])
     return real_step(*arguments)
 OnTorch.train_step = step
-for module in ("processes.command_time", "training.run_minutes", "training.valid_loss"):
+for module in ("cli", "training.timing", "training.validation"):
     sys.modules[f"textmill.{module}"].time = SimpleNamespace(perf_counter=lambda: now[0])
 sys.exit(main())
 """

@@ -19,8 +19,7 @@ from textmill.errors import TextmillError
 from textmill.storage.files import remove_folder
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.tokenizer import fit
-from textmill.training.loop import train
-from textmill.training.step_log import describe_best
+from textmill.training.loop import describe_best, train
 
 POSITIONS = 24
 
@@ -153,7 +152,7 @@ def test_a_run_older_than_a_setting_resumes_with_its_default(tiny_texts: Path, m
         del found.progress["made_from"]["train.muon.momentum"]
         return found
 
-    monkeypatch.setattr("textmill.training.resuming.find_checkpoint", older)
+    monkeypatch.setattr("textmill.training.start.find_checkpoint", older)
     with pytest.raises(
         TextmillError,
         match=r"was trained with other settings or inputs: train\.muon\.momentum was 0\.95, is 0\.5; set them back",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from textmill.training.step_log import StepLog
+from textmill.training.timing import StepLog
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Result:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setattr("textmill.training.step_log.time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr("textmill.training.timing.time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 
-def new_log(device: Device) -> StepLog[Result]:
+def new_log(device: Device) -> Any:
     run_length: Any = SimpleNamespace(tokens_after=lambda done: 400 * done)
     return StepLog(run_length, 0, lambda done, result, rate: device.reported.append((done, rate)))
 

@@ -27,8 +27,7 @@ from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.stages import find_stage_damage
 from textmill.tokens.batches import teacher_cache as records
-from textmill.training.loop import train
-from textmill.training.setup import complete_config, prepare_run
+from textmill.training.loop import complete_config, prepare_run, train
 from textmill.training.teacher_cache import cache_teacher
 from textmill.where import open_where
 

@@ -14,14 +14,13 @@ import pytest
 from bench.kill_train import train_arguments
 from tests.support.small_runs import config_for
 from tests.support.together import run_together
-from textmill.checkpoints.best import BestRule
+from textmill.checkpoints.best import BestRule, BestStep, open_best_step
 from textmill.checkpoints.folders import find_checkpoint, list_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.report import watch
 from textmill.config import EvaluateConfig
 from textmill.config.training import BestConfig
 from textmill.errors import TextmillError
-from textmill.training.best_step import BestStep, open_best_step
 from textmill.training.loop import train
 
 KEEP = ["train.save_every=2", "train.checkpoints.keep=20", "train.log_every=100", "train.warmup=0"]

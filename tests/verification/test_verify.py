@@ -14,7 +14,7 @@ from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
-from textmill.verification.comparison import Comparison, compare_trial
+from textmill.verification import Comparison, compare_trial
 from textmill.verification.launcher import TrialResult, launch
 from textmill.verification.small_config import VerificationPlan, build_plan, read_config, write_config
 from textmill.where import open_where
@@ -24,8 +24,8 @@ PLANTED = {
         ["engine.mesh.replicate=2"],
         """
         import contextlib
-        from textmill.engines import data_parallel_torch
-        data_parallel_torch.DataParallel.during_pass = lambda *_: contextlib.nullcontext()
+        from textmill.engines import parallel_torch
+        parallel_torch.DataParallel.during_pass = lambda *_: contextlib.nullcontext()
         """,
     ),
     "a mean of means": (

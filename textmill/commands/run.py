@@ -11,8 +11,8 @@ import itertools
 import os
 import re
 import shlex
+import time
 from contextlib import redirect_stderr, suppress
-from dataclasses import replace
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,6 @@ from textmill.planning.verdict import (
     read_curves,
     state_of,
 )
-from textmill.processes.command_time import CommandTime
 from textmill.runners import share_runner
 from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
@@ -51,18 +50,17 @@ from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.tokens.vocabulary.tokenizer import tokenizer_of
-from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
-from textmill.training.new_run import check_start
 from textmill.training.run_folder import SUMMARY_FILE
+from textmill.training.start import check_start, use_imported_model
 from textmill.training.teacher_cache import cache_teacher
 from textmill.where import open_where
 
 
-def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
+def run(config: RunConfig, force: Force = "no", *, started: float | None = None) -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
+    started = time.perf_counter() if started is None else started
     config = use_imported_model(config)
-    command = replace(command or CommandTime(), evaluates=_evaluates(config))
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         from textmill.devices import open_device
@@ -82,7 +80,7 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
     _headline(4, "train")
     if config.train.distil.cache:
         cache_teacher(config, force)
-    folder = train(config, force, command=command)
+    folder = train(config, force, started=started, evaluates=_evaluates(config))
     checkpoint = rank_checkpoints(folder, None)[0]
     summary = _summarize(config, folder, checkpoint)
     measured = summary["measured"]

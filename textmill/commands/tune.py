@@ -25,7 +25,7 @@ from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.auto_preset import fill_auto_preset
-from textmill.training.new_run import check_start
+from textmill.training.start import check_start
 
 
 def tune(config: RunConfig, minutes: float = 60.0, as_json: bool = False, force: Force = "no") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textmill.planning.plan import MachineProfile, Plan, TextProfile, plan_for
-from textmill.training.auto_settings import MAX_EPOCHS
+from textmill.training.auto_preset import MAX_EPOCHS
 
 IRREDUCIBLE = 1.87
 """E, in nats per token."""

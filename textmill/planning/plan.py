@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from textmill.engines import MANY_CORES, shortest_compiled_run
 from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS
-from textmill.training.auto_settings import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
+from textmill.training.auto_preset import MAX_EPOCHS, auto_settings, best_batch_tokens, target_epochs
 
 WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""

@@ -14,7 +14,7 @@ from textmill.config.yaml_text import format_yaml_value
 from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
 from textmill.planning.plan import EMBEDDING_RATE_FACTOR, MachineProfile, Plan, TextProfile, fitted_fraction
-from textmill.training.auto_settings import MAX_EPOCHS
+from textmill.training.auto_preset import MAX_EPOCHS
 
 Row = tuple[str, object, str]
 """A key, its value, and its comment; a key without a value is a group, and the rows after it are indented by the

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from textmill.planning.plan import WIDTHS, heads_of, layers_of
-from textmill.training.auto_settings import round_setting
+from textmill.training.auto_preset import round_setting
 
 Changes = dict[str, Any]
 """Settings by key that differ from those of the project."""

@@ -30,13 +30,12 @@ from textmill.planning.trials import (
     search,
     trial_minutes,
 )
-from textmill.processes.command_time import CommandTime
 from textmill.storage.files import hash_json, read_json, remove_folder, write_json
 from textmill.storage.stages import list_changes, open_manifest
 from textmill.tokens.splits import Splits
 from textmill.track.jsonl import METRICS_FILE, read_metrics
-from textmill.training.bits_per_byte import EVERY_TOKEN
 from textmill.training.loop import train
+from textmill.training.validation import EVERY_TOKEN
 
 FOLDER = "tune"
 TRIALS_FILE = "trials.json"
@@ -127,7 +126,7 @@ class Tuning:
         intervals = {"train.evaluate_every": NEVER, "train.save_every": NEVER}
         config = change_settings(self.config, {**changes, "train.folder": str(run), **intervals})
         with open(f"{run}.log", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-            train(config, command=CommandTime())
+            train(config)
 
     def _run_trial(self, number: int, trial: Trial) -> Result:
         run = self.folder / f"trial-{number:02d}"

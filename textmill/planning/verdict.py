@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from textmill.planning.forecast import forecast_run
 from textmill.track.jsonl import METRICS_FILE, read_metrics
-from textmill.training.auto_settings import target_epochs
-from textmill.training.step_log import OVERFITTING_RATIO
+from textmill.training.auto_preset import target_epochs
+from textmill.training.loop import OVERFITTING_RATIO
 
 State = Literal["overfitting", "limited by the text", "undertrained", "finished", "unknown"]
 MANY_EPOCHS = 8

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
-from textmill.errors import EXIT_STOPPED, AlreadyReported, Interrupted, TextmillError
+from textmill.errors import EXIT_BUG, EXIT_STOPPED, AlreadyReported, Interrupted, TextmillError
 from textmill.storage.files import write_json
 
 STOPPED_FILE = "stopped.json"
@@ -91,3 +94,24 @@ def stop_error(signal: str, run: Path, step: int, first: bool, saved: bool = Tru
     write_stopped_file(run, f"stopped by {signal}", step)
     state = "saved" if saved else "not saved, because its loss is not finite"
     return Interrupted(f"stopped by {signal} at step {step:,}, {state}; run the same command again to resume")
+
+
+def run_and_exit(work: Callable[[], int]) -> NoReturn:
+    """Run `work` and exit with the code that it returns; an unexpected exception prints its traceback.
+
+    Exit handlers run and output is flushed, but the interpreter is not finalized: then a gloo thread that still
+    holds a tensor would abort the process, and other threads could keep it from ending.
+    """
+    code = EXIT_BUG
+    try:
+        code = work()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the process is ending already
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -17,8 +17,7 @@ from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
 from textmill.storage.stages import PROJECT_YAML, RUN_YAML
 from textmill.tokens.batches.blend import BatchSizes, sizes_of
-from textmill.track.jsonl import METRICS_FILE, read_metrics
-from textmill.track.notes import NOTES_FILE, read_notes
+from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics, read_notes
 from textmill.training.changing import data_ranges
 from textmill.training.run_folder import SAMPLES_FILE, SUMMARY_FILE
 

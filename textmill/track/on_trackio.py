@@ -11,7 +11,7 @@ import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
 from textmill.config import TrackConfig
-from textmill.track.run_id import read_or_create_id
+from textmill.track import read_or_create_id
 
 
 class Trackio:

@@ -12,7 +12,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 import wandb
 
 from textmill.config import TrackConfig
-from textmill.track.run_id import read_or_create_id
+from textmill.track import read_or_create_id
 
 
 class WeightsAndBiases:

@@ -1,37 +1,67 @@
-"""The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps."""
+"""The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps.
+
+`train` locks the run folder, opens the data, chooses what to start from and builds the engine; `Training.run_steps`
+runs the steps, and `Training._after_step` does what is due after each: log, check, evaluate, save, stop.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from textmill.checkpoints.folders import StepChoice
-from textmill.config import RunConfig
-from textmill.engines import Engine, Step, open_ranks
-from textmill.processes.command_time import CommandTime
-from textmill.processes.ranks import run_on_all
+from textmill.checkpoints.best import VALID_LOSS, BestRule, open_best_step, read_metric
+from textmill.checkpoints.folders import BEST_LINK, StepChoice, list_checkpoints, open_checkpoint, read_best_values
+from textmill.config import RunConfig, TrainConfig
+from textmill.engines import Engine, Step, open_engine, open_ranks
+from textmill.engines.distillation.teachers import check_teachers, resolve_teachers
+from textmill.errors import TextmillError
+from textmill.generation import sample_prompts
+from textmill.processes.ranks import Ranks, report_each, run_on_all
 from textmill.processes.signals import StopSignals, stop_error, write_stopped_file
 from textmill.storage import faults
-from textmill.storage.files import claim_folder, format_path
+from textmill.storage.files import claim_folder, find_damage, format_path, read_json, write_json
 from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import Batch, inject_spike
-from textmill.tokens.batches.loader import Batches
-from textmill.tokens.splits import Splits
+from textmill.tokens.batches.loader import Batches, open_batches
+from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers
-from textmill.training.divergence import SkippedUpdates
-from textmill.training.replica_check import check_replicas
-from textmill.training.run_folder import RunState, checkpoint_files, open_run_folder, take_snapshot
-from textmill.training.run_length import RunLength
-from textmill.training.run_minutes import MinutesTimer
-from textmill.training.sample_prompts import write_samples
-from textmill.training.saving import agree_to_stop, open_saver
-from textmill.training.setup import build_engine, complete_config, describe_end, prepare_run
-from textmill.training.start import Start
-from textmill.training.step_log import StepLog, describe_best
-from textmill.training.token_check import TokenCheck
-from textmill.training.valid_loss import Validation
+from textmill.track.jsonl import METRICS_FILE, JsonLines
+from textmill.training.auto_preset import fill_auto_preset
+from textmill.training.changing import data_ranges
+from textmill.training.divergence import SkippedUpdates, check_replicas
+from textmill.training.run_folder import (
+    INDEX_FOLDER,
+    SAMPLES_FILE,
+    RunState,
+    Saver,
+    checkpoint_files,
+    open_run_folder,
+    open_saver,
+    take_snapshot,
+)
+from textmill.training.run_length import RunLength, plan_run_length
+from textmill.training.start import Start, choose_start, use_imported_model
+from textmill.training.teacher_cache import open_teacher_cache
+from textmill.training.timing import MinutesTimer, StepLog
+from textmill.training.validation import Validation
+
+BYTES_PER_ID = 16
+"""Inputs and labels of a batch, in 8 bytes each."""
+CHECKED_FILE = "tokens_checked.json"
+"""The files that were found intact, with length and modification time: a resumed run does not read them again."""
+POLL_SECONDS = 0.2
+OVERFITTING_RATIO = 1.005
+"""Overfitting is reported if the last valid loss is above the lowest one by this factor."""
 
 
 def train(
@@ -40,10 +70,15 @@ def train(
     step: StepChoice = "latest",
     *,
     change: bool = False,
-    command: CommandTime | None = None,
+    started: float | None = None,
+    evaluates: bool = False,
 ) -> Path:
-    """Train to the last step, resuming from the newest checkpoint if there is one (`change`: with other settings)."""
-    command = command or CommandTime()
+    """Train to the last step, resuming from the newest checkpoint if there is one (`change`: with other settings).
+
+    `train.minutes` counts from `started`, by `time.perf_counter`, and leaves time to evaluate if the command
+    `evaluates` after training.
+    """
+    started = time.perf_counter() if started is None else started
     run = config.folder_of("train")
     with (
         closing(open_ranks(config.engine)) as ranks,
@@ -62,8 +97,71 @@ def train(
         engine = run_on_all(ranks, lambda: build_engine(with_steps, start, ranks, resources))
         run_on_all(ranks, keep_folder)  # from here on a failed run leaves its folder
         with StopSignals() as stop_signals:
-            Training(config, run_length, data, start, engine, stop_signals).run_steps(batches, command)
+            Training(config, run_length, data, start, engine, stop_signals).run_steps(batches, started, evaluates)
     return run
+
+
+def complete_config(config: RunConfig, force: Force, ranks: Ranks) -> RunConfig:
+    """The config with folders in place of an imported model and of teachers, and with what `train.preset=auto` sets."""
+    config = resolve_teachers(use_imported_model(config, write=ranks.first))
+    return fill_auto_preset(config, force, ranks.world)
+
+
+def prepare_run(
+    config: RunConfig, force: Force, step: StepChoice, change: bool = False
+) -> tuple[Splits, Start, Batches, RunLength]:
+    """Open the data, choose what to start from, and compute the length of the run."""
+    faults.break_process("start")
+    data = open_splits(config)
+    check_teachers(config, data.tokenizer)
+    start = replace(choose_start(config, data, force, step, change), sources=data.sources)
+    length = config.train.length or start.shape.positions
+    _check_batch_memory(config.train, length)
+    folder = config.folder_of("train") / INDEX_FOLDER
+    history = data_ranges(start.ranges)
+    batches = open_batches(config.train, data, length=length, folder=folder, history=history)
+    run_length = plan_run_length(config.train, batches, length, start.run_length)
+    if start.changed_now and start.step >= run_length.steps:
+        limit = f"train.{config.train.unit}" + (" or train.max_epochs" if config.train.max_epochs else "")
+        raise TextmillError(
+            f"--change: {config.folder_of('train')} is at its last step, {start.step:,}; set a higher {limit} to "
+            "train on with the new settings"
+        )
+    if config.train.distil.cache:
+        batches.teacher, files = open_teacher_cache(config, data, run_length)
+        data = replace(data, files=data.files | files)
+    return data, start, batches, run_length
+
+
+def _check_batch_memory(train: TrainConfig, length: int) -> None:
+    """Refuse a batch whose token ids alone do not fit into this machine's memory."""
+    needed = max(train.sizes) * length * BYTES_PER_ID
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise TextmillError(
+            f"train.batch: {max(train.sizes):,} samples of {length:,} tokens need {needed / 1e9:,.0f} GB, "
+            f"this machine has {memory / 1e9:,.0f} GB; lower it"
+        )
+
+
+def describe_end(train: TrainConfig, start: Start, length: RunLength) -> str | None:
+    """Why there is no step left to run: the checkpoint is at the last one, or the run ended early; None if there is."""
+    if start.step >= length.steps:
+        return f"step {start.step:,}"
+    best = open_best_step(train.best, start.best)
+    return f"step {start.step:,}: {best.describe()}" if best.is_over(train.best.patience) else None
+
+
+def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitStack) -> Engine:
+    """Open the engine and load the weights and optimizer state that the run starts from."""
+    engine = open_engine(config, start.shape, ranks)
+    resources.callback(engine.close)
+    weights = report_each(ranks, start.weights)
+    moments = report_each(ranks, start.moments)
+    engine.load(weights, moments, start.updates, start.source, start.loss_scale)
+    if engine.guard:
+        engine.guard.load_state(start.spikes)
+    return engine
 
 
 class Training:
@@ -87,12 +185,13 @@ class Training:
         self.validation = Validation(config, data, start, engine, run_length.sample_length)
         self.validation.tasks.check()
 
-    def run_steps(self, batches: Batches, command: CommandTime) -> None:
+    def run_steps(self, batches: Batches, started: float, evaluates: bool) -> None:
         """Run all remaining steps."""
         open_folder = partial(open_run_folder, self.config, self.run_length, self.start, self.engine.facts())
         self.trackers = open_folder() if self.first else Trackers()
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
-        self.timer = MinutesTimer(command, self.start.step + 1, self.ranks, self.step_log, self.validation.costs)
+        first = self.start.step + 1
+        self.timer = MinutesTimer(started, evaluates, first, self.ranks, self.step_log, self.validation.costs)
 
         def read(step: int) -> Batch:
             return batches.batch_at(step, self.engine.samples_of(batches.sizes.size_at(step)))
@@ -168,3 +267,125 @@ class Training:
             for line in write_samples(self.config, folder, done) if self.first else ():
                 self.trackers.note(line)
         return True
+
+
+def agree_to_stop(ranks: Ranks, stop_signals: StopSignals, saver: Saver, token_check: TokenCheck) -> str | None:
+    """The stop signal that any rank received, so that all stop after the same step; raises if a save or a check of the
+    token files failed."""
+    if not ranks.any(stop_signals.received is not None or saver.failed or token_check.failed):
+        return None
+    states = ranks.all_gather([stop_signals.received, saver.failed, token_check.failed])
+    signals, failures, damages = zip(*states, strict=True)
+    if any(damages):
+        run_on_all(ranks, token_check.raise_error)
+    if any(failures):
+        saver.wait()
+    return next(filter(None, signals), None)
+
+
+class TokenCheck:
+    """Checks in a daemon thread; `files` are paths with their manifest entries, which may name the
+    command that writes them; none on ranks other than the first."""
+
+    def __init__(self, run: Path, files: dict[Path, dict[str, Any]]) -> None:
+        self.run = run
+        self.files = files
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._check, name="check tokens", daemon=True)
+        self._thread.start()
+
+    def _check(self) -> None:
+        try:
+            checked = self._read_checked()
+            for path, entry in self.files.items():
+                state = [entry["sha256"], (before := path.stat()).st_size, before.st_mtime_ns]
+                if checked.get(str(path)) == state:
+                    continue
+                if damage := find_damage(path.parent, {path.name: entry}):
+                    raise TextmillError(
+                        f"{path.parent}: {damage[0]}, so the training data is wrong; no further checkpoint is saved; "
+                        f"put the file back, or make it again with: textmill {entry.get('command', 'tokenize')} WHERE "
+                        "--force"
+                    )
+                checked[str(path)] = state
+                write_json(self.run / CHECKED_FILE, checked)
+        except BaseException as error:
+            self._error = error
+
+    def _read_checked(self) -> dict[str, Any]:
+        """What earlier processes of this run found intact; a damaged list counts as empty."""
+        try:
+            found = read_json(self.run / CHECKED_FILE)
+            return found if isinstance(found, dict) else {}
+        except TextmillError:
+            return {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a file is damaged and `wait` will raise the error; does not wait."""
+        return self._error is not None
+
+    def wait(self, ranks: Ranks, signals: StopSignals) -> None:
+        """Wait for the check, unless a stop signal arrives; raise the error that it found."""
+        while self._thread.is_alive() and signals.received is None:
+            ranks.report_progress()
+            self._thread.join(POLL_SECONDS)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the error that the check found so far, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:
+    """Append the continuations to samples.jsonl and yield lines for the console; an error does not stop training."""
+    with closing(JsonLines(folder.parent / SAMPLES_FILE)) as lines:
+        try:
+            for line in sample_prompts(
+                open_checkpoint(folder), config.train.sample_prompts, config.sample, config.engine
+            ):
+                lines.log(step, line)
+                yield f"step {step}: {line['prompt']}|{line['text'][:200]!r}"
+        except Exception as error:
+            yield f"step {step}: train.sample_prompts: {error}"
+
+
+def describe_best(run: Path) -> str:
+    """Describe the best checkpoint of a run; also report a better step that was not saved, and overfitting."""
+    rule, values = read_best_values(run)
+    best = rule.best_of(values)
+    if best is None:
+        return f"train: no checkpoint has a {rule.name}, so there is no best one"
+    measured = values | _read_logged(run, rule.metric)
+    best_measured = rule.best_of(measured)
+    assert best_measured is not None
+    folder = run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best]
+    text = f"train: the best checkpoint is step {best:,}, {rule.describe(values[best])}: {format_path(folder)}"
+    if rule.is_better(measured[best_measured], values[best]):
+        interval = "train.evaluate_every" if rule.metric == VALID_LOSS else "the interval at which it is measured"
+        text += f"; step {best_measured:,} had {measured[best_measured]:.4f} but was not saved: "
+        text += f"set train.save_every to a divisor of {interval}"
+    return text + _describe_overfitting(run)
+
+
+def _describe_overfitting(run: Path) -> str:
+    losses = read_metric(list_checkpoints(run), VALID_LOSS) | _read_logged(run, VALID_LOSS)
+    lowest = BestRule().best_of(losses)
+    if lowest is None or (last := losses[max(losses)]) <= OVERFITTING_RATIO * losses[lowest]:
+        return ""
+    return (
+        f"; overfitting: valid loss rose from {losses[lowest]:.4f} to {last:.4f} since step {lowest:,}; "
+        "use more text, fewer steps or a higher train.weight_decay"
+    )
+
+
+def _read_logged(run: Path, metric: str) -> dict[int, float]:
+    """The finite values of a metric in metrics.jsonl, by step."""
+    path = run / METRICS_FILE
+    values = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        entry = json.loads(line)
+        if entry.get(metric) is not None and math.isfinite(entry[metric]):
+            values[entry["step"]] = entry[metric]
+    return values

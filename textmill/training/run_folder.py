@@ -9,32 +9,32 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from textmill import __version__
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX
-from textmill.checkpoints.best import VALID_LOSS
-from textmill.checkpoints.file_plan import FilePlan
-from textmill.checkpoints.folders import link_best, list_checkpoints
-from textmill.checkpoints.pruning import remove_leftovers
-from textmill.checkpoints.writing import Snapshot
-from textmill.config import RunConfig
+from textmill.checkpoints.best import VALID_LOSS, BestStep
+from textmill.checkpoints.folders import find_checkpoint_damage, link_best, list_checkpoints
+from textmill.checkpoints.writing import FilePlan, Snapshot, prune, remove_leftovers, write_checkpoint
+from textmill.config import RunConfig, TrainConfig
 from textmill.engines.distillation.teachers import teacher_flops
-from textmill.errors import warn
+from textmill.errors import AlreadyReported, Interrupted, TextmillError, warn
 from textmill.models import open_family
 from textmill.models.lora import peft_config_of, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
+from textmill.processes.ranks import SINGLE_PROCESS, Ranks
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import remove_folder, write_bytes, write_text
 from textmill.storage.stages import RUN_YAML, add_yaml_checksum
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, open_trackers
-from textmill.track.jsonl import METRICS_FILE, truncate_after
-from textmill.track.notes import environment
-from textmill.training.best_step import BestStep
+from textmill.track.jsonl import METRICS_FILE, environment, truncate_after
 from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
 from textmill.training.start import Start
@@ -216,3 +216,73 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
         files=files,
         file_plans=(weight_plan, moment_plan),
     )
+
+
+class Saver:
+    """Writes checkpoints in a thread; `ranks` must be a process group that nothing else uses.
+
+    Checkpoints after step `start` are of the run before it went back to `start`; the first save removes them.
+    """
+
+    def __init__(
+        self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = SINGLE_PROCESS, start: int | None = None
+    ) -> None:
+        self.run = run
+        self.ranks = ranks
+        self._branch_start = start
+        self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Start writing and return the future folder; first waits for the previous save and raises its error."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
+        self._thread.start()
+        return self.run / f"step-{snapshot.step:07d}"
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            if self.ranks.any(not all(np.isfinite(values).all() for _, values in snapshot.weights)):
+                self._raise_not_finite(snapshot.step)
+            folder = write_checkpoint(self.run, snapshot, self.ranks)
+            if self.ranks.first and not find_checkpoint_damage(folder, deep=False):
+                if self._branch_start is not None:
+                    remove_replaced(self.run, self._branch_start, snapshot.step)
+                    self._branch_start = None
+                self._prune()
+        except BaseException as error:
+            self._error = error
+
+    def _raise_not_finite(self, step: int) -> None:
+        reason = f"step {step} is not saved: a weight is not finite; earlier checkpoints are kept"
+        advice = "lower train.learning_rate and start from scratch with --force, or choose another train.folder"
+        error = TextmillError(f"{self.run}: diverged: {reason}; {advice}")
+        raise error if self.ranks.first else AlreadyReported(error.exit_code)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed and `wait` will raise its error; does not wait."""
+        return self._error is not None
+
+    def join(self) -> None:
+        """Wait for the running save."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Wait for the running save; raise its error, if it failed."""
+        self.join()
+        if (error := self._error) is not None:
+            self._error = None
+            if isinstance(error, OSError):
+                reason = f"cannot write a checkpoint ({error.strerror}); earlier checkpoints are intact"
+                raise Interrupted(f"{self.run}: {reason}; free some disk space and run the command again") from None
+            raise error
+
+
+def open_saver(run: Path, train: TrainConfig, start: int, ranks: Ranks) -> Saver:
+    """The saver of a run that starts or resumes at step `start`, over a process group of its own."""
+    rule = train.checkpoints
+    return Saver(run, keep=rule.keep, keep_every=rule.keep_every, ranks=ranks.new_group(), start=start)

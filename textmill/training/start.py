@@ -6,21 +6,412 @@ engine.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.folders import Checkpoint
-from textmill.config import RunConfig
-from textmill.engines.distillation.teachers import fingerprint_teachers
-from textmill.models import Shape, open_family, read_shape, recorded_numbers, with_label_head
+import numpy as np
+
+from textmill import __version__
+from textmill.checkpoints.adapters import is_adapter, open_adapter, read_base_and_adapter
+from textmill.checkpoints.folders import (
+    STEP_NAME,
+    Checkpoint,
+    StepChoice,
+    describe_init_model,
+    find_checkpoint,
+    list_checkpoints,
+    open_model,
+)
+from textmill.config import LoraConfig, RunConfig, ShapeConfig, TrainConfig
+from textmill.config.load import merge_trees, read_yaml
+from textmill.config.training import UNITS
+from textmill.engines.distillation.teachers import check_teachers, fingerprint_teachers
+from textmill.errors import TextmillError, warn
+from textmill.models import (
+    Shape,
+    check_segments,
+    initial_weights,
+    known_weights,
+    label_head_of,
+    open_family,
+    read_shape,
+    recorded_numbers,
+    weights_of,
+    with_label_head,
+)
 from textmill.models.family_files import find_family_file
-from textmill.models.lora import normalized_targets
+from textmill.models.lora import initial_adapters, normalized_targets, trained_with_adapters
+from textmill.models.parameter_groups import rules_of
+from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
 from textmill.storage.files import hash_file
-from textmill.storage.tensor_files import Named
+from textmill.storage.stages import Force, list_changes
+from textmill.storage.tensor_files import Named, fingerprint_weights
+from textmill.tokens.batches.batch import objectives_of
 from textmill.tokens.batches.blend import Source
+from textmill.tokens.batches.chat import check_training_data
 from textmill.tokens.splits import Splits
+from textmill.tokens.vocabulary.tokenizer import open_named
+from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
+from textmill.track import check_trackers
+from textmill.training.changing import Ranges, add_range, can_change, change_dropout, check_changes, describe_changes
+
+
+def start_new_run(config: RunConfig, data: Splits) -> Start:
+    """The start of a new run."""
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    shape = choose_shape(config, data, init_model)
+    _check_objective(config.train, shape)
+    _check_pairs(config, shape)
+    if init_model is not None:
+        warn(f"model.init_from: using {describe_init_model(init_model, str(config.model.init_from))}")
+        shape, weights = _adapt_init_model(init_model, shape, config, data)
+    else:
+        _check_fit(shape, config, data, None)
+        weights = initial_weights(shape, config.train.seed)
+    check_training_data(config.train, data, config.train.length or shape.positions, shape.vocab)
+    fingerprint = fingerprint_weights(init_model.folder) if init_model else None
+    start = Start(
+        step=0,
+        shape=shape,
+        weights=weights,
+        moments=[],
+        updates=0,
+        source=str(init_model.folder) if init_model else "the initial weights",
+        made_from=describe_inputs(config, data, shape, fingerprint),
+    )
+    if config.model.lora and init_model:
+        return _add_adapters(start, config.model.lora, init_model, config)
+    return start
+
+
+def _adapt_init_model(
+    init_model: Checkpoint, shape: Shape, config: RunConfig, data: Splits
+) -> tuple[Shape, Iterable[Named]]:
+    """The model of `model.init_from` with the blocks, vocabulary, positions and head that this run needs."""
+    transfer = transfer_vocabulary(init_model.tokenizer, data.tokenizer, shape.vocab)
+    weights: Iterable[Named] = init_model.weights()
+    if layers := config.model.init_layers:
+        weights = select_layer_weights(weights, shape, layers)
+        shape = select_layers(shape, layers)
+        print(f"train: {len(layers)} blocks of {read_shape(init_model.folder).layers}: {layers}", flush=True)
+    shape = _resize_shape(shape, data, init_model, transfer)
+    _check_fit(shape, config, data, init_model)
+    weights = resize_weights(weights, shape, transfer.kept, transfer.new)
+    if label_head_of(shape):
+        weights = replace_heads(weights, shape, config.train.seed)
+    return shape, weights
+
+
+def check_start(config: RunConfig) -> None:
+    """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
+    check_trackers(config.track)
+    check_teachers(config)
+    if config.tokenizer.use and not config.tokens.use:
+        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
+    family = open_family(config.model.family)
+    if config.model.init_from:
+        shape = read_shape(open_model(config.model.init_from).folder)
+        shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
+        chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
+        _check_length(config.train, chosen or shape.positions)
+    else:
+        shape = family.shape_of(config.model, vocab=1, end=0)
+    if config.corpus.labels:
+        shape = with_label_head(shape, config.corpus.labels, ["", ""])
+    _check_objective(config.train, shape)
+    _check_pairs(config, shape)
+    rules_of(shape, config.train, config.model.lora)
+
+
+def _check_objective(train: TrainConfig, shape: Shape) -> None:
+    """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
+    layout = train.layout
+    pairs = train.masked.pairs
+    objective = open_family(shape.family).OBJECTIVE
+    layout_objectives = objectives_of(layout)
+    if layout == "labelled":
+        return  # the family has a head for it, or `with_label_head` refused it
+    if head := label_head_of(shape):
+        raise TextmillError(
+            f"model.init_from: was finetuned for {head[0]}, and train.layout={layout} needs a model that predicts "
+            "tokens; name the model that it was finetuned from"
+        )
+    if objective not in layout_objectives:
+        fitting_layout = "masked" if objective == "masked" else "packed"
+        raise TextmillError(
+            f"train.layout: {layout} has labels for {layout_objectives[0]}, but a {shape.family} is trained for "
+            f"{objective}; set train.layout={fitting_layout}, or another model.family"
+        )
+    if layout == "masked" and not getattr(shape, "masked_head", True):
+        raise TextmillError(
+            "model.init_from: the model has no head for masked tokens, so its masked training cannot go on; use a "
+            "folder of BertForMaskedLM or BertForPreTraining"
+        )
+    if layout == "masked" and pairs != "none" and not getattr(shape, "pair_head", False):
+        raise TextmillError(
+            f"train.masked.pairs: {pairs} needs a pair head, which this model does not have; "
+            "set train.masked.pairs=none, or model.shape.pair_head=true for a new model"
+        )
+
+
+def _check_pairs(config: RunConfig, shape: Shape) -> None:
+    """Refuse pairs of texts for a net that knows one segment."""
+    corpus = config.corpus
+    other = "use another model.init_from"
+    if config.train.layout == "masked" and (pairs := config.train.masked.pairs) != "none":
+        check_segments(shape, f"train.masked.pairs: {pairs}", f"set train.masked.pairs=none, or {other}")
+    if corpus.labels == "question-answering":
+        check_segments(shape, f"corpus.labels: {corpus.labels}", other)
+    if corpus.labels == "sequence-classification" and "+" in corpus.text_key:
+        check_segments(shape, f"corpus.text_key: {corpus.text_key}", f"name one text, or {other}")
+
+
+def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config: RunConfig) -> Start:
+    """Add new LoRA adapters; weights of the base that were resized are saved with them."""
+    folder = init_model.folder
+    if is_adapter(folder):
+        advice = f"textmill export {shlex.quote(str(folder))} export.folder=MERGED, then model.init_from=MERGED"
+        raise TextmillError(f"model.init_from: {folder} is an adapter itself; merge it first: {advice}")
+    weights = list(start.weights)
+    before = dict(known_weights(start.shape, init_model.weights()))
+    trained = {weight.name for weight in trained_with_adapters(start.shape, lora)}  # saved in any case
+    changed = [
+        (name, values) for name, values in weights if name not in trained and not np.array_equal(values, before[name])
+    ]
+    weights += initial_adapters(start.shape, lora, config.train.seed)
+    # A hub name works on every machine; a folder is recorded by its full path.
+    base = str(config.model.init_from)
+    if Path(base).is_dir():
+        base = str(folder.resolve())
+    return replace(start, weights=weights, base=base, changed_weights=changed)
+
+
+def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: VocabularyTransfer) -> Shape:
+    """The shape of `model.init_from` with the vocabulary and positions of this run.
+
+    A new vocabulary or a chat template also decides the end token.
+    """
+    if transfer.summary and transfer.kept is None:
+        print(f"train: {transfer.summary}", flush=True)
+    elif transfer.summary:  # a new vocabulary: intended, or tokenizer.use was forgotten
+        warn(transfer.summary)
+    before = read_shape(init_model.folder).positions
+    if shape.positions != before:
+        is_learned = any(weight.by_position for weight in weights_of(shape))
+        longer = "interpolated" if is_learned else "the net has no weights for them; it must learn the new ones"
+        method = longer if shape.positions > before else "the first ones"
+        print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
+    keeps_end = transfer.kept is None and data.tokenizer.chat is None
+    return replace(shape, vocab=transfer.rows, end=shape.end if keeps_end else data.tokenizer.end)
+
+
+def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
+    """Check that the tokenizer and the sample length fit the model."""
+    if data.tokenizer.vocab > shape.vocab:
+        model = init_model.folder if init_model else "the model"
+        raise TextmillError(
+            f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
+            f"tokenize with the model's own tokenizer: tokenizer.use={init_model.folder if init_model else 'FOLDER'}"
+        )
+    _check_length(config.train, shape.positions)
+
+
+def _check_length(train: TrainConfig, positions: int) -> None:
+    if (train.length or 0) > positions:
+        raise TextmillError(
+            f"train.length: {train.length} is longer than the model's {positions} positions; lower it, or set "
+            f"model.shape.positions={train.length}"
+        )
+
+
+def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice, change: bool = False) -> Start:
+    """Resume from the run's checkpoint or start a new run; only reads: `clean_run_folder` removes what is outdated.
+
+    `change` resumes with other settings from the checkpoint on.
+    """
+    run = config.folder_of("train")
+    check_trackers(config.track)
+    checkpoint = find_checkpoint(run, which, to_resume=True) if force != "yes" else None
+    if checkpoint is None:
+        return start_new_run(config, data)
+    before = checkpoint.progress["made_from"]
+    # The weights of model.init_from may be gone by now; the checkpoint has their shape and fingerprint.
+    shape = choose_shape(config, data, checkpoint if config.model.init_from else None)
+    fingerprint = _fingerprint_init_from(config.model.init_from, before["model.init_from"])
+    after = describe_inputs(config, data, shape, fingerprint)
+    changes = list_changes(_with_normalized_targets(before, shape), after)
+    if not changes:
+        return _resume(config, data, checkpoint)
+    if change:
+        check_changes(changes)
+        start = _resume(config, data, checkpoint)
+        return _with_changed_settings(start, after, add_range(checkpoint, before, after, data))
+    if force == "no":
+        raise _changes_error(config, checkpoint, changes)
+    return start_new_run(config, data)
+
+
+def _changes_error(config: RunConfig, checkpoint: Checkpoint, changes: list[str]) -> TextmillError:
+    run = config.folder_of("train")
+    if any(line.startswith(FAMILY_SHA256) for line in changes):
+        return TextmillError(
+            f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
+            "choose another train.folder, or start the run from scratch with --force"
+        )
+    use_them = f"use the new ones from step {checkpoint.step:,} on with textmill train WHERE --change, "
+    return TextmillError(
+        f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
+        f"{use_them if all(map(can_change, changes)) else ''}"
+        "choose another train.folder, or start the run from scratch with --force"
+    )
+
+
+def _with_changed_settings(start: Start, made_from: dict[str, Any], ranges: Ranges) -> Start:
+    """`--change`: the start with new settings; the last of its step ranges begins now."""
+    already_listed = {_setting_of(line) for line in start.new_changes}
+    lines = [line for line in describe_changes(ranges)[start.step] if _setting_of(line) not in already_listed]
+    return replace(
+        start,
+        shape=change_dropout(start.shape, made_from),
+        made_from=made_from,
+        ranges=ranges,
+        changes=start.changes + [{"step": start.step, "change": line} for line in lines],
+        new_changes=start.new_changes + lines,
+        changed_now=True,
+    )
+
+
+def _setting_of(line: str) -> str:
+    """The setting that a line names: "train.batch was 8, is 16" -> "train.batch"."""
+    return line.partition(" ")[0]
+
+
+def _with_normalized_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Recorded inputs whose LoRA targets, as older runs listed them, are written as today's."""
+    lora = before.get("model.lora")
+    if not lora:
+        return before
+    targets = normalized_targets(shape, LoraConfig(targets=lora["targets"]))
+    return {**before, "model.lora": {**lora, "targets": targets}}
+
+
+def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
+    """The start from a checkpoint, with its optimizer state and all that it stores of the run so far."""
+    progress = checkpoint.progress
+    changes = _list_recorded_changes(config, checkpoint)
+    updates = int(progress["updates"])
+    start = Start(
+        step=checkpoint.step,
+        shape=choose_shape(config, data, checkpoint),
+        weights=checkpoint.weights(),
+        moments=checkpoint.moments() if updates else [],
+        updates=updates,
+        source=str(checkpoint.folder),
+        made_from=progress["made_from"],
+        changes=progress["changes"] + [{"step": checkpoint.step, "change": line} for line in changes],
+        new_changes=changes,
+        loss_scale=progress.get("scaling", {}),
+        spikes=progress.get("spikes", {}),
+        run_length=progress.get("run_length", {}),
+        best=progress.get("best", {}),
+        ranges=progress.get("ranges", []),
+    )
+    if config.model.lora is None:
+        return start
+    adapter = open_adapter(checkpoint.folder)
+    trained = {weight.name for weight in trained_with_adapters(start.shape, config.model.lora)}
+    return replace(
+        start,
+        weights=read_base_and_adapter(adapter),
+        base=adapter.base_name,
+        changed_weights=[(name, values) for name, values in adapter.full_weights.items() if name not in trained],
+    )
+
+
+def _list_recorded_changes(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """What changed since the checkpoint in the sections `train` and `engine` and in the version, a line each.
+
+    The run's length is compared in the unit that sets it: steps are not listed if `train.epochs` sets it.
+    """
+    before = _flatten(read_yaml(checkpoint.folder / "run.yaml")[0], checkpoint.progress["textmill"])
+    after = _flatten(config.model_dump(mode="json"), __version__)
+    (old_unit, old_length), (new_unit, new_length) = _pop_length(before), _pop_length(after)
+    if old_unit == new_unit:
+        before[f"train.{old_unit}"], after[f"train.{new_unit}"] = old_length, new_length
+    else:
+        before["the length of the run"] = f"train.{old_unit}={old_length}"
+        after["the length of the run"] = f"train.{new_unit}={new_length}"
+    return list_changes(before, after)
+
+
+def _flatten(config: dict[str, Any], version: str) -> dict[str, Any]:
+    """The settings whose change in mid-run is recorded, flat: {"train": {"batch": 8}} -> {"train.batch": 8}."""
+    train = merge_trees(TrainConfig().model_dump(mode="json"), config.get("train") or {})
+    flat: dict[str, Any] = {"textmill": version}
+    flat |= {f"train.{key}": value for key, value in train.items()}
+    flat |= {f"engine.{key}": value for key, value in (config.get("engine") or {}).items()}
+    return flat
+
+
+def _pop_length(flat: dict[str, Any]) -> tuple[str, Any]:
+    """Remove the run's length in all units; return the unit that sets it, such as steps or epochs, and its value."""
+    lengths = {unit: flat.pop(f"train.{unit}", None) for unit in UNITS}
+    unit = next((unit for unit in UNITS[1:] if lengths[unit] is not None), "steps")
+    return unit, lengths[unit]
+
+
+def _fingerprint_init_from(init_from: str | None, recorded: str | None) -> str | None:
+    """The fingerprint of the weights of `model.init_from`; if they are gone, the one recorded in the checkpoint.
+
+    If `model.init_from` is a run, it may have another best checkpoint by now: any of its checkpoints may be the one
+    that was used.
+    """
+    if init_from is None:
+        return None
+    try:
+        folder = open_model(init_from).folder
+        fingerprint = fingerprint_weights(folder)
+    except TextmillError:
+        if recorded is None:
+            raise
+        return recorded
+    if fingerprint != recorded and STEP_NAME.match(folder.name):
+        for checkpoint in list_checkpoints(folder.parent).values():
+            if fingerprint_weights(checkpoint) == recorded:
+                return recorded
+    return fingerprint
+
+
+IMPORTED = "imported"
+"""The folder, inside that of the run, of the imported model."""
+
+
+def use_imported_model(config: RunConfig, *, write: bool = True) -> RunConfig:
+    """The config with `model.init_from` as a model folder; only the rank that may `write` imports the file."""
+    given = config.model.init_from
+    if given is None or not _may_be_foreign(Path(given)):
+        return config
+    from textmill.conversion.importing import import_model, is_importable  # they import torch, which JAX does not need
+
+    if not is_importable(Path(given)):
+        return config  # opening it says what is wrong
+    folder = config.folder_of("train") / IMPORTED
+    if write:
+        tokenizer = config.tokenizer.use if config.tokenizer.use and Path(config.tokenizer.use).exists() else None
+        import_model(given, str(folder), tokenizer=tokenizer)
+    return config.model_copy(update={"model": config.model.model_copy(update={"init_from": str(folder)})})
+
+
+def _may_be_foreign(path: Path) -> bool:
+    """A file, or a folder without safetensors that is not a run."""
+    if not path.is_dir():
+        return path.is_file()
+    runs = map(list_checkpoints, (path, path / "run"))
+    return not is_adapter(path) and not any(path.glob("*.safetensors")) and not any(runs)
+
 
 FAMILY_SHA256 = "model.family_sha256"
 """The checksum of the user's own family file, among the inputs of a run."""

@@ -23,9 +23,8 @@ from textmill.tokens.batches.loader import Batches, open_batches
 from textmill.tokens.batches.teacher_cache import TeacherCache, encode_records, file_name, record_of, records_per_file
 from textmill.tokens.splits import Splits, open_splits
 from textmill.training.auto_preset import fill_auto_preset
-from textmill.training.imported_model import use_imported_model
 from textmill.training.run_length import RunLength, plan_run_length
-from textmill.training.start import choose_shape
+from textmill.training.start import choose_shape, use_imported_model
 
 COMMAND = "cache-teacher"
 PER_FILE = "samples_per_file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import LoraConfig, RunConfig, ShapeConfig
+from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.config.model import is_family_file
 from textmill.engines.deepspeed_config import fill_unset, read_user_config
 from textmill.engines.distillation.teachers import check_teachers
 from textmill.engines.meshes import mesh_of
-from textmill.models import Shape, open_family, read_shape
+from textmill.models import Shape, initial_weights, open_family, read_shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import matches
-from textmill.storage.files import read_json, write_text
+from textmill.storage.files import read_json, write_bytes, write_text
+from textmill.storage.tensor_files import encode_safetensors
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.verification.small_teachers import shrink_distil, write_teachers
 
 STEPS = 8
 """Optimizer steps that are compared."""
@@ -262,3 +263,37 @@ def build_batches(config: RunConfig) -> Iterator[Batch]:
         if config.train.packed.isolate_documents:
             documents = 1 + (np.arange(LENGTH)[None] >= random.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
         yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)
+
+
+MOST_TEACHERS = 2
+MOST_TOKENS = 10
+"""Most teachers of a small copy, and most tokens of `train.distil.top_k` there."""
+
+
+def shrink_distil(distil: DistilConfig) -> DistilConfig:
+    """The same terms for a small copy; instead of cached predictions, it has teachers with the same `top_k`."""
+    if not distil.teachers:
+        return distil
+    update = {
+        "teachers": [f"teacher-{number}" for number in range(min(MOST_TEACHERS, len(distil.teachers)))],
+        "top_k": min(MOST_TOKENS, distil.top_k),
+        "cache": None,
+        "student_layers": [],
+        "teacher_layers": [],
+    }
+    return distil.model_copy(update=update)
+
+
+def write_teachers(config: RunConfig, shape: Shape, folder: Path) -> RunConfig:
+    """Write the teachers of a small copy of this shape; return the config with their folders."""
+    family = open_family(config.model.family)
+    folders = []
+    for number, name in enumerate(config.train.distil.teachers):
+        teacher = folder / name
+        teacher.mkdir()
+        write_text(teacher / "config.json", json.dumps(family.hf_config_of(shape)))
+        weights = [*initial_weights(shape, config.train.seed + 1 + number)]
+        write_bytes(teacher / "model.safetensors", encode_safetensors(weights))
+        folders.append(str(teacher.absolute()))
+    distil = config.train.distil.model_copy(update={"teachers": folders})
+    return config.model_copy(update={"train": config.train.model_copy(update={"distil": distil})})

@@ -18,7 +18,7 @@ from textmill.engines import Engine, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
 from textmill.models import initial_weights, open_family
 from textmill.models.lora import initial_adapters
-from textmill.processes.exits import run_and_exit
+from textmill.processes.signals import run_and_exit
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import Named, encode_safetensors
 from textmill.tokens.batches.batch import Batch

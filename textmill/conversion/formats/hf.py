@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.file_plan import plan_files
+from textmill.checkpoints.writing import plan_files
 from textmill.config import SIZES, ExportConfig
 from textmill.conversion.model import Files, Hints, Model, collect_weights
 from textmill.conversion.torch_files import read_tensor_tree

@@ -1,20 +1,19 @@
-"""`train.minutes`: times the first steps of a run and computes, once, how many steps fit in the minutes.
+"""The time of steps: the throughput in the log, and how many steps fit in `train.minutes`.
 
-Step 1 compiles and is not timed. After step 4 there is a first estimate of the number of steps, which fixes a warm-up
-that is a fraction of the run. After step 51, or a tenth of a shorter run, the final number is computed; from then on
-the run is as deterministic as one with `train.steps`.
+With `train.minutes`, step 1 compiles and is not timed. After step 4 there is a first estimate of the number of steps,
+which fixes a warm-up that is a fraction of the run. After step 51, or a tenth of a shorter run, the final number is
+computed; from then on the run is as deterministic as one with `train.steps`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from textmill.engines import Step
 from textmill.errors import warn
-from textmill.processes.command_time import CommandTime
 from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.progress import format_duration
 from textmill.training.run_length import RunLength
@@ -30,6 +29,53 @@ MIN_FRACTION = 0.2
 """Steps get at least this fraction of the minutes, even if the start took so long that the command ends later."""
 
 
+class StepLog:
+    """Reports steps without waiting for the device.
+
+    If a step's loss is not ready yet, the step is reported while the device computes the next one. Throughput counts
+    finished steps only.
+    """
+
+    def __init__(self, run_length: RunLength, step: int, report: Callable[[int, Step, float], None]) -> None:
+        self.run_length = run_length
+        self.report = report
+        self._last_time = time.perf_counter()
+        self._last_step = step
+        self._pending: tuple[int, Step] | None = None
+        self.paused_seconds = 0.0
+        """The time of other work so far."""
+
+    def add(self, done: int, result: Step) -> None:
+        """Report the step with number `done` now, or later if its loss is not ready."""
+        self._pending = done, result
+        if result.ready:
+            self.flush()
+
+    def flush(self) -> None:
+        """Report the pending step, if there is one; waits for its loss."""
+        if self._pending is None:
+            return
+        (done, result), self._pending = self._pending, None
+        _ = result.loss  # waits until the step is finished, before the clock is read
+        now = time.perf_counter()
+        tokens = self.run_length.tokens_after(done) - self.run_length.tokens_after(self._last_step)
+        tokens_per_second = tokens / max(1e-9, now - self._last_time)
+        self._last_time = now
+        self._last_step = done
+        self.report(done, result, tokens_per_second)
+
+    @contextmanager
+    def paused(self, result: Step) -> Iterator[None]:
+        """Exclude the work in this context, such as an evaluation, from the throughput; waits for the step first."""
+        self.flush()
+        _ = result.loss
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self._last_time += seconds
+        self.paused_seconds += seconds
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one evaluation, of one save, of a pass over the entire valid split, and of `train.tasks`."""
@@ -40,29 +86,24 @@ class Costs:
     tasks: float = 0.0
 
 
-class Step(Protocol):
-    """The part of a step's result that is needed here."""
-
-    @property
-    def loss(self) -> float: ...
-
-
-class Log(Protocol):
-    """The part of the step log that is needed here."""
-
-    @property
-    def paused_seconds(self) -> float: ...
-    def paused(self, result: Any) -> AbstractContextManager[None]: ...
-
-
 class MinutesTimer:
     """Times the first steps. Rank 0's clock decides; all ranks call `after_step` together and get the same length."""
 
     def __init__(
-        self, command: CommandTime, first: int, ranks: Ranks, log: Log, measure_costs: Callable[[], Costs]
+        self,
+        started: float,
+        evaluates: bool,
+        first: int,
+        ranks: Ranks,
+        log: StepLog,
+        measure_costs: Callable[[], Costs],
     ) -> None:
-        """`first` is the first step of this process, which is not timed: it includes compilation."""
-        self.command = command
+        """`started` is when the command started, by `time.perf_counter`; `evaluates`: it evaluates after training.
+
+        `first` is the first step of this process, which is not timed: it includes compilation.
+        """
+        self.started = started
+        self.evaluates = evaluates
         self.first = first
         self.ranks = ranks
         self.log = log
@@ -101,19 +142,19 @@ class MinutesTimer:
     def _seconds_left(self, length: RunLength) -> float:
         """Seconds until training must end; what follows it is subtracted, except a pass over the valid split."""
         assert length.train.minutes is not None
-        end = self.command.started + 60 * length.train.minutes - (END_SECONDS if self.command.evaluates else 0.0)
+        end = self.started + 60 * length.train.minutes - (END_SECONDS if self.evaluates else 0.0)
         return end - time.perf_counter()
 
     def _seconds_for_steps(self, length: RunLength, full_pass: float = 0.0) -> float:
         """Seconds that steps get from now on: a model of a few steps would be of no use."""
         assert length.train.minutes is not None
-        left = self._seconds_left(length) - (full_pass if self.command.evaluates else 0.0)
+        left = self._seconds_left(length) - (full_pass if self.evaluates else 0.0)
         return max(left, MIN_FRACTION * 60 * length.train.minutes)
 
     def _warn_of_late_start(self, length: RunLength) -> None:
         """An error would leave the user without a model after all stages before."""
         if self.ranks.first and self._seconds_left(length) <= 0:
-            took = format_duration(time.perf_counter() - self.command.started)
+            took = format_duration(time.perf_counter() - self.started)
             warn(
                 f"train.minutes: the command takes longer than {length.train.minutes:g} min: up to the end of the "
                 f"first step it took {took} already; steps get {MIN_FRACTION:.0%} of the minutes"
