@@ -14,8 +14,8 @@ from tests.support.live_server import Live
 from tests.support.waiting import LONGEST
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
+from textmill.server.app import PUBLIC_PATHS
 from textmill.server.lifecycle import read_api_key
-from textmill.server.middleware import PUBLIC_PATHS
 
 KEY = "a-long-secret"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

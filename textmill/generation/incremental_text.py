@@ -26,9 +26,12 @@ class WindowTextDecoder:
     """Works with every tokenizer: decodes the last few ids again, and holds back an incomplete character."""
 
     def __init__(self, tokenizer: TextTokenizer, context: list[int]) -> None:
-        self.tokenizer, self.ids = tokenizer, list(context)
+        self.tokenizer = tokenizer
+        self.ids = list(context)
         # The window starts a little before the new ids, because a tokenizer may write the first token differently.
-        self.start, self.emitted, self.tokens = 0, len(context), 0
+        self.start = 0
+        self.emitted = len(context)
+        self.tokens = 0
 
     def add(self, id_: int) -> str:
         """Return the text that one more id completes; often none."""
@@ -37,7 +40,8 @@ class WindowTextDecoder:
         text = self._new_text()
         if not text or text.endswith(REPLACEMENT):
             return ""
-        self.start, self.emitted = self.emitted, len(self.ids)
+        self.start = self.emitted
+        self.emitted = len(self.ids)
         return text
 
     def end(self) -> str:

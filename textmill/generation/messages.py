@@ -43,7 +43,8 @@ class MessageSocket:
     """One end of the socket. Many threads may send; one thread receives."""
 
     def __init__(self, file_descriptor: int) -> None:
-        self.socket, self._send_lock = socket.socket(fileno=file_descriptor), threading.Lock()
+        self.socket = socket.socket(fileno=file_descriptor)
+        self._send_lock = threading.Lock()
         self._reader = self.socket.makefile("rb")
 
     def send(self, message: Any) -> None:
@@ -71,8 +72,10 @@ class SendQueue:
     """
 
     def __init__(self, sender: MessageSocket) -> None:
-        self._socket, self._delayed = sender.socket, SimpleQueue[bytes | None]()
-        self._delayed_count, self._send_lock = 0, threading.Lock()
+        self._socket = sender.socket
+        self._delayed = SimpleQueue[bytes | None]()
+        self._delayed_count = 0
+        self._send_lock = threading.Lock()
         threading.Thread(target=self._send_delayed, name="textmill-send", daemon=True).start()
 
     def put(self, message: Any) -> None:

@@ -93,7 +93,9 @@ class UniformNumbers:
     def __init__(self, states: Sequence[SamplingState], device: torch.device) -> None:
         self.seeds_N = mix(np.array([state.sample.seed for state in states], np.uint64) + GOLDEN_RATIO)
         self.counts_N = np.array([state.new_tokens for state in states], np.uint64)
-        self.device, self.first_step, self.numbers_SN = device, 0, torch.empty(0)
+        self.device = device
+        self.first_step = 0
+        self.numbers_SN = torch.empty(0)
 
     def at(self, new_tokens: int) -> Tensor:
         """Return all rows' numbers for the step at which the first row has `new_tokens` new tokens."""

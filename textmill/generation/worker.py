@@ -51,9 +51,13 @@ class Worker:
     """
 
     def __init__(self, parent: MessageSocket) -> None:
-        self.parent, self._closing, self._grace = parent, threading.Event(), 0.0
-        self._chunks, self._chunks_lock = list[list[Any]](), threading.Lock()
-        self._cancel_by_number, self._running_lock = dict[int, Callable[[], None]](), threading.Lock()
+        self.parent = parent
+        self._closing = threading.Event()
+        self._grace = 0.0
+        self._chunks: list[list[Any]] = []
+        self._chunks_lock = threading.Lock()
+        self._running_lock = threading.Lock()
+        self._cancel_by_number: dict[int, Callable[[], None]] = {}
         """How to cancel each running request, by the parent's number of it."""
 
     def run(self, settings: dict[str, Any]) -> int:

@@ -203,7 +203,8 @@ def _format_reply(status: int, message: str, code: str, headers: bytes = b"") ->
 
 def raise_file_limit(serve: ServeConfig) -> None:
     """Raise the process's limit of open files so that `serve.max_connections` fit."""
-    needed, (now, most) = serve.max_connections + OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = serve.max_connections + OTHER_FILES
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and needed > most:
         raise TextmillError(
             f"serve.max_connections: {serve.max_connections:,} connections need {needed:,} open files, "

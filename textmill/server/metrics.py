@@ -46,7 +46,8 @@ class Metrics:
         self.requests: Counter[tuple[str, str, int]] = Counter()
         self.prompt_tokens = self.new_tokens = self.refused = self.disconnects = self.timeouts = 0
         self.connections = self.crowded = self.slow = 0
-        self.seconds, self.first_token = Histogram(), Histogram()
+        self.seconds = Histogram()
+        self.first_token = Histogram()
         self._recent_seconds: deque[float] = deque(maxlen=64)
 
     def add_texts(self, prompt: int, new: int, seconds: float) -> None:

@@ -51,7 +51,8 @@ class ModelProcess:
         self.slots = serve.slots
         self.queue = serve.queue
         self.process = process
-        self._worker, self._commands = worker, SendQueue(worker)
+        self._worker = worker
+        self._commands = SendQueue(worker)
         self._lock = threading.Lock()
         self._in_flight: dict[int, DeliverChunk] = {}
         self._requests = self._tokens = self._cancelled = 0
