@@ -20,7 +20,7 @@ that family. `shape` is layers x heads x width, and `set=kv_heads:4,qk_norm:true
 `model.shape`; the next run keeps both unless it sets them (`set=` for none). `valid` (tokens), `length` and `compile`
 make it small enough for a CPU.
 
-Trials of the Llama family that have not run yet (docs/benchmarks.md has those that have), 25 s each, then 170 s:
+Trials of the Llama family that have not run yet (bench/LOG.md has those that have), 25 s each, then 170 s:
 
     family=llama seconds=25 evaluations=0.4,0.7,0.85,0.95,1 shape=7x6x768 embedding_rate_factor=8 precision=fp8
     set=untied:true,inner:1856,qk_norm:true then precision=auto multi_token=0.5:0.5

@@ -1,7 +1,7 @@
 """What other numbers of minutes would bring, by a published scaling law for repeated text. Pure arithmetic.
 
 Muennighoff et al., "Scaling Data-Constrained Language Models": loss = E + A / N^a + B / D^a in nats per token, where
-repeated tokens count for less. docs/autopilot.md compares it with our own runs.
+repeated tokens count for less. bench/LOG.md compares it with our own runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFERENCE_VOCAB = 8192
 SHORTER_TOKENS = 0.2
 """The power of the vocabulary with which tokens become longer."""
 LAW_PARAMETERS = 1_000_000
-"""Below this the law expects too much of more time (docs/autopilot.md), so `new` gives no forecast."""
+"""Below this the law expects too much of more time (bench/LOG.md), so `new` gives no forecast."""
 FACTORS = (0.5, 4.0)
 """Times the minutes."""
 

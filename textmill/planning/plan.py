@@ -2,7 +2,7 @@
 
 `plan_for` is the entry point. For each width it computes how many epochs of the text fit in the time, and chooses the
 largest net that still sees the text often enough. Batch, rates and weight decay follow from that (`auto_settings`).
-docs/autopilot.md lists every constant with its source and the measurements behind it.
+docs/autopilot.md lists every constant with its source; the measurements are in bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _best_candidate(
 def _may_be_long(machine: MachineProfile, net: _Candidate) -> bool:
     """Whether all epochs that the run may have would take long enough without compiling, however many minutes it has.
 
-    A small net that is not compiled reaches more than its fraction of a compiled one's speed (docs/autopilot.md).
+    A small net that is not compiled reaches more than its fraction of a compiled one's speed (bench/LOG.md).
     """
     speed = EAGER_SPEED * max(SMALL_EAGER_GAIN * machine.rates[0][1], machine.flops(net.multiplied_parameters))
     seconds = FLOPS_PER_PARAMETER * net.multiplied_parameters * MAX_EPOCHS * net.unique_tokens / speed
@@ -263,7 +263,7 @@ def auto_family(machine: MachineProfile, plan: Plan) -> str:
     """The family that is best for a plan on this machine.
 
     A Llama needs fewer bits per byte in the same time, unless it is not compiled on a GPU: its steps then take twice as
-    long as GPT-2's (docs/autopilot.md).
+    long as GPT-2's (bench/LOG.md).
     """
     return "llama" if machine.device == "cpu" or plan.compiled else "gpt2"
 

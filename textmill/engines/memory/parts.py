@@ -16,7 +16,7 @@ from textmill.engines.meshes import Mesh, check_batch
 from textmill.models import Shape
 
 ACTIVATION_BYTES = {True: 32.0, False: 38.0}
-"""On a GPU, of bf16 activations, per channel of a token in a layer: compiled and eager (docs/plan.md compares both with
+"""On a GPU, of bf16 activations, per channel of a token in a layer: compiled and eager (bench/LOG.md compares both with
 measured peaks)."""
 ATTENTION_BYTES = {True: 4.0, False: 8.0}
 """The same for each attention weight, if these have dropout; the second is an upper bound."""
