@@ -123,8 +123,8 @@ def compare_streams(model: Path, net: Any) -> None:
         # A window of Megatron has one token more: the last one is only predicted.
         loss, _ = window_losses(net, detokenised, positions + 1, stride)
         show(f"wikitext, megatron, stride {stride}, word_perplexity", found["word_perplexity"], math.exp(loss / words))
-    other = WikitextConfig(protocol="megatron", detokenize=False)
-    choices = {"stride": 50, "window": 100, "first_token": "predicted", "count_end": True}
+    other = WikitextConfig(protocol="transformers")
+    choices = {"stride": 50, "window": 101, "first_token": "predicted", "count_end": True}
     found = measure(model, f"wikitext:{WIKITEXT}", wikitext=other, **choices)
     loss, counted = window_losses(net, [tokenizer.end, *plain, tokenizer.end], 101, 50)
     show("wikitext, window 100, stride 50, all tokens and the end, loss", found["loss"], loss / counted)

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 from textmill.config import TrainConfig
 
+MULTI_TOKEN_UNTIL = 0.5
+"""The fraction of the run after which multi-token prediction has no weight."""
+
 
 def warmup_steps(train: TrainConfig) -> int:
     """Warm-up in steps; `train.warmup` below 1 is a fraction of the run."""
@@ -56,7 +59,7 @@ def lr_at(
 
 def multi_token_weight_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
     """The weight of multi-token prediction in step `step`; it falls linearly from `decay_from` on."""
-    end = train.multi_token.until * train.steps
+    end = MULTI_TOKEN_UNTIL * train.steps
     return train.multi_token.weight * (1 - _fraction(max(0, step - decay_from), end - decay_from))
 
 

@@ -59,7 +59,6 @@ TEXTS = {
         ({"max_repeated_words": 0.3}, "买买买卖卖" * 20, "repeated_words"),
         ({"languages": ["ko", "en"]}, TEXTS["tr"], "language"),
         ({"languages": ["tr"]}, TEXTS["zh"], "language"),
-        ({"languages": ["en"], "language_score": 1.0}, "ok", "language"),
     ],
 )
 def test_dropped(settings: dict[str, Any], text: str, reason: str) -> None:
@@ -77,7 +76,7 @@ def test_ordinary_text_is_kept(language: str) -> None:
         "max_repeated_lines": 0.1,
         "max_repeated_words": 0.1,
     }
-    cleaner = Cleaner(CorpusConfig(languages=[language], language_score=0.5, **limits))
+    cleaner = Cleaner(CorpusConfig(languages=[language], **limits))
     assert cleaner.clean(TEXTS[language]) == TEXTS[language]
     assert not cleaner.dropped
     assert not cleaner.changed

@@ -103,11 +103,11 @@ def test_without_weight_a_step_is_the_usual_one() -> None:
 
 
 def test_the_weight_falls_to_zero() -> None:
-    settings = TrainConfig(steps=100, multi_token=MultiTokenConfig(weight=0.5, until=0.4))
-    weights = [multi_token_weight_at(step, settings) for step in (0, 10, 20, 40, 99)]
-    assert weights == pytest.approx([0.5, 0.375, 0.25, 0, 0])
-    assert [multi_token_weight_at(step, settings, 20) for step in (5, 20, 30, 40)] == pytest.approx([0.5, 0.5, 0.25, 0])
-    assert [multi_token_weight_at(step, settings, 50) for step in (50, 51)] == pytest.approx([0.5, 0])
+    settings = TrainConfig(steps=100, multi_token=MultiTokenConfig(weight=0.5))
+    weights = [multi_token_weight_at(step, settings) for step in (0, 10, 20, 50, 99)]
+    assert weights == pytest.approx([0.5, 0.4, 0.3, 0, 0])
+    assert [multi_token_weight_at(step, settings, 20) for step in (5, 20, 35, 50)] == pytest.approx([0.5, 0.5, 0.25, 0])
+    assert [multi_token_weight_at(step, settings, 60) for step in (60, 61)] == pytest.approx([0.5, 0])
 
 
 def test_with_minutes_the_weight_falls_once_the_steps_are_known() -> None:
@@ -133,7 +133,7 @@ def test_with_minutes_the_weight_falls_once_the_steps_are_known() -> None:
 def test_a_run_resumes_bitwise(tokenized: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(tokenized, tmp_path / "root"))
     words = ["train.checkpoints.keep=5", "train.evaluate_batches=1"]
-    config = config_for(root, root / "both", 12, *words, "train.multi_token.weight=0.5", "train.multi_token.until=0.75")
+    config = config_for(root, root / "both", 12, *words, "train.multi_token.weight=0.5")
     train(config)
     metrics, weights = read_metrics(root / "both"), hash_checkpoint(root / "both", 12)
     train(config, step=5)

@@ -167,8 +167,7 @@ def test_a_sample_estimates_the_full_figure(run: Run, tmp_path: Path) -> None:
     full = run("perplexity", text=[str(tmp_path / "long.txt")])
     part = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60)
     again = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60)
-    other = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60, seed=7)
-    assert part["model"] == again["model"] != other["model"]
+    assert part["model"] == again["model"] != full["model"]
     low, high = part["intervals"]["loss"]
     assert low < full["model"]["loss"] < high
     assert part["tokens"] == full["tokens"]

@@ -47,8 +47,8 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
 
     from textmill.track.on_wandb import new_tracker
 
-    wandb = WandbConfig(project="mill", entity="millers", group="stones", tags=["first", "small"])
-    tracker = new_tracker(TrackConfig(wandb=wandb), tmp_path, 0, {"train.batch": 8})
+    wandb = WandbConfig(entity="millers", tags=["first", "small"])
+    tracker = new_tracker(TrackConfig(project="mill", group="stones", wandb=wandb), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
     tracker.close()

@@ -68,7 +68,6 @@ NONE: dict[str, Any] = {
     "max_repeated_lines": 1.0,
     "max_repeated_words": 1.0,
     "languages": [],
-    "language_score": 0.0,
     "block_domains": [],
     "block_extensions": [],
 }
@@ -198,8 +197,6 @@ class CorpusConfig(Section):
     """Largest fraction of characters in runs of ten words that already occurred in the document."""
     languages: list[str] = NONE["languages"]
     """Keep only documents in these languages, such as `[ko, en]`; default: any language."""
-    language_score: float = Field(0.0, ge=0, le=1)
-    """Lowest confidence of the language detector, from 0 to 1."""
     block_domains: list[str] = NONE["block_domains"]
     """Drop web pages of these sites: `example.com` and its subdomains, or `example` with any top-level domain."""
     block_extensions: list[str] = NONE["block_extensions"]

@@ -106,10 +106,8 @@ class MultiTokenConfig(Section):
     """Multi-token prediction without another head: the same logits also predict the token after the next."""
 
     weight: float = Field(0.0, ge=0)
-    """Weight of the loss of the token after the next at the start of the run, such as 0.5; it falls linearly to 0. The
-    logged loss is that of the next token alone. Default: no such loss."""
-    until: float = Field(0.5, gt=0, le=1)
-    """The fraction of the run after which the weight is 0."""
+    """Weight of the loss of the token after the next at the start of the run, such as 0.5; it falls linearly to 0 in
+    the first half of the run. The logged loss is that of the next token alone. Default: no such loss."""
 
 
 class StableConfig(Section):
@@ -188,15 +186,13 @@ class BestConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    """Which checkpoints are kept, and how large their files are."""
+    """Which checkpoints are kept."""
 
     keep: int = changeable(2, ge=1)
     """How many of the newest checkpoints are kept; the best one and those of `train.checkpoints.keep_every` are kept
     too."""
     keep_every: int | None = changeable(None, ge=1)
     """Keep for good every checkpoint whose step is a multiple of this; default: none."""
-    max_file_gb: float = changeable(5.0, gt=0)
-    """Largest file of a checkpoint in GB; larger state is written as several files, which transformers also opens."""
 
 
 TERMS = ("kl", "mse", "cosine", "hidden")

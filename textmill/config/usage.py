@@ -33,10 +33,6 @@ class WikitextConfig(Section):
     window every 32 tokens, first token not predicted; transformers: the file as it is, a window every 512 tokens, first
     token not predicted. `evaluate.window`, `evaluate.stride`, `evaluate.first_token` and `evaluate.count_end` override
     the protocol."""
-    detokenize: bool | None = None
-    """Undo the tokenisation of the published files (` @-@ `, ` , `); default: as the protocol does."""
-    articles: bool | None = None
-    """Read each article alone, not the file as one text; default: as the protocol does."""
 
 
 class AnswersConfig(Section):
@@ -81,8 +77,6 @@ class EvaluateConfig(Section):
     """Whether end-of-text tokens are predicted and counted; default: true, but false in the task wikitext."""
     sample: int | None = Field(None, ge=2)
     """Measure only this many examples (windows, for perplexity), a random sample; default: all."""
-    seed: int = Field(1234, ge=0, lt=2**63)
-    """The seed of `evaluate.sample`."""
     baselines: bool = True
     """Also evaluate a unigram and a bigram model, counted on the train split."""
     answers: AnswersConfig = AnswersConfig()
@@ -134,16 +128,8 @@ class ServeConfig(Section):
     """Seconds that a client has to send a request, plus one for every 16 KiB of it; then it gets status 408."""
     max_body: int = changeable(1_000_000, ge=1000)
     """Most bytes in the body of a request."""
-    max_prompt: int | None = changeable(None, ge=1)
-    """Most tokens in a prompt; default: the model's longest context."""
     max_tokens: int = changeable(4096, ge=1)
     """Most new tokens that a request may ask for."""
-    max_choices: int = changeable(16, ge=1, le=1024)
-    """Most texts that one request may ask for: its prompts times `n`."""
-    max_inputs: int = changeable(4096, ge=1, le=100_000)
-    """Most texts in one request for embeddings or to fill in."""
-    max_stops: int = changeable(16, ge=0, le=64)
-    """Most stop strings in a request."""
     request_timeout: float = changeable(300.0, gt=0, le=86400)
     """Seconds for a request, waiting included; then it ends with the text generated so far."""
     shutdown_grace: float = changeable(30.0, ge=0, le=3600)
@@ -287,14 +273,8 @@ class ExportConfig(Section):
 class WandbConfig(Section):
     """Settings of `track.kinds=wandb`."""
 
-    project: str = changeable("textmill")
-    """Project on W&B."""
     entity: str | None = changeable(None)
     """User or team on W&B; default: that of your login."""
-    name: str | None = changeable(None)
-    """Name of the run on W&B; default: the run folder's name."""
-    group: str | None = changeable(None)
-    """A group of runs on W&B, such as the trials of one question."""
     tags: list[str] = changeable([])
     """Tags of the run on W&B."""
     offline: bool = changeable(True)
@@ -304,12 +284,6 @@ class WandbConfig(Section):
 class TrackioConfig(Section):
     """Settings of `track.kinds=trackio`."""
 
-    project: str = changeable("textmill")
-    """Project in Trackio."""
-    name: str | None = changeable(None)
-    """Name of the run in Trackio; default: the run folder's name."""
-    group: str | None = changeable(None)
-    """A group of runs in Trackio."""
     space: str | None = changeable(None)
     """Send the metrics to this Hugging Face Space (USER/NAME); default: they stay on this machine."""
 
@@ -319,6 +293,12 @@ class TrackConfig(Section):
 
     kinds: list[Literal["tensorboard", "wandb", "trackio"]] = changeable([])
     """tensorboard, wandb, trackio (extra: textmill[track])."""
+    project: str = changeable("textmill")
+    """Project in W&B and Trackio."""
+    name: str | None = changeable(None)
+    """Name of the run in W&B and Trackio; default: the run folder's name."""
+    group: str | None = changeable(None)
+    """A group of runs in W&B and Trackio, such as the trials of one question."""
     wandb: WandbConfig = changeable(WandbConfig())
     """Settings of Weights & Biases."""
     trackio: TrackioConfig = changeable(TrackioConfig())

@@ -20,6 +20,8 @@ from textmill.storage.files import hash_file
 
 T = TypeVar("T")
 Record = dict[str, Any]
+SAMPLE_SEED = 1234
+"""The seed of the examples or windows that `evaluate.sample` chooses."""
 FORMATS = ".jsonl, .ndjson, .json, .tsv, .csv or .parquet"
 
 
@@ -185,10 +187,10 @@ def sample(items: list[T], config: EvaluateConfig) -> list[T]:
     """All items, or a random sample of `evaluate.sample` of them in their order."""
     if config.sample is None or config.sample >= len(items):
         return items
-    chosen = np.sort(np.random.default_rng(config.seed).choice(len(items), config.sample, replace=False))
+    chosen = np.sort(np.random.default_rng(SAMPLE_SEED).choice(len(items), config.sample, replace=False))
     return [items[number] for number in chosen]
 
 
 def sample_card(count: int, total: int, config: EvaluateConfig) -> dict[str, Any]:
     """What the protocol card says about the number of examples."""
-    return {"examples": count, **({"of": total, "seed": config.seed} if count < total else {})}
+    return {"examples": count, **({"of": total, "seed": SAMPLE_SEED} if count < total else {})}

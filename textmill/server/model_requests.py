@@ -17,9 +17,10 @@ from textmill.errors import TextmillError
 from textmill.generation.requests import Request
 from textmill.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from textmill.server.errors import HttpError, quote_value
-from textmill.server.service import Service
+from textmill.server.service import MAX_CHOICES, Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
+MAX_STOPS = 16
 MAX_STOP_LENGTH = 200
 """Characters of a stop string."""
 MAX_BIASES = 1024
@@ -180,7 +181,7 @@ def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
 
 
 def _check_count(service: Service, count: int) -> None:
-    limit = min(service.config.max_choices, service.config.slots + service.config.queue)
+    limit = min(MAX_CHOICES, service.config.slots + service.config.queue)
     if count > limit:
         message = f"n: {quote_value(count)} texts in one request (prompts times n); the limit is {limit}"
         raise HttpError(400, message, field="n")
@@ -256,8 +257,8 @@ def _read_stops(service: Service, body: SamplingBody) -> tuple[str, ...]:
     if body.stop is None:
         return tuple(service.sample.stop)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
-    if len(stops) > service.config.max_stops:
-        raise HttpError(400, f"stop: {len(stops)} stop strings; the limit is {service.config.max_stops}", field="stop")
+    if len(stops) > MAX_STOPS:
+        raise HttpError(400, f"stop: {len(stops)} stop strings; the limit is {MAX_STOPS}", field="stop")
     for text in stops:
         if not text:
             raise HttpError(400, "stop: has an empty string, which would end every text at once", field="stop")

@@ -46,7 +46,7 @@ from textmill.server.model_requests import (
     read_prompts,
 )
 from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
-from textmill.server.service import Service, start_request, wait_for_texts
+from textmill.server.service import MAX_INPUTS, Service, start_request, wait_for_texts
 
 MAX_CHOICES = 100_000
 """Tokens that one request to /fill may ask for, over all of its masks; each takes about 60 bytes of the reply."""
@@ -311,8 +311,8 @@ def _check_prompts(texts: MaskedTexts, prompts: list[str]) -> int:
 def _check_count(service: Service, count: int, field: str) -> None:
     if not count:
         raise HttpError(400, f"{field}: is empty; send at least one text", field=field)
-    if count > service.config.max_inputs:
-        message = f"{field}: {count:,} texts in one request; the limit is {service.config.max_inputs:,}; send fewer"
+    if count > MAX_INPUTS:
+        message = f"{field}: {count:,} texts in one request; the limit is {MAX_INPUTS:,}; send fewer"
         raise HttpError(400, message, field=field)
 
 

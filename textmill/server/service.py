@@ -25,6 +25,11 @@ from textmill.server.model_process import ModelProcess
 from textmill.server.token_text import TokenTexts
 from textmill.tokens.chat import AnyTemplate
 
+MAX_CHOICES = 16
+"""Most texts that one request may ask for: its prompts times `n`."""
+MAX_INPUTS = 4096
+"""Most texts in one request for embeddings or to fill in."""
+
 
 @dataclass
 class Service:
@@ -61,7 +66,7 @@ class Service:
     @property
     def longest_prompt(self) -> int:
         """Tokens that a prompt may have: at most one less than the context."""
-        return min(self.config.max_prompt or self.model.positions, self.model.positions - 1)
+        return self.model.positions - 1
 
     def model_info(self) -> dict[str, Any]:
         """Return the model's entry in /v1/models."""
@@ -70,9 +75,9 @@ class Service:
         sample |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}
         limits = {
             "max_tokens": self.config.max_tokens,
-            "n": self.config.max_choices,
+            "n": MAX_CHOICES,
             "prompt": self.longest_prompt,
-            "inputs": self.config.max_inputs,
+            "inputs": MAX_INPUTS,
         }
         encoder = self.text_encoder
         embedding = None if encoder is None else {"dimensions": encoder.dimension, "tokens": encoder.longest}

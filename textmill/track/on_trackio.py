@@ -18,14 +18,13 @@ class Trackio:
     """One run of Trackio; a resumed training continues it and adds no point twice."""
 
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, start: int, settings: dict[str, Any]) -> None:
-        own = config.trackio
-        name = f"{own.name} {run_id.rpartition('-')[2]}" if own.name else run_id
+        name = f"{config.name} {run_id.rpartition('-')[2]}" if config.name else run_id
         with redirect_stdout(io.StringIO()):
             self._run = trackio.init(
-                project=own.project,
+                project=config.project,
                 name=name,
-                group=own.group,
-                space_id=own.space,
+                group=config.group,
+                space_id=config.trackio.space,
                 config=settings,
                 resume="allow" if start else "never",
                 embed=False,
@@ -33,7 +32,7 @@ class Trackio:
                 auto_log_cpu=False,
             )
         # Steps after the checkpoint that a killed process has logged are computed again, with the same numbers.
-        known = SQLiteStorage.get_max_step_for_run(own.project, name) if start else None
+        known = SQLiteStorage.get_max_step_for_run(config.project, name) if start else None
         self._last = -1 if known is None else int(known)
 
     def log(self, step: int, values: dict[str, float]) -> None:

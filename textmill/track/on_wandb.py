@@ -20,11 +20,11 @@ class WeightsAndBiases:
 
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> None:
         self._run = wandb.init(
-            project=config.wandb.project,
+            project=config.project,
             entity=config.wandb.entity,
-            group=config.wandb.group,
+            group=config.group,
             tags=config.wandb.tags or None,
-            name=config.wandb.name or folder.name,
+            name=config.name or folder.name,
             id=run_id,
             dir=str(folder),
             config=settings,

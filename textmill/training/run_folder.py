@@ -40,6 +40,8 @@ from textmill.training.run_length import RunLength
 from textmill.training.start import Start
 
 SAMPLES_FILE = "samples.jsonl"
+MAX_FILE_BYTES = 5_000_000_000
+"""Largest file of a checkpoint; larger state is written as several files, which transformers also opens."""
 SUMMARY_FILE = "summary.json"
 """Results and texts of the finished model, which `textmill run` writes."""
 REPLACED_METRICS = "metrics.replaced.jsonl"
@@ -187,13 +189,12 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
     knows which rank writes that file; the engine copies a tensor only on that rank.
     """
     start = state.start
-    max_bytes = int(state.run_length.train.checkpoints.max_file_gb * 1e9)
     family = open_family(start.shape.family)
     tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
     new_plan = partial(
         FilePlan,
         size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),  # moments are named KIND/WEIGHT
-        max_bytes=max_bytes,
+        max_bytes=MAX_FILE_BYTES,
         rank=engine.ranks.rank,
         world=engine.ranks.world,
     )

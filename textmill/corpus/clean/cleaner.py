@@ -120,8 +120,7 @@ class Cleaner:
     def _failed_language_filter(self, text: str) -> str | None:
         if not self.config.languages:
             return None
-        language, score = detect_language(text)
-        return None if language in self.config.languages and score >= self.config.language_score else "language"
+        return None if detect_language(text)[0] in self.config.languages else "language"
 
 
 _ADDRESS = re.compile(

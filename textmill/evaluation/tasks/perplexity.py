@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.data_files import name_of_texts
+from textmill.evaluation.data_files import SAMPLE_SEED, name_of_texts
 from textmill.evaluation.measured_task import format_card, model_card, warn_if_untrained
 from textmill.evaluation.metrics import (
     compute_metrics,
@@ -80,7 +80,7 @@ def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
             predict_first=settings.first_token != "context",
             count_end=settings.count_end is not False,
             sample=settings.sample,
-            seed=settings.seed,
+            seed=SAMPLE_SEED,
         )
         for store in tokens.stores
     ]
@@ -96,7 +96,7 @@ def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
     result: Result = {} if settings.text else {"split": settings.split}
     result |= {**counts, "window": window, "stride": stride}
     if settings.sample is not None:
-        result["sample"] = {"windows": len(window_losses), "tokens": predicted, "seed": settings.seed}
+        result["sample"] = {"windows": len(window_losses), "tokens": predicted, "seed": SAMPLE_SEED}
     if settings.first_token:
         result["first_token"] = settings.first_token
     if settings.count_end is not None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.data_files import DataFile, open_data_file, sample
+from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, sample
 from textmill.evaluation.metrics import compute_metrics, mean_loss_interval, metric_intervals
 from textmill.evaluation.split_tokens import temporary_store
 from textmill.evaluation.task import Measured, Pair, Scorer, StoreLoss, TaskEntry
@@ -82,7 +82,7 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
         "examples": len(measured.window_losses),
         **counts,
         "counted": measured.tokens,
-        **({"seed": settings.seed} if settings.sample else {}),
+        **({"seed": SAMPLE_SEED} if settings.sample else {}),
         **UNITS[protocol.articles],
     }
     interval = mean_loss_interval(measured.window_losses, measured.window_tokens)
@@ -90,18 +90,15 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
 
 
 def _choose_protocol(settings: EvaluateConfig) -> Protocol:
-    """The protocol, with the settings that override parts of it."""
-    wikitext = settings.wikitext
+    """The protocol, with `evaluate.first_token`."""
     protocol = PROTOCOLS[settings.wikitext.protocol]
-    articles = protocol.articles if wikitext.articles is None else wikitext.articles
-    first_token = settings.first_token or ("predicted" if articles else protocol.first_token)
-    if articles and first_token == "context":
+    first_token = settings.first_token or protocol.first_token
+    if protocol.articles and first_token == "context":
         raise TextmillError(
             "evaluate.first_token: articles that are read alone have their first token predicted; set "
-            "evaluate.wikitext.articles=false too"
+            "evaluate.wikitext.protocol=megatron or transformers too"
         )
-    is_detokenized = protocol.detokenize if wikitext.detokenize is None else wikitext.detokenize
-    return replace(protocol, articles=articles, detokenize=is_detokenized, first_token=first_token)
+    return replace(protocol, first_token=first_token)
 
 
 def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
@@ -139,7 +136,7 @@ def _score_stream(
     """The file as one text, and how many tokens it has to predict."""
     with temporary_store(texts, scorer.tokenizer, append_end=bool(settings.count_end)) as store:
         measured = scorer.sum_losses(
-            store, length=window, stride=stride, predict_first=predict_first, sample=settings.sample, seed=settings.seed
+            store, length=window, stride=stride, predict_first=predict_first, sample=settings.sample, seed=SAMPLE_SEED
         )
         return measured, store.tokens if predict_first else store.tokens - 1
 
