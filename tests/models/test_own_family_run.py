@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -135,21 +135,19 @@ def test_adapters_of_an_own_family(project: Path, capsys: pytest.CaptureFixture[
 def test_a_server_loads_the_file_in_its_model_process(project: Path) -> None:
     settings = [f"model.family={project / 'mynet.py'}", "engine.device=cpu", "serve.slots=2"]
     service = open_service(open_where(str(project / "run"), settings).config)
-    chunks: list[TextChunk] = []
-    ended = threading.Event()
 
-    def deliver(chunk: TextChunk) -> None:
-        chunks.append(chunk)
-        if chunk.done is not None:
-            ended.set()
+    async def first_chunk() -> TextChunk:
+        chunks = asyncio.Queue[TextChunk]()
+        await service.model.connect()
+        try:
+            service.model.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), chunks.put_nowait)
+            return await asyncio.wait_for(chunks.get(), 60)
+        finally:
+            await service.model.close(0)
 
-    try:
-        service.model.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), deliver)
-        assert ended.wait(60)
-    finally:
-        service.model.close(0)
-    assert chunks[-1].done is not None
-    assert chunks[-1].done.reason in ("length", "stop")
+    done = asyncio.run(first_chunk()).done
+    assert done is not None
+    assert done.reason in ("length", "stop")
 
 
 def test_a_missing_jax_net_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

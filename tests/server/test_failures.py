@@ -40,7 +40,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     )
     service = open_service(config, open_model=in_process)
     yield service
-    service.model.close(0)
+    asyncio.run(service.model.close(0))
 
 
 async def requests_while_hung(service: Service, hung: threading.Event) -> dict[str, Any]:

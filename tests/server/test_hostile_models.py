@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -147,7 +148,7 @@ def test_false_data_is_refused(good: Path, tmp_path: Path, kind: str) -> None:
     folder, canary = shutil.copytree(good, tmp_path / "model"), tmp_path / "canary"
     bend(folder, canary)
     with pytest.raises(TextmillError) as caught:
-        open_model(folder, tmp_path).model.close(0)
+        asyncio.run(open_model(folder, tmp_path).model.close(0))
     assert message in str(caught.value)
     assert len(str(caught.value)) < 400
     assert not canary.exists()
@@ -166,7 +167,7 @@ def test_code_in_a_model_folder_never_runs(good: Path, tmp_path: Path) -> None:
     change(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_evil.Tokens", None]})
     (folder / "chat_template.jinja").write_text(f"{{{{ cycler.__init__.__globals__.os.mkdir({str(canary)!r}) }}}}")
     service = open_model(folder, tmp_path)
-    service.model.close(0)
+    asyncio.run(service.model.close(0))
     assert service.template is not None
     with pytest.raises(TextmillError, match=r"access to attribute '__init__' .* is unsafe"):
         service.template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)

@@ -84,7 +84,7 @@ async def replies_in_process(folder: Path) -> list[Any]:
         transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
     ) as client:
         found = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in BODIES]
-    service.model.close(0)
+    await service.model.close(0)
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,51 +18,71 @@ from textmill.config import SampleConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError
 from textmill.generation import worker as worker_module
 from textmill.generation.messages import MessageSocket, new_socket_pair
-from textmill.generation.requests import Request, TextChunk
+from textmill.generation.requests import Done, Request, TextChunk
 from textmill.generation.worker import Worker
 from textmill.server.model_process import ModelProcess
 
 REQUEST = Request((1,), SampleConfig())
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[ModelProcess, MessageSocket]]:
+@asynccontextmanager
+async def two_ends() -> AsyncIterator[tuple[ModelProcess, MessageSocket]]:
     """The model process, and its own end of the socket; the process itself only waits."""
     ours, theirs = new_socket_pair()
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     tokenizer: Any = SimpleNamespace(vocab=9)
     there = MessageSocket(theirs.detach())
-    model = ModelProcess(ours, process, tokenizer, 512, ServeConfig(slots=1, queue=1))
+    model = ModelProcess(ours, process, tokenizer, 512, ServeConfig(slots=1, queue=40))
+    await model.connect()
     yield model, there
     process.kill()
     there.socket.shutdown(socket.SHUT_RDWR)
-    model.close(0)
+    await model.close(0)
     process.communicate()
 
 
-def test_an_unreadable_message_ends_all_requests(
-    ends: tuple[ModelProcess, MessageSocket], capfd: pytest.CaptureFixture[str]
-) -> None:
-    model, worker = ends
-    chunks: queue.Queue[TextChunk] = queue.Queue()
-    model.submit(REQUEST, chunks.put)
-    worker.send(["not a state with chunks"])
-    done = chunks.get(timeout=LONGEST).done
+def test_an_unreadable_message_ends_all_requests(capfd: pytest.CaptureFixture[str]) -> None:
+    async def end() -> Done | None:
+        async with two_ends() as (model, worker):
+            chunks = asyncio.Queue[TextChunk]()
+            model.submit(REQUEST, chunks.put_nowait)
+            worker.send(["not a state with chunks"])
+            done = (await asyncio.wait_for(chunks.get(), LONGEST)).done
+            with pytest.raises(TextmillError, match="has died"):
+                model.submit(REQUEST, chunks.put_nowait)
+        return done
+
+    done = asyncio.run(end())
     assert done is not None
     assert (done.reason, done.message) == ("error", "the model's process has died (SIGKILL); restart the server")
-    with pytest.raises(TextmillError, match="has died"):
-        model.submit(REQUEST, chunks.put)
     assert "a message of the model's process cannot be read (TypeError" in capfd.readouterr().err
 
 
-def test_a_request_that_cannot_be_sent_keeps_no_place(ends: tuple[ModelProcess, MessageSocket]) -> None:
-    model, worker = ends
-    for _ in range(3):  # more than slots and queue
-        with pytest.raises(ValueError, match="surrogates not allowed"):
-            model.submit(Request((1,), SampleConfig(), stop=("\ud800",)), lambda _: None)
-    assert model.stats()["active"] == 0
-    number = model.submit(REQUEST, lambda _: None)
-    assert worker.receive()[:2] == ["submit", number]
+def test_a_request_that_cannot_be_sent_keeps_no_place() -> None:
+    async def submit() -> None:
+        async with two_ends() as (model, worker):
+            for _ in range(42):  # more than slots and queue
+                with pytest.raises(ValueError, match="surrogates not allowed"):
+                    model.submit(Request((1,), SampleConfig(), stop=("\ud800",)), lambda _: None)
+            assert model.stats()["active"] == 0
+            number = model.submit(REQUEST, lambda _: None)
+            assert (await asyncio.to_thread(worker.receive))[:2] == ["submit", number]
+
+    asyncio.run(submit())
+
+
+def test_unread_requests_are_kept_in_order_without_blocking() -> None:
+    """More than a socket buffers: a `submit` that waits for a reader would deadlock here."""
+
+    async def submit() -> None:
+        async with two_ends() as (model, worker):
+            stops = [f"{number}" + "\N{GREEK SMALL LETTER MU}" * 50_000 for number in range(40)]
+            for stop in stops:
+                model.submit(Request((1,), SampleConfig(), stop=(stop,)), lambda _: None)
+            received = [await asyncio.to_thread(worker.receive) for _ in stops]
+            assert [message[2][2] for message in received] == [[stop] for stop in stops]
+
+    asyncio.run(submit())
 
 
 def test_an_unknown_command_ends_the_model_process(monkeypatch: pytest.MonkeyPatch) -> None:

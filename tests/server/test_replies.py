@@ -36,4 +36,4 @@ def test_a_client_that_cannot_be_written_to_has_left() -> None:
     assert asyncio.run(stream()) == {"log_fields": {"ended": "left"}}
     assert service.metrics.disconnects == 1
     wait_for(lambda: service.model.stats()["cancelled"] == 1)
-    service.model.close(0)
+    asyncio.run(service.model.close(0))

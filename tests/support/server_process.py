@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.requests import DeliverChunk, Done, QueueFull, Request, Token
+from textmill.generation.requests import DeliverChunk, Done, QueueFull, Request, TextChunk, Token
 from textmill.generation.worker import ChunkCollector
 from textmill.server.lifecycle import bind, open_service, read_api_key, run
 from textmill.server.model_process import start_model_process
@@ -177,12 +179,25 @@ class InProcess:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.vocab, self.positions, self.tokenizer = inner.vocab, inner.positions, inner.tokenizer
-        self.cancel, self.stats, self.problem, self.close = inner.cancel, inner.stats, inner.problem, inner.close
+        self.cancel, self.stats, self.problem = inner.cancel, inner.stats, inner.problem
+
+    async def connect(self) -> None:
+        pass
+
+    async def close(self, grace: float) -> None:
+        await asyncio.to_thread(self.inner.close, grace)
 
     def submit(
         self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
     ) -> int:
-        number: int = self.inner.submit(request, ChunkCollector(deliver, bool(request.logprobs), streamed), deadline)
+        loop = asyncio.get_running_loop()
+
+        def deliver_in_loop(chunk: TextChunk) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(deliver, chunk)
+
+        collector = ChunkCollector(deliver_in_loop, bool(request.logprobs), streamed)
+        number: int = self.inner.submit(request, collector, deadline)
         return number
 
 

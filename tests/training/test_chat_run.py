@@ -70,6 +70,7 @@ def test_a_chat_model_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFi
 async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
     """The answers of our server, and why each one ends."""
     service, found = open_service(config), {}
+    await service.model.connect()
     try:
         transport = httpx.ASGITransport(app=new_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
@@ -86,7 +87,7 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
                 choice = (await client.post("/v1/chat/completions", json=body, timeout=60)).json()["choices"][0]
                 found[question] = choice["message"]["content"], choice["finish_reason"]
     finally:
-        service.model.close(0)
+        await service.model.close(0)
     return found
 
 

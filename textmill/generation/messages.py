@@ -19,8 +19,6 @@ import socket
 import struct
 import sys
 import threading
-from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -45,7 +43,6 @@ class MessageSocket:
     def __init__(self, file_descriptor: int) -> None:
         self.socket = socket.socket(fileno=file_descriptor)
         self._send_lock = threading.Lock()
-        self._reader = self.socket.makefile("rb")
 
     def send(self, message: Any) -> None:
         """Send a JSON value; raise OSError if the other end is gone."""
@@ -59,46 +56,10 @@ class MessageSocket:
         return from_json(self._read(size))
 
     def _read(self, count: int) -> bytes:
-        data = self._reader.read(count)
+        data = self.socket.recv(count, socket.MSG_WAITALL)  # no more than that: asyncio reads on in the HTTP process
         if len(data) < count:
             raise EOFError
         return data
-
-
-class SendQueue:
-    """Sends messages without blocking: what the socket's buffer has no space for is sent by a thread, in order.
-
-    While a socket has a SendQueue, nothing else may send on it.
-    """
-
-    def __init__(self, sender: MessageSocket) -> None:
-        self._socket = sender.socket
-        self._delayed = SimpleQueue[bytes | None]()
-        self._delayed_count = 0
-        self._send_lock = threading.Lock()
-        threading.Thread(target=self._send_delayed, name="textmill-send", daemon=True).start()
-
-    def put(self, message: Any) -> None:
-        """Send a JSON value. If the other end is gone this does nothing: the receiving thread notices it."""
-        packed = pack_message(message)
-        with self._send_lock, suppress(OSError):
-            if not self._delayed_count:
-                with suppress(BlockingIOError):
-                    packed = packed[self._socket.send(packed, socket.MSG_DONTWAIT) :]
-            if packed:
-                self._delayed_count += 1
-                self._delayed.put(packed)
-
-    def close(self) -> None:
-        """Stop the sending thread."""
-        self._delayed.put(None)
-
-    def _send_delayed(self) -> None:
-        with suppress(OSError):
-            while (packed := self._delayed.get()) is not None:
-                self._socket.sendall(packed)
-                with self._send_lock:
-                    self._delayed_count -= 1
 
 
 def pack_message(message: Any) -> bytes:

@@ -172,16 +172,21 @@ class Server(uvicorn.Server):
         self.service = service
         self.problem = ""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connect to the model process, then listen."""
+        await self.service.model.connect()
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running texts finish, and end the others with an error. Until then, reply to new requests with 503."""
         self.problem = self.service.problem()
         self.service.stopping = True
-        close = self.service.model.close
-        closing = asyncio.create_task(asyncio.to_thread(close, self.service.config.shutdown_grace))
+        model = self.service.model
+        closing = asyncio.create_task(model.close(self.service.config.shutdown_grace))
         while not closing.done() and not self.force_exit:
             await asyncio.wait({closing}, timeout=FORCE_EXIT_SECONDS)
         if not closing.done():  # a second ctrl-C
-            await asyncio.to_thread(close, 0)
+            await model.close(0)
         await self._stop_listening(sockets or [])
         await super().shutdown(sockets)
         await closing

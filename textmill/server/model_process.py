@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from typing import Any
+
+from pydantic_core import from_json
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
-from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
+from textmill.generation.messages import (
+    LENGTH_PREFIX,
+    MessageSocket,
+    new_socket_pair,
+    pack_message,
+    pack_request,
+    unpack_chunk,
+)
 from textmill.generation.requests import (
     DeliverChunk,
     Done,
@@ -35,7 +44,10 @@ SILENT_SECONDS = 2.0
 
 
 class ModelProcess:
-    """The model in another process. Every accepted request gets exactly one Done, even if that process dies."""
+    """The model in another process. Every accepted request gets exactly one Done, even if that process dies.
+
+    Everything happens in the event loop that calls `connect`.
+    """
 
     def __init__(
         self,
@@ -51,17 +63,21 @@ class ModelProcess:
         self.slots = serve.slots
         self.queue = serve.queue
         self.process = process
-        self._worker = worker
-        self._commands = SendQueue(worker)
-        self._lock = threading.Lock()
+        self._socket = worker.socket
         self._in_flight: dict[int, DeliverChunk] = {}
-        self._requests = self._tokens = self._cancelled = 0
+        self._requests = 0
+        self._tokens = 0
+        self._cancelled = 0
         self._last_heartbeat = time.monotonic()
         self._step_seconds = 0.0
         self._problem = ""
-        self._closing = self._exited = False
-        self._reader = threading.Thread(target=self._read, name="textmill-texts", daemon=True)
-        self._reader.start()
+        self._closing = False
+        self._exited = False
+
+    async def connect(self) -> None:
+        """Start to read what the process sends; must be called before the first request."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._reading = asyncio.create_task(self._read(reader))
 
     def submit(
         self,
@@ -72,122 +88,108 @@ class ModelProcess:
     ) -> int:
         """Queue a request and return its number.
 
-        `deliver` is called in the reader thread for each chunk; the last chunk has Done. `deadline` is a
-        `time.monotonic()` time. Raises QueueFull, or TextmillError if the request cannot be done.
+        `deliver` is called for each chunk; the last chunk has Done. `deadline` is a `time.monotonic()` time. Raises
+        QueueFull, or TextmillError if the request cannot be done.
         """
         if isinstance(request, Request):
             max_new_tokens_served(request, self.positions, self.vocab)
-        with self._lock:
-            if self._closing:
-                raise TextmillError("the server is closing; send the request again when it is back")
-            if self._exited:
-                raise TextmillError(self._problem)
-            if len(self._in_flight) >= self.slots + self.queue:
-                raise QueueFull
-            self._requests += 1
-            number = self._requests
-            self._in_flight[number] = deliver
+        if self._closing:
+            raise TextmillError("the server is closing; send the request again when it is back")
+        if self._exited:
+            raise TextmillError(self._problem)
+        if len(self._in_flight) >= self.slots + self.queue:
+            raise QueueFull
         seconds = None if deadline is None else deadline - time.monotonic()
-        try:
-            self._commands.put(["submit", number, pack_request(request), seconds, streamed])
-        except Exception:  # it cannot be written as JSON
-            with self._lock:
-                self._in_flight.pop(number, None)
-            raise
+        number = self._requests + 1
+        self._send(["submit", number, pack_request(request), seconds, streamed])
+        self._requests = number
+        self._in_flight[number] = deliver
         return number
 
     def cancel(self, number: int) -> None:
         """End a request before the next step; nothing happens if it has ended already."""
         if number in self._in_flight:
-            self._commands.put(["cancel", number])
+            self._send(["cancel", number])
+
+    def _send(self, message: Any) -> None:
+        """Send without waiting: asyncio keeps what the process does not read yet. `_read` notices a dead process."""
+        self._writer.write(pack_message(message))
 
     def stats(self) -> dict[str, int | float]:
         """Return the counts for /metrics."""
-        with self._lock:
-            active = min(len(self._in_flight), self.slots)
-            return {
-                "active": active,
-                "waiting": len(self._in_flight) - active,
-                "slots": self.slots,
-                "queue": self.queue,
-                "tokens": self._tokens,
-                "requests": self._requests,
-                "cancelled": self._cancelled,
-            }
+        active = min(len(self._in_flight), self.slots)
+        return {
+            "active": active,
+            "waiting": len(self._in_flight) - active,
+            "slots": self.slots,
+            "queue": self.queue,
+            "tokens": self._tokens,
+            "requests": self._requests,
+            "cancelled": self._cancelled,
+        }
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
-        with self._lock:
-            if self._closing:
-                return ""
-            if self._problem:
-                return self._problem
-            silent = time.monotonic() - self._last_heartbeat
-            step_seconds = self._step_seconds + (silent if silent > SILENT_SECONDS else 0.0)
-            return describe_hang(step_seconds) if step_seconds > max_step_seconds else ""
+        if self._closing:
+            return ""
+        if self._problem:
+            return self._problem
+        silent = time.monotonic() - self._last_heartbeat
+        step_seconds = self._step_seconds + (silent if silent > SILENT_SECONDS else 0.0)
+        return describe_hang(step_seconds) if step_seconds > max_step_seconds else ""
 
-    def close(self, grace: float) -> None:
-        """Accept nothing more; let requests finish for `grace` seconds, then end them. The process has exited after."""
-        with self._lock:
-            self._closing = True
-        self._commands.put(["close", grace])
-        self._reader.join(grace + EXIT_SECONDS)
-        if self._reader.is_alive():
+    async def close(self, grace: float) -> None:
+        """Accept nothing more; let requests finish for `grace` seconds, then end them. The process has exited after.
+
+        A second call may shorten the grace.
+        """
+        self._closing = True
+        self._send(["close", grace])
+        await asyncio.wait({self._reading}, timeout=grace + EXIT_SECONDS)
+        if not self._reading.done():
             self.process.kill()
-            self._reader.join()
+            await self._reading
 
-    def _read(self) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         """Receive chunks until the model process exits; a process that sends anything else is killed."""
         try:
             while True:
-                self._receive(*self._worker.receive())
+                [size] = LENGTH_PREFIX.unpack(await reader.readexactly(LENGTH_PREFIX.size))
+                self._receive(*from_json(await reader.readexactly(size)))
         except (EOFError, OSError):
             pass
         except Exception as error:
             warn(f"a message of the model's process cannot be read ({type(error).__name__}: {error})")
             self.process.kill()
-        self._on_exit()
+        exit_status = await asyncio.to_thread(wait_for_exit, self.process)
+        self._writer.close()
+        self._end_all(exit_status)
 
     def _receive(self, tokens: int, cancelled: int, step_seconds: float, problem: str, chunks: list[list[Any]]) -> None:
         """Note the state of the model process, and pass its chunks on."""
-        received = [unpack_chunk(packed) for packed in chunks]
-        with self._lock:
-            self._tokens = tokens
-            self._cancelled = cancelled
-            self._step_seconds = step_seconds
-            self._problem = problem
-            self._last_heartbeat = time.monotonic()
-            deliveries = [(number, self._in_flight.get(number), chunk) for number, chunk in received]
-            for number, chunk in received:
-                if chunk.done:
-                    self._in_flight.pop(number, None)
-        for number, deliver, chunk in deliveries:
-            self._deliver(number, deliver, chunk)
-
-    def _deliver(self, number: int, deliver: DeliverChunk | None, chunk: TextChunk) -> None:
-        """Pass a chunk to the request's `deliver`; cancel the request if that fails."""
-        try:
+        self._tokens = tokens
+        self._cancelled = cancelled
+        self._step_seconds = step_seconds
+        self._problem = problem
+        self._last_heartbeat = time.monotonic()
+        for packed in chunks:
+            number, chunk = unpack_chunk(packed)
+            deliver = self._in_flight.pop(number, None) if chunk.done else self._in_flight.get(number)
             if deliver is not None:
                 deliver(chunk)
-        except Exception as error:
-            warn(f"request {number}: delivering its text failed ({type(error).__name__}); cancelled it")
-            self.cancel(number)
 
-    def _on_exit(self) -> None:
+    def _end_all(self, exit_status: str) -> None:
         """The process has exited: end all requests and accept no more."""
-        exit_status = wait_for_exit(self.process)
-        self._commands.close()
-        with self._lock:
-            self._exited = True
-            in_flight = self._in_flight
-            self._in_flight = {}
-            if not self._closing:
-                self._problem = f"the model's process has died ({exit_status}); restart the server"
-        done = Done("cancelled", 0, "") if self._closing else Done("error", 0, "", self._problem)
+        self._exited = True
+        done = Done("cancelled", 0, "")
         if not self._closing:
+            self._problem = f"the model's process has died ({exit_status}); restart the server"
             warn(self._problem)
-        for number, deliver in in_flight.items():
-            self._deliver(number, deliver, TextChunk("", done=done))
+            done = Done("error", 0, "", self._problem)
+        in_flight = self._in_flight
+        self._in_flight = {}
+        for deliver in in_flight.values():
+            deliver(TextChunk("", done=done))
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> str:

@@ -135,7 +135,6 @@ class InFlightRequest:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._model = service.model
-        self._loop = asyncio.get_running_loop()
         self._received: list[IndexedChunk] = []
         self._changed = asyncio.Event()
         """Set when a chunk has arrived, or the client has left."""
@@ -156,16 +155,11 @@ class InFlightRequest:
         deadline = self.started + seconds
         try:
             for index, request in enumerate(requests):
-                deliver = partial(self._deliver, index)
+                deliver = partial(self._receive, index)
                 self.numbers.append(self._model.submit(request, deliver, deadline, streamed))
         except BaseException:
             self.cancel()
             raise
-
-    def _deliver(self, index: int, chunk: TextChunk) -> None:
-        """Called in the model's thread: pass a chunk to the event loop."""
-        with suppress(RuntimeError):  # the loop is closed; nobody waits for the chunk
-            self._loop.call_soon_threadsafe(self._receive, index, chunk)
 
     def _receive(self, index: int, chunk: TextChunk) -> None:
         self._received.append((index, chunk))
