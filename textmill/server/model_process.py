@@ -113,7 +113,9 @@ class ModelProcess:
 
     def _send(self, message: Any) -> None:
         """Send without waiting: asyncio keeps what the process does not read yet. `_read` notices a dead process."""
-        self._writer.write(pack_message(message))
+        packed = pack_message(message)
+        if not self._writer.is_closing():
+            self._writer.write(packed)
 
     def stats(self) -> dict[str, int | float]:
         """Return the counts for /metrics."""
