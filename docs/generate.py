@@ -96,13 +96,17 @@ MEANINGS = {"start": "`sample.prompt`", "dropout": "`model.shape.dropout`"}
 BEGIN, END = "<!-- options: written by docs/generate.py -->", "<!-- end of options -->"
 
 
+MOST_USED = {key for row in COMMANDS.values() for key in row.settings.split()}
+
+
 def reference_page() -> str:
     """Every key with its default, values and meaning, by section."""
     lines = [
         "# All settings",
         "",
         "Every key of a config, for YAML (`train: {batch: 64}`), the command line (`train.batch=64`) and",
-        "Python. `textmill COMMAND --help` prints those that a command reads. This page is written by",
+        "Python. `textmill COMMAND --help` prints those that matter most for a command, which stand first in",
+        "each section here; `textmill COMMAND --help --all` prints all that it reads. This page is written by",
         "`docs/generate.py` from the code.",
     ]
     plain = [name for name, field in RunConfig.model_fields.items() if not section_types(field.annotation)]
@@ -139,6 +143,7 @@ def _section(section: type[Section], prefix: str, listed: set[tuple[str, str | N
                 _one_line(field.description or one.__doc__),
                 *_section(one, f"{key}.", listed),
             ]
+    rows.sort(key=lambda row: row[0] not in MOST_USED)
     return ["", *_table(rows), *below] if rows else below
 
 
@@ -184,8 +189,15 @@ def command_page(name: str, row: Command) -> str:
         lines += ["", "| flag | meaning |", "|---|---|"]
         lines += [f"| `{flag.name}` | {_cell(flag.summary)} |" for flag in row.flags]
     if row.sections:
+        fields = dict(reversed([*all_fields()]))  # of a key that several kinds have, the first kind's
         links = ", ".join(f"[{section}](../reference.md#{section})" for section in row.sections)
-        lines += ["", _wrap(f"Settings: {links}; `textmill {name} --help` prints them.")]
+        lines += [
+            "",
+            "The settings that matter most:",
+            "",
+            *_table([(key, fields[key]) for key in row.settings.split()]),
+        ]
+        lines += ["", _wrap(f"All settings: {links}; `textmill {name} --help --all` prints them.")]
     return "\n".join(lines) + "\n"
 
 

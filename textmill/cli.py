@@ -97,7 +97,7 @@ def _run(argv: list[str], started: float) -> int:
         advice = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise TextmillError(f"'{name}': unknown command; {advice}")
     if "--help" in rest or "-h" in rest:
-        print(command_help(name))
+        print(command_help(name, every="--all" in rest))
         return EXIT_DONE
     from textmill.processes.signals import handled_signals
 
@@ -194,7 +194,7 @@ def _call(name: str, row: Command, arguments: list[str], settings: list[str], fl
     values = _group_arguments(name, row, arguments)
     if settings and not row.takes_settings:
         raise TextmillError(f"{name}: takes no settings, found '{settings[0]}'; leave it out")
-    if row.opens != "nothing":
+    if row.opens is not None:
         config = _open_config(name, row, arguments[0], settings, flag_values)
         row.load()(config, *values[1:], **flag_values)
     elif row.takes_settings:
@@ -275,18 +275,23 @@ def help_text() -> str:
     lines += [
         "",
         WHERE_HELP,
-        "'textmill COMMAND --help' lists the settings that a command reads. Start with: textmill run quickstart",
+        "'textmill COMMAND --help' lists the settings that matter most, --help --all every one.",
+        "Start with: textmill run quickstart",
     ]
     return "\n".join(lines)
 
 
-def command_help(name: str) -> str:
-    """What `textmill COMMAND --help` prints: its usage, its flags, and the settings it reads."""
-    from textmill.config.keys import settings_help
+def command_help(name: str, every: bool = False) -> str:
+    """What `textmill COMMAND --help` prints: its usage, its flags, and the settings that matter most, or `every` one
+    that it reads."""
+    from textmill.config.keys import section_help, short_help
 
     row = COMMANDS[name]
     lines = [_usage(name) + (" [section.key=value ...]" if row.sections else ""), f"  {row.summary}", ""]
     lines += [f"  {flag.name:<10} {flag.summary}" for flag in row.flags] + [f"  {'--help':<10} print this help"]
-    if row.sections:
-        lines += ["", WHERE_HELP, "", settings_help(name, ("folder", *row.sections))]
-    return "\n".join(lines)
+    if not row.sections:
+        return "\n".join(lines)
+    lines += [f"  {'--all':<10} with --help: every setting that it reads", "", WHERE_HELP, ""]
+    if every:
+        return "\n".join([*lines, *map(section_help, ("folder", *row.sections))])
+    return "\n".join([*lines, short_help(row.settings.split())])

@@ -50,6 +50,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert out.startswith(" ".join(["textmill", command, *COMMANDS[command].arguments]))
     for flag in COMMANDS[command].flags:
         assert f"  {flag.name} " in out
+    code, out, _ = run_cli(capsys, command, "--help", "--all")
+    assert code == 0
     for section in COMMANDS[command].sections:
         assert f"\n{section}: " in out
 

@@ -21,9 +21,9 @@ def test_every_command_is_a_function_that_takes_what_its_row_says(name: str) -> 
     # `import` is a word of Python itself.
     function = getattr(textmill, {"import": "import_model"}.get(name, name.replace("-", "_")))
     assert row.python_name in dir(textmill)
-    arguments = ["config"] if row.opens != "nothing" else list(row.arguments)
+    arguments = ["config"] if row.opens is not None else list(row.arguments)
     options = {flag.parameter: flag.value for flag in row.flags}
-    if row.opens == "nothing" and row.takes_settings:
+    if row.opens is None and row.takes_settings:
         options["settings"] = []
     inspect.signature(function).bind(*arguments, **options)
     if row.opens == "model":

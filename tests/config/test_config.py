@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from textmill.cli import command_help
 from textmill.commands.table import COMMANDS
 from textmill.config import (
     BeamRunner,
@@ -20,7 +21,7 @@ from textmill.config import (
     TrainConfig,
 )
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
-from textmill.config.keys import MOST_USED, all_fields, all_help, section_types, settings_help, suggest_key
+from textmill.config.keys import all_fields, section_help, section_types, suggest_key
 from textmill.config.load import build_config, merge_trees, parse_settings, read_yaml
 from textmill.config.other_names import OTHER_NAMES
 from textmill.config.yaml_text import format_yaml, format_yaml_value
@@ -234,23 +235,23 @@ def test_names_of_other_tools_lead_to_keys_that_exist() -> None:
     assert suggest_key("train.per_device_train_batch_size") == "textmill calls it 'engine.micro_batch'"
 
 
-@pytest.mark.parametrize("command", MOST_USED)
-def test_help_begins_with_the_ten_most_used_keys_and_names_every_other_once(command: str) -> None:
-    sections = COMMANDS[command].sections
-    text = settings_help(command, ("folder", *sections))
-    first, _, rest = text.partition("\n\n")
-    keys = [line.strip().partition("=")[0] for line in first.splitlines() if re.match(r"  \w", line)]
-    assert keys == list(MOST_USED[command])
-    assert len(keys) == 10
-    assert {key.partition(".")[0] for key in keys} <= {"folder", *sections}
+@pytest.mark.parametrize("command", [name for name, row in COMMANDS.items() if row.sections])
+def test_help_fits_a_screen_and_names_every_key_with_all(command: str) -> None:
+    row = COMMANDS[command]
+    text = command_help(command)
+    keys = [line.strip().partition("=")[0] for line in text.splitlines() if re.match(r"  [a-z]+(\.[a-z_]+)*=", line)]
+    assert keys == row.settings.split()
+    assert 5 <= len(keys) <= 13
+    assert len(text.splitlines()) <= 40
+    assert {key.partition(".")[0] for key in keys} <= {"folder", *row.sections}
+    every = command_help(command, every=True)
     for name, field in all_fields():
-        if name.partition(".")[0] in ("folder", *sections) and not section_types(field.annotation):
-            assert f"  {name}=" in text, name
-    assert not any(f"  {key}=" in rest for key in keys if not key.startswith(("engine.", "runner.")))
+        if name.partition(".")[0] in ("folder", *row.sections) and not section_types(field.annotation):
+            assert f"  {name}=" in every, name
 
 
 def test_help_names_every_key() -> None:
-    text = all_help()
+    text = "\n".join(map(section_help, RunConfig.model_fields))
     for name, field in all_fields():
         assert f"{name}=" in text or f"{name}:" in text, name
         assert field.description or "." not in name, name

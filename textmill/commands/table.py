@@ -36,14 +36,16 @@ class Command:
     """The positional arguments, as the usage shows them: one in brackets may be left out, one with "..." at its end
     takes all that are left, as a list."""
     sections: tuple[str, ...] = ()
-    """The sections of the config that it reads; --help lists their keys."""
+    """The sections of the config that it reads; --help --all lists their keys."""
+    settings: str = ""
+    """The settings that matter most, separated by spaces, in the order of the work; --help lists these."""
     flags: tuple[Flag, ...] = ()
-    opens: Literal["nothing", "config", "model"] = "config"
+    opens: Literal["config", "model"] | None = "config"
     """config: the function gets WHERE as a RunConfig; a model folder without a run is refused.
     model: the same, but any model folder will do, and the folder of a checkpoint selects its step.
-    nothing: the function gets the arguments as they were typed."""
+    None: the function gets the arguments as they were typed."""
     takes_settings: bool = True
-    """Whether section.key=value is allowed. A command that opens nothing gets them as `settings`."""
+    """Whether section.key=value is allowed. A command that opens none gets them as `settings`."""
     result_is_output: bool = False
     """Whether its result is what it prints: then it ends, with exit code 141, as soon as nobody reads that."""
     timed: bool = False
@@ -118,13 +120,17 @@ COMMANDS = {
         "inspect your text and this machine, write a config to start from",
         arguments=("DIR",),
         flags=(TEXT, MINUTES, FAMILY),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
     ),
     "run": Command(
         "textmill.commands.run:run",
         "run all stages, skipping those that are done",
         sections=ALL,
+        settings=(
+            "folder corpus.sources corpus.text_key tokenizer.vocab model.family model.size train.preset "
+            "train.length train.batch train.steps train.learning_rate engine.device"
+        ),
         flags=(REBUILD,),
         timed=True,
     ),
@@ -132,30 +138,50 @@ COMMANDS = {
         "textmill.commands.prepare:prepare",
         "turn text into clean documents",
         sections=("corpus", "runner"),
+        settings=(
+            "corpus.sources corpus.text_key corpus.documents corpus.preset corpus.rules corpus.min_chars "
+            "corpus.languages corpus.dedup corpus.split corpus.source_splits runner.kind runner.workers"
+        ),
         flags=(FORCE,),
     ),
     "fit-tokenizer": Command(
         "textmill.tokens.vocabulary.fitting:fit_tokenizer",
         "fit a vocabulary to the corpus",
         sections=("tokenizer", "runner"),
+        settings=(
+            "tokenizer.kind tokenizer.vocab tokenizer.use tokenizer.fit_on tokenizer.fit_sample "
+            "tokenizer.special_tokens tokenizer.chat tokenizer.lowercase tokenizer.compare_with runner.workers"
+        ),
         flags=(FORCE,),
     ),
     "tokenize": Command(
         "textmill.tokens.tokenize:tokenize",
         "turn documents into token ids",
         sections=("tokens", "tokenizer", "runner"),
+        settings=(
+            "tokens.use tokens.append_end tokens.level tokens.kind tokens.features.max_length "
+            "tokens.features.stride tokens.index_format tokenizer.vocab tokenizer.use runner.workers"
+        ),
         flags=(FORCE,),
     ),
     "tune": Command(
         "textmill.commands.tune:tune",
         "try settings around a project's own in short trials, write the best ones",
         sections=("model", "train", "engine"),
+        settings=(
+            "model.size model.shape.width train.length train.batch train.minutes train.learning_rate "
+            "train.weight_decay engine.device"
+        ),
         flags=(TUNE_MINUTES, JSON, TUNE_AGAIN),
     ),
     "plan": Command(
         "textmill.commands.plan:plan",
         "estimate memory, time, disk and cost of a run, on this machine or another",
         sections=("plan", "model", "train", "engine"),
+        settings=(
+            "plan.gpu plan.devices plan.memory_gb plan.tokens plan.price plan.probe_steps model.size train.length "
+            "train.batch train.steps engine.micro_batch engine.mesh.shard"
+        ),
         flags=(JSON,),
         result_is_output=True,
     ),
@@ -163,6 +189,10 @@ COMMANDS = {
         "textmill.training.teacher_cache:cache_teacher",
         "write the predictions of a run's teachers, for distillation",
         sections=("model", "train", "engine"),
+        settings=(
+            "train.distil.teachers train.distil.top_k train.distil.cache train.distil.temperature train.length "
+            "train.batch train.steps engine.device"
+        ),
         flags=(FORCE,),
     ),
     "merge": Command(
@@ -170,13 +200,18 @@ COMMANDS = {
         "join token stores A, B ... into OUT",
         arguments=("OUT", "A B ..."),
         flags=(FORCE,),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
     ),
     "train": Command(
         "textmill.training.loop:train",
         "train a model, or resume training",
         sections=("model", "train", "engine", "sample", "track"),
+        settings=(
+            "model.family model.size model.init_from train.preset train.layout train.length train.batch "
+            "train.steps train.learning_rate train.optimizer train.evaluate_every engine.micro_batch "
+            "engine.device"
+        ),
         flags=(RESTART, RESUME_STEP, CHANGE),
         timed=True,
     ),
@@ -184,12 +219,20 @@ COMMANDS = {
         "textmill.verification:verify",
         "check on a small model that a parallel config gives the numbers of one process",
         sections=("engine",),
+        settings=(
+            "engine.kind engine.mesh.replicate engine.mesh.shard engine.mesh.tensor engine.zero engine.precision "
+            "engine.offload_optimizer engine.deepspeed_config engine.timeout"
+        ),
         result_is_output=True,
     ),
     "evaluate": Command(
         "textmill.commands.evaluate:evaluate",
         "measure a model",
         sections=("evaluate", "train", "engine"),
+        settings=(
+            "evaluate.tasks evaluate.text evaluate.split evaluate.window evaluate.stride evaluate.sample "
+            "evaluate.batch evaluate.baselines engine.device engine.precision"
+        ),
         flags=(STEP, JSON),
         opens="model",
         result_is_output=True,
@@ -198,6 +241,10 @@ COMMANDS = {
         "textmill.generation:generate",
         "continue a text",
         sections=("sample", "engine"),
+        settings=(
+            "sample.prompt sample.prompts_file sample.count sample.max_tokens sample.temperature sample.top_k "
+            "sample.top_p sample.repetition_penalty sample.stop sample.seed engine.device"
+        ),
         flags=(STEP, JSON),
         opens="model",
         result_is_output=True,
@@ -206,6 +253,7 @@ COMMANDS = {
         "textmill.generation.fill:fill",
         "fill in the masked tokens of a text with a model such as BERT",
         sections=("sample", "engine"),
+        settings="sample.prompt sample.prompts_file sample.top_k engine.device engine.precision",
         flags=(STEP, JSON),
         opens="model",
         result_is_output=True,
@@ -215,6 +263,7 @@ COMMANDS = {
         "compute an embedding (a vector) of each text, or of each line of a file",
         arguments=("WHERE", "[TEXT ...]"),
         sections=("embed", "engine"),
+        settings="embed.pooling embed.normalize embed.length engine.device engine.precision",
         flags=(STEP, OUT_TEXTS),
         opens="model",
         result_is_output=True,
@@ -223,6 +272,10 @@ COMMANDS = {
         "textmill.generation.chat:chat",
         "chat with a model that was finetuned for it",
         sections=("sample", "engine"),
+        settings=(
+            "sample.max_tokens sample.temperature sample.top_k sample.top_p sample.min_p "
+            "sample.repetition_penalty sample.stop sample.seed engine.device engine.precision"
+        ),
         flags=(STEP,),
         opens="model",
         result_is_output=True,
@@ -231,6 +284,10 @@ COMMANDS = {
         "textmill.server.lifecycle:serve",
         "serve a model over HTTP, with a page to try it",
         sections=("serve", "sample", "engine"),
+        settings=(
+            "serve.host serve.port serve.key_file serve.model_name serve.slots serve.queue serve.max_tokens "
+            "serve.request_timeout sample.temperature engine.device"
+        ),
         flags=(STEP,),
         opens="model",
     ),
@@ -238,6 +295,10 @@ COMMANDS = {
         "textmill.conversion:export",
         "write a model for other tools (transformers, llama.cpp, ONNX, Megatron ...)",
         sections=("export",),
+        settings=(
+            "export.folder export.kind export.precision export.name export.license export.megatron.tensor "
+            "export.megatron.pipeline"
+        ),
         flags=(FORCE, STEP),
         opens="model",
     ),
@@ -246,21 +307,21 @@ COMMANDS = {
         "turn a model file of another tool into a model folder",
         arguments=("WHAT", "OUT"),
         flags=(FORCE, *IMPORT_FLAGS),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
     ),
     "show": Command(
         "textmill.commands.show:show",
         "show what is in a folder: corpus, tokenizer, tokens, run or model",
         flags=(SEEN_STEP, DROPPED, COUNTS),
-        opens="nothing",
+        opens=None,
         result_is_output=True,
     ),
     "watch": Command(
         "textmill.commands.report:watch",
         "show the curves of a run in the terminal, while it trains or later",
         arguments=("RUN",),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
         result_is_output=True,
     ),
@@ -269,14 +330,14 @@ COMMANDS = {
         "write an HTML report of one run, or of several side by side",
         arguments=("RUN ...",),
         flags=(OUT, SVG),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
     ),
     "runs": Command(
         "textmill.commands.report:runs",
         "list all runs below a folder with their best figures",
         arguments=("FOLDER",),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
         result_is_output=True,
     ),
@@ -285,20 +346,20 @@ COMMANDS = {
         "run small jobs to find what is wrong with this machine or project",
         arguments=("[WHERE]",),
         flags=(JSON,),
-        opens="nothing",
+        opens=None,
         result_is_output=True,
     ),
     "check": Command(
         "textmill.commands.check:check",
         "compare every file of a folder with its checksum",
-        opens="nothing",
+        opens=None,
         result_is_output=True,
     ),
     "recipes": Command(
         "textmill.commands.recipes:recipes",
         "list the recipes that come with textmill",
         arguments=(),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
         result_is_output=True,
     ),
@@ -306,7 +367,7 @@ COMMANDS = {
         "textmill.commands.completion:completion",
         "print a script that completes textmill's commands in bash or zsh",
         arguments=("SHELL",),
-        opens="nothing",
+        opens=None,
         takes_settings=False,
         result_is_output=True,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
@@ -81,150 +82,29 @@ def describe_type(annotation: Any) -> str:
     return " or ".join(dict.fromkeys(describe_type(option) for option in options if option is not type(None)))
 
 
-_SAMPLING = (
-    "sample.prompt",
-    "sample.max_tokens",
-    "sample.temperature",
-    "sample.top_k",
-    "sample.top_p",
-    "sample.repetition_penalty",
-    "sample.stop",
-    "sample.seed",
-)
-MOST_USED: dict[str, tuple[str, ...]] = {
-    "run": (
-        "folder",
-        "corpus.sources",
-        "corpus.text_key",
-        "tokenizer.vocab",
-        "model.size",
-        "train.preset",
-        "train.length",
-        "train.batch",
-        "train.steps",
-        "train.learning_rate",
-    ),
-    "prepare": (
-        "corpus.sources",
-        "corpus.text_key",
-        "corpus.documents",
-        "corpus.preset",
-        "corpus.rules",
-        "corpus.min_chars",
-        "corpus.languages",
-        "corpus.dedup",
-        "corpus.split",
-        "runner.workers",
-    ),
-    "fit-tokenizer": (
-        "tokenizer.kind",
-        "tokenizer.vocab",
-        "tokenizer.use",
-        "tokenizer.fit_on",
-        "tokenizer.fit_sample",
-        "tokenizer.special_tokens",
-        "tokenizer.chat",
-        "tokenizer.lowercase",
-        "tokenizer.compare_with",
-        "runner.workers",
-    ),
-    "tokenize": (
-        "tokens.use",
-        "tokens.append_end",
-        "tokens.level",
-        "tokens.kind",
-        "tokens.features.max_length",
-        "tokens.features.stride",
-        "tokens.index_format",
-        "tokenizer.vocab",
-        "tokenizer.use",
-        "runner.workers",
-    ),
-    "train": (
-        "model.size",
-        "model.init_from",
-        "train.preset",
-        "train.layout",
-        "train.length",
-        "train.batch",
-        "train.steps",
-        "train.learning_rate",
-        "train.optimizer",
-        "engine.micro_batch",
-    ),
-    "verify": (
-        "engine.kind",
-        "engine.mesh.replicate",
-        "engine.mesh.shard",
-        "engine.mesh.tensor",
-        "engine.zero",
-        "engine.precision",
-        "engine.recompute",
-        "engine.offload_optimizer",
-        "engine.deepspeed_config",
-        "engine.timeout",
-    ),
-    "evaluate": (
-        "evaluate.tasks",
-        "evaluate.text",
-        "evaluate.split",
-        "evaluate.window",
-        "evaluate.stride",
-        "evaluate.sample",
-        "evaluate.batch",
-        "evaluate.baselines",
-        "engine.device",
-        "engine.precision",
-    ),
-    "generate": (*_SAMPLING, "sample.count", "sample.prompts_file"),
-    "chat": (*_SAMPLING[1:], "sample.min_p", "engine.device", "engine.precision"),
-    "serve": (
-        "serve.host",
-        "serve.port",
-        "serve.key_file",
-        "serve.model_name",
-        "serve.slots",
-        "serve.queue",
-        "serve.max_tokens",
-        "serve.request_timeout",
-        "sample.temperature",
-        "engine.device",
-    ),
-}
-"""The ten settings of each command that are used most, in the order of the work; a command with fewer has no row."""
+def short_help(keys: Sequence[str]) -> str:
+    """These settings in a line or two each: the default, then the values to choose from or the first sentence."""
+    lines = []
+    for key in keys:
+        fields = [field for name, field in all_fields() if name == key]
+        choices = [str(value) for field in fields for value in get_args(field.annotation)]
+        if get_origin(fields[0].annotation) is Literal:
+            meaning = f"one of {', '.join(dict.fromkeys(choices))}"
+        else:
+            meaning = re.split(r"(?<!\.)[.;] ", " ".join((fields[0].description or "").split()))[0].removesuffix(".")
+        start = f"  {key}={_format_default(fields[0].get_default(call_default_factory=True))}"
+        lines += textwrap.wrap(f"{start:<37} {meaning}", 118, subsequent_indent=" " * 38, drop_whitespace=True)
+    return "\n".join(lines)
 
 
-def settings_help(command: str, sections: Sequence[str]) -> str:
-    """All settings that a command reads: the most-used ones first, then the rest section by section."""
-    first = MOST_USED.get(command, ())
-    lines = [line for key in first for line in _most_used_lines(key)]
-    rest = [section_help(name, without=first) for name in sections]
-    return "\n".join([*(["Most used:", *lines, ""] if lines else []), *filter(None, rest)])
-
-
-def _most_used_lines(key: str) -> list[str]:
-    fields = _fields_of(key)
-    if len(fields) == 1:
-        return _key_lines(key, fields[0])
-    kinds = ", ".join(str(field.default) for field in fields)
-    return [f"  {key}={fields[0].default}   (one of {kinds})", *_wrap(" ".join(str(one.description) for one in fields))]
-
-
-def _fields_of(key: str) -> list[FieldInfo]:
-    """The field of a key: of a section with kinds, that of the first kind that has it, but of its `kind` those of
-    all."""
-    fields = [field for name, field in all_fields() if name == key]
-    return fields if key.endswith(".kind") else fields[:1]
-
-
-def section_help(name: str, without: Sequence[str] = ()) -> str:
+def section_help(name: str) -> str:
     """The keys of one section, sub-sections last; keys that several kinds of it share are listed under the first
     kind."""
     root = RunConfig.model_fields[name]
     if not section_types(root.annotation):
-        return "" if name in without else "\n".join(_key_lines(name, root)) + "\n"
+        return "\n".join(_key_lines(name, root)) + "\n"
     lines: list[str] = []
-    listed = {(key, field.description) for key in without for field in _fields_of(key)}
+    listed: set[tuple[str, str | None]] = set()
     for number, section in enumerate(section_types(root.annotation)):
         kind = f" with {name}.kind={section.model_fields['kind'].default}" if number else ""
         lines += [*([""] if number else []), f"{name}{kind}: {section.__doc__}"]
@@ -260,8 +140,3 @@ def _format_default(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace('"', "")
-
-
-def all_help() -> str:
-    """Every section, for the docs."""
-    return "\n".join(section_help(name) for name in RunConfig.model_fields)

@@ -94,16 +94,16 @@ class ModelConfig(Section):
     """The model: family, size, initial weights, LoRA."""
 
     family: str = source("gpt2", suffix=".py")
-    """gpt2: a decoder that predicts the next token; llama: one with rotary positions, RMSNorm and a gated MLP (Llama,
-    Qwen2, Qwen3); bert: an encoder that predicts masked tokens; or a Python file with your own model family, such as
-    ./mynet.py (docs/own-model.md). The file is executed, so only your own YAML or the command line may name it."""
+    """gpt2, llama, bert or a Python file. gpt2: a decoder that predicts the next token; llama: one with rotary
+    positions, RMSNorm and a gated MLP (Llama, Qwen2, Qwen3); bert: an encoder that predicts masked tokens; or a Python
+    file with your own model family, such as ./mynet.py (docs/own-model.md). The file is executed, so only your own YAML
+    or the command line may name it."""
     size: str = "small"
-    """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
-    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b;
-    of llama: nano to xl like GPT-2's, smollm2-135m, smollm2-360m, qwen2.5-0.5b, qwen2.5-1.5b, qwen3-0.6b,
-    tinyllama-1.1b, llama-3.2-1b;
-    of bert: tiny, mini, small (29M), medium (41M), base (110M), large (335M), megatron-345m.
-    Not used with `model.init_from`: its weights have their own size."""
+    """A named size, such as small (124M) or medium (350M). Of gpt2: nano, micro, mini, small (124M), medium (350M),
+    large (774M), xl (1.5B), dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b; of
+    llama: nano to xl like GPT-2's, smollm2-135m, smollm2-360m, qwen2.5-0.5b, qwen2.5-1.5b, qwen3-0.6b, tinyllama-1.1b,
+    llama-3.2-1b; of bert: tiny, mini, small (29M), medium (41M), base (110M), large (335M), megatron-345m. Not used
+    with `model.init_from`: its weights have their own size."""
     shape: ShapeConfig | str = source(ShapeConfig())
     """Numbers that differ from `model.size`, or the path of a Hugging Face config.json that has all of them.
     With `model.init_from` only dropout and positions can be set; more positions are interpolated from the given ones,
