@@ -169,9 +169,9 @@ class Bench:
         tasks = ",".join(f"pairs:{path}" for path in paths.values())
         running = self.start("evaluate", str(self.root), f"evaluate.tasks=[{tasks}]", "--json")
         tokenizer = open_tokenizer(self.root / "tokenizer")
-        counts = count(open_store(self.root / "tokens" / "train"), vocab=tokenizer.vocab, first=tokenizer.separator)
+        counts = count(open_store(self.root / "tokens" / "train"), vocab=tokenizer.vocab, first=tokenizer.sep_id)
         by_counts = {
-            name: accuracy_of_counts(counts, tokenizer.encode, pairs[name], tokenizer.separator) for name in paths
+            name: accuracy_of_counts(counts, tokenizer.encode, pairs[name], tokenizer.sep_id) for name in paths
         }
         measured = json.loads(self.wait(running).splitlines()[-1])
         found: Numbers = {}

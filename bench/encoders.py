@@ -65,7 +65,7 @@ def main() -> None:
 
 def special_tokens() -> Any:
     """What both need of a tokenizer."""
-    return SimpleNamespace(vocab=VOCAB, end=LAST, classifier=FIRST, separator=LAST, mask=MASK)
+    return SimpleNamespace(vocab=VOCAB, eos_id=LAST, cls_id=FIRST, sep_id=LAST, mask_id=MASK)
 
 
 def their_net(shape: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -56,7 +56,7 @@ def main() -> None:
         name, other = open_other(Path(folder), scorer)
         print(f"{scorer.device}, {scorer.precision}, {torch.get_num_threads()} threads; compared with {name}")
         ids = tokenizer.encode(text)
-        windows = list(rolling_pairs(ids, tokenizer.end, WINDOW, STRIDE))
+        windows = list(rolling_pairs(ids, tokenizer.eos_id, WINDOW, STRIDE))
         compare("windows", windows[: int(given.get("windows", len(windows) if is_gpu else 4))], scorer, other)
         items = make_items(ids, int(given.get("items", 5000 if is_gpu else 20)))
         compare("four choices", items, scorer, other)
@@ -75,7 +75,7 @@ def make_model(folder: Path, tokenizer: TextTokenizer, tiny: bool) -> None:
     """Write GPT-2 with random weights and GPT-2's vocabulary size."""
     torch.manual_seed(1)
     small = {"n_layer": 2, "n_head": 2, "n_embd": 64} if tiny else {}
-    GPT2LMHeadModel(GPT2Config(eos_token_id=tokenizer.end, **small)).save_pretrained(folder)
+    GPT2LMHeadModel(GPT2Config(eos_token_id=tokenizer.eos_id, **small)).save_pretrained(folder)
     tokenizer.save(folder)
 
 

@@ -75,7 +75,7 @@ def make_models(folder: Path) -> list[Path]:
     list_checkpoints(folder / "run")[100].rename(trained)
     tokenizer = open_tokenizer(trained)
     torch.manual_seed(1)
-    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    ends = {"bos_token_id": tokenizer.eos_id, "eos_token_id": tokenizer.eos_id}
     small = GPT2Config(
         vocab_size=tokenizer.vocab, n_layer=2, n_head=2, n_embd=32, n_positions=128, initializer_range=0.1, **ends
     )
@@ -126,7 +126,7 @@ def compare_streams(model: Path, net: Any) -> None:
     other = WikitextConfig(protocol="transformers")
     choices = {"stride": 50, "window": 101, "first_token": "predicted", "count_end": True}
     found = measure(model, f"wikitext:{WIKITEXT}", wikitext=other, **choices)
-    loss, counted = window_losses(net, [tokenizer.end, *plain, tokenizer.end], 101, 50)
+    loss, counted = window_losses(net, [tokenizer.eos_id, *plain, tokenizer.eos_id], 101, 50)
     show("wikitext, window 100, stride 50, all tokens and the end, loss", found["loss"], loss / counted)
 
 

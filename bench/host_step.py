@@ -80,13 +80,15 @@ def main() -> None:
     given = dict(one.split("=", 1) for one in sys.argv[1:])
     texts, steps = int(given.get("texts", 64)), int(given.get("steps", 400))
     tokenizer = small_tokenizer()
-    shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.end)
+    shape = gpt2.Shape(
+        layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.eos_id
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, tokenizer)
         generator = open_generator(
             open_checkpoint(next((Path(folder) / "run").glob("step-*"))), TorchEngine(device="cpu")
         )
-    ids_N = torch.tensor([id_ for id_ in range(texts + 20) if id_ != tokenizer.end][-texts:])
+    ids_N = torch.tensor([id_ for id_ in range(texts + 20) if id_ != tokenizer.eos_id][-texts:])
     batches.choose_next_ids = lambda logits_NV, states, rules: ids_N[: len(states)]
     requests = random_requests(texts, steps, tokenizer.vocab)
     least = min(measure_batch(generator, requests, steps) for _ in range(3))

@@ -46,7 +46,7 @@ def check(name: str, tokenizer: TextTokenizer, count: int) -> int:
         for batch in batches(itertools.islice(read_paragraphs(language), count // len(LANGUAGES))):
             for text, ids in zip(batch, tokenizer.encode_many(batch), strict=True):
                 wrong += tokenizer.decode(ids.tolist()) != text
-                ends += int((ids == tokenizer.end).sum())
+                ends += int((ids == tokenizer.eos_id).sum())
                 seen, size, tokens = seen + 1, size + len(text.encode()), tokens + len(ids)
         seconds = time.process_time() - start
         counts = f"{seen:>7,} documents {size / 1e6:7.1f} MB {size / max(tokens, 1):6.2f} bytes/token"

@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
         found.append(f"all {len(before)} tensors have the values of {file.name}")
     with step("llama.cpp") as found:
         ours, theirs = continue_greedily(model, prompts), ask_llama_cpp(written, prompts)
-        end = open_tokenizer(model).end
+        end = open_tokenizer(model).eos_id
         assert theirs["ids"] == prompts
         assert ours == [[id_ for id_ in ids if id_ != end] for ids in theirs["new"]]
         found.append(f"the same {sum(map(len, ours))} greedy tokens after {len(prompts)} prompts")

@@ -60,7 +60,7 @@ SOME = [pytest.param(kind, marks=() if kind in ("llama", "qwen3") else pytest.ma
 def write_model(folder: Path, changes: dict[str, Any], loud: float = 5.0) -> Path:
     """A folder with random weights that are large enough to write more than one word again and again."""
     tokenizer, family = korean_tokenizer(vocab=420), open_family("llama")
-    hf = {**CONFIG, "vocab_size": tokenizer.vocab, "eos_token_id": tokenizer.end, **changes}
+    hf = {**CONFIG, "vocab_size": tokenizer.vocab, "eos_token_id": tokenizer.eos_id, **changes}
     shape = family.shape_of_hf(hf, "config.json")
     weights = [(name, values * np.float32(loud if values.ndim == 2 else 1)) for name, values in noisy_weights(shape)]
     folder.mkdir()
@@ -80,7 +80,7 @@ def test_llama_cpp_continues_as_we_do(tmp_path: Path, kind: str) -> None:
     for prompt, new in zip(prompts, found["new"], strict=True):
         wanted = greedy(folder, prompt, 64)
         assert len(set(wanted)) > 5, "a model that repeats one token proves nothing"
-        assert [id_ for id_ in new if id_ != tokenizer.end] == [id_ for id_ in wanted if id_ != tokenizer.end]
+        assert [id_ for id_ in new if id_ != tokenizer.eos_id] == [id_ for id_ in wanted if id_ != tokenizer.eos_id]
 
 
 @pytest.mark.parametrize("kind", SOME)

@@ -85,7 +85,7 @@ def test_gpt2_files_in_transformers_and_tokenizers(tmp_path: Path, settings: dic
     plain = ByteLevelBPETokenizer(str(out / "vocab.json"), str(out / "merges.txt"))
     for text in many_texts():
         assert theirs(text).input_ids == auto(text).input_ids == plain.encode(text).ids == tokenizer.encode(text)
-    assert theirs.eos_token_id == tokenizer.end
+    assert theirs.eos_token_id == tokenizer.eos_id
     talk = [{"role": "user", "content": "왜?"}]
     if settings:
         assert auto.apply_chat_template(talk, tokenize=False) == "<|user|>왜?<|endoftext|>"
@@ -98,10 +98,10 @@ def test_sentencepiece_files_in_sentencepiece(tmp_path: Path, settings: dict[str
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     assert theirs.get_piece_size() == tokenizer.vocab
     assert (theirs.unk_id(), theirs.bos_id(), theirs.eos_id(), theirs.pad_id()) == (
-        tokenizer.unknown,
-        tokenizer.begin,
-        tokenizer.end,
-        tokenizer.pad,
+        tokenizer.unk_id,
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.pad_id,
     )
     assert [line.split("\t")[0] for line in (out / "tokenizer.vocab").read_text("utf-8").split("\n")[:4]] == [
         "<unk>",
@@ -110,7 +110,7 @@ def test_sentencepiece_files_in_sentencepiece(tmp_path: Path, settings: dict[str
         "<pad>",
     ]
     texts = many_texts() if not settings.get("byte_fallback", True) else [*many_texts(), "Значок ѫ 🙂🙂"]
-    known = [text for text in texts if tokenizer.unknown not in tokenizer.encode(text)]
+    known = [text for text in texts if tokenizer.unk_id not in tokenizer.encode(text)]
     assert len(known) > 50
     for text in known:
         assert theirs.encode(text) == tokenizer.encode(text)

@@ -76,12 +76,12 @@ def _write_tokens(folder: Path, tokenizer: TextTokenizer) -> None:
     splits = {}
     folder.mkdir(parents=True)
     for split, texts in DOCUMENTS.items():
-        rows = [[*tokenizer.encode(text), tokenizer.end] for text in texts]
+        rows = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
         with StoreWriter(folder / split, dtype_for(tokenizer.vocab)) as store:
             store.add(rows)
         counts = {"tokens": sum(map(len, rows)), "bytes": sum(len(text.encode()) for text in texts)}
         splits[split] = {"documents": len(texts), **counts, "words": sum(len(text.split()) for text in texts)}
-    facts = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.end, "splits": splits}
+    facts = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.eos_id, "splits": splits}
     write_json(
         folder / "manifest.json", {"verb": "tokenize", **facts, "files": {}, "made_from": {"tokens.append_end": True}}
     )
@@ -92,7 +92,9 @@ def life(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> 
     """A project folder: tokens, and a run with one checkpoint."""
     folder = tmp_path_factory.mktemp("life")
     _write_tokens(folder / "tokens", tokenizer)
-    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, end=tokenizer.end)
+    shape = gpt2.Shape(
+        layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, end=tokenizer.eos_id
+    )
     weights = [
         (name, values * np.float32(8) if values.ndim == 2 else values) for name, values in initial_weights(shape, 3)
     ]

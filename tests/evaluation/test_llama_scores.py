@@ -32,7 +32,7 @@ LONG = 4096
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> Path:
     family, folder = open_family("llama"), tmp_path_factory.mktemp("llama")
     sizes = ShapeConfig(layers=2, heads=4, kv_heads=2, width=32, positions=LONG, qk_norm=True)
-    shape = family.shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, end=tokenizer.end)
+    shape = family.shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, end=tokenizer.eos_id)
     (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))
     tokenizer.save(folder)
@@ -57,11 +57,11 @@ def test_packed_continuations_have_transformers_scores(
 ) -> None:
     model, pairs = AutoModelForCausalLM.from_pretrained(folder), shared_contexts(6, scorer.vocab)
     monkeypatch.setattr(scorer_torch, "CPU_ROW_TOKENS", 200)
-    assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.end) for pair in pairs])
+    assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.eos_id) for pair in pairs])
 
 
 def test_a_short_text_does_not_fill_the_context(scorer: TorchScorer, folder: Path, new_store: MakeStore) -> None:
-    model, ids, end = AutoModelForCausalLM.from_pretrained(folder), [5, 8, 13, 21, 34, 55], scorer.tokenizer.end
+    model, ids, end = AutoModelForCausalLM.from_pretrained(folder), [5, 8, 13, 21, 34, 55], scorer.tokenizer.eos_id
     shapes: list[tuple[int, ...]] = []
     hook = scorer.net.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
     found = scorer.sum_losses(new_store(ids), length=LONG, stride=LONG)

@@ -52,7 +52,7 @@ def test_the_loss_equals_that_of_transformers(checkpoint: Checkpoint, life: Path
     store = open_store(life / "tokens" / "valid")
     scorer = scorer_of(checkpoint, 5)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
-    wanted = reference(model, store.ids.tolist(), scorer.tokenizer.end, length, stride)
+    wanted = reference(model, store.ids.tolist(), scorer.tokenizer.eos_id, length, stride)
     found = scorer.sum_losses(store, length=length, stride=stride)
     assert found.tokens == store.tokens
     assert found.loss == pytest.approx(wanted, rel=1e-5)
@@ -96,7 +96,7 @@ class UniformNet(nn.Module):
 
 def uniform_scorer(vocab: int, batch: int) -> TorchScorer:
     net: Any = UniformNet(vocab)
-    no_checkpoint, tokenizer = cast(Checkpoint, None), cast(TextTokenizer, SimpleNamespace(end=0))
+    no_checkpoint, tokenizer = cast(Checkpoint, None), cast(TextTokenizer, SimpleNamespace(eos_id=0))
     return TorchScorer(no_checkpoint, net, tokenizer, batch)
 
 

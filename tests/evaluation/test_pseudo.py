@@ -51,11 +51,11 @@ def scorer_of(folder: Path, batch: int = 4, share: Share | None = None) -> Maske
 def loop(bert: tuple[Path, Any, Any], context: list[int], text: list[int]) -> tuple[float, list[bool]]:
     """Mask each token in turn, one forward pass each: the score, and whether each token is the likeliest."""
     _, net, tokenizer = bert
-    ids = [tokenizer.classifier, *context, *text, tokenizer.separator]
+    ids = [tokenizer.cls_id, *context, *text, tokenizer.sep_id]
     total, likeliest = 0.0, []
     for place in range(1 + len(context), 1 + len(context) + len(text)):
         masked = torch.tensor([ids])
-        masked[0, place] = tokenizer.mask
+        masked[0, place] = tokenizer.mask_id
         with torch.no_grad():
             logits = net(masked).logits[0, place].double()
         total += float(logits.log_softmax(-1)[ids[place]])

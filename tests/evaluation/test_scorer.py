@@ -78,7 +78,7 @@ def test_scores_equal_those_of_transformers(scorer: TorchScorer, model: Any) -> 
         pairs += [(context, likeliest), (context, [*likeliest[:-1], (likeliest[-1] + 1) % scorer.vocab])]
     assert any(not context for context, _ in pairs)
     assert any(len(context) + len(continuation) > scorer.positions + 1 for context, continuation in pairs)
-    wanted = [reference(model, *pair, scorer.tokenizer.end) for pair in pairs]
+    wanted = [reference(model, *pair, scorer.tokenizer.eos_id) for pair in pairs]
     assert [one.greedy for one in wanted][-4:] == [True, False, True, False]
     assert_equal(scorer.score_tokens(pairs), wanted)
 
@@ -102,7 +102,7 @@ def test_shared_contexts_and_packed_rows_change_nothing(
     """Rows with one text, and rows longer than the model's positions that hold many."""
     monkeypatch.setattr(scorer_torch, "CPU_ROW_TOKENS", row_tokens)
     pairs = shared_contexts(9, scorer.vocab)
-    assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.end) for pair in pairs])
+    assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.eos_id) for pair in pairs])
 
 
 def test_a_short_context_is_not_shared_by_everything() -> None:
@@ -147,7 +147,7 @@ def test_a_family_in_a_file_with_fewer_key_heads(tmp_path: Path, tokenizer: Text
     """Rotary positions and grouped-query attention: packed rows equal each pair scored alone."""
     family: Any = open_family(str(Path(__file__).parents[1] / "support" / "mynet.py"))
     config = RunConfig(model=ModelConfig(family=str(Path(__file__).parents[1] / "support" / "mynet.py")))
-    shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=32)
+    shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.eos_id, length=32)
     net = new_net(shape, torch.device("cpu"))
     fill(net, initial_weights(shape, 1), "mynet")
     scorer = TorchScorer(cast(Checkpoint, SimpleNamespace(folder=tmp_path)), net, tokenizer, 4)

@@ -50,7 +50,7 @@ class ParrotGenerator(Generator):
         super().__init__(Parrot(dataclasses.replace(shape, positions=len(self.text_ids) + 8)), tokenizer)
 
     def new_slots(self, slots: int, length: int) -> ParrotSlots:
-        return ParrotSlots(self.net, [*self.text_ids, *[self.tokenizer.end] * 8], slots, length)
+        return ParrotSlots(self.net, [*self.text_ids, *[self.tokenizer.eos_id] * 8], slots, length)
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def tokenizer() -> TextTokenizer:
 @pytest.fixture(scope="session")
 def shape(tokenizer: TextTokenizer) -> gpt2.Shape:
     """A net with two small blocks."""
-    return gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
+    return gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.eos_id)
 
 
 @pytest.fixture(scope="session")

@@ -47,11 +47,11 @@ def test_greedy_text_equals_transformers_for_fifty_prompts(generator: Generator,
     tokenizer, prompts = generator.tokenizer, prompts_of(language, 50)
     contexts = [tokenizer.encode(prompt)[:70] for prompt in prompts]
     longest = max(map(len, contexts))
-    ids = torch.tensor([[tokenizer.end] * (longest - len(context)) + context for context in contexts])
+    ids = torch.tensor([[tokenizer.eos_id] * (longest - len(context)) + context for context in contexts])
     mask = torch.tensor([[0] * (longest - len(context)) + [1] * len(context) for context in contexts])
-    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.end}
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.eos_id}
     wanted = theirs.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
-    wanted = [row[: row.index(tokenizer.end)] if tokenizer.end in row else row for row in wanted]
+    wanted = [row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row for row in wanted]
     sample = SampleConfig(temperature=0, max_tokens=24)
     found: list[list[int]] = [[] for _ in contexts]
     for place, event in generator.run([Request(tuple(context), sample) for context in contexts], 16):
@@ -127,7 +127,7 @@ def test_samples_follow_the_reference_probabilities(generator: Generator, theirs
     bias = ((5, 3.0), (int(scores.argmax()), -4.0)) if option == "bias" else ()
     samples = [SampleConfig(seed=seed, **{"temperature": 1.0, **OPTIONS[option]}) for seed in range(DRAWS)]
     first = sampling.new_state(
-        samples[0], prompt, ends=(tokenizer.end,), bias=bias, vocab=tokenizer.vocab, device=scores.device
+        samples[0], prompt, ends=(tokenizer.eos_id,), bias=bias, vocab=tokenizer.vocab, device=scores.device
     )
     for id_ in NEW_IDS:
         first.add(id_)
@@ -135,7 +135,7 @@ def test_samples_follow_the_reference_probabilities(generator: Generator, theirs
     states = [dataclasses.replace(first, sample=one) for one in samples]
     found = sampling.choose_next_ids(scores.expand(DRAWS, -1), states, sampling.collect_rules(states, scores.device))
     counts = torch.bincount(found, minlength=tokenizer.vocab).double()
-    wanted = reference_probabilities(scores, option, prompt, tokenizer.end) * DRAWS
+    wanted = reference_probabilities(scores, option, prompt, tokenizer.eos_id) * DRAWS
     assert counts[wanted == 0].sum() == 0
     large = wanted >= 5
     cells = [(counts[large], wanted[large])]

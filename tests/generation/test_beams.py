@@ -63,7 +63,7 @@ def test_best_beam_equals_transformers(generator: Generator, theirs: Any, number
     prompt = " ".join(dice.choices(WORDS, k=dice.randint(1, 5)))
     ids = tokenizer.encode(prompt)
     # An end of text that these weights like: some beams must end early for the search to have a choice.
-    end = dice.choice(expected_ids(theirs, ids, sample, tokenizer.end))
+    end = dice.choice(expected_ids(theirs, ids, sample, tokenizer.eos_id))
     wanted = expected_ids(theirs, ids, sample, end)
     other = Generator(generator.net, type(tokenizer)(tokenizer.inner, end, tokenizer.roles))
     [(_, done)] = other.run([Request(tuple(ids), sample)], 1)
@@ -76,7 +76,7 @@ def test_best_beam_equals_transformers(generator: Generator, theirs: Any, number
 def test_several_beams_equal_transformers(generator: Generator, theirs: Any, prompt: str) -> None:
     sample, tokenizer = SampleConfig(beams=4, count=3, max_tokens=12), generator.tokenizer
     ids = tokenizer.encode(prompt)
-    wanted = expected_beams(theirs, ids, sample, tokenizer.end)
+    wanted = expected_beams(theirs, ids, sample, tokenizer.eos_id)
     texts = [one.text for one in generator.samples([prompt], sample, sample.count)]
     assert [prompt + text for text in texts] == [tokenizer.decode([*ids, *one]) for one in wanted]
     assert len(set(texts)) == 3
@@ -85,7 +85,7 @@ def test_several_beams_equal_transformers(generator: Generator, theirs: Any, pro
 def test_beam_search_can_end_early(generator: Generator, theirs: Any) -> None:
     """Without this, the test above would not cover beams that end before the limit."""
     ids, sample = generator.tokenizer.encode("The mill"), SampleConfig(beams=3, max_tokens=20)
-    liked = set(expected_ids(theirs, ids, sample, generator.tokenizer.end))
+    liked = set(expected_ids(theirs, ids, sample, generator.tokenizer.eos_id))
     assert min(len(expected_ids(theirs, ids, sample, end)) for end in liked) < 20
 
 

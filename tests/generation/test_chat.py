@@ -34,12 +34,12 @@ class PlainTemplate:
     """A template that separates turns by end-of-text tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer, self.stop_ids = tokenizer, (tokenizer.end,)
+        self.tokenizer, self.stop_ids = tokenizer, (tokenizer.eos_id,)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         ids = []
         for message in messages:
-            ids += [*self.tokenizer.encode(f"{message['role'][0]} {message['content']}"), self.tokenizer.end]
+            ids += [*self.tokenizer.encode(f"{message['role'][0]} {message['content']}"), self.tokenizer.eos_id]
         return [*ids, *self.tokenizer.encode("a ")] if add_generation_prompt else ids
 
 

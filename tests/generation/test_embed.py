@@ -106,7 +106,7 @@ def test_padding_may_be_longer_than_the_context(tmp_path: Path) -> None:
     texts = ["the mill"] * 32 + ["a"]
     found = opened(tmp_path).embed(texts)
     for text, vector in zip(texts[-2:], found[-2:], strict=True):
-        ids = [tokenizer.classifier, *tokenizer.encode(text), tokenizer.separator][:8]
+        ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id][:8]
         with torch.no_grad():
             assert np.abs(net(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy() - vector).max() < 1e-5
 
@@ -115,12 +115,12 @@ def test_a_next_token_model_gives_the_mean_of_its_states(tmp_path: Path) -> None
     import transformers
 
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=64, positions=32, vocab=tokenizer.vocab, end=tokenizer.end)
+    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=64, positions=32, vocab=tokenizer.vocab, end=tokenizer.eos_id)
     folder = write_model(tmp_path / "run", tokenizer, shape).folder
     net = transformers.GPT2Model.from_pretrained(folder).eval()
     found = opened(folder).embed([*TEXT, ""])
     for text, vector in zip([*TEXT, ""], found, strict=True):
-        ids = (tokenizer.encode(text) or [tokenizer.end])[:32]
+        ids = (tokenizer.encode(text) or [tokenizer.eos_id])[:32]
         with torch.no_grad():
             wanted = net(torch.tensor([ids])).last_hidden_state[0].mean(0)
         assert np.abs(vector - wanted.numpy()).max() < 1e-4
@@ -155,7 +155,7 @@ def test_the_command_prints_lines_and_writes_matrices(
         second = [json.loads(line)["embedding"] for line in Path("vectors.jsonl").read_text().splitlines()]
         assert np.array_equal(first, np.array(second, np.float32)), "nine digits are enough"
         for text, vector in zip(texts[:2], first, strict=False):
-            ids = [tokenizer.classifier, *tokenizer.encode(text), tokenizer.separator]
+            ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
             with torch.no_grad():
                 wanted = net(torch.tensor([ids])).last_hidden_state[0, 0].numpy()
             assert np.abs(vector - wanted).max() < 1e-5

@@ -64,7 +64,10 @@ def test_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, tokeniz
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_is_decoded_completely(tokenizer: TextTokenizer, text: str) -> None:
-    for stream in (WindowTextDecoder(tokenizer, [tokenizer.end]), text_decoder_factory(tokenizer)([tokenizer.end])):
+    for stream in (
+        WindowTextDecoder(tokenizer, [tokenizer.eos_id]),
+        text_decoder_factory(tokenizer)([tokenizer.eos_id]),
+    ):
         texts = [stream.add(id_) for id_ in tokenizer.encode(text)]
         assert "".join([*texts, stream.end()]) == text
         assert REPLACEMENT in text or not any(REPLACEMENT in text_part for text_part in texts)
@@ -88,7 +91,7 @@ def test_bytes_of_every_token_equal_the_librarys(tokenizer: TextTokenizer) -> No
     assert [one.decode("utf-8", "replace") for one in token_bytes] == [
         tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)
     ]
-    assert token_bytes[tokenizer.end] == b"<|endoftext|>"
+    assert token_bytes[tokenizer.eos_id] == b"<|endoftext|>"
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
@@ -150,7 +153,7 @@ def test_continuation_does_not_depend_on_other_prompts(generator: Generator) -> 
 
 
 def test_special_token_in_a_prompt_is_plain_text(generator: Generator) -> None:
-    assert generator.tokenizer.end not in generator.encode_prompt("<|endoftext|>")
+    assert generator.tokenizer.eos_id not in generator.encode_prompt("<|endoftext|>")
 
 
 def test_new_tokens_are_limited_to_the_positions_with_one_warning(
@@ -177,7 +180,7 @@ def test_sliding_context_keeps_the_last_half(
             view = seen[-positions // 2 :]
         with torch.no_grad():
             scores = theirs(torch.tensor([view])).logits[0, -1]
-        scores[tokenizer.end] = -torch.inf
+        scores[tokenizer.eos_id] = -torch.inf
         wanted.append(int(scores.argmax()))
         seen, view = [*seen, wanted[-1]], [*view, wanted[-1]]
     sample = SampleConfig(max_tokens=150, min_tokens=150, temperature=0)

@@ -257,7 +257,7 @@ def test_blocks_with_tables_of_their_own_cannot_be_chosen() -> None:
 def write_model(folder: Path, name: str) -> Any:
     """A model folder; returns its shape."""
     tokenizer = korean_tokenizer(vocab=420)
-    shape = replace(shape_of(name), vocab=tokenizer.vocab, end=tokenizer.end)
+    shape = replace(shape_of(name), vocab=tokenizer.vocab, end=tokenizer.eos_id)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(FAMILY.hf_config_of(shape)))
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))

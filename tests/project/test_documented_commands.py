@@ -167,8 +167,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             intermediate_size=64,
             max_position_embeddings=64,
             vocab_size=tokenizer.vocab,
-            bos_token_id=tokenizer.end,
-            eos_token_id=tokenizer.end,
+            bos_token_id=tokenizer.eos_id,
+            eos_token_id=tokenizer.eos_id,
         )
     )
     for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files", "SmolLM2-135M"):

@@ -41,7 +41,7 @@ def bert(new_live: Callable[..., Live], folder: Path, reference: Any) -> Live:
 
 def embedding_of(reference: tuple[Any, Any], text: str) -> np.ndarray:
     net, tokenizer = reference
-    ids = [tokenizer.classifier, *tokenizer.encode(text), tokenizer.separator]
+    ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
     with torch.no_grad():
         states: np.ndarray = net.bert(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy()
     return states
@@ -103,12 +103,12 @@ def test_filled_masks_equal_transformers(bert: Live, reference: tuple[Any, Any],
     reply = web.post(f"{bert.url}/fill", json={"prompt": prompts, "top_k": 3}).json()
     for prompt, one in zip(prompts, reply["data"], strict=True):
         parts = [tokenizer.encode(part) for part in prompt.split("[MASK]")]
-        ids = [tokenizer.classifier, *parts[0]]
+        ids = [tokenizer.cls_id, *parts[0]]
         for part in parts[1:]:
-            ids += [tokenizer.mask, *part]
+            ids += [tokenizer.mask_id, *part]
         with torch.no_grad():
-            logits = net(torch.tensor([[*ids, tokenizer.separator]])).logits[0]
-        chances = logits[[place for place, id_ in enumerate(ids) if id_ == tokenizer.mask]].softmax(-1)
+            logits = net(torch.tensor([[*ids, tokenizer.sep_id]])).logits[0]
+        chances = logits[[place for place, id_ in enumerate(ids) if id_ == tokenizer.mask_id]].softmax(-1)
         values, tokens = chances.topk(3)
         assert [[choice["id"] for choice in mask] for mask in one["masks"]] == tokens.tolist()
         found = [[choice["probability"] for choice in mask] for mask in one["masks"]]

@@ -208,7 +208,7 @@ def test_padded_samples_have_one_document_each(
     if max(lengths) < 2:
         lengths = [*lengths, 2]
     store = store_of(tmp_path_factory.mktemp("padded"), lengths)
-    padded = PaddedLayout(store, length=length, seed=seed, pad=0, long_documents=long, end_token=999 if close else None)
+    padded = PaddedLayout(store, length=length, seed=seed, pad_id=0, long_documents=long, eos_id=999 if close else None)
     expected = []
     for end, size in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         document = list(range(end - size + 1, end + 1))
@@ -223,7 +223,7 @@ def test_padded_samples_have_one_document_each(
     found = list(zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True))
     assert sorted(found) == sorted(expected)
     natural = PaddedLayout(
-        store, length=length, seed=None, pad=0, long_documents=long, end_token=999 if close else None
+        store, length=length, seed=None, pad_id=0, long_documents=long, eos_id=999 if close else None
     ).build_samples(np.arange(padded.samples_per_epoch))
     assert list(zip(natural.inputs.tolist(), natural.labels.tolist(), strict=True)) == expected
 
@@ -306,7 +306,7 @@ def test_cached_prefix_sums_are_written_once_and_give_the_same_batches(
     def made(folder: Path | None) -> list[Any]:
         return [
             PackedLayout(store, length=6, seed=4, folder=folder),
-            PaddedLayout(store, length=6, seed=4, pad=0, folder=folder),
+            PaddedLayout(store, length=6, seed=4, pad_id=0, folder=folder),
         ]
 
     wanted = [layout.build_samples(np.arange(2 * layout.samples_per_epoch)).inputs for layout in made(None)]
@@ -328,7 +328,7 @@ def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
     assert PackedLayout(store, length=4, seed=1, vocab=31).build_samples(np.arange(8)).inputs.max() <= 30
     for layout in (
         PackedLayout(store, length=4, seed=1, vocab=30),
-        PaddedLayout(store, length=4, seed=1, pad=0, vocab=30),
+        PaddedLayout(store, length=4, seed=1, pad_id=0, vocab=30),
     ):
         with pytest.raises(TextmillError, match="token id 30, but the tokenizer's vocabulary has 30 tokens"):
             layout.build_samples(np.arange(8))

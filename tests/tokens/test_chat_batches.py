@@ -35,7 +35,7 @@ def new_store(folder: Path, conversations: list[tuple[list[int], list[int]]]) ->
 
 
 def test_conversations_are_packed_into_a_sample(tmp_path: Path) -> None:
-    layout = ChatLayout(new_store(tmp_path, [SHORT, TINY, SHORT, LONG]), length=10, seed=None, pad=PAD)
+    layout = ChatLayout(new_store(tmp_path, [SHORT, TINY, SHORT, LONG]), length=10, seed=None, pad_id=PAD)
     rows = layout.build_samples(np.arange(3))
     assert layout.samples_per_epoch == 3, "5 + 3 positions, then 5, then a long one"
     assert rows.inputs.tolist() == [
@@ -66,7 +66,7 @@ def test_truncation_against_hand_written_labels(
     tmp_path: Path, cut: str, length: int, inputs: list[int], labels: list[int]
 ) -> None:
     store = new_store(tmp_path, [LONG])
-    rows = ChatLayout(store, length=length, seed=None, pad=PAD, truncate=cut).build_samples(np.arange(1))
+    rows = ChatLayout(store, length=length, seed=None, pad_id=PAD, truncate=cut).build_samples(np.arange(1))
     assert rows.inputs.tolist() == [inputs]
     assert rows.labels.tolist() == [labels]
     left = sum(label != X for label in labels)
@@ -89,7 +89,7 @@ def random_store(folder: Path, count: int = 300) -> TokenStore:
 @pytest.mark.parametrize("seed", [None, 7])
 def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed: int | None) -> None:
     store = random_store(tmp_path)
-    layout = ChatLayout(store, length=40, seed=seed, pad=PAD, pack=pack)
+    layout = ChatLayout(store, length=40, seed=seed, pad_id=PAD, pack=pack)
     assert store.loss_mask is not None
     for epoch in range(2):
         samples = np.arange(layout.samples_per_epoch) + epoch * layout.samples_per_epoch
@@ -114,7 +114,7 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
 
 def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
     store = random_store(tmp_path)
-    one, two = (Batches([ChatLayout(store, length=40, seed=7, pad=PAD)], [1.0], BatchSizes(8)) for _ in range(2))
+    one, two = (Batches([ChatLayout(store, length=40, seed=7, pad_id=PAD)], [1.0], BatchSizes(8)) for _ in range(2))
     whole, part = one.batch_at(5), two.batch_at(5, slice(2, 4))
     assert (whole.inputs[2:4] == part.inputs).all()
     assert (whole.labels[2:4] == part.labels).all()
@@ -123,7 +123,7 @@ def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
     assert (whole.documents[2:4] == part.documents).all()
     loss_mask = sum(
         int((batch.labels != X).sum())
-        for batch in batches_in_order([ChatLayout(store, length=40, seed=None, pad=PAD)], 8)
+        for batch in batches_in_order([ChatLayout(store, length=40, seed=None, pad_id=PAD)], 8)
     )
     assert store.loss_mask is not None
     assert loss_mask == int(store.loss_mask.sum())
@@ -139,7 +139,7 @@ def test_packed_conversations_are_isolated(tmp_path: Path) -> None:
     fill(net, initial_weights(shape, 5), "the first weights")
 
     def losses(pack: bool) -> list[float]:
-        layout = ChatLayout(store, length=64, seed=None, pad=PAD, pack=pack)
+        layout = ChatLayout(store, length=64, seed=None, pad_id=PAD, pack=pack)
         rows = layout.build_samples(np.arange(layout.samples_per_epoch))
         documents = None if rows.documents is None else torch.from_numpy(rows.documents)
         with torch.no_grad():
@@ -160,9 +160,9 @@ def test_a_store_of_plain_text_is_an_error(tmp_path: Path) -> None:
         TextmillError,
         match=r"has no conversations.*; make them with corpus.chat and tokenizer.chat, or set train.layout",
     ):
-        ChatLayout(open_store(tmp_path / "train"), length=8, seed=None, pad=PAD)
+        ChatLayout(open_store(tmp_path / "train"), length=8, seed=None, pad_id=PAD)
 
 
 def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match="contains token id 40, but the tokenizer's vocabulary has 40 tokens"):
-        ChatLayout(new_store(tmp_path, [SHORT]), length=8, seed=None, pad=PAD, vocab=40).build_samples(np.arange(1))
+        ChatLayout(new_store(tmp_path, [SHORT]), length=8, seed=None, pad_id=PAD, vocab=40).build_samples(np.arange(1))

@@ -161,7 +161,7 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
     ours.save(tmp_path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path)
     assert again.chat == ours.chat
-    assert theirs.eos_token_id == ours.end == again.end
+    assert theirs.eos_token_id == ours.eos_id == again.end
     # transformers returns which tokens are the assistant's, if the template marks them.
     assert ours.chat is not None
     before, after = dict(ours.chat.turns)["assistant"].split("{content}")
@@ -211,7 +211,7 @@ def test_the_dsgpt2_loss_mask_equals_that_of_dsgpt2() -> None:
         "<sys>",
         "<usr>",
     ]
-    assert (tokenizer.end, tokenizer.pad, tokenizer.begin) == (2, 1, 0)
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (2, 1, 0)
     question, answer = tokenizer.encode("안녕?"), tokenizer.encode("반가워요")
     made = rendered(tokenizer, [("user", "안녕?"), ("assistant", "반가워요")])
     user, system = [6, 0, *question, 2], [5, 0, *answer, 2]

@@ -111,7 +111,7 @@ def test_ids_are_those_of_the_algorithm(tokenizer: TextTokenizer) -> None:
 
 def test_special_tokens_and_the_saved_folder(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     assert tokenizer.vocab == len(VOCAB)
-    assert (tokenizer.unknown, tokenizer.pad, tokenizer.end) == (0, 5, len(VOCAB) - 1)
+    assert (tokenizer.unk_id, tokenizer.pad_id, tokenizer.eos_id) == (0, 5, len(VOCAB) - 1)
     tokenizer.save(tmp_path)
     again = open_tokenizer(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint

@@ -114,7 +114,7 @@ CHANGES = [lambda inner: None, digits, composed, prefixed, added, *map(pattern_o
 def test_ids_equal_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[Tokenizer], None]) -> None:
     inner = copy_of(fitted)
     change(inner)
-    encoder = open_encoder(TextTokenizer(inner, fitted.end))
+    encoder = open_encoder(TextTokenizer(inner, fitted.eos_id))
     assert isinstance(encoder, FastEncoder)
 
     @settings(max_examples=60, deadline=None)
@@ -134,7 +134,7 @@ def test_ids_equal_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[
 
 def test_special_tokens_in_a_text_are_plain_text(fitted: TextTokenizer) -> None:
     ids, _ = open_encoder(fitted).encode([f"a {END} b<|im_start|>", END])
-    assert not {fitted.end, fitted.inner.token_to_id("<|im_start|>")} & set(ids.tolist())
+    assert not {fitted.eos_id, fitted.inner.token_to_id("<|im_start|>")} & set(ids.tolist())
     assert fitted.decode(ids.tolist()) == f"a {END} b<|im_start|>{END}"
 
 

@@ -172,7 +172,7 @@ def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
             for text in texts
         ]
         assert found.to_list() == slow_rows(
-            documents, FeaturesConfig(max_length=16, min_length=6, stride=5), tokenizer.end
+            documents, FeaturesConfig(max_length=16, min_length=6, stride=5), tokenizer.eos_id
         )
         assert pq.read_schema(paths[0]).equals(SCHEMA)
     assert len(list((tokens / "features").iterdir())) > 3

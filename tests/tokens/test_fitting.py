@@ -175,7 +175,7 @@ def test_tokenize_fits_first_and_reports_it(
     prepare(config)
     tokenize(config)
     assert "no tokenizer yet; fitting one first" in capsys.readouterr().out
-    assert open_tokenizer(tmp_path / "tokenizer").end == 3  # [PAD] [UNK] [CLS] [SEP] [MASK]
+    assert open_tokenizer(tmp_path / "tokenizer").eos_id == 3  # [PAD] [UNK] [CLS] [SEP] [MASK]
 
 
 def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,7 @@ def test_a_used_tokenizer_is_copied_and_reported(shared_data: Path, tiny_texts: 
     prepare(config)
     folder = fit_tokenizer(config)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    assert open_tokenizer(folder).end == 101
+    assert open_tokenizer(folder).eos_id == 101
     assert report["all"]["by"]["this one"]["tokens"] > 0
 
 

@@ -104,7 +104,7 @@ def test_pairs_are_truncated_as_the_tokenizers_library_does(tokenizer: TextToken
         wanted = theirs.encode(*pair, add_special_tokens=False)
         first = [id_ for id_, type_ in zip(wanted.ids, wanted.type_ids, strict=True) if type_ == 0]
         second = wanted.ids[len(first) :]
-        separator = tokenizer.separator
+        separator = tokenizer.sep_id
         assert sample.ids.tolist() == [encoder.first, *first, separator, *second, separator]
         assert sample.labels.tolist() == [1, *[IGNORED] * (len(sample.ids) - 1)]
 
@@ -135,7 +135,7 @@ def new_layout(tmp_path: Path, lengths: list[int], seed: int | None = 3) -> Labe
         store.add([[1, *[10 + number] * (length - 2), 2] for number, length in enumerate(lengths)])
     labels = np.concatenate([[number, *[IGNORED] * (length - 1)] for number, length in enumerate(lengths)])
     labels.astype(np.int32).tofile(labels_path(tmp_path / "train"))
-    return LabelledLayout(open_store(tmp_path / "train"), length=200, seed=seed, pad=0, separator=2)
+    return LabelledLayout(open_store(tmp_path / "train"), length=200, seed=seed, pad_id=0, sep_id=2)
 
 
 def test_each_sample_once_in_an_epoch_and_the_same_for_any_part(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_second_segment_starts_after_the_first_separator(tmp_path: Path) -> 
     with StoreWriter(tmp_path / "train", np.dtype(np.uint16)) as store:
         store.add([[1, 7, 8, 2, 9, 2], [1, 7, 2]])
     np.full(9, IGNORED, np.int32).tofile(labels_path(tmp_path / "train"))
-    layout = LabelledLayout(open_store(tmp_path / "train"), length=8, seed=None, pad=2, separator=2)
+    layout = LabelledLayout(open_store(tmp_path / "train"), length=8, seed=None, pad_id=2, sep_id=2)
     types = layout.build_samples(np.arange(2)).types
     assert types is not None
     assert types.tolist() == [[0, 0, 0, 0, 1, 1, 0, 0], [0] * 8]
@@ -169,7 +169,7 @@ def test_a_store_without_labels_is_refused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "train", np.dtype(np.uint16)) as store:
         store.add([[1, 7, 2]])
     with pytest.raises(TextmillError, match=r"has no labels, which train\.layout=labelled needs"):
-        LabelledLayout(open_store(tmp_path / "train"), length=8, seed=None, pad=0, separator=2)
+        LabelledLayout(open_store(tmp_path / "train"), length=8, seed=None, pad_id=0, sep_id=2)
 
 
 @pytest.mark.parametrize("task", [SEQUENCES, WORDS, ANSWERS])

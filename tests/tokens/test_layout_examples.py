@@ -40,7 +40,7 @@ def test_packed(store: TokenStore) -> None:
 
 
 def test_padded(store: TokenStore) -> None:
-    arrays = PaddedLayout(store, length=4, seed=None, pad=PAD).build_samples(np.arange(3))
+    arrays = PaddedLayout(store, length=4, seed=None, pad_id=PAD).build_samples(np.arange(3))
     assert arrays.inputs.tolist() == [[1, 2, 3, 0], [4, 5, 0, PAD], [6, 7, 8, 9]]
     assert arrays.labels.tolist() == [[2, 3, 0, NONE], [5, 0, NONE, NONE], [7, 8, 9, 0]]
 
@@ -48,7 +48,7 @@ def test_padded(store: TokenStore) -> None:
 def test_chat(tmp_path: Path) -> None:
     conversations = write_store(tmp_path, [1, 2, 3, 0], [4, 5, 0])
     masked = replace(conversations, loss_mask=np.array([0, 0, 1, 1, 0, 1, 1], np.uint8))
-    arrays = ChatLayout(masked, length=6, seed=None, pad=PAD).build_samples(np.arange(1))
+    arrays = ChatLayout(masked, length=6, seed=None, pad_id=PAD).build_samples(np.arange(1))
     assert arrays.inputs.tolist() == [[1, 2, 3, 4, 5, PAD]]
     assert arrays.labels.tolist() == [[NONE, 3, 0, 5, 0, NONE]]
     assert arrays.documents is not None

@@ -55,16 +55,16 @@ def test_punctuation_and_chinese_characters_are_words(kind: str) -> None:
 def test_special_tokens_of_each_kind(tmp_path: Path) -> None:
     wordpiece = masked_tokens_of(tokenizer_of("wordpiece"), MaskedConfig())
     named = [tokenizer_of("wordpiece").inner.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")]
-    assert [wordpiece.cls, wordpiece.sep, wordpiece.pad, wordpiece.rule.mask] == named
+    assert [wordpiece.cls_id, wordpiece.sep_id, wordpiece.pad_id, wordpiece.rule.mask_id] == named
     fitted = tokenizer_of("unigram", special_tokens=["<mask>"])
     unigram = masked_tokens_of(fitted, MaskedConfig())
-    assert [unigram.cls, unigram.sep, unigram.pad, unigram.rule.mask] == [
+    assert [unigram.cls_id, unigram.sep_id, unigram.pad_id, unigram.rule.mask_id] == [
         fitted.inner.token_to_id(name) for name in ("<s>", "</s>", "<pad>", "<mask>")
     ]
     fitted.save(tmp_path)
     opened = AutoTokenizer.from_pretrained(tmp_path)
-    assert opened("mill", "wheel")["input_ids"][0] == unigram.cls
-    assert opened("mill", "wheel")["input_ids"].count(unigram.sep) == 2
+    assert opened("mill", "wheel")["input_ids"][0] == unigram.cls_id
+    assert opened("mill", "wheel")["input_ids"].count(unigram.sep_id) == 2
     with pytest.raises(TextmillError, match=r"no mask token.*tokenizer\.special_tokens=<mask>"):
         masked_tokens_of(tokenizer_of("unigram"), MaskedConfig())
 

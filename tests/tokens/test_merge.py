@@ -36,7 +36,7 @@ def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer:
             f"{split}.{end}": manifest_entry(folder / f"{split}.{end}") for end in ("bin", "idx", "lineage.parquet")
         }
         splits[split] = {"documents": len(rows), "tokens": sum(map(len, rows)), "bytes": 7, "words": 3}
-    facts = {"tokenizer": tokenizer, "vocab": 99, "end": 0, "splits": splits}
+    facts = {"tokenizer": tokenizer, "vocab": 99, "eos_id": 0, "splits": splits}
     write_json(
         folder / "manifest.json",
         {"verb": "tokenize", "fingerprint": folder.name, **facts, "files": files, "made_from": {}},

@@ -111,7 +111,7 @@ def test_the_same_special_tokens(pair: tuple[str, TextTokenizer, Any, Path], tmp
 
     name, ours, theirs, path = pair
     pad = None if theirs.pad_id() < 0 else theirs.pad_id()
-    assert (ours.vocab, ours.end, ours.begin, ours.unknown, ours.pad) == (
+    assert (ours.vocab, ours.eos_id, ours.bos_id, ours.unk_id, ours.pad_id) == (
         len(theirs),
         theirs.eos_id(),
         theirs.bos_id(),

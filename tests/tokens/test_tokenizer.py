@@ -63,7 +63,7 @@ def unigram() -> TextTokenizer:
 def test_decode_undoes_encode(tokenizer: TextTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.end not in ids, "text that looks like a special token is plain text"
+    assert tokenizer.eos_id not in ids, "text that looks like a special token is plain text"
 
 
 @settings(max_examples=200, deadline=None)
@@ -107,10 +107,10 @@ def test_transformers_opens_every_kind(kind: str, settings_: dict[str, Any], tmp
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("KING RICHARD:\nNow is the winter of 1483", *TRICKY):
         assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
-    assert (theirs.pad_token_id, theirs.mask_token_id) == (tokenizer.pad, tokenizer.mask)
-    assert tokenizer.end == (theirs.sep_token_id if kind == "wordpiece" else theirs.eos_token_id)
-    assert tokenizer.begin == (theirs.cls_token_id if kind == "wordpiece" else theirs.bos_token_id)
-    assert tokenizer.unknown == (theirs.unk_token_id if theirs.unk_token_id != tokenizer.end else None)
+    assert (theirs.pad_token_id, theirs.mask_token_id) == (tokenizer.pad_id, tokenizer.mask_id)
+    assert tokenizer.eos_id == (theirs.sep_token_id if kind == "wordpiece" else theirs.eos_token_id)
+    assert tokenizer.bos_id == (theirs.cls_token_id if kind == "wordpiece" else theirs.bos_token_id)
+    assert tokenizer.unk_id == (theirs.unk_token_id if theirs.unk_token_id != tokenizer.eos_id else None)
     assert (len(theirs), open_tokenizer(tmp_path).fingerprint) == (tokenizer.vocab, tokenizer.fingerprint)
     if kind == "wordpiece":
         assert theirs("Now").input_ids == [theirs.cls_token_id, *tokenizer.encode("Now"), theirs.sep_token_id]
@@ -121,11 +121,17 @@ def test_special_tokens_of_dsgpt2_keep_their_ids(tmp_path: Path) -> None:
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>", "<unused0>", "<unused99>"]
     assert [tokenizer.inner.token_to_id(name) for name in names] == [0, 1, 2, 3, 4, 5, 6, 7, 106]
     assert tokenizer.inner.token_to_id(END) is None
-    assert (tokenizer.end, tokenizer.begin, tokenizer.pad, tokenizer.unknown, tokenizer.mask) == (2, 0, 1, 3, 4)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id, tokenizer.unk_id, tokenizer.mask_id) == (
+        2,
+        0,
+        1,
+        3,
+        4,
+    )
     tokenizer.inner.model.save(str(tmp_path), "web")
     again = open_tokenizer(tmp_path)  # dsGPT2's own names: web-vocab.json and web-merges.txt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["web-merges.txt", "web-vocab.json"]
-    assert (again.vocab, again.end, again.pad) == (700, 2, 1)
+    assert (again.vocab, again.eos_id, again.pad_id) == (700, 2, 1)
     assert again.encode("Now is <usr> the winter") == tokenizer.encode("Now is <usr> the winter")
 
 
@@ -133,10 +139,10 @@ def test_special_tokens_of_dsgpt2_keep_their_ids(tmp_path: Path) -> None:
 def test_text_that_looks_special_is_plain(kind: str) -> None:
     tokenizer = fitted(kind, special_tokens=["<usr>"])
     special = {token_id for token_id, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special} - {
-        tokenizer.unknown
+        tokenizer.unk_id
     }
     text = " ".join(["<usr>", "[SEP]", "</s>", END, "[PAD]", "<s>"])
-    assert special >= {tokenizer.end, tokenizer.inner.token_to_id("<usr>")}
+    assert special >= {tokenizer.eos_id, tokenizer.inner.token_to_id("<usr>")}
     assert not special & set(tokenizer.encode(text))
 
 
@@ -172,7 +178,7 @@ def test_rare_characters_are_bytes_or_unknown() -> None:
     known = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", **alphabet}))
     lost = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", "byte_fallback": False, **alphabet}))
     assert [known.inner.id_to_token(id_) for id_ in known.encode("字")] == ["<0xE5>", "<0xAD>", "<0x97>"]
-    assert lost.encode("字") == [lost.unknown]
+    assert lost.encode("字") == [lost.unk_id]
     wordpiece = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "wordpiece", **alphabet}))
     assert wordpiece.encode("the 字 mill")[1] == wordpiece.unknown
 
@@ -185,7 +191,7 @@ def test_transformers_opens_the_folder(tokenizer: TextTokenizer, tmp_path: Path)
     for text in ("KING RICHARD:\nNow is the winter", "물레방아 İstanbul 🙂", "  two  spaces\n\n\n"):
         assert theirs(text).input_ids == tokenizer.encode(text)
         assert theirs.decode(tokenizer.encode(text)) == text
-    assert theirs.eos_token_id == tokenizer.end
+    assert theirs.eos_token_id == tokenizer.eos_id
     assert theirs.model_max_length == 64
     assert len(theirs) == tokenizer.vocab
 
@@ -194,14 +200,18 @@ def test_a_saved_tokenizer_opens_unchanged(tokenizer: TextTokenizer, tmp_path: P
     tokenizer.save(tmp_path)
     for where in (tmp_path, tmp_path / "tokenizer.json"):
         again = open_tokenizer(where)
-        assert (again.fingerprint, again.vocab, again.end) == (tokenizer.fingerprint, tokenizer.vocab, tokenizer.end)
+        assert (again.fingerprint, again.vocab, again.eos_id) == (
+            tokenizer.fingerprint,
+            tokenizer.vocab,
+            tokenizer.eos_id,
+        )
     other = fit(iter([["another text altogether"]]), TokenizerConfig(vocab=270))
     assert other.fingerprint != tokenizer.fingerprint
 
 
 def test_gpt2s_own_files(shared_data: Path) -> None:
     gpt2 = open_tokenizer(shared_data / "gpt2_bpe")
-    assert (gpt2.vocab, gpt2.end) == (50257, 50256)
+    assert (gpt2.vocab, gpt2.eos_id) == (50257, 50256)
     assert gpt2.encode("Hello world") == [15496, 995]
 
 
@@ -213,7 +223,14 @@ def test_berts_own_vocabulary(shared_data: Path, tmp_path: Path) -> None:
     texts = [text[:2000] for language in LANGUAGES for text in texts_of(shared_data, language, 150)]
     assert all(bert.encode(text) == theirs(text, add_special_tokens=False).input_ids for text in texts)
     assert bert.inner.encode(texts[0]).ids == theirs(texts[0]).input_ids
-    assert (bert.vocab, bert.end, bert.begin, bert.pad, bert.unknown, bert.mask) == (30522, 102, 101, 0, 100, 103)
+    assert (bert.vocab, bert.eos_id, bert.bos_id, bert.pad_id, bert.unk_id, bert.mask_id) == (
+        30522,
+        102,
+        101,
+        0,
+        100,
+        103,
+    )
     cased = open_tokenizer(shared_data / "bert_vocab" / "vocab.txt", lowercase=False)
     theirs = BertTokenizer(str(shared_data / "bert_vocab" / "vocab.txt"), do_lower_case=False)
     assert all(cased.encode(text) == theirs(text, add_special_tokens=False).input_ids for text in texts[::5])
@@ -253,7 +270,7 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
         json.dumps({"eos_token": {"content": END}, "pad_token": "Ġthe", "unk_token": None})
     )
     opened = open_tokenizer(tmp_path)
-    assert (opened.pad, opened.begin, opened.unknown) == (opened.inner.token_to_id("Ġthe"), None, None)
+    assert (opened.pad_id, opened.bos_id, opened.unk_id) == (opened.inner.token_to_id("Ġthe"), None, None)
     (tmp_path / "again").mkdir()
     (tmp_path / "named").mkdir()
     opened.save(tmp_path / "again")
@@ -264,7 +281,7 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
     assert (again.pad_token, again.bos_token) == ("Ġthe", None)
     named = open_tokenizer(tmp_path, end="Ġthe")
     named.save(tmp_path / "named")
-    assert open_tokenizer(tmp_path / "named").end == named.end == opened.pad
+    assert open_tokenizer(tmp_path / "named").eos_id == named.eos_id == opened.pad
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def test_different_kinds_match_by_token_bytes(old: str, new: str, tiny_texts: Pa
     texts = {id_: old_id for id_, old_id in transfer.kept.items() if not new_bytes[id_].special}
     assert len(texts) > 60
     assert all(new_bytes[id_] == old_bytes[old_id] for id_, old_id in texts.items())
-    assert transfer.kept[now.end] == before.end, "the end-of-text token is matched by its role"
+    assert transfer.kept[now.eos_id] == before.eos_id, "the end-of-text token is matched by its role"
     for id_, parts in transfer.new.items():
         joined = b"".join(old_bytes[part].data for part in parts)
-        if parts != [before.end] and before.unknown is None:
+        if parts != [before.eos_id] and before.unk_id is None:
             assert joined.strip() == new_bytes[id_].data.strip()
     assert f"{len(transfer.kept):,} of {now.vocab:,} tokens keep their vectors, {len(transfer.new):,} new ones" in str(
         transfer.summary

@@ -193,8 +193,8 @@ def test_pseudo_perplexity_of_a_split(project: Path, capsys: pytest.CaptureFixtu
     for length in store.lengths.tolist():
         ids = store.ids[start : start + length].tolist()
         start += length
-        rows = torch.tensor([[tokenizer.classifier, *ids, tokenizer.separator]] * length)
-        rows[torch.arange(length), torch.arange(1, length + 1)] = tokenizer.mask
+        rows = torch.tensor([[tokenizer.cls_id, *ids, tokenizer.sep_id]] * length)
+        rows[torch.arange(length), torch.arange(1, length + 1)] = tokenizer.mask_id
         with torch.no_grad():
             logits = net(rows).prediction_logits[torch.arange(length), torch.arange(1, length + 1)]
         loss -= float(logits.double().log_softmax(-1)[torch.arange(length), torch.tensor(ids)].sum())

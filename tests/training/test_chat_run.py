@@ -184,7 +184,7 @@ def test_the_stop_token_has_no_loss(tmp_path: Path) -> None:
     folder = prepare_and_tokenize(config)
     ids, path = np.asarray(open_store(folder / "train").ids), loss_mask_path(folder / "train")
     mask = np.fromfile(path, np.uint8)
-    mask[ids == open_tokenizer(tmp_path / "out" / "tokenizer").end] = 0
+    mask[ids == open_tokenizer(tmp_path / "out" / "tokenizer").eos_id] = 0
     mask.tofile(path)
     with pytest.raises(
         TextmillError,

@@ -234,13 +234,13 @@ def open_data(config: RunConfig) -> Data:
     if config.tokens.use or (config.folder_of("tokens") / MANIFEST).is_file():
         splits = open_splits(config)
         tokens = config.plan.tokens or sum(store.tokens for store in splits.stores("train"))
-        return Data(splits.tokenizer.vocab, splits.tokenizer.end, splits, tokens)
+        return Data(splits.tokenizer.vocab, splits.tokenizer.eos_id, splits, tokens)
     if (config.folder_of("tokenizer") / MANIFEST).is_file():
         tokenizer = open_tokenizer(config.folder_of("tokenizer"))
-        return Data(tokenizer.vocab, tokenizer.end, None, config.plan.tokens)
+        return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
     if config.tokenizer.use:
         tokenizer = open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
-        return Data(tokenizer.vocab, tokenizer.end, None, config.plan.tokens)
+        return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
     return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
 
 

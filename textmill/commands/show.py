@@ -334,7 +334,7 @@ def show_model(folder: Path) -> None:
     _print_progress(folder)
     if (tokenizer_folder(folder) / "tokenizer.json").is_file():
         tokenizer = open_tokenizer(tokenizer_folder(folder))
-        print(f"  tokenizer: {tokenizer.vocab:,} entries, end of text is token {tokenizer.end}")
+        print(f"  tokenizer: {tokenizer.vocab:,} entries, end of text is token {tokenizer.eos_id}")
     parts: Counter[str] = Counter()
     for weight in weights_of(shape):
         parts[re.sub(r"\.\d+\.", ".*.", weight.stem.removesuffix(".bias"))] += weight.size

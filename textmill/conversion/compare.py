@@ -142,12 +142,12 @@ def check_tokenizer(
         expected = source.encode(text)
         actual = written.encode(text)
         if joins_unknown:
-            expected = _join_unknown(expected, source.unknown)
-            actual = _join_unknown(actual, source.unknown)
+            expected = _join_unknown(expected, source.unk_id)
+            actual = _join_unknown(actual, source.unk_id)
         if expected != actual:
             raise _failed(where, f"its tokenizer gives other ids for {text[:40]!r}")
-    if source.end != written.end:
-        raise _failed(where, f"its end-of-text token is {written.end}, the model has {source.end}")
+    if source.eos_id != written.eos_id:
+        raise _failed(where, f"its end-of-text token is {written.eos_id}, the model has {source.eos_id}")
     return f"ids of {len(texts)} texts are equal"
 
 

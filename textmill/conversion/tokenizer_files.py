@@ -67,7 +67,7 @@ def _write(tokenizer: TextTokenizer, folder: Path) -> Files:
     elif tree["model"]["type"] == "BPE" and is_byte_level(tree):
         contents = _gpt2_files(tokenizer, tree)
     elif is_sentencepiece(tree):
-        ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end, "pad_token": tokenizer.pad}
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
         model, vocab = sentencepiece_files(tokenizer.inner, ids)
         contents = {"tokenizer.model": model, "tokenizer.vocab": vocab.encode()}
     else:

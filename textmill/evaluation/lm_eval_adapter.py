@@ -58,7 +58,7 @@ class ScorerLM(LM):  # type: ignore[misc]
         pairs: list[Pair] = []
         text_of_pair: list[int] = []
         for number, ids in enumerate(tokenizer.encode_many([request.args[0] for request in requests])):
-            text_pairs = list(rolling_pairs(ids.tolist(), tokenizer.end, window, window))
+            text_pairs = list(rolling_pairs(ids.tolist(), tokenizer.eos_id, window, window))
             pairs += text_pairs
             text_of_pair += [number] * len(text_pairs)
         sums = [0.0] * len(requests)
@@ -182,7 +182,7 @@ def write_greedily(scorer: TorchScorer, prompt: str, stops: Sequence[str], max_t
     tokenizer = scorer.tokenizer
     device = scorer.net.head.device
     max_tokens = min(max_tokens, scorer.positions - 1)
-    ids = (tokenizer.encode(prompt) or [tokenizer.end])[-(scorer.positions - max_tokens) :]
+    ids = (tokenizer.encode(prompt) or [tokenizer.eos_id])[-(scorer.positions - max_tokens) :]
     heads, width = net.cache_shape
     cache = Cache(net.shape.layers, heads, width, 1, scorer.positions, device, scorer.dtype)
     cache.read(torch.zeros(1, dtype=torch.long, device=device))
@@ -193,9 +193,9 @@ def write_greedily(scorer: TorchScorer, prompt: str, stops: Sequence[str], max_t
             token = int(net.logits(net(new, cache=cache)[:, -1]).argmax())
             written.append(token)
             text = tokenizer.decode(written)
-            if token == tokenizer.end or any(stop in text for stop in stops if stop):
+            if token == tokenizer.eos_id or any(stop in text for stop in stops if stop):
                 break
             new = torch.tensor([[token]], device=device)
             cache.extend(torch.tensor([[position]], device=device), position + 1)
-    text = tokenizer.decode([token for token in written if token != tokenizer.end])
+    text = tokenizer.decode([token for token in written if token != tokenizer.eos_id])
     return min((text.split(stop)[0] for stop in stops if stop), key=len, default=text)

@@ -170,9 +170,9 @@ def warn_if_foreign_tokenizer(scorer: Scorer, end: int) -> None:
     """Warn if the end-of-text token or the size of the tokenizer does not fit the model's config.json."""
     tokenizer = scorer.tokenizer
     folder = format_path(scorer.checkpoint.folder)
-    if end < scorer.vocab and end != tokenizer.end:
+    if end < scorer.vocab and end != tokenizer.eos_id:
         warn(
-            f"{folder}: config.json has {end} as end-of-text token, its tokenizer {tokenizer.end}; check that the "
+            f"{folder}: config.json has {end} as end-of-text token, its tokenizer {tokenizer.eos_id}; check that the "
             "tokenizer belongs to the model"
         )
     elif tokenizer.vocab < 0.9 * scorer.vocab:

@@ -197,7 +197,7 @@ class TorchScorer(TextScorer):
 
         A context that several pairs have is computed once. Rows have texts of similar length, or several texts."""
         self._check(pairs)
-        trees = build_trees(pairs, end=self.tokenizer.end, positions=self.positions)
+        trees = build_trees(pairs, end=self.tokenizer.eos_id, positions=self.positions)
         is_cpu = self.net.head.device.type == "cpu"
         batch_tokens = self.batch * self.positions
         batches = pack(
@@ -230,7 +230,7 @@ class TorchScorer(TextScorer):
 
     def _score_rows(self, packed: list[list[Tree]]) -> Callable[[], dict[int, Score]]:
         """Queue a batch on the device; return a function that waits for its scores, by the number of the pair."""
-        rows = fill_rows(packed, self.tokenizer.end)
+        rows = fill_rows(packed, self.tokenizer.eos_id)
         cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
         wait_for_result = token_log_likelihoods(
             self.net, rows.ids_NT, rows.places_M, rows.labels_M, self.dtype, cache=cache, greedy=True
@@ -249,7 +249,7 @@ class TorchScorer(TextScorer):
         seed: int = 0,
     ) -> StoreLoss:
         """Sum the loss of every token of a store once; see Scorer. window_batches says which window predicts what."""
-        end = self.tokenizer.end
+        end = self.tokenizer.eos_id
         first_input = end if predict_first else None
         count = count_windows(store, length=length, stride=stride, first_input=first_input)
         windows = _sample_windows(count, sample, seed)
@@ -285,7 +285,13 @@ class TorchScorer(TextScorer):
     def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
         layout = ChatLayout(
-            store, length=length, seed=None, pad=self.tokenizer.end, truncate=truncate, pack=False, vocab=self.vocab
+            store,
+            length=length,
+            seed=None,
+            pad_id=self.tokenizer.eos_id,
+            truncate=truncate,
+            pack=False,
+            vocab=self.vocab,
         )
         starts = range(0, layout.samples_per_epoch, self.batch)
         with progress("evaluate", total=layout.samples_per_epoch, unit="conversations") as bar:
@@ -519,13 +525,13 @@ class MaskedScorer(TextScorer):
 
     def special_ids(self) -> tuple[int, int, int]:
         """[CLS], [SEP] and [MASK]; refuse a tokenizer without them."""
-        first = self.tokenizer.classifier
-        mask = self.tokenizer.mask
+        first = self.tokenizer.cls_id
+        mask = self.tokenizer.mask_id
         if first is None or mask is None:
             raise TextmillError(
                 f"{self.checkpoint.folder}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another"
             )
-        return first, self.tokenizer.separator, mask
+        return first, self.tokenizer.sep_id, mask
 
     def _score_batch(self, number: int, batch: MaskedBatch) -> Callable[[], Numbered]:
         """Queue a batch on the device; return a function that waits for its partial scores."""

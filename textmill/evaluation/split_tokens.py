@@ -171,7 +171,7 @@ def temporary_store(texts: Iterable[str], tokenizer: TextTokenizer, *, append_en
     with TemporaryDirectory(prefix="textmill-evaluate-") as folder:
         with StoreWriter(Path(folder) / "text", dtype_for(tokenizer.vocab)) as writer:
             for block in _blocks(texts):
-                ends = [tokenizer.end] if append_end else []
+                ends = [tokenizer.eos_id] if append_end else []
                 writer.add([[*ids.tolist(), *ends] for ids in tokenizer.encode_many(block)])
         yield open_store(Path(folder) / "text")
 

@@ -85,7 +85,7 @@ class RunningBatch:
 
     def add(self, number: int, request: Request, max_new: int) -> None:
         """Let a text join at the next step; there must be a free slot."""
-        ends = tuple(dict.fromkeys((self.tokenizer.end, *request.stop_ids)))
+        ends = tuple(dict.fromkeys((self.tokenizer.eos_id, *request.stop_ids)))
         vocab = self.tokenizer.vocab
         device = self.slots.device
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)

@@ -259,7 +259,7 @@ class TextEncoder:
         special = len(self.first) + len(self.last)
         kept = np.concatenate([self.first, ids[: self.longest - special], self.last]).astype(np.int64)
         if not len(kept):  # an empty text for a model without special tokens
-            return EncodedText(np.array([self.tokenizer.end]), 1)
+            return EncodedText(np.array([self.tokenizer.eos_id]), 1)
         return EncodedText(kept, len(ids) + special)
 
 
@@ -292,10 +292,10 @@ def new_text_encoder(
     first: Sequence[int] = ()
     last: Sequence[int] = ()
     if family.OBJECTIVE == "masked":
-        if tokenizer.classifier is None:
+        if tokenizer.cls_id is None:
             raise TextmillError(f"{folder}: its tokenizer has no [CLS] token; use the one the model was trained with")
-        first = [tokenizer.classifier]
-        last = [tokenizer.separator]
+        first = [tokenizer.cls_id]
+        last = [tokenizer.sep_id]
     elif pooling.kind == "cls":
         raise TextmillError(f"embed.pooling: {folder} has no [CLS] token at the start of a text; set it to mean")
     if longest <= len(first) + len(last):

@@ -95,7 +95,7 @@ class MaskedTexts:
         for number, part in enumerate(prompt.split(self.mask)):
             ids += [self.mask_id] if number else []
             ids += self.tokenizer.encode(part)
-        return [*ids, self.tokenizer.separator]
+        return [*ids, self.tokenizer.sep_id]
 
     def check(self, prompt: str, field: str = "sample.prompt") -> int:
         """Refuse a text without a mask, or one that is too long; return the number of its tokens."""
@@ -110,8 +110,8 @@ class MaskedTexts:
 
 def new_masked_texts(tokenizer: TextTokenizer, longest: int, where: Path | str) -> MaskedTexts:
     """The masked texts of a model; `where` names it in errors."""
-    mask = tokenizer.mask
-    first = tokenizer.classifier
+    mask = tokenizer.mask_id
+    first = tokenizer.cls_id
     if mask is None or first is None:
         raise TextmillError(f"{where}: its tokenizer has no mask token such as [MASK], or no [CLS]; use another one")
     return MaskedTexts(tokenizer, longest, mask, first)

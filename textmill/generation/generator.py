@@ -143,7 +143,7 @@ class Generator:
             raise TextmillError(
                 "sample.prompt: has a lone surrogate (half of a character); give it as UTF-8 text"
             ) from None
-        return self.tokenizer.encode(prompt) or [self.tokenizer.end]
+        return self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
 
     def max_new_tokens(self, request: Request) -> int:
         """Return how many new tokens the request allows and the context has space for; warn once if it is too short."""

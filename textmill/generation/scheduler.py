@@ -338,7 +338,7 @@ class Scheduler(ModelThread[NewText]):
             sizes = {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}
             for sample, texts in product(WARM_UP_SAMPLES, sizes):
                 for number in range(texts):
-                    self._batch.add(number, Request((self.tokenizer.end,), sample), 2)
+                    self._batch.add(number, Request((self.tokenizer.eos_id,), sample), 2)
                 while not self._batch.is_empty:
                     self._batch.step()
             warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")

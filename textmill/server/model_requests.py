@@ -120,7 +120,7 @@ async def read_prompt(service: Service, text_or_ids: str | list[int], field: str
     if isinstance(text_or_ids, str):
         check_characters(service, len(text_or_ids), field)
         ids = await encode(service, text_or_ids, field)
-        prompt = Prompt(text_or_ids, tuple(ids or [tokenizer.end]), tokenizer, not ids)
+        prompt = Prompt(text_or_ids, tuple(ids or [tokenizer.eos_id]), tokenizer, not ids)
     else:
         if not text_or_ids:
             raise HttpError(400, f"{field}: is an empty list; send at least one token", field=field)

@@ -238,7 +238,7 @@ class Api:
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
         template = None if self.service.template is None else self.service.template.jinja
         return JSONResponse(
-            {**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": template}
+            {**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.eos_id), "chat_template": template}
         )
 
     async def models(self, _: HttpRequest) -> Response:

@@ -136,7 +136,7 @@ class JinjaTemplate:
         except TextmillError:  # it wants more turns, or other ones
             after = ""
         found = [id_ for id_ in self._encode(after) if id_ in special][:1]
-        return tuple(dict.fromkeys([*found, self.tokenizer.end]))
+        return tuple(dict.fromkeys([*found, self.tokenizer.eos_id]))
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         """The conversation as ids, as transformers renders it; special tokens in messages are plain text."""
@@ -163,7 +163,7 @@ class JinjaTemplate:
         return inner
 
     def _text(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
-        roles = {**self.tokenizer.roles, "eos_token": self.tokenizer.inner.id_to_token(self.tokenizer.end)}
+        roles = {**self.tokenizer.roles, "eos_token": self.tokenizer.inner.id_to_token(self.tokenizer.eos_id)}
         given: dict[str, Any] = {
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,

@@ -37,9 +37,9 @@ class DocumentFormat:
     """How a document is written as token ids."""
 
     level: Level
-    begin: int | None
+    bos_id: int | None
     """The token put before each document, if any."""
-    end: int | None
+    eos_id: int | None
     """The token put after each document, if any."""
     dtype: str
     chat: TurnTokens | None = None
@@ -189,7 +189,7 @@ def _encode(texts: list[str], document_format: DocumentFormat, encoder: Encoder)
 
 def add_begin_and_end(encoded: Encoded, document_format: DocumentFormat) -> Encoded:
     """Add the begin token before the first sequence of each document and the end token after the last, if requested."""
-    if document_format.begin is None and document_format.end is None:
+    if document_format.bos_id is None and document_format.eos_id is None:
         return encoded
     lengths = encoded.lengths.copy()
     ends = np.cumsum(encoded.lengths)
@@ -199,8 +199,8 @@ def add_begin_and_end(encoded: Encoded, document_format: DocumentFormat) -> Enco
     values = [encoded.ids[:0]]
     # Where an end and a begin token meet, the end comes first: np.insert is stable.
     for token, where, rows in (
-        (document_format.end, ends, last),
-        (document_format.begin, ends - encoded.lengths, first),
+        (document_format.eos_id, ends, last),
+        (document_format.bos_id, ends - encoded.lengths, first),
     ):
         if token is not None:
             positions.append(where[rows])

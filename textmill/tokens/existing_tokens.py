@@ -94,7 +94,12 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
         splits = _convert(tables, folders, config.corpus.split, tokenizer.vocab, open_runner(config.runner))
         pairs = [where / f"{split}.{end}" for where in folders.values() for split in SPLITS for end in ("bin", "idx")]
         files = {path.relative_to(part).as_posix(): manifest_entry(path) for path in pairs}
-        shared = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.end, "mtimes": mtimes}
+        shared = {
+            "tokenizer": tokenizer.fingerprint,
+            "vocab": tokenizer.vocab,
+            "eos_id": tokenizer.eos_id,
+            "mtimes": mtimes,
+        }
         used = {str(number): path.name for number, path in tables.items()}
         stage.write_manifest(part, files, {**shared, "used": used, "splits": splits})
     print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")

@@ -50,7 +50,7 @@ class ExampleEncoder:
     """Encodes the examples of one task."""
 
     def __init__(self, tokenizer: TextTokenizer, task: str, length: int, overlap: int, names: Sequence[str]) -> None:
-        classifier = tokenizer.classifier
+        classifier = tokenizer.cls_id
         if classifier is None:
             raise TextmillError(
                 "the tokenizer has no token such as [CLS] or <s>, which train.layout=labelled needs; "
@@ -63,7 +63,7 @@ class ExampleEncoder:
         self.length = length
         self.overlap = overlap
         self.first = classifier
-        self.separator = tokenizer.separator
+        self.sep_id = tokenizer.sep_id
         self.numbers = {name: number for number, name in enumerate(names)}
 
     def encode(self, examples: Sequence[Example]) -> Iterator[list[Sample]]:
@@ -133,7 +133,7 @@ class ExampleEncoder:
     def _join(self, segments: Sequence[Ids]) -> Ids:
         parts = [np.array([self.first], np.int32)]
         for segment in segments:
-            parts += [segment, np.array([self.separator], np.int32)]
+            parts += [segment, np.array([self.sep_id], np.int32)]
         return np.concatenate(parts)
 
     def _number(self, example: Example, place: int) -> int:
@@ -210,7 +210,7 @@ def tokenize_labelled(config: RunConfig, task: str, force: Force = "no") -> Path
         files = {
             f"{split}.{suffix}": manifest_entry(part / f"{split}.{suffix}") for split in SPLITS for suffix in SUFFIXES
         }
-        facts: dict[str, Any] = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
+        facts: dict[str, Any] = {name: tokenizer[name] for name in ("tokenizer", "vocab", "eos_id")}
         facts |= {"splits": splits, "labels": {"task": task, "names": labels["names"]}}
         stage.write_manifest(part, files, facts)
     print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")

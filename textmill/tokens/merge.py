@@ -13,7 +13,7 @@ from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store import StoreWriter, TokenStore, loss_mask_path, open_store, store_paths, store_prefix
 
-SAME_ENTRIES = ("tokenizer", "vocab", "end")
+SAME_ENTRIES = ("tokenizer", "vocab", "eos_id")
 """Manifest entries that stores must have in common to be joined."""
 SAME_SETTINGS = ("tokens.level", "tokens.append_end", "tokens.prepend_begin")
 """Settings that all stores must have been made with."""

@@ -93,11 +93,11 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
         return folder
     # A tokenizer without a begin token, such as GPT-2's, uses the end-of-text token.
-    begin = tokenizer.end if tokenizer.begin is None else tokenizer.begin
+    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     document_format = DocumentFormat(
         level=config.tokens.level,
-        begin=begin if config.tokens.prepend_begin and not chat else None,
-        end=tokenizer.end if config.tokens.append_end and not chat else None,
+        bos_id=begin if config.tokens.prepend_begin and not chat else None,
+        eos_id=tokenizer.eos_id if config.tokens.append_end and not chat else None,
         dtype=dtype_for(tokenizer.vocab).name,
         chat=tokenizer.turn_tokens if chat else None,
     )
@@ -112,8 +112,8 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         names = [f"{split}.{suffix}" for split in SPLITS for suffix in suffixes]
         files = {name: manifest_entry(part / name) for name in names}
         if config.tokens.kind != "store":
-            files |= _write_rows(config.tokens, config.train, tokenizer_folder, tokenizer.end, part, runner)
-        shared = {name: manifest[name] for name in ("tokenizer", "vocab", "end")}
+            files |= _write_rows(config.tokens, config.train, tokenizer_folder, tokenizer.eos_id, part, runner)
+        shared = {name: manifest[name] for name in ("tokenizer", "vocab", "eos_id")}
         remove_folder(part / PARTS)
         stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
     print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")

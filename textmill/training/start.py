@@ -461,7 +461,7 @@ def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None)
     if checkpoint is None:
         family = open_family(config.model.family)
         tokenizer = data.tokenizer
-        shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+        shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.eos_id, length=config.train.length)
     else:
         shape = shape_of_checkpoint(config, checkpoint)
     labels = data.manifest.get("labels")

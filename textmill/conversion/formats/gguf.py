@@ -212,12 +212,12 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
         "ggml.add_bos_token": False,
         "ggml.add_eos_token": False,
     }
-    roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end)}
+    roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.eos_id)}
     for role, name in ROLES.items():
         role_id = tokenizer.inner.token_to_id(roles.get(role) or "")
         if role_id is not None:
             keys[f"ggml.{name}_token_id"] = role_id
-    keys.setdefault("ggml.bos_token_id", tokenizer.end)
+    keys.setdefault("ggml.bos_token_id", tokenizer.eos_id)
     template = tokenizer.chat.jinja() if tokenizer.chat else tokenizer.jinja
     return {**keys, "chat_template": template} if template else keys
 
@@ -333,7 +333,7 @@ def _is_text_list(value: Any) -> bool:
 def modelfile(file: str, shape: Any, tokenizer: TextTokenizer) -> str:
     """FROM the file, the chat template in Go's language, the longest context and the stop token."""
     lines = [f"FROM ./{file}", f'TEMPLATE """{_template(tokenizer)}"""', f"PARAMETER num_ctx {shape.positions}"]
-    return "\n".join([*lines, f'PARAMETER stop "{tokenizer.inner.id_to_token(tokenizer.end)}"']) + "\n"
+    return "\n".join([*lines, f'PARAMETER stop "{tokenizer.inner.id_to_token(tokenizer.eos_id)}"']) + "\n"
 
 
 def _template(tokenizer: TextTokenizer) -> str:

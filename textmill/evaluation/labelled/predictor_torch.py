@@ -41,7 +41,7 @@ class Predictor:
         self.length = min(config.train.length or self.net.shape.positions, self.net.shape.positions)
         self.overlap = min(config.tokens.overlap, self.length // 2)
         self.encoder = ExampleEncoder(self.tokenizer, self.task, self.length, self.overlap, self.names)
-        self.pad = self.tokenizer.end if self.tokenizer.pad is None else self.tokenizer.pad
+        self.pad_id = self.tokenizer.eos_id if self.tokenizer.pad_id is None else self.tokenizer.pad_id
 
     def predict(self, examples: Iterator[Example]) -> Iterator[tuple[Example, list[Sample], list[Logits]]]:
         """Each example with its samples and their logits.
@@ -66,9 +66,9 @@ class Predictor:
     def _logits(self, samples: Sequence[Sample]) -> Iterator[Logits]:
         counts = np.array([len(sample.ids) for sample in samples])
         filled = np.arange(counts.max()) < counts[:, None]
-        inputs = np.full(filled.shape, self.pad, np.int32)
+        inputs = np.full(filled.shape, self.pad_id, np.int32)
         inputs[filled] = np.concatenate([sample.ids for sample in samples])
-        types = find_types(inputs, filled, self.encoder.separator)
+        types = find_types(inputs, filled, self.encoder.sep_id)
         if types.any():
             check_segments(self.net.shape, "corpus.text_key: a pair", "name one text, or use another model")
         ids, segments, documents = (

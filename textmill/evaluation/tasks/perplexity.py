@@ -51,7 +51,7 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
         measure_tokens = _measure_answers if is_chat else _measure_windows
         result = measure_tokens(scorer, config, tokens, window)
         with_baselines = config.evaluate.baselines and tokens.train and config.evaluate.count_end is not False
-        baselines = _measure_baselines(tokens, scorer.tokenizer.end, is_chat) if with_baselines else {}
+        baselines = _measure_baselines(tokens, scorer.tokenizer.eos_id, is_chat) if with_baselines else {}
     warn_if_untrained(scorer, result["model"]["loss"])
     card = {**model_card(scorer), "seconds": time.monotonic() - start}
     return {**result, **baselines, "card": card}

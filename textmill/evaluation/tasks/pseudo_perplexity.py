@@ -33,7 +33,7 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
         card = {**data.card, **sample_card(len(texts), len(every), config.evaluate)}
         return _measure(scorer, [np.array(ids, np.int64) for ids in encoded], card, octets)
     with open_tokens(scorer, config) as tokens:
-        sequences = [ids for ids in _sequences(tokens, scorer.tokenizer.end) if len(ids)]
+        sequences = [ids for ids in _sequences(tokens, scorer.tokenizer.eos_id) if len(ids)]
         chosen = sample(sequences, config.evaluate)
         octets = tokens.counts.get("bytes", 0) if len(chosen) == len(sequences) else 0
         origin = {"text": list(config.evaluate.text)} if config.evaluate.text else {"split": config.evaluate.split}

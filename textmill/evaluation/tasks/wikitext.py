@@ -146,12 +146,12 @@ def _score_articles(
 ) -> tuple[StoreLoss, int]:
     """Every article alone, and how many tokens they have; the first token of each is predicted from an end-of-text
     token."""
-    end = [scorer.tokenizer.end] if settings.count_end else []
+    end = [scorer.tokenizer.eos_id] if settings.count_end else []
     articles = [[*ids.tolist(), *end] for ids in scorer.tokenizer.encode_many(texts)]
     pairs: list[Pair] = []
     article_of_pair: list[int] = []
     for number, ids in enumerate(sample(articles, settings)):
-        article_pairs = list(rolling_pairs(ids, scorer.tokenizer.end, window, min(stride, window)))
+        article_pairs = list(rolling_pairs(ids, scorer.tokenizer.eos_id, window, min(stride, window)))
         pairs += article_pairs
         article_of_pair += [number] * len(article_pairs)
     losses = [0.0] * len(articles)

@@ -56,7 +56,7 @@ class ChatLayout:
         *,
         length: int,
         seed: int | None,
-        pad: int,
+        pad_id: int,
         truncate: str = "start",
         pack: bool = True,
         vocab: int | None = None,
@@ -70,7 +70,7 @@ class ChatLayout:
         self.store = store
         self.length = length
         self.seed = seed
-        self.pad = pad
+        self.pad_id = pad_id
         self.truncate = truncate
         self.pack = pack
         self.vocab = vocab
@@ -99,7 +99,7 @@ class ChatLayout:
         starts = edges[1] - counts - 1 if self.truncate == "start" else edges[0]
         used = np.bincount(rows, counts, len(samples)).astype(np.int64)
         filled = np.arange(self.length) < used[:, None]
-        inputs = np.full(filled.shape, self.pad, np.int32)
+        inputs = np.full(filled.shape, self.pad_id, np.int32)
         labels = np.full(filled.shape, IGNORED, np.int32)
         inputs[filled], targets = gather_ranges(self.ids, starts, counts), gather_ranges(self.ids, starts + 1, counts)
         check_ids(inputs[filled], self.vocab, self.store.prefix)
@@ -203,7 +203,7 @@ def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: 
     tokenizer = data.tokenizer
     _check_special_tokens(tokenizer, vectors)
     counts = sum(
-        (count_conversations(store, length, train.chat.truncate, tokenizer.end) for store in stores), ChatCounts()
+        (count_conversations(store, length, train.chat.truncate, tokenizer.eos_id) for store in stores), ChatCounts()
     )
     for store in stores[:1]:
         for number, spans in enumerate(example_conversations(store, tokenizer, length, train.chat.truncate), 1):
@@ -292,7 +292,7 @@ def _shorten(text: str) -> str:
 
 def _format_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) -> str:
     total = max(1, counts.conversations)
-    stop = tokenizer.inner.id_to_token(tokenizer.end)
+    stop = tokenizer.inner.id_to_token(tokenizer.eos_id)
     return (
         f"chat: {counts.conversations:,} conversations, {counts.tokens:,} tokens, "
         f"{counts.kept_loss_tokens / max(1, counts.tokens):.1%} with loss; "
@@ -315,8 +315,8 @@ def _check_special_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
             f"the model has {vectors:,} token vectors and none for {', '.join(missing)}; "
             f"start from a model's weights with model.init_from"
         )
-    if tokenizer.inner.token_to_id(tokenizer.chat.stop) != tokenizer.end:
-        end = tokenizer.inner.id_to_token(tokenizer.end)
+    if tokenizer.inner.token_to_id(tokenizer.chat.stop) != tokenizer.eos_id:
+        end = tokenizer.inner.id_to_token(tokenizer.eos_id)
         raise TextmillError(
             f"the stop token of the chat template is {tokenizer.chat.stop}, "
             f"but the tokenizer's end-of-text token is {end}; "
@@ -336,7 +336,7 @@ def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer
     if not counts.kept_loss_tokens:
         raise TextmillError(f"train.length: truncating to {length:,} removes every answer, so no token has loss; {fix}")
     if not counts.with_stop:
-        stop = tokenizer.inner.id_to_token(tokenizer.end)
+        stop = tokenizer.inner.id_to_token(tokenizer.eos_id)
         if counts.truncated:
             raise TextmillError(
                 f"train.length: truncating to {length:,} removes every stop token, so the model would never stop; {fix}"

@@ -19,7 +19,7 @@ class LabelledLayout:
     """Samples padded to the longest of a batch; padding is document 0. Without a seed, in the order of the store."""
 
     def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, pad: int, separator: int, vocab: int | None = None
+        self, store: TokenStore, *, length: int, seed: int | None, pad_id: int, sep_id: int, vocab: int | None = None
     ) -> None:
         if store.labels is None:
             raise TextmillError(
@@ -32,8 +32,8 @@ class LabelledLayout:
         self.length = length
         self.seed = seed
         self.vocab = vocab
-        self.pad = pad
-        self.separator = separator
+        self.pad_id = pad_id
+        self.sep_id = sep_id
         self.ids, self.labels = np.asarray(store.ids), np.asarray(store.labels)
         self.samples_per_epoch = len(store)
         store.advise(random=seed is not None)
@@ -52,11 +52,11 @@ class LabelledLayout:
             )
         width = min(self.length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
         filled = np.arange(width) < counts[:, None]
-        inputs = np.full(filled.shape, self.pad, np.int32)
+        inputs = np.full(filled.shape, self.pad_id, np.int32)
         labels = np.full(filled.shape, IGNORED, np.int32)
         inputs[filled], labels[filled] = (gather_ranges(array, starts, counts) for array in (self.ids, self.labels))
         check_ids(inputs[filled], self.vocab, self.store.prefix)
-        types = find_types(inputs, filled, self.separator)
+        types = find_types(inputs, filled, self.sep_id)
         return Batch(inputs, labels, samples, filled.astype(np.int32), types)
 
     def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:
@@ -65,8 +65,8 @@ class LabelledLayout:
         return np.arange(len(samples)), chosen
 
 
-def find_types(inputs: NDArray[np.int32], filled: NDArray[np.bool_], separator: int) -> NDArray[np.int32]:
+def find_types(inputs: NDArray[np.int32], filled: NDArray[np.bool_], sep_id: int) -> NDArray[np.int32]:
     """The segment of each token: 1 after the first separator; no text has one inside, since it is a special token."""
-    is_end = (inputs == separator) & filled
+    is_end = (inputs == sep_id) & filled
     types: NDArray[np.int32] = ((np.cumsum(is_end, axis=1) - is_end > 0) & filled).astype(np.int32)
     return types

@@ -158,7 +158,7 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
                 length=length,
                 stride=length,
                 batch=train.batch,
-                first_input=tokenizer.end,
+                first_input=tokenizer.eos_id,
                 vocab=tokenizer.vocab,
             )
     else:
@@ -233,15 +233,15 @@ def _build_layout(
             settings=train.masked,
             folder=folder,
         )
-    pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
+    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     if train.layout == "labelled":
-        return LabelledLayout(store, length=length, seed=seed, pad=pad, separator=tokenizer.separator, vocab=vocab)
+        return LabelledLayout(store, length=length, seed=seed, pad_id=pad_id, sep_id=tokenizer.sep_id, vocab=vocab)
     if train.layout == "chat":
         return ChatLayout(
             store,
             length=length,
             seed=seed,
-            pad=pad,
+            pad_id=pad_id,
             truncate=train.chat.truncate,
             pack=train.chat.pack,
             vocab=vocab,
@@ -251,9 +251,9 @@ def _build_layout(
         store,
         length=length,
         seed=seed,
-        pad=pad,
+        pad_id=pad_id,
         long_documents=train.padded.long_documents,
-        end_token=tokenizer.end if train.padded.end_truncated else None,
+        eos_id=tokenizer.eos_id if train.padded.end_truncated else None,
         vocab=vocab,
         folder=folder,
     )

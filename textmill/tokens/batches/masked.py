@@ -88,7 +88,7 @@ class MaskedLayout:
         self.length = length
         self.seed = seed
         self.tokens = tokens
-        self.sentences = Sentences(store, tokens.begin, tokens.end)
+        self.sentences = Sentences(store, tokens.bos_id, tokens.eos_id)
         self.source = self._open_source(settings)
         self.special_tokens = self.source.segments + 1
         """The special tokens of a span: [CLS], and a [SEP] after each segment."""
@@ -119,7 +119,7 @@ class MaskedLayout:
             pair_labels = _split_into_rows(label_by_token, is_text, IGNORED)
         return Batch(
             samples=samples,
-            inputs=_split_into_rows(inputs, is_text, self.tokens.pad),
+            inputs=_split_into_rows(inputs, is_text, self.tokens.pad_id),
             labels=_split_into_rows(labels, is_text, IGNORED),
             documents=_split_into_rows(documents, is_text, 0),
             types=_split_into_rows(joined.types, is_text, 0),
@@ -156,8 +156,8 @@ class MaskedLayout:
         is_special[span_starts] = True
         is_special[separators] = True
         ids = np.empty(len(is_special), np.int32)
-        ids[span_starts] = self.tokens.cls
-        ids[separators] = self.tokens.sep
+        ids[span_starts] = self.tokens.cls_id
+        ids[separators] = self.tokens.sep_id
         ids[~is_special] = gather_ranges(self.sentences.ids, segments.starts.ravel(), segments.counts.ravel())
 
         types = (np.arange(len(ids)) > np.repeat(separators[:, 0], lengths)).astype(np.int32)
@@ -189,7 +189,7 @@ class MaskedLayout:
         path = None
         if folder is not None:
             rules = [settings.pairs, settings.pack, settings.short_probability, self.length, self.seed or 0]
-            key = cache_key(self.store, *rules, self.tokens.begin, self.tokens.end)
+            key = cache_key(self.store, *rules, self.tokens.bos_id, self.tokens.eos_id)
             path = folder / f"{self.store.prefix.name}-{key}.spans"
         numbers = cached_array(path, np.int64, lambda: self._pack_spans(settings))
         spans_end = 1 + 3 * int(numbers[0])

@@ -40,7 +40,7 @@ _NO_WORD = 1 << 30
 class MaskingRule:
     """What may be masked, and how much of it."""
 
-    mask: int
+    mask_id: int
     """The id of the mask token."""
     special: NDArray[np.bool_]
     """[vocabulary]: true for special tokens, which are neither masked nor used as random tokens."""
@@ -227,7 +227,7 @@ def replace_tokens(
     position = tokens - (ends - lengths)[sample]
     token_keys = keys[sample]
     uniform = to_uniform(draw(token_keys, _REPLACE + position))
-    inputs[tokens[uniform < MASKED_FRACTION]] = rule.mask
+    inputs[tokens[uniform < MASKED_FRACTION]] = rule.mask_id
     is_random = uniform >= MASKED_FRACTION + KEPT_FRACTION
     ordinary_ids = np.flatnonzero(~rule.special)
     numbers = draw(token_keys[is_random], _RANDOM + position[is_random]) % np.uint64(len(ordinary_ids))
@@ -239,12 +239,12 @@ def replace_tokens(
 class MaskedTokens:
     """The special tokens of a masked model, and its masking rule."""
 
-    cls: int
-    sep: int
-    pad: int
-    begin: int | None
+    cls_id: int
+    sep_id: int
+    pad_id: int
+    bos_id: int | None
     """The token that may be at the start of each document in the store; samples do not contain it."""
-    end: int
+    eos_id: int
     """The token that may be at the end of each document in the store; samples do not contain it."""
     rule: MaskingRule
 
@@ -256,26 +256,26 @@ class MaskedTokens:
 
 def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> MaskedTokens:
     """The special tokens of a tokenizer, and the masking rule of the settings."""
-    mask = tokenizer.mask
-    cls = tokenizer.classifier
-    if mask is None or cls is None:
-        missing = "mask token such as [MASK] or <mask>" if mask is None else "token such as [CLS] or <s>"
+    mask_id = tokenizer.mask_id
+    cls_id = tokenizer.cls_id
+    if mask_id is None or cls_id is None:
+        missing = "mask token such as [MASK] or <mask>" if mask_id is None else "token such as [CLS] or <s>"
         raise TextmillError(
             f"the tokenizer has no {missing}, which train.layout=masked needs; set tokenizer.kind=wordpiece, or "
             f"tokenizer.kind=unigram with tokenizer.special_tokens=<mask>, and make the tokenizer again"
         )
-    pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
+    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     return MaskedTokens(
-        cls=cls,
-        sep=tokenizer.separator,
-        pad=pad,
-        begin=tokenizer.begin,
-        end=tokenizer.end,
-        rule=_masking_rule(tokenizer, mask, settings),
+        cls_id=cls_id,
+        sep_id=tokenizer.sep_id,
+        pad_id=pad_id,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        rule=_masking_rule(tokenizer, mask_id, settings),
     )
 
 
-def _masking_rule(tokenizer: TextTokenizer, mask: int, settings: MaskedConfig) -> MaskingRule:
+def _masking_rule(tokenizer: TextTokenizer, mask_id: int, settings: MaskedConfig) -> MaskingRule:
     word_starts, special = find_word_starts(tokenizer)
     if special.all():
         raise TextmillError("the tokenizer has only special tokens, so nothing can be masked; fit one on text")
@@ -284,7 +284,7 @@ def _masking_rule(tokenizer: TextTokenizer, mask: int, settings: MaskedConfig) -
         counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint)
         weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
     return MaskingRule(
-        mask=mask,
+        mask_id=mask_id,
         special=special,
         word_starts=word_starts if settings.whole_words else None,
         probability=settings.probability,

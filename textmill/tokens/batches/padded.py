@@ -31,7 +31,7 @@ _SAMPLES_KEY = 3
 class PaddedLayout:
     """Samples that never contain two documents. Without a seed, in the order of the store.
 
-    `end_token`, if given, replaces the last token of a sample whose document was truncated.
+    `eos_id`, if given, replaces the last token of a sample whose document was truncated.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class PaddedLayout:
         *,
         length: int,
         seed: int | None,
-        pad: int,
+        pad_id: int,
         long_documents: str = "split",
-        end_token: int | None = None,
+        eos_id: int | None = None,
         vocab: int | None = None,
         folder: Path | None = None,
     ) -> None:
         self.store = store
         self.length = length
         self.seed = seed
-        self.pad = pad
-        self.end_token = end_token
+        self.pad_id = pad_id
+        self.eos_id = eos_id
         self.vocab = vocab
         self.ids = np.asarray(store.ids)
 
@@ -79,10 +79,10 @@ class PaddedLayout:
         ids = gather_ranges(self.ids, starts, counts)
         check_ids(ids, self.vocab, self.store.prefix)
         filled = np.arange(self.length + 1) < counts[:, None]
-        rows = np.full(filled.shape, self.pad, np.int32)
+        rows = np.full(filled.shape, self.pad_id, np.int32)
         rows[filled] = ids
-        if self.end_token is not None:
-            rows[edges[1] - starts > self.length + 1, -1] = self.end_token
+        if self.eos_id is not None:
+            rows[edges[1] - starts > self.length + 1, -1] = self.eos_id
         return Batch(rows[:, :-1], np.where(filled[:, 1:], rows[:, 1:], np.int32(IGNORED)), samples)
 
     def find_documents(self, samples: Numbers) -> tuple[Numbers, Numbers]:

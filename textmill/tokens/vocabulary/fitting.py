@@ -96,7 +96,7 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         write_json(part / REPORT, report)
         files = {name: manifest_entry(part / name) for name in (*FILES, REPORT)}
         stage.write_manifest(
-            part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end}
+            part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "eos_id": tokenizer.eos_id}
         )
     line = f"fit-tokenizer: vocabulary of {tokenizer.vocab:,} tokens in {format_path(folder)}"
     if section.use is None and tokenizer.vocab < section.vocab:
@@ -341,7 +341,7 @@ def _metrics(texts: list[str], tokenizer: TextTokenizer, size: int, words: int) 
     tokens = unknown = 0
     for ids in tokenizer.encode_many(texts):
         tokens += len(ids)
-        unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
+        unknown += 0 if tokenizer.unk_id is None else int((ids == tokenizer.unk_id).sum())
     return {
         "tokens": tokens,
         "bytes_per_token": round(size / max(1, tokens), 4),

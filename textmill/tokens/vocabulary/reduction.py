@@ -107,7 +107,7 @@ def keep_tokens(tokenizer: TextTokenizer, used: NDArray[np.bool_]) -> Reduction:
     inner.encode_special_tokens = True
     if inner.get_vocab(with_added_tokens=True) != {token: new_ids[ids[token]] for token in kept}:
         raise TextmillError("the vocabulary cannot be reduced: its added tokens are numbered before other tokens")
-    return Reduction(replace(tokenizer, inner=inner, end=new_ids[tokenizer.end]), np.array(kept_ids, np.int64))
+    return Reduction(replace(tokenizer, inner=inner, eos_id=new_ids[tokenizer.eos_id]), np.array(kept_ids, np.int64))
 
 
 def _is_byte(token: str, tree: Tree) -> bool:

@@ -37,7 +37,7 @@ class TextTokenizer:
     """Encodes and decodes text; text that looks like a special token is encoded as plain text."""
 
     inner: Tokenizer
-    end: int
+    eos_id: int
     """The id of the end-of-text token."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by transformers' names for them: bos_token, pad_token and so on."""
@@ -57,36 +57,36 @@ class TextTokenizer:
         return hash_json(json.loads(self.inner.to_str(), parse_float=_rounded))
 
     @property
-    def begin(self) -> int | None:
+    def bos_id(self) -> int | None:
         """The token at the start of a text, if there is one."""
         return self._first_id("bos_token", "cls_token")
 
     @property
-    def pad(self) -> int | None:
+    def pad_id(self) -> int | None:
         """The padding token, if there is one."""
         return self._id_of("pad_token")
 
     @property
-    def unknown(self) -> int | None:
+    def unk_id(self) -> int | None:
         """The token for characters outside the vocabulary, if there is one."""
         unknown = self._id_of("unk_token")
-        return None if unknown == self.end else unknown
+        return None if unknown == self.eos_id else unknown
 
     @property
-    def mask(self) -> int | None:
+    def mask_id(self) -> int | None:
         """The mask token, if there is one."""
         return self._id_of("mask_token")
 
     @property
-    def classifier(self) -> int | None:
+    def cls_id(self) -> int | None:
         """[CLS], the token before a sample of a masked model, or the begin token if there is none."""
         return self._first_id("cls_token", "bos_token")
 
     @property
-    def separator(self) -> int:
+    def sep_id(self) -> int:
         """[SEP], the token after each segment of a masked model, or the end-of-text token if there is none."""
         separator = self._id_of("sep_token")
-        return self.end if separator is None else separator
+        return self.eos_id if separator is None else separator
 
     @property
     def turn_tokens(self) -> TurnTokens | None:
@@ -95,7 +95,7 @@ class TextTokenizer:
 
     def with_chat(self, turns: Mapping[str, str]) -> TextTokenizer:
         """A copy with a chat template: adds missing special tokens; the stop token becomes the end-of-text token."""
-        end = str(self.inner.id_to_token(self.end))
+        end = str(self.inner.id_to_token(self.eos_id))
         template = TurnTemplates(tuple((role, text.replace(END_PLACEHOLDER, end)) for role, text in turns.items()))
         inner = Tokenizer.from_str(self.inner.to_str())
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
@@ -144,7 +144,7 @@ class TextTokenizer:
     def files(self, longest: int | None = None) -> dict[str, str]:
         """The contents of tokenizer.json and of tokenizer_config.json, which transformers needs too."""
         roles = dict(self.roles)
-        end = str(self.inner.id_to_token(self.end))
+        end = str(self.inner.id_to_token(self.eos_id))
         if _end_of(roles) != end:
             roles["eos_token"] = end
         tree = self.inner.to_str(pretty=True)

@@ -9,7 +9,7 @@ from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.token_bytes import TokenBytes, read_token_bytes
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
-ROLES = ("end", "begin", "pad", "unknown", "mask")
+ROLES = ("eos_id", "bos_id", "pad_id", "unk_id", "mask_id")
 EXAMPLES = 3
 """New tokens that the summary shows with the old tokens they start from."""
 
@@ -38,7 +38,7 @@ def transfer_vocabulary(folder: Path, tokenizer: TextTokenizer, rows: int) -> Vo
     if any(new_vocab.get(token) != id_ for token, id_ in old_vocab.items()):
         return _match_tokens(folder, before, tokenizer, rows)
     added = sorted((id_, token) for token, id_ in new_vocab.items() if token not in old_vocab)
-    new = {id_: before.encode(token) or [before.end] for id_, token in added}
+    new = {id_: before.encode(token) or [before.eos_id] for id_, token in added}
     names = ", ".join(token for _, token in added[:8])
     summary = (
         f"{len(new):,} new tokens get vectors, each the mean of the old tokens of its text: {names}" if new else None
@@ -80,7 +80,7 @@ def _old_tokens(token: TokenBytes, before: TextTokenizer, old_ids: dict[TokenByt
         ids = before.encode(token.data.decode())
     except UnicodeDecodeError:
         ids = [old_ids[one] for byte in token.data if (one := TokenBytes(bytes([byte]))) in old_ids]
-    return [id_ for id_ in ids if id_ != before.unknown and id_ < rows] or [before.end]
+    return [id_ for id_ in ids if id_ != before.unk_id and id_ < rows] or [before.eos_id]
 
 
 def _format(token: TokenBytes) -> str:
