@@ -161,7 +161,7 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
     ours.save(tmp_path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path)
     assert again.chat == ours.chat
-    assert theirs.eos_token_id == ours.eos_id == again.end
+    assert theirs.eos_token_id == ours.eos_id == again.eos_id
     # transformers returns which tokens are the assistant's, if the template marks them.
     assert ours.chat is not None
     before, after = dict(ours.chat.turns)["assistant"].split("{content}")

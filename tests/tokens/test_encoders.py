@@ -18,12 +18,12 @@ from textmill.config import TokenizerConfig
 from textmill.tokens.vocabulary import encoders
 from textmill.tokens.vocabulary.encoders import (
     PATTERNS,
+    Encoder,
     FastEncoder,
     NamedText,
     ReferenceEncoder,
     first_difference,
     hard_texts,
-    open_encoder,
     why_not_fast,
 )
 from textmill.tokens.vocabulary.tokenizer import END, TextTokenizer, fit
@@ -65,6 +65,15 @@ def _installed() -> None:
 def fitted() -> TextTokenizer:
     more = ["물레방아는 강가에 서 있다. Değirmen ırmağın kıyısında. 12345 don't"] * 3
     return fit(iter([TEXT[:200_000].split("\n\n"), more]), TokenizerConfig(vocab=900, special_tokens=["<|im_start|>"]))
+
+
+def open_encoder(tokenizer: TextTokenizer) -> Encoder:
+    """The fast encoder of a tokenizer, or the reference where the fast one is not used."""
+    import fastokens
+
+    if why_not_fast(tokenizer):
+        return ReferenceEncoder(tokenizer)
+    return FastEncoder(fastokens.Tokenizer.from_json_str(tokenizer.inner.to_str()))
 
 
 def copy_of(tokenizer: TextTokenizer) -> Tokenizer:

@@ -180,7 +180,7 @@ def test_rare_characters_are_bytes_or_unknown() -> None:
     assert [known.inner.id_to_token(id_) for id_ in known.encode("字")] == ["<0xE5>", "<0xAD>", "<0x97>"]
     assert lost.encode("字") == [lost.unk_id]
     wordpiece = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "wordpiece", **alphabet}))
-    assert wordpiece.encode("the 字 mill")[1] == wordpiece.unknown
+    assert wordpiece.encode("the 字 mill")[1] == wordpiece.unk_id
 
 
 def test_transformers_opens_the_folder(tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
     assert (again.pad_token, again.bos_token) == ("Ġthe", None)
     named = open_tokenizer(tmp_path, end="Ġthe")
     named.save(tmp_path / "named")
-    assert open_tokenizer(tmp_path / "named").eos_id == named.eos_id == opened.pad
+    assert open_tokenizer(tmp_path / "named").eos_id == named.eos_id == opened.pad_id
 
 
 @pytest.mark.parametrize(

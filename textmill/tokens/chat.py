@@ -58,10 +58,6 @@ def open_template(folder: Path) -> AnyTemplate | None:
     return JinjaTemplate(tokenizer, tokenizer.jinja) if tokenizer.jinja is not None else None
 
 
-PROMPT = ""
-"""Used as a role: the generation prompt, that is the tokens before an answer of the assistant."""
-
-
 @dataclass(frozen=True)
 class Rendered:
     """Conversations as ids, concatenated."""

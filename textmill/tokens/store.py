@@ -1,4 +1,8 @@
-"""Reads a token store: Megatron's memory-mapped pair of .bin (ids) and .idx (index) files."""
+"""A token store: Megatron's pair of .bin (ids) and .idx (index) files, memory-mapped, and how it is written.
+
+Megatron wrote two formats of the index, MMIDIDX ("mmap") and before it TNTIDX ("lazy", from fairseq); both are read and
+written. Beside a store there may be one number per token: a loss mask or labels.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,30 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.storage.files import fsync_path
+
+IndexFormat = Literal["mmap", "lazy"]
+
+MMAP = b"MMIDIDX\x00\x00"
+
+LAZY = b"TNTIDX\x00\x00"
+
+MMAP_HEADER = struct.Struct("<9sQBQQ")
+
+LAZY_HEADER = struct.Struct("<8s5Q")
+
+DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+
+BLOCK = 1 << 20
+"""Entries processed at a time when an index is written or checked."""
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:
@@ -143,7 +164,7 @@ def open_store(prefix: Path) -> TokenStore:
             f"{ids_path}: has {found:,} bytes, but {index_path.name} expects {expected:,}; "
             f"the two files do not belong together"
         )
-    ids = np.memmap(ids_path, index.dtype, "r") if found else np.zeros(0, index.dtype)
+    ids = _memory_map(ids_path, index.dtype, 0, index.tokens)
     mask = _open_beside(loss_mask_path(prefix), np.dtype(np.uint8), len(ids))
     labels = _open_beside(labels_path(prefix), np.dtype(np.int32), len(ids))
     beside = [path for path in (loss_mask_path(prefix), labels_path(prefix)) if path.is_file()]
@@ -160,7 +181,7 @@ def _open_beside(path: Path, dtype: np.dtype[Any], tokens: int) -> NDArray[Any] 
             f"{path}: has {path.stat().st_size:,} bytes, but the store has {tokens:,} tokens; "
             f"this file is of another store"
         )
-    return np.memmap(path, dtype, "r") if tokens else np.zeros(0, dtype)
+    return _memory_map(path, dtype, 0, tokens)
 
 
 def loss_mask_path(prefix: Path) -> Path:
@@ -181,17 +202,6 @@ def store_paths(prefix: Path) -> tuple[Path, Path]:
 def store_prefix(path: Path) -> Path:
     """The prefix of a store, given the prefix or one of its two files."""
     return path.with_name(path.name.removesuffix(".bin").removesuffix(".idx"))
-
-
-IndexFormat = Literal["mmap", "lazy"]
-MMAP = b"MMIDIDX\x00\x00"
-LAZY = b"TNTIDX\x00\x00"
-MMAP_HEADER = struct.Struct("<9sQBQQ")
-LAZY_HEADER = struct.Struct("<8s5Q")
-DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-BLOCK = 1 << 20
-"""Entries processed at a time when an index is written or checked."""
 
 
 @dataclass(frozen=True)
@@ -290,42 +300,6 @@ def _memory_map(path: Path, dtype: Any, offset: int, count: int) -> NDArray[Any]
     return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
 
-def index_blocks(
-    index_format: IndexFormat, dtype: np.dtype[Any], lengths: NDArray[np.int32], documents: NDArray[np.int64]
-) -> Iterator[bytes]:
-    """The bytes of an index, in blocks; `documents` counts the sequences up to the end of each document."""
-    sequences = len(lengths)
-    entries = len(documents) + 1
-    if index_format == "mmap":
-        yield MMAP_HEADER.pack(MMAP, 1, CODES[dtype], sequences, entries)
-        for start in range(0, sequences, BLOCK):
-            yield lengths[start : start + BLOCK].astype("<i4").tobytes()
-        for ends, sizes in _cumulative_lengths(lengths):
-            yield ((ends - sizes) * dtype.itemsize).astype("<i8").tobytes()
-    else:
-        yield LAZY_HEADER.pack(LAZY, 1, CODES[dtype], dtype.itemsize, sequences, sequences) + struct.pack("<Q", entries)
-        for start in range(0, sequences + 1, BLOCK):
-            yield np.arange(start, min(start + BLOCK, sequences + 1), dtype="<i8").tobytes()
-        yield bytes(8)
-        for ends, _ in _cumulative_lengths(lengths):
-            yield ends.astype("<i8").tobytes()
-        for start in range(0, sequences, BLOCK):
-            yield lengths[start : start + BLOCK].astype("<i8").tobytes()
-    yield bytes(8)
-    for start in range(0, len(documents), BLOCK):
-        yield documents[start : start + BLOCK].astype("<i8").tobytes()
-
-
-def _cumulative_lengths(lengths: NDArray[Any]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(tokens up to the end of each sequence, tokens of the sequence), in blocks."""
-    before = 0
-    for start in range(0, len(lengths), BLOCK):
-        sizes = lengths[start : start + BLOCK].astype(np.int64)
-        ends = before + np.cumsum(sizes)
-        before = int(ends[-1])
-        yield ends, sizes
-
-
 def find_index_errors(index: Index) -> list[str]:
     """Errors inside an index that opens: offsets that do not match the lengths, documents out of order."""
     position = 0
@@ -341,32 +315,26 @@ def find_index_errors(index: Index) -> list[str]:
     return []
 
 
-def advise(array: NDArray[Any], *, random: bool) -> None:
-    """Announce random or sequential reads of a memory-mapped array; no effect on an array in memory."""
-    base: Any = array
-    while base is not None and not isinstance(base, mmap.mmap):
-        base = getattr(base, "base", None)
-    if base is not None and hasattr(mmap, "MADV_RANDOM"):
-        base.madvise(mmap.MADV_RANDOM if random else mmap.MADV_NORMAL)
-
-
 class StoreWriter:
     """Appends documents to a store; lengths and document ends go to temporary files until the index is written."""
 
     def __init__(
         self, prefix: Path, dtype: np.dtype[Any], index_format: IndexFormat = "mmap", has_loss_mask: bool = False
     ) -> None:
-        self.prefix, self.dtype, self.index_format = prefix, np.dtype(dtype), index_format
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        self.index_format = index_format
         if self.dtype not in CODES:
             raise TextmillError(
                 f"{prefix}: token ids of dtype {dtype} cannot be stored; the format knows {', '.join(map(str, CODES))}"
             )
         self.largest_id = int(np.iinfo(self.dtype).max)
         self.sequences = 0
-        self._ids, self._lengths, self._documents = (
-            self._open(suffix) for suffix in (".bin", ".lengths", ".documents")
-        )
-        self._mask = self._open(".mask") if has_loss_mask else None
+        self.documents = 0
+        self._ids = open(self._temporary(".bin"), "wb")
+        self._lengths = open(self._temporary(".lengths"), "wb")
+        self._documents = open(self._temporary(".documents"), "wb")
+        self._mask = open(self._temporary(".mask"), "wb") if has_loss_mask else None
 
     def add(self, documents: Sequence[Any]) -> None:
         """Add documents of one sequence each."""
@@ -408,6 +376,7 @@ class StoreWriter:
         self._lengths.write(np.asarray(lengths, np.int32).tobytes())
         self._documents.write((self.sequences + np.cumsum(counts)).tobytes())
         self.sequences += len(lengths)
+        self.documents += len(counts)
 
     def _add_mask(self, loss_mask: NDArray[np.uint8] | None, tokens: int) -> None:
         if (loss_mask is None) != (self._mask is None) or (loss_mask is not None and len(loss_mask) != tokens):
@@ -442,6 +411,7 @@ class StoreWriter:
             ends = documents[start + 1 : min(start + BLOCK, store.first_document + len(store)) + 1]
             self._documents.write((ends + np.int64(shift)).astype(np.int64).tobytes())
         self.sequences += len(lengths)
+        self.documents += len(store)
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -468,20 +438,56 @@ class StoreWriter:
 
     def _write_index(self) -> None:
         fsync_path(self._temporary(".bin"))
-        lengths, documents = (
-            _map_file(self._temporary(suffix), dtype)
-            for suffix, dtype in ((".lengths", np.int32), (".documents", np.int64))
-        )
+        lengths = _memory_map(self._temporary(".lengths"), np.int32, 0, self.sequences)
+        documents = _memory_map(self._temporary(".documents"), np.int64, 0, self.documents)
         with open(self._temporary(".idx"), "wb") as index:
             index.writelines(index_blocks(self.index_format, self.dtype, lengths, documents))
         fsync_path(self._temporary(".idx"))
-
-    def _open(self, suffix: str) -> BinaryIO:
-        return open(self._temporary(suffix), "wb")
 
     def _temporary(self, suffix: str) -> Path:
         return self.prefix.with_name(f"{self.prefix.name}.tmp-{os.getpid()}{suffix}")
 
 
-def _map_file(path: Path, dtype: Any) -> NDArray[Any]:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+def index_blocks(
+    index_format: IndexFormat, dtype: np.dtype[Any], lengths: NDArray[np.int32], documents: NDArray[np.int64]
+) -> Iterator[bytes]:
+    """The bytes of an index, in blocks; `documents` counts the sequences up to the end of each document."""
+    sequences = len(lengths)
+    entries = len(documents) + 1
+    if index_format == "mmap":
+        yield MMAP_HEADER.pack(MMAP, 1, CODES[dtype], sequences, entries)
+        for start in range(0, sequences, BLOCK):
+            yield lengths[start : start + BLOCK].astype("<i4").tobytes()
+        for ends, sizes in _cumulative_lengths(lengths):
+            yield ((ends - sizes) * dtype.itemsize).astype("<i8").tobytes()
+    else:
+        yield LAZY_HEADER.pack(LAZY, 1, CODES[dtype], dtype.itemsize, sequences, sequences) + struct.pack("<Q", entries)
+        for start in range(0, sequences + 1, BLOCK):
+            yield np.arange(start, min(start + BLOCK, sequences + 1), dtype="<i8").tobytes()
+        yield bytes(8)
+        for ends, _ in _cumulative_lengths(lengths):
+            yield ends.astype("<i8").tobytes()
+        for start in range(0, sequences, BLOCK):
+            yield lengths[start : start + BLOCK].astype("<i8").tobytes()
+    yield bytes(8)
+    for start in range(0, len(documents), BLOCK):
+        yield documents[start : start + BLOCK].astype("<i8").tobytes()
+
+
+def _cumulative_lengths(lengths: NDArray[Any]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """(tokens up to the end of each sequence, tokens of the sequence), in blocks."""
+    before = 0
+    for start in range(0, len(lengths), BLOCK):
+        sizes = lengths[start : start + BLOCK].astype(np.int64)
+        ends = before + np.cumsum(sizes)
+        before = int(ends[-1])
+        yield ends, sizes
+
+
+def advise(array: NDArray[Any], *, random: bool) -> None:
+    """Announce random or sequential reads of a memory-mapped array; no effect on an array in memory."""
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = getattr(base, "base", None)
+    if base is not None and hasattr(mmap, "MADV_RANDOM"):
+        base.madvise(mmap.MADV_RANDOM if random else mmap.MADV_NORMAL)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
@@ -35,6 +35,19 @@ PATTERNS = frozenset(
 With other patterns they may disagree whether a rare character is a letter. GPT-2's own splitting is built into both
 libraries and gives the same ids.
 """
+
+
+class Encoder(Protocol):
+    """Turns texts into ids. Adds no special tokens; text that looks like a special token is encoded as plain text."""
+
+    @property
+    def name(self) -> str:
+        """The library and its version."""
+        ...
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The ids of all texts, concatenated, and the number of ids of each text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,27 +81,16 @@ class FastEncoder:
         return np.frombuffer(ids, "<u4"), bounds[1:] - bounds[:-1]
 
 
-def open_encoder(tokenizer: TextTokenizer) -> Encoder:
-    """The fastest encoder that gives the right ids for a tokenizer."""
-    return ReferenceEncoder(tokenizer) if why_not_fast(tokenizer) else _open_fast(tokenizer.inner.to_str())
-
-
 def open_encoder_in(folder: Path, kind: str) -> Encoder:
     """The encoder of the given kind (REFERENCE or FAST) for the tokenizer in a folder."""
     if kind == FAST:
-        return _open_fast((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+        os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
+        import fastokens
 
+        return FastEncoder(fastokens.Tokenizer.from_json_str((folder / "tokenizer.json").read_text(encoding="utf-8")))
     # There is one worker per core already; more threads would only compete with each other.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return ReferenceEncoder(open_tokenizer(folder))
-
-
-def _open_fast(rules: str) -> Encoder:
-    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-    import fastokens
-
-    return FastEncoder(fastokens.Tokenizer.from_json_str(rules))
 
 
 def why_not_fast(tokenizer: TextTokenizer) -> str | None:
@@ -186,16 +188,3 @@ def hard_texts() -> Iterator[NamedText]:
         for start in range(0, 0x3400, 0x400)
     ]
     return (NamedText(f"hard text {number}", text) for number, text in enumerate(texts))
-
-
-class Encoder(Protocol):
-    """Turns texts into ids. Adds no special tokens; text that looks like a special token is encoded as plain text."""
-
-    @property
-    def name(self) -> str:
-        """The library and its version."""
-        ...
-
-    def encode(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The ids of all texts, concatenated, and the number of ids of each text."""
-        ...
