@@ -173,10 +173,7 @@ EXPORT = {
     "llama": ("hf", "onnx"),
     "bert": ("hf",),
 }
-EXPORT_OPTIONS = {
-    "gguf": "export.precision=q8_0",
-    "megatron": "export.megatron.tensor=2 export.megatron.pipeline=2",
-}
+EXPORT_OPTIONS = {"gguf": "export.precision=q8_0", "megatron": "export.megatron.tensor=2 export.megatron.pipeline=2"}
 IMPORTED = {"gguf": "model.gguf", "nanogpt": "", "megatron": "", "deepspeed": "", "onnx": ""}
 """The file or folder of an export that `import` reads."""
 

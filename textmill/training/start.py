@@ -205,7 +205,7 @@ def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: 
         method = longer if shape.positions > before else "the first ones"
         print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
     keeps_end = transfer.kept is None and data.tokenizer.chat is None
-    return replace(shape, vocab=transfer.rows, end=shape.end if keeps_end else data.tokenizer.end)
+    return replace(shape, vocab=transfer.rows, end=shape.end if keeps_end else data.tokenizer.eos_id)
 
 
 def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
