@@ -48,7 +48,7 @@ from textmill.server.model_requests import (
 from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
 from textmill.server.service import MAX_INPUTS, Service, start_request, wait_for_texts
 
-MAX_CHOICES = 100_000
+MAX_FILL_CHOICES = 100_000
 """Tokens that one request to /fill may ask for, over all of its masks; each takes about 60 bytes of the reply."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 JSON = "application/json"
@@ -317,9 +317,11 @@ def _check_count(service: Service, count: int, field: str) -> None:
 
 
 def _check_choices(masks: int, top_k: int) -> None:
-    if masks * top_k > MAX_CHOICES:
-        message = f"top_k: {top_k:,} tokens for each of {masks:,} masks; the limit is {MAX_CHOICES:,} in one request; "
-        raise HttpError(400, message + "lower top_k, or send fewer texts", field="top_k")
+    if masks * top_k > MAX_FILL_CHOICES:
+        message = (
+            f"top_k: {top_k:,} tokens for each of {masks:,} masks; the limit is {MAX_FILL_CHOICES:,} in one request"
+        )
+        raise HttpError(400, f"{message}; lower top_k, or send fewer texts", field="top_k")
 
 
 def _fill_json(filled: str, other_fields: dict[str, object]) -> bytes:

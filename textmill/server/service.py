@@ -1,4 +1,4 @@
-"""The service: a model with its limits and metrics, which every route uses."""
+"""The service, which every route uses: a model with its limits and metrics, and the requests that it is answering."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ MAX_CHOICES = 16
 """Most texts that one request may ask for: its prompts times `n`."""
 MAX_INPUTS = 4096
 """Most texts in one request for embeddings or to fill in."""
+
+IndexedChunk = tuple[int, TextChunk]
+"""A text's index within its HTTP request, and its next chunk."""
+QUIET_SECONDS = 15.0
+"""After this time without a chunk, the model is checked and a streaming client gets a keep-alive comment."""
 
 
 @dataclass
@@ -106,12 +111,6 @@ class Service:
         stats = self.model.stats()
         rounds = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
         return max(1, min(60, math.ceil(rounds * self.metrics.mean_seconds())))
-
-
-IndexedChunk = tuple[int, TextChunk]
-"""A text's index within its HTTP request, and its next chunk."""
-QUIET_SECONDS = 15.0
-"""After this time without a chunk, the model is checked and a streaming client gets a keep-alive comment."""
 
 
 @dataclass
