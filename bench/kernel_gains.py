@@ -36,10 +36,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LAYERS = "textmill.models.layers_torch"
 VOCABS = {"bert": 30522}
 VOCAB = 50257
 Patches = dict[str, Any]
-"""Values by "module:attribute", such as "textmill.kernels.attention_torch:_in_place_works"."""
+"""Values by "module:attribute", such as "textmill.kernels.matmul_torch:_spec_of"."""
 
 
 @dataclass(frozen=True)
@@ -71,42 +72,39 @@ def patched(patches: Patches) -> Iterator[None]:
 # Training: what replaces each kernel.
 
 
-def sum_columns(parts_PW: Tensor) -> Tensor:
-    """torch's sum in place of the kernel for column sums."""
-    return parts_PW.sum(0)
-
-
-def no_residual_kernel() -> Patches:
+def no_norm_kernel() -> Patches:
     """LayerNorm as the compiler computes it; the residual is still added in the matmul, whose bias has a gradient."""
     matmul = import_module("textmill.kernels.matmul_torch")
-    net = "textmill.models.gpt2.net_torch"
 
     def add_linear(stream_NTF: Tensor, layer: Any, x_NTE: Tensor) -> Tensor:
         out: Tensor = matmul._linear(x_NTE, layer.weight, layer.bias, stream_NTF)
         return out
 
-    def norm_and_residual(x_NTE: Tensor, norm: Any, *biases: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(x_NTE: Tensor, norm: Any, *biases: Tensor) -> tuple[Tensor, Tensor]:
         return norm(x_NTE).to(x_NTE.dtype), x_NTE
 
-    return {f"{net}:add_linear": add_linear, f"{net}:norm_and_residual": norm_and_residual}
+    names = "textmill.kernels.matmul_torch:add_linear", f"{LAYERS}:norm_with_residual_gradient"
+    return dict(zip(names, (add_linear, norm), strict=True))
+
+
+def no_residual() -> Patches:
+    """The residual stream is added by an operation of its own."""
+    residual = import_module(LAYERS).Residual
+
+    def norm_and_residual(x_NTE: Tensor, norm: Any, *others: Any, **options: Any) -> tuple[Tensor, Any]:
+        return norm(x_NTE), residual(x_NTE)
+
+    return {"textmill.models.gpt2.net_torch:norm_and_residual": norm_and_residual}
 
 
 def no_qkv() -> Patches:
-    """Queries, keys and values as views of a plain linear layer's output; no fused attention."""
+    """Queries, keys and values as views of a plain linear layer's output."""
+    layers = import_module(LAYERS)
 
-    def split(self: Any, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
-        layer = self.c_attn
-        matmul = import_module("textmill.kernels.matmul_torch")
-        qkv = matmul.linear(x_NTE, layer.weight, layer.bias)
-        qkv = qkv.view(*x_NTE.shape[:2], -1, 3, self.shape.width // self.shape.heads)
-        return tuple(part.transpose(1, 2) for part in qkv.unbind(3))
+    def split_heads(x_NTE: Tensor, layer: Any, head_width: int, context: Any) -> Any:
+        return layers.split_qkv(layers.linear(x_NTE, layer, context), head_width)
 
-    return {"textmill.models.gpt2.net_torch:Attention._split": split, **no_fused_attention()}
-
-
-def no_fused_attention() -> Patches:
-    """torch's scaled_dot_product_attention in compiled code."""
-    return {"textmill.models.gpt2.net_torch:can_use_fused_attention": lambda *given: False}
+    return {"textmill.models.gpt2.net_torch:split_heads": split_heads}
 
 
 def no_tuned_matmuls() -> Patches:
@@ -115,25 +113,23 @@ def no_tuned_matmuls() -> Patches:
 
 
 def plain_linears() -> Patches:
-    """Compiled torch operations in place of everything that belongs to the matmuls: nn.Linear, LayerNorm, attention."""
-    never = lambda *given: False  # noqa: E731
-    names = ("textmill.kernels.matmul_torch:use_tuned_matmul", "textmill.models.gpt2.net_torch:use_tuned_matmul")
-    return {**dict.fromkeys(names, never), **no_fused_attention()}
+    """Compiled torch operations in place of everything that belongs to the matmuls: nn.Linear, LayerNorm, QKV."""
+    return {"textmill.kernels.matmul_torch:use_tuned_matmul": lambda *given: False}
 
 
-def no_bias_gelu(family: str) -> Patches:
+def no_bias_gelu() -> Patches:
     """The compiler's GELU."""
-    return {f"textmill.models.{family}.net_torch:HAS_TRITON": False}
+    return {f"{LAYERS}:HAS_TRITON": False}
 
 
-def no_joined_linears(family: str) -> Patches:
-    """One matmul for each of queries, keys and values, and for gate and up."""
-    apply_linear = import_module("textmill.models.lora_torch").apply_linear
+def no_joined_linears() -> Patches:
+    """One matmul for each of queries, keys and values."""
+    linear = import_module(LAYERS).linear
 
-    def separate(layers: Any, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(apply_linear(layer, x_NTE, keys_N) for layer in layers)
+    def separate(x_NTE: Tensor, layers: Any, context: Any) -> tuple[Tensor, ...]:
+        return tuple(linear(x_NTE, layer, context) for layer in layers)
 
-    return {f"textmill.models.{family}.net_torch:join_linears": separate}
+    return {"textmill.models.bert.net_torch:linears": separate}
 
 
 def no_cross_entropy() -> Patches:
@@ -165,12 +161,6 @@ def compiled_cross_entropy() -> Patches:
 
     assert hasattr(losses, "label_loss_and_gradient")
     return {"textmill.engines.losses_torch:label_loss_and_gradient": label_loss_and_gradient}
-
-
-def no_column_sums() -> Patches:
-    """torch's sum over the partial sums that the other kernels write."""
-    names = ("norms_torch", "gelu_torch", "attention_torch", "fp8_torch")
-    return {f"textmill.kernels.{name}:column_sums": sum_columns for name in names}
 
 
 def no_fp8_kernels() -> Patches:
@@ -214,28 +204,17 @@ COMMON = [
 ]
 OF_GPT2 = [
     *COMMON,
-    Variant(
-        "residual-in-matmul", lambda: {"textmill.models.gpt2.net_torch:Block._adds_in_matmul": lambda *given: False}
-    ),
-    Variant("norm-kernel", no_residual_kernel),
-    Variant("fused-attention", no_fused_attention),
-    Variant("attention-in-place", lambda: {"textmill.kernels.attention_torch:_in_place_works": lambda *given: False}),
-    Variant("attention-and-qkv", no_qkv),
-    Variant("bias-gelu", lambda: no_bias_gelu("gpt2")),
-    Variant("column-sums", no_column_sums),
+    Variant("residual-in-matmul", no_residual),
+    Variant("norm-kernel", no_norm_kernel),
+    Variant("qkv-projection", no_qkv),
+    Variant("bias-gelu", no_bias_gelu),
     Variant("all-linears", plain_linears),
-    Variant("all", lambda: {**plain_linears(), **no_bias_gelu("gpt2"), **compiled_cross_entropy()}),
+    Variant("all", lambda: {**plain_linears(), **no_bias_gelu(), **compiled_cross_entropy()}),
 ]
 TRAINING: dict[str, tuple[dict[str, Any], list[Variant]]] = {
     "gpt2-small": ({"size": "small", "batch": 64}, OF_GPT2),
     "gpt2-medium": ({"size": "medium", "batch": 32}, OF_GPT2),
-    "gpt2-documents": (
-        {"size": "small", "batch": 64, "document_tokens": 300},
-        [
-            Variant("qkv-projection", no_qkv),
-            Variant("qkv-kernel", lambda: {"textmill.kernels.attention_torch:can_run_kernels": lambda tensor: False}),
-        ],
-    ),
+    "gpt2-documents": ({"size": "small", "batch": 64, "document_tokens": 300}, [Variant("qkv-projection", no_qkv)]),
     "gpt2-fp8": (
         {"size": "small", "batch": 64, "precision": "fp8"},
         [Variant("fp8-kernels", no_fp8_kernels), Variant("fp8", dict, rebuild=True, options={"precision": "bf16"})],
@@ -254,7 +233,7 @@ TRAINING: dict[str, tuple[dict[str, Any], list[Variant]]] = {
     ),
     "llama-small": (
         {"family": "llama", "size": "small", "batch": 64},
-        [*COMMON, Variant("joined-linears", lambda: no_joined_linears("llama")), Variant("all-linears", plain_linears)],
+        [*COMMON, Variant("all-linears", plain_linears)],
     ),
     "llama-fp8": (
         {"family": "llama", "size": "small", "batch": 64, "precision": "fp8"},
@@ -264,10 +243,10 @@ TRAINING: dict[str, tuple[dict[str, Any], list[Variant]]] = {
         {"family": "bert", "size": "base", "batch": 256, "length": 128},
         [
             *COMMON,
-            Variant("joined-linears", lambda: no_joined_linears("bert")),
-            Variant("bias-gelu", lambda: no_bias_gelu("bert")),
+            Variant("joined-linears", no_joined_linears),
+            Variant("bias-gelu", no_bias_gelu),
             Variant("all-linears", plain_linears),
-            Variant("all", lambda: {**plain_linears(), **no_bias_gelu("bert"), **compiled_cross_entropy()}),
+            Variant("all", lambda: {**plain_linears(), **no_bias_gelu(), **compiled_cross_entropy()}),
         ],
     ),
 }
@@ -285,14 +264,14 @@ class TrainingSteps:
             size = "tiny" if self.options["family"] == "bert" else "nano"
             self.options |= {"size": size, "batch": 2, "length": 64, "precision": "fp32"}
         self.engines: dict[str, tuple[Any, Callable[[int], Any]]] = {}
-        self.executions: dict[str, Any] = {}
+        self.compiled: dict[str, Any] = {}
         self.tiny = tiny
 
     def open(self, variant: Variant) -> None:
         """Open the variant's engine, if it needs one, and run its first steps, which compile."""
         if variant.rebuild or not self.engines:
             self.engines[variant.name] = self._engine({**self.options, **({} if self.tiny else variant.options)})
-        self.executions[variant.name] = compile_copies()
+        self.compiled[variant.name] = compile_copies()
         for _ in range(3):
             self._step(variant)
 
@@ -308,7 +287,7 @@ class TrainingSteps:
     def _step(self, variant: Variant, *, wait: bool = True) -> Any:
         self.number += 1
         engine, step = self.engines.get(variant.name) or next(iter(self.engines.values()))
-        engine.execution = self.executions[variant.name]
+        engine.compiled = self.compiled[variant.name]
         loss = step(self.number)
         return float(loss) if wait else loss
 
@@ -344,10 +323,10 @@ def compile_copies() -> Any:
 
     torch's compiler keeps its results by code object, and does not notice replaced methods; so each variant compiles
     copies of the functions that call the parts."""
-    execution = import_module("textmill.models.execution_torch")
-    parts = (execution._begin, execution._compute, execution._end)
+    base = import_module("textmill.models.base_torch")
+    parts = (base._embed_inputs, base._compute, base._final_norm)
     copies = (FunctionType(part.__code__.replace(), part.__globals__, part.__name__) for part in parts)
-    return execution.Execution(*(torch.compile(copy, dynamic=False) for copy in copies))
+    return base.CompiledParts(*(torch.compile(copy, dynamic=False) for copy in copies))
 
 
 # Decoding: the kernels of a step as torch operations, which CUDA graphs can capture too.
@@ -368,7 +347,7 @@ def add_norm(x_NE: Tensor, delta_NE: Tensor, bias_E: Tensor | None, norm: Any) -
 def multiply_gate(both_NF: Tensor, activation: str) -> Tensor:
     """The activated gate times the other half."""
     gate_NF, up_NF = both_NF.chunk(2, -1)
-    activate = import_module("textmill.models.base_torch").ACTIVATIONS[activation]
+    activate = import_module(LAYERS).ACTIVATIONS[activation]
     out: Tensor = activate(gate_NF) * up_NF
     return out
 

@@ -16,7 +16,6 @@ from textmill.engines import parallel_torch
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.engines.memory.state_torch import fake_ranks
 from textmill.errors import TextmillError
-from textmill.models.execution_torch import EAGER
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "8 replicas": (8, {}, {}),
@@ -108,7 +107,7 @@ def test_a_compile_error_after_gradients_were_sent_does_not_send_them_twice(monk
             engine.compile_requested, passes = False, iter(range(PASSES))
 
             def run_pass(*given: Any, engine: Any = engine, passes: Any = passes, fails: bool = fails) -> Tensor:
-                engine.execution = EAGER
+                engine.compiled = None
                 loss: Tensor = engine._forward_backward(*given)
                 if fails and next(passes, None) == PASSES - 1:
                     raise TorchDynamoException

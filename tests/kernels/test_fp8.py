@@ -36,7 +36,7 @@ from textmill.kernels.fp8_torch import (
     quantize_rows,
 )
 from textmill.models import initial_weights, open_family
-from textmill.models.base_torch import ACTIVATIONS
+from textmill.models.layers_torch import ACTIVATIONS
 from textmill.models.nets_torch import fill, new_net
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.kernel_devices import DEVICE, on_gpu_only
 from textmill.kernels import norms_torch
-from textmill.kernels.norms_torch import norm_and_residual, norm_backward
+from textmill.kernels.norms_torch import norm_backward, norm_with_residual_gradient
 
 
 def _norm(width: int) -> nn.LayerNorm:
@@ -30,11 +30,11 @@ def test_norm_and_residual_has_the_gradients_of_torchs_norm(biases: bool) -> Non
         leaves = [tensor.clone().requires_grad_() for tensor in (x, before, after)]
         norm.zero_grad()
         if ours and biases:
-            y, stream = norm_and_residual(leaves[0] + leaves[1].detach(), norm, leaves[1], leaves[2])
+            y, stream = norm_with_residual_gradient(leaves[0] + leaves[1].detach(), norm, leaves[1], leaves[2])
             stream = stream + leaves[2].detach()
         else:
             stream = leaves[0] + leaves[1]
-            y, stream = norm_and_residual(stream, norm) if ours else (norm(stream), stream)
+            y, stream = norm_with_residual_gradient(stream, norm) if ours else (norm(stream), stream)
             stream = stream + leaves[2]
         torch.autograd.backward([y, stream], list(gradients))
         results.append([y, stream, *(leaf.grad for leaf in leaves), norm.weight.grad, norm.bias.grad])

@@ -12,10 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from textmill.config import LoraConfig
 from textmill.kernels import matmul_torch
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.models.execution_torch import EAGER, Execution, compiled_execution
+from textmill.models import layers_torch
+from textmill.models.base_torch import CompiledParts, compile_parts
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
-from textmill.models.lora_torch import add_adapters
+from textmill.models.nets_torch import add_adapters
 
 SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "end": 0}
 CASES: dict[str, tuple[dict[str, float], int, bool]] = {
@@ -38,18 +39,20 @@ def test_adapters_with_dropout_share_one_compiled_block() -> None:
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     ids, keys = torch.randint(0, 10, (2, 128)), dropout_keys(1, 2, np.arange(2))
-    execution = compiled_execution(backend=backend, fullgraph=True)
-    torch.testing.assert_close(net(ids, keys, execution=execution), net(ids, keys), rtol=1e-4, atol=1e-4)
+    compiled = compile_parts(backend=backend, fullgraph=True)
+    torch.testing.assert_close(net(ids, keys, compiled=compiled), net(ids, keys), rtol=1e-4, atol=1e-4)
     assert backend.frame_count == 3
 
 
-def _run(net: gpt2_torch.Net, execution: Execution, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def _run(
+    net: gpt2_torch.Net, compiled: CompiledParts | None, documents: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The hidden states of a net and the gradients of its weights."""
     torch.manual_seed(3)
     ids, dy = torch.randint(0, 10, (2, 128)), torch.randn(2, 128, 32)
     keys = dropout_keys(1, 2, np.arange(2)) if net.shape.uses_dropout else None
     net.zero_grad()
-    states = net(ids, keys, documents_NT=documents, execution=execution)
+    states = net(ids, keys, documents_NT=documents, compiled=compiled)
     states.backward(dy)
     return states.detach(), {
         name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None
@@ -69,7 +72,7 @@ def test_a_compiled_net_matches_and_compiles_one_block(case: str) -> None:
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     plain, ours = (
-        _run(net, execution, documents) for execution in (EAGER, compiled_execution(backend=backend, fullgraph=True))
+        _run(net, compiled, documents) for compiled in (None, compile_parts(backend=backend, fullgraph=True))
     )
     assert backend.frame_count == 3, "what is before the blocks, a block, and what is after"
     torch.testing.assert_close(ours[0], plain[0])
@@ -83,19 +86,19 @@ def test_a_compiled_net_matches_and_compiles_one_block(case: str) -> None:
 @pytest.mark.long
 def test_a_compiled_block_uses_block_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with block masks; a batch with other documents does not compile again."""
-    monkeypatch.setattr(gpt2_torch, "use_block_mask", lambda documents, width: torch.compiler.is_compiling())
+    monkeypatch.setattr(layers_torch, "use_block_mask", lambda documents, width: torch.compiler.is_compiling())
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    execution, ids, counts = compiled_execution(backend=backend), torch.randint(0, 10, (2, 128)), list[int]()
+    compiled, ids, counts = compile_parts(backend=backend), torch.randint(0, 10, (2, 128)), list[int]()
     with torch.no_grad():  # torch trains in blocks on a GPU alone
         for size in (50, 31):
             documents = torch.arange(128).expand(2, 128) // size
             torch.testing.assert_close(
-                net(ids, documents_NT=documents, execution=execution),
+                net(ids, documents_NT=documents, compiled=compiled),
                 net(ids, documents_NT=documents),
                 rtol=1e-4,
                 atol=1e-4,
@@ -128,7 +131,7 @@ def test_a_net_with_tuned_matmuls_has_the_same_gradients(
     device: str, backend: str, recompute: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, for any size: one graph, and the eager gradients. fp8 is replaced: its rounding hides errors."""
-    monkeypatch.setattr(gpt2_torch, "fp8_mlp", _mlp)
+    monkeypatch.setattr(layers_torch, "fp8_mlp", _mlp)
     torch.manual_seed(3)
     net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
     net.recompute = recompute
@@ -142,8 +145,7 @@ def test_a_net_with_tuned_matmuls_has_the_same_gradients(
         [],
     )
     for chosen in (False, True):
-        for place in (matmul_torch, gpt2_torch):
-            monkeypatch.setattr(place, "use_tuned_matmul", lambda x, weight, chosen=chosen: chosen)
+        monkeypatch.setattr(matmul_torch, "use_tuned_matmul", lambda x, weight, chosen=chosen: chosen)
         net.zero_grad()
         run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:

@@ -14,7 +14,7 @@ from textmill.config import LoraConfig, ModelConfig
 from textmill.kernels import matmul_torch
 from textmill.models import open_family
 from textmill.models.bert.net_torch import SelfAttention
-from textmill.models.lora_torch import AdaptedLinear, join_linears
+from textmill.models.layers_torch import AdaptedLinear, Context, linears
 
 
 @pytest.mark.parametrize(("bias", "sizes"), list(product((True, False), ((8, 8, 8), (8, 4, 4), (12, 12)))))
@@ -35,7 +35,7 @@ def test_joined_layers_compute_the_same(bias: bool, sizes: tuple[int, ...], monk
     for joined in (False, True):
         monkeypatch.setattr(matmul_torch, "use_tuned_matmul", lambda *_, joined=joined: joined and not calls)
         leaves = [x, *(one for layer in layers for one in layer.parameters())]
-        outputs = join_linears(layers, x, None)
+        outputs = linears(x, layers, Context())
         grads = torch.autograd.grad(outputs, leaves, upstream)
         results.append([*outputs, *grads])
     assert calls == [sum(sizes)], "one matmul, only where it is tuned"
@@ -53,7 +53,7 @@ def test_adapters_and_mixed_biases_stay_separate(monkeypatch: pytest.MonkeyPatch
     adapted = AdaptedLinear(nn.Linear(8, 8), LoraConfig(rank=2), 0)
     x = torch.randn(2, 3, 8)
     for layers in ((plain, adapted), (plain, bare)):
-        for layer, found in zip(layers, join_linears(layers, x, None), strict=True):
+        for layer, found in zip(layers, linears(x, layers, Context()), strict=True):
             assert torch.equal(found, layer(x))
     assert joined == []
 
@@ -65,7 +65,7 @@ def test_compiled_attention_of_bert_is_one_matmul(monkeypatch: pytest.MonkeyPatc
     attention = SelfAttention(replace(shape, width=32, heads=2))
     x = torch.randn(2, 8, 32, requires_grad=True)
     leaves = [x, *attention.parameters()]
-    wanted = attention(x, None, None)
+    wanted = attention(x, Context())
     wanted_grads = torch.autograd.grad(wanted.square().sum(), leaves)
     monkeypatch.setattr(matmul_torch, "use_tuned_matmul", lambda *_: torch.compiler.is_compiling())
     seen: list[list[str]] = []
@@ -75,7 +75,7 @@ def test_compiled_attention_of_bert_is_one_matmul(monkeypatch: pytest.MonkeyPatc
         return graph.forward
 
     torch._dynamo.reset()
-    found = torch.compile(attention, backend=backend, fullgraph=True)(x, None, None)
+    found = torch.compile(attention, backend=backend, fullgraph=True)(x, Context())
     grads = torch.autograd.grad(found.square().sum(), leaves)
     assert sum("autograd_function_apply" in target for [*targets] in seen for target in targets) == 1, seen
     for one, other in zip([found, *grads], [wanted, *wanted_grads], strict=True):

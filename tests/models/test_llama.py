@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from textmill.errors import TextmillError
 from textmill.models import open_family, to_memory, weights_of
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots
+from textmill.models.layers_torch import Context
 from textmill.models.nets_torch import fill, new_net
 
 CPU = torch.device("cpu")
@@ -112,12 +114,13 @@ def check_far_positions(shape: Any, net: BaseNet, theirs: Any) -> None:
     """A window of tokens at the end of the longest context, as decoding reaches it."""
     first, ids = shape.positions - 40, random_ids(1, 40)
     places = torch.arange(first, shape.positions)[None]
-    x, context = net.begin(ids, None, places, None)
+    cache: Any = SimpleNamespace(positions_NT=places)
+    x, context = net.embed_inputs(ids, Context(cache=cache), None)
     for block in net.blocks:
-        x = block(x, None, None, context)
+        x = block(x, context._replace(cache=None))
     with torch.no_grad():
         wanted = theirs(ids, position_ids=places).logits
-    assert (net.logits(net.end(x)) - wanted).abs().max() < 1e-5
+    assert (net.logits(net.final_norm(x)) - wanted).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])

@@ -30,7 +30,7 @@ from textmill.engines.losses_torch import LossFormula, WeightedLabels, loss_and_
 from textmill.engines.optimizers.adam_torch import Adam
 from textmill.engines.optimizers.muon_torch import Muon
 from textmill.generation import sampling
-from textmill.kernels import attention_torch, matmul_torch
+from textmill.kernels import matmul_torch
 from textmill.kernels.triton_support import triton
 from textmill.models import find_family_module, open_family
 from textmill.models.nets_torch import build_net, parameters_of
@@ -112,7 +112,6 @@ def compile_launches(compiled: dict[str, tuple[Any, Any]]) -> Iterator[None]:
             (Tensor, "data_ptr", address_of),
             (torch.cuda, "graph_pool_handle", lambda: None),
             (matmul_torch, "library", lambda: None),
-            (attention_torch, "_cudnn_supports", lambda *_: False),
         ):
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(FakeTensorMode())

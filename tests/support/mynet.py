@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from textmill.config import ModelConfig
 from textmill.errors import TextmillError
-from textmill.kernels.dropout_torch import drop
-from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
-from textmill.models.cache_torch import Cache
-from textmill.models.lora_torch import apply_linear
-from textmill.models.masks_torch import document_mask, document_starts
+from textmill.models.base_torch import BaseBlock, BaseNet
+from textmill.models.layers_torch import Context, Dropout, attention, linear, new_embedding, token_positions
 from textmill.models.weights import Weight, count_flops, count_parameters
 
 NAME = "mynet"
@@ -130,16 +127,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.width, (shape.heads + 2 * shape.kv_heads) * self.head, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any) -> Tensor:
-        (cos, sin), mask = context
-        qkv = apply_linear(self.qkv, x, keys_N).view(*x.shape[:2], -1, self.repeat + 2, self.head)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        cos, sin = context.extra
+        qkv = linear(x, self.qkv, context).view(*x.shape[:2], -1, self.repeat + 2, self.head)
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in qkv.split([self.repeat, 1, 1], 3))
         q, k = (rotate(part, cos, sin) for part in (q, k))
-        if cache is not None:
-            y = cache.attend(self.layer, q, k, v)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return apply_linear(self.out, y.transpose(1, 2).flatten(2), keys_N)
+        return linear(attention(q, k, v, context, self.layer), self.out, context)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -154,9 +147,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(shape.width, shape.inner, bias=False)
         self.down = nn.Linear(shape.inner, shape.width, bias=False)
 
-    def forward(self, x: Tensor, keys_N: Tensor | None) -> Tensor:
-        inner = F.silu(apply_linear(self.gate, x, keys_N)) * apply_linear(self.up, x, keys_N)
-        return apply_linear(self.down, inner, keys_N)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        inner = F.silu(linear(x, self.gate, context)) * linear(x, self.up, context)
+        return linear(inner, self.down, context)
 
 
 class Block(BaseBlock):
@@ -164,15 +157,16 @@ class Block(BaseBlock):
         super().__init__()
         self.norm_1, self.attention = RMSNorm(shape.width), Attention(shape, layer)
         self.norm_2, self.mlp = RMSNorm(shape.width), MLP(shape)
-        self.dropout, self.tokens_part = shape.dropout, 0
+        self.dropout_1, self.dropout_2 = Dropout(shape.dropout, site=2), Dropout(shape.dropout, site=3)
 
-    def compute(self, x: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any) -> Tensor:
-        y = self.attention(self.norm_1(x), keys_N, cache, context)
-        x = x + drop(y, self.dropout, keys_N, 2, self.tokens_part)
-        return x + drop(self.mlp(self.norm_2(x), keys_N), self.dropout, keys_N, 3, self.tokens_part)
+    def compute(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.dropout_1(self.attention(self.norm_1(x), context), context)
+        return x + self.dropout_2(self.mlp(self.norm_2(x), context), context)  # type: ignore[no-any-return]
 
 
 class Net(BaseNet):
+    blocks_name, embedding_name, head_name = "layers", "embed", "unembed"
+
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.embed = new_embedding(shape.padded_vocab, shape.width)
@@ -180,20 +174,15 @@ class Net(BaseNet):
         self.norm = RMSNorm(shape.width)
         self.unembed = nn.Linear(shape.width, shape.padded_vocab, bias=False)
 
-    blocks = property(lambda self: self.layers)  # type: ignore[assignment]
-    embedding = property(lambda self: self.embed)  # type: ignore[assignment]
-    head = property(lambda self: self.unembed.weight)  # type: ignore[assignment]
     cache_shape = property(lambda self: (self.shape.kv_heads, self.shape.width // self.shape.heads))  # type: ignore[assignment]
 
-    def begin(self, ids: Tensor, keys_N: Tensor | None, positions: Tensor | None, documents: Tensor | None) -> Any:
-        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-        if documents is not None:
-            places = places - document_starts(documents)
+    def embed_inputs(self, ids: Tensor, context: Context, documents: Tensor | None) -> tuple[Tensor, Context]:
+        places = token_positions(ids, context.cache, documents)
         head = self.shape.width // self.shape.heads
         rates = 10000.0 ** (-torch.arange(0, head, 2, device=ids.device) / head)
         angles = (places[..., None] * rates).unsqueeze(-3)  # [N or none, 1, T, head / 2]
-        mask = None if documents is None else document_mask(documents)
-        return self.embed(ids), ((angles.cos(), angles.sin()), mask)
+        extra = angles.cos(), angles.sin()
+        return self.embed(ids), Context(context.dropout_keys, context.cache, self.mask(documents, context), extra)
 
-    def end(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor) -> Tensor:
         return self.norm(x)  # type: ignore[no-any-return]

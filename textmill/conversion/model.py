@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights, weights_of
-from textmill.models.activations import GELUS
+from textmill.models.hf_config import GELUS
 from textmill.models.pooling import Pooling
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer

@@ -26,8 +26,7 @@ from textmill.engines.losses_torch import (
 )
 from textmill.engines.micro_batches import PAIR_LOSS, MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
-from textmill.models.base_torch import BaseNet
-from textmill.models.execution_torch import EAGER, Execution
+from textmill.models.base_torch import BaseNet, CompiledParts
 from textmill.tokens.batches.batch import IGNORED
 
 
@@ -35,13 +34,13 @@ def open_heads(
     net: BaseNet,
     micro_batch: MicroBatch,
     precision: torch.dtype,
-    execution: Execution = EAGER,
+    compiled: CompiledParts | None = None,
     teachers: Teachers | CachedTeachers | None = None,
 ) -> HeadStates | LabelStates:
     """Run the net on a micro-batch, up to the input of its heads; call it under autocast."""
     if net.has_label_head:
-        return LabelStates(net, micro_batch, precision, execution)
-    return HeadStates(net, micro_batch, precision, execution, teachers)
+        return LabelStates(net, micro_batch, precision, compiled)
+    return HeadStates(net, micro_batch, precision, compiled, teachers)
 
 
 class HeadStates:
@@ -52,15 +51,15 @@ class HeadStates:
         net: BaseNet,
         micro_batch: MicroBatch,
         precision: torch.dtype,
-        execution: Execution = EAGER,
+        compiled: CompiledParts | None = None,
         teachers: Teachers | CachedTeachers | None = None,
     ) -> None:
         self.net = net
         self.micro_batch = micro_batch
         self.teachers = teachers
-        self.execution = execution
+        self.compiled = compiled
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
-            states = micro_batch.hidden_states(net, execution)
+            states = micro_batch.hidden_states(net, compiled)
         x_ME = states.to(precision).flatten(0, 1)
         self.pair_losses: Tensor | None = None
         self.pair_correct: Tensor | None = None
@@ -125,7 +124,7 @@ class HeadStates:
         net = self.net
         micro_batch = self.micro_batch
         distil = train.distil
-        targets = teachers.read(micro_batch, self.execution)
+        targets = teachers.read(micro_batch, self.compiled)
         labels = self._weighted_labels()
         weights_M = labels.weights_M
         sums = weights_M.new_zeros(3)
@@ -139,7 +138,7 @@ class HeadStates:
             sums,
             starts_backward=starts_backward,
             bias_V=net.head_bias,
-            compiled=self.execution is not EAGER,
+            compiled=self.compiled is not None,
             tensor=tensor,
         )
         label_loss, kl, mse = sums
@@ -175,11 +174,11 @@ class LabelStates:
     """The logits of a micro-batch's labels: compute them under autocast."""
 
     def __init__(
-        self, net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, execution: Execution = EAGER
+        self, net: BaseNet, micro_batch: MicroBatch, precision: torch.dtype, compiled: CompiledParts | None = None
     ) -> None:
         assert micro_batch.positions is not None
         self.micro_batch = micro_batch
-        states = micro_batch.hidden_states(net, execution)
+        states = micro_batch.hidden_states(net, compiled)
         logits_NKC = net.label_logits(
             states.to(precision), micro_batch.positions, micro_batch.documents, micro_batch.keys
         ).float()

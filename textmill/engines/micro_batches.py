@@ -26,8 +26,7 @@ from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import Shape, open_family
-from textmill.models.base_torch import BaseNet
-from textmill.models.execution_torch import Execution
+from textmill.models.base_torch import BaseNet, CompiledParts
 from textmill.models.lora import uses_dropout
 from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.batch import IGNORED, OPTIONAL_FIELDS, Batch
@@ -122,10 +121,10 @@ class MicroBatch(NamedTuple):
     """[N, T]: the token after each label, with `train.multi_token`."""
     multi_token_weights: Tensor | None = None
 
-    def hidden_states(self, net: BaseNet, execution: Execution) -> Tensor:
+    def hidden_states(self, net: BaseNet, compiled: CompiledParts | None) -> Tensor:
         """[N, T, E]: what the net computes for the heads."""
         states: Tensor = net(
-            self.inputs, self.keys, documents_NT=self.documents, execution=execution, types_NT=self.types
+            self.inputs, self.keys, documents_NT=self.documents, compiled=compiled, types_NT=self.types
         )
         return states
 
@@ -168,7 +167,7 @@ def micro_batches(
         positions = None
         if batch.multi_token_weight is not None and label_weights is not None:
             arrays |= _multi_token_labels(labels, label_weights, batch.multi_token_weight)
-        if net.few_labels:
+        if net.head_for_labels_only:
             labels, label_weights, positions = _take_labelled(labels, label_weights)
         arrays |= {"labels": labels, "weights": label_weights, "positions": positions}
         pairs: tuple[NDArray[Any] | None, ...] = (None, None, None)

@@ -345,7 +345,7 @@ class OnJax:
         arrays: dict[str, Any] = {"inputs": batch.inputs, "keys": keys_N}
         arrays |= {"documents": batch.documents, "types": batch.types}
         arrays |= {"teacher_ids": batch.teacher_ids, "teacher_logs": batch.teacher_logs}
-        arrays |= label_arrays(batch, self.heads.few_labels, self.heads.has_pairs, self.ranks)
+        arrays |= label_arrays(batch, self.heads.for_labels_only, self.heads.has_pairs, self.ranks)
         sharding = self.shardings.micro_batches()
 
         def place(name: str, values: Any) -> Array:
@@ -384,7 +384,7 @@ class Heads:
         self.shape = shape
         self.options = options
         self.chunk = chunk
-        self.few_labels = getattr(net, "FEW_LABELS", False)
+        self.for_labels_only = getattr(net, "HEAD_FOR_LABELS_ONLY", False)
         self.has_pairs = hasattr(net, "has_pair_head") and net.has_pair_head(shape)
 
     def training_loss(
@@ -448,7 +448,7 @@ class Heads:
         keys = part.get("keys")
         documents = part.get("documents")
         x_NTE = self.net.states(weights, self.shape, self.options, part["inputs"], keys, documents, *types)
-        x_NKE = jnp.take_along_axis(x_NTE, part["positions"][..., None], 1) if self.few_labels else x_NTE
+        x_NKE = jnp.take_along_axis(x_NTE, part["positions"][..., None], 1) if self.for_labels_only else x_NTE
         head_input = x_NKE
         if hasattr(self.net, "head_input"):
             head_input = self.net.head_input(weights, self.shape, self.options, x_NKE)

@@ -54,8 +54,7 @@ from textmill.errors import TextmillError
 from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers
 from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
-from textmill.models.base_torch import BaseNet
-from textmill.models.execution_torch import EAGER, compiled_execution
+from textmill.models.base_torch import BaseNet, CompiledParts, compile_parts
 from textmill.models.lora import count_with_adapters, saved_weights
 from textmill.models.nets_torch import checkpoint_tensors, fill, match_moments, new_net, parameters_of
 from textmill.processes.ranks import Ranks
@@ -148,7 +147,7 @@ class OnTorch:
         self.teachers = open_teachers(train, net.shape, self.device, precision)
         self.terms = term_names(net, train.distil)
         """The names of the terms of the objective besides the loss of the labels."""
-        self.execution = compiled_execution() if compiled else EAGER
+        self.compiled: CompiledParts | None = compile_parts() if compiled else None
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and compile_requested)
         parallel.sum_gradients(self.optimizer.parameters)
         self.average = Average(self.optimizer.local_parts, train.average.memory)
@@ -166,7 +165,7 @@ class OnTorch:
         """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=False)
-        with CompileMonitor(self.execution is not EAGER) as monitor:
+        with CompileMonitor(self.compiled is not None) as monitor:
             result = self._step(batch, step, lr, monitor)
         result.note = monitor.note
         return result
@@ -242,7 +241,7 @@ class OnTorch:
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
             parameter.grad = gradient
         self.parallel.repeat_pass()
-        self.execution = EAGER
+        self.compiled = None
         return self._forward_backward(*arguments)
 
     def _forward_backward(self, *tensors: Tensor | None) -> Tensor:
@@ -250,7 +249,7 @@ class OnTorch:
         with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
                 micro_batch = MicroBatch(*tensors)  # type: ignore[arg-type]
-                heads = open_heads(self.net, micro_batch, self.precision, self.execution, self.teachers)
+                heads = open_heads(self.net, micro_batch, self.precision, self.compiled, self.teachers)
             loss, reported = heads.training_loss(self.train, self.parallel.tensor, starts_backward=True)
             loss.backward()  # type: ignore[no-untyped-call]
         return reported

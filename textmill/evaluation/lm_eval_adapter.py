@@ -23,7 +23,7 @@ from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Measured, Pair, TaskEntry
 from textmill.evaluation.tasks.wikitext import rolling_pairs
 from textmill.models import find_run_model
-from textmill.models.cache_torch import Cache
+from textmill.models.layers_torch import Cache
 from textmill.where import open_where
 
 MAX_NEW_TOKENS = 256

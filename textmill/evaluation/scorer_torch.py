@@ -36,7 +36,7 @@ from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
 from textmill.models import check_masked_head, check_next_token, open_family
 from textmill.models.base_torch import BaseNet
-from textmill.models.cache_torch import Cache
+from textmill.models.layers_torch import Cache
 from textmill.models.nets_torch import open_net
 from textmill.ranges import expand_ranges
 from textmill.storage.progress import progress

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from textmill.kernels.triton_support import can_run_kernels, column_sums, tl, triton
+from textmill.kernels.triton_support import can_run_kernels, tl, triton
 
 
-def norm_and_residual(
+def norm_with_residual_gradient(
     x_NTE: Tensor, norm: nn.LayerNorm, before_E: Tensor | None = None, after_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm of the stream, and the stream unchanged. The biases, both or none, only get their gradients here."""
@@ -181,4 +181,4 @@ def _run_backward(
     given = dy_ME, x_ME, means_M, inverse_stds_M, weight_E, stream_ME, dx_ME, sums, rows, width
     columns = triton.next_power_of_2(width)
     _backward_kernel[(programs,)](*given, BIASES=biases, C=columns, num_warps=min(32, max(1, columns // CHUNK)))
-    return dx_ME, column_sums(sums.flatten(1)).view(-1, width)
+    return dx_ME, sums.sum(0)

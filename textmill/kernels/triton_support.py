@@ -17,16 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HAS_TRITON",
-    "INTERPRETED",
-    "can_run_kernels",
-    "column_sums",
-    "libdevice",
-    "missing_requirement",
-    "tl",
-    "triton",
-]
+__all__ = ["HAS_TRITON", "INTERPRETED", "can_run_kernels", "libdevice", "missing_requirement", "tl", "triton"]
 
 COMPILERS = ("gcc", "clang")
 """Compilers that Triton tries for its launcher code if CC is not set."""
@@ -67,31 +58,3 @@ else:
 def can_run_kernels(tensor: Tensor) -> bool:
     """True if Triton kernels can run on this tensor: on a GPU, or on any device if Triton interprets them."""
     return HAS_TRITON and (INTERPRETED or tensor.is_cuda)
-
-
-ROWS = 256
-COLUMNS = 32
-WARPS = 8
-"""Rows that a program of `column_sums` reads at a time, its columns, and its warps."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum(parts, out, rows, width, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    columns = tl.program_id(0) * C + tl.arange(0, C)
-    total = tl.zeros([R, C], tl.float32)
-    for start in range(0, rows, R):
-        row = start + tl.arange(0, R)
-        total += tl.load(
-            parts + row[:, None] * width + columns[None, :],
-            mask=(row < rows)[:, None] & (columns < width)[None, :],
-            other=0.0,
-        )
-    tl.store(out + columns, tl.sum(total, 0), mask=columns < width)
-
-
-def column_sums(parts_PW: Tensor) -> Tensor:
-    """The sum over rows of a contiguous fp32 matrix: adds up the partial sums that a kernel's programs wrote."""
-    rows, width = parts_PW.shape
-    out_W = torch.empty(width, device=parts_PW.device)
-    _sum[(triton.cdiv(width, COLUMNS),)](parts_PW, out_W, rows, width, R=ROWS, C=COLUMNS, num_warps=WARPS)
-    return out_W

@@ -1,4 +1,4 @@
-"""What JAX nets share: their options, linear layers with adapters, LayerNorms, packed documents.
+"""What JAX nets are written with: their options, and `Layers`, the layers of one forward pass, called by name.
 
 Weights are a flat dict of arrays under checkpoint names, in memory layout. Shapes in names: N samples, T tokens, E
 width, R rank of an adapter.
@@ -60,57 +60,131 @@ def cast_matrices(weights: Weights, parts: tuple[str, ...], precision: jnp.dtype
     }
 
 
-def norm(weights: Weights, name: str, shape: Any, x_NTE: Array) -> Array:
-    """A LayerNorm, computed in fp32."""
-    # Only the input is kept for the backward pass: recomputing the rest is faster than reading it from memory.
-    normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(
-        x_NTE, weights[f"{name}.weight"], weights[f"{name}.bias"]
-    )
-    return normed
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one forward pass; each is called with the name of its weights."""
+
+    weights: Weights
+    shape: Any
+    options: NetOptions
+    dropout_keys: Array | None = None
+    """A key for each sample, from which dropout is computed; None: no dropout."""
+    mask_N1TT: Array | None = None
+    """Which tokens each one attends to; None: all, or in a causal net all before it."""
+    extra: tuple[Array, ...] = ()
+    """What a family adds, such as rotary angles."""
+
+    def embedding(self, name: str) -> Array:
+        """The rows of all tokens; a sharded table is gathered."""
+        gathered = self.options.gathered
+        return self.weights[name] if gathered is None else gathered(name, self.weights[name])
+
+    def linear(self, name: str, x_NTE: Array) -> Array:
+        """A linear layer (its matrix is outputs x inputs), with its bias and its adapter if it has them."""
+        work = partial(jnp.einsum, "nti,oi->nto")
+        y_NTE = self.matmul(f"{name}.weight", work, x_NTE)
+        y_NTE = y_NTE + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y_NTE
+        narrow_NTR = self.adapter_input(name, x_NTE)
+        return y_NTE if narrow_NTR is None else y_NTE + self.matmul(name + LORA_B, work, narrow_NTR)
+
+    def adapter_input(self, name: str, x_NTE: Array) -> Array | None:
+        """The input of an adapter's second matrix: scale dropout(x) A; None if the layer has no adapter."""
+        lora = self.options.lora
+        if lora is None or name + LORA_A not in self.weights:
+            return None
+        seen_NTE = self.drop(x_NTE, lora.dropout, dropout_sites(self.shape)[name])
+        return self.matmul(name + LORA_A, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (lora.alpha / lora.rank)
+
+    def matmul(self, name: str, work: Callable[[Array, Array], Array], x_NTE: Array) -> Array:
+        """A matmul with a weight; a sharded weight is gathered for it, and again in the backward pass, not kept."""
+        if self.options.gathered is None:
+            return work(x_NTE, self.weights[name])
+        gather = partial(self.options.gathered, name)
+        out: Array = jax.checkpoint(lambda x, weight: work(x, gather(weight)))(x_NTE, self.weights[name])
+        return out
+
+    def activation(self, x: Array) -> Array:
+        """The shape's activation; only its input is kept for the backward pass."""
+        out: Array = jax.checkpoint(ACTIVATIONS[self.shape.activation])(x)
+        return out
+
+    def layer_norm(self, name: str, x: Array) -> Array:
+        """A LayerNorm, computed in fp32; recomputing it in the backward pass is faster than reading it from memory."""
+        normed: Array = jax.checkpoint(partial(_layer_norm, self.shape.epsilon))(
+            x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
+        )
+        return normed
+
+    def rms_norm(self, name: str, x: Array) -> Array:
+        """An RMSNorm, computed in fp32; only its input is kept for the backward pass."""
+        normed: Array = jax.checkpoint(partial(_rms_norm, self.shape.epsilon))(x, self.weights[f"{name}.weight"])
+        return normed
+
+    def drop(self, x: Array, fraction: float, site: int) -> Array:
+        """Dropout, if there are keys for it."""
+        return drop(x, fraction, self.dropout_keys, site)
+
+    def add(self, x_NTE: Array, y_NTE: Array, dropout: float, site: int) -> Array:
+        """The residual stream plus a branch, with dropout."""
+        return self.options.by_sample(x_NTE + self.drop(y_NTE, dropout, site))
+
+    def attention(self, q: Array, k: Array, v: Array, site: int, *, causal: bool = True) -> Array:
+        """Attention [N, T, H x D] of queries to keys where the mask allows it; without one to all, or earlier ones.
+
+        There may be fewer key heads than query heads (grouped-query attention)."""
+        mask = self.mask_N1TT
+        causal = causal and mask is None
+        if self.dropout_keys is not None and self.shape.attention_dropout:
+            return self._attention_with_dropout(q, k, v, site, causal).reshape(*q.shape[:2], -1)
+        fused = self.options.fused and (mask is None or q.shape[1] % 2 == 0)
+        kernel = "cudnn" if fused else "xla"
+        y_NTHD = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=kernel)
+        return y_NTHD.reshape(*q.shape[:2], -1)
+
+    def _attention_with_dropout(self, q: Array, k: Array, v: Array, site: int, causal: bool) -> Array:
+        """Attention with explicit weights; dropout is drawn for every head of queries."""
+        if (repeats := q.shape[2] // k.shape[2]) > 1:
+            k, v = (jnp.repeat(part, repeats, axis=2) for part in (k, v))
+        scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
+        mask = causal_mask(scores_NHTT.shape[-1]) if causal else self.mask_N1TT
+        scores_NHTT = scores_NHTT if mask is None else jnp.where(mask, scores_NHTT, -jnp.inf)
+        weights_NHTT = self.drop(jax.nn.softmax(scores_NHTT.astype(jnp.float32)), self.shape.attention_dropout, site)
+        return jnp.einsum("nhts,nshd->nthd", weights_NHTT.astype(q.dtype), v)
+
+    def run_blocks(self, block: Callable[[Layers, int, Array], Array], x_NTE: Array) -> Array:
+        """The residual stream after all blocks, some at a time with activation checkpointing.
+
+        `block` gets the layers, the number of the block and the residual stream."""
+        count = self.shape.layers
+        step = self.options.recompute or count
+
+        def run(
+            numbers: range, weights: Weights, x_NTE: Array, keys: Array | None, mask: Array | None, extra: Any
+        ) -> Array:
+            layers = Layers(weights, self.shape, self.options, keys, mask, extra)
+            for number in numbers:
+                x_NTE = block(layers, number, x_NTE)
+            return x_NTE
+
+        for start in range(0, count, step):
+            some = partial(run, range(start, min(count, start + step)))
+            # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
+            some = jax.checkpoint(some) if self.options.recompute else some
+            x_NTE = some(self.weights, x_NTE, self.dropout_keys, self.mask_N1TT, self.extra)
+        return x_NTE
 
 
-def _normed(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
+def _layer_norm(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
     return (wide * scale + shift).astype(x.dtype)
 
 
-def linear(weights: Weights, name: str, shape: Any, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
-    """A linear layer (its matrix is outputs x inputs), with its bias and its adapter if it has them."""
-    work = partial(jnp.einsum, "nti,oi->nto")
-    y_NTE = matmul(weights, f"{name}.weight", options, work, x_NTE)
-    y_NTE = y_NTE + weights[f"{name}.bias"] if f"{name}.bias" in weights else y_NTE
-    narrow_NTR = narrow(weights, name, shape, options, x_NTE, keys_N)
-    return y_NTE if narrow_NTR is None else y_NTE + matmul(weights, name + LORA_B, options, work, narrow_NTR)
-
-
-def narrow(
-    weights: Weights, name: str, shape: Any, options: NetOptions, x_NTE: Array, keys_N: Array | None
-) -> Array | None:
-    """The input of an adapter's second matrix: scale dropout(x) A; None if the layer has no adapter."""
-    if options.lora is None or name + LORA_A not in weights:
-        return None
-    seen_NTE = drop(x_NTE, options.lora.dropout, keys_N, dropout_sites(shape)[name])
-    return matmul(weights, name + LORA_A, options, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
-        options.lora.alpha / options.lora.rank
-    )
-
-
-def matmul(
-    weights: Weights, name: str, options: NetOptions, work: Callable[[Array, Array], Array], x_NTE: Array
-) -> Array:
-    """A matmul with a weight; a sharded weight is gathered for it, and again in the backward pass, instead of kept."""
-    if options.gathered is None:
-        return work(x_NTE, weights[name])
-    gather = partial(options.gathered, name)
-    out: Array = jax.checkpoint(lambda x, weight: work(x, gather(weight)))(x_NTE, weights[name])
-    return out
-
-
-def embedding_table(weights: Weights, name: str, options: NetOptions) -> Array:
-    """The rows of all tokens; a sharded table is gathered."""
-    return weights[name] if options.gathered is None else options.gathered(name, weights[name])
+def _rms_norm(epsilon: float, x: Array, scale: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
+    return (wide * scale).astype(x.dtype)
 
 
 def token_positions(ids_NT: Array, documents_NT: Array | None) -> Array:
@@ -125,56 +199,12 @@ def document_starts(documents_NT: Array) -> Array:
     return jax.lax.cummax(jnp.where(new_NT, jnp.arange(new_NT.shape[1]), 0), axis=1)
 
 
-def run_blocks(
-    blocks: Callable[..., Array],
-    shape: Any,
-    options: NetOptions,
-    weights: Weights,
-    x_NTE: Array,
-    *context: Array | None,
-) -> Array:
-    """The residual stream after all blocks, some at a time with activation checkpointing.
-
-    `blocks` gets the numbers of the layers, shape, options, weights, the residual stream and the context.
-    """
-    step = options.recompute or shape.layers
-    for start in range(0, shape.layers, step):
-        some = partial(blocks, range(start, min(shape.layers, start + step)), shape, options)
-        # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
-        x_NTE = (jax.checkpoint(some) if options.recompute else some)(weights, x_NTE, *context)
-    return x_NTE
-
-
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    dropout: float,
-    options: NetOptions,
-    keys_N: Array | None,
-    site: int,
-    mask_N1TT: Array | None,
-    *,
-    causal: bool,
-) -> Array:
-    """Attention [N, T, H, D] of queries to keys where the mask allows it; without a mask to all, or to earlier ones."""
-    causal = causal and mask_N1TT is None
-    if keys_N is not None and dropout:
-        # Attention weights are written out, for dropout on them.
-        scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
-        mask = causal_mask(scores_NHTT.shape[-1]) if causal else mask_N1TT
-        scores_NHTT = scores_NHTT if mask is None else jnp.where(mask, scores_NHTT, -jnp.inf)
-        weights_NHTT = drop(jax.nn.softmax(scores_NHTT.astype(jnp.float32)), dropout, keys_N, site).astype(q.dtype)
-        return jnp.einsum("nhts,nshd->nthd", weights_NHTT, v)
-    fused = options.fused and (mask_N1TT is None or q.shape[1] % 2 == 0)
-    kernel = "cudnn" if fused else "xla"
-    return jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, is_causal=causal, implementation=kernel)
-
-
-def document_mask(documents_NT: Array) -> Array:
-    """Which tokens before it, and itself, each one attends to when attention stays inside its document."""
+def document_mask(documents_NT: Array | None, *, causal: bool = True) -> Array | None:
+    """Which tokens of its document each one attends to: those before it and itself, or all; None without documents."""
+    if documents_NT is None:
+        return None
     same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
-    return (same_NTT & causal_mask(same_NTT.shape[1]))[:, None]
+    return (same_NTT & causal_mask(same_NTT.shape[1]))[:, None] if causal else same_NTT[:, None]
 
 
 def causal_mask(length: int) -> Array:

@@ -1,9 +1,15 @@
-"""BaseNet and BaseBlock: what all torch nets share. Shapes in names: N samples, T tokens, E width, V vocabulary."""
+"""BaseNet and BaseBlock: what all torch nets share. Shapes in names: N samples, T tokens, E width, V vocabulary.
+
+A forward pass is `embed_inputs`, every block's `compute`, and `final_norm`. Each of the three may be compiled
+(`CompiledParts`). All blocks are alike, so only one is compiled, and all share the compiled code: compile time does not
+grow with depth. Each block's gradients are ready when its backward pass ends, so communication overlaps with the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,50 +18,72 @@ from torch.utils.checkpoint import checkpoint
 
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
-from textmill.kernels.dropout_torch import block_keys
 from textmill.kernels.fp8_torch import WIDTH_MULTIPLE
-from textmill.models.cache_torch import Cache
-from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.family import Shape
+from textmill.models.layers_torch import Cache, Context, Mask, choose_mask
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
-"""Activations of MLPs by our names."""
+
+def _embed_inputs(net: Any, *arguments: Any) -> Any:
+    return net.embed_inputs(*arguments)
+
+
+def _compute(block: Any, *arguments: Any) -> Any:
+    return block.compute(*arguments)
+
+
+def _final_norm(net: Any, *arguments: Any) -> Any:
+    return net.final_norm(*arguments)
+
+
+@dataclass(frozen=True)
+class CompiledParts:
+    """The three parts of a forward pass as compiled functions of a net or block; hooks of FSDP stay outside of them."""
+
+    embed_inputs: Callable[..., Any]
+    compute: Callable[..., Any]
+    final_norm: Callable[..., Any]
+
+
+def compile_parts(**settings: Any) -> CompiledParts:
+    """Each function compiled at its first call, with these settings of torch.compile."""
+    return CompiledParts(
+        *(torch.compile(part, dynamic=False, **settings) for part in (_embed_inputs, _compute, _final_norm))
+    )
 
 
 class BaseBlock(nn.Module):
     """A block of a net; a family writes `compute`."""
 
-    def forward(
-        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any, execution: Execution = EAGER
-    ) -> Tensor:
-        """The residual stream after this block; `keys_N` are the block's own dropout keys."""
-        out: Tensor = execution.compute(self, x_NTE, keys_N, cache, context)
+    def forward(self, x_NTE: Tensor, context: Context, compiled: CompiledParts | None = None) -> Tensor:
+        """The residual stream after this block."""
+        if compiled is None:
+            return self.compute(x_NTE, context)
+        out: Tensor = compiled.compute(self, x_NTE, context)
         return out
 
-    def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any) -> Tensor:
-        """What the block does; `context` is what the net's `begin` returned: masks, rotary angles."""
+    def compute(self, x_NTE: Tensor, context: Context) -> Tensor:
+        """What the block does."""
         raise NotImplementedError
 
 
 class BaseNet(nn.Module):
-    """Token ids in, hidden states out. A family writes `begin`, `end`, `blocks`, `embedding` and `head`.
+    """Token ids in, hidden states out. A family writes `embed_inputs`, `final_norm` and the names of three modules.
 
     For tensor parallelism, a module with column-parallel matrices takes their common input as its first argument, and
     ends in the row-parallel matrix. Modules with dropout have `tokens_part` (dropout of the residual stream) or
     `heads_part` (dropout of attention weights): which of several equal parts this rank has.
 
-    A family trained on masked tokens sets `few_labels`, and may write `head_input`, `head_bias` and `pair_logits`; one
-    with heads for finetuning, `label_logits`.
+    A family trained on masked tokens sets `head_for_labels_only`, and may write `head_input`, `head_bias` and
+    `pair_logits`; one with heads for finetuning, `label_logits`.
     """
 
-    few_labels = False
+    blocks_name = "blocks"
+    """The attribute with the list of blocks."""
+    embedding_name = "embedding"
+    """The attribute with the token embedding."""
+    head_name = ""
+    """The attribute with the head, if the net has one of its own; it may be None. Else it is the embedding (tied)."""
+    head_for_labels_only = False
     """True if few tokens of a sample have a label: the head is computed for those alone."""
     has_pair_head = False
     """True if `pair_logits` predicts a class for each packed sentence pair."""
@@ -63,6 +91,10 @@ class BaseNet(nn.Module):
     """True if `label_logits` replaces the head: the labels of a batch are not tokens of the vocabulary."""
     fp8_activations: tuple[str, ...] = ()
     """Activations that the family's MLPs can have in fp8; empty: it has no fp8 code."""
+    logit_softcap = 0.0
+    """Logits x become cap * tanh(x / cap); 0: they stay."""
+    causal = True
+    """False if tokens attend in both directions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -77,27 +109,24 @@ class BaseNet(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """The blocks, first to last: each is wrapped by FSDP, checkpointed and compiled on its own."""
-        raise NotImplementedError
+        return cast(nn.ModuleList, self.get_submodule(self.blocks_name))
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The token embedding."""
-        raise NotImplementedError
+        """The token embedding, with its padding rows."""
+        return cast(nn.Embedding, self.get_submodule(self.embedding_name))
 
     @property
     def head(self) -> Tensor:
         """The matrix [padded vocabulary, width] that turns hidden states into logits."""
-        raise NotImplementedError
+        own = getattr(self, self.head_name) if self.head_name else None
+        weight: Tensor = self.embedding.weight if own is None else own.weight
+        return weight
 
     @property
     def head_bias(self) -> Tensor | None:
         """The head's bias [padded vocabulary], if it has one."""
         return None
-
-    @property
-    def logit_softcap(self) -> float:
-        """Logits x become cap * tanh(x / cap); 0: they stay."""
-        return 0.0
 
     def head_input(self, x_ME: Tensor) -> Tensor:
         """What the head multiplies: the hidden states, or what a family computes from them."""
@@ -108,11 +137,11 @@ class BaseNet(nn.Module):
         raise NotImplementedError
 
     def label_logits(
-        self, x_NTE: Tensor, positions_NK: Tensor, documents_NT: Tensor | None, keys_N: Tensor | None
+        self, x_NTE: Tensor, positions_NK: Tensor, documents_NT: Tensor | None, dropout_keys: Tensor | None
     ) -> Tensor:
         """The logits [N, labels, classes] of the first labels of each sample, from the hidden states.
 
-        `positions_NK` are the labelled tokens, counted through all samples; `keys_N` turns dropout on.
+        `positions_NK` are the labelled tokens, counted through all samples; `dropout_keys` turn dropout on.
         """
         raise NotImplementedError
 
@@ -121,13 +150,19 @@ class BaseNet(nn.Module):
         """Key heads and head width of the KV cache; grouped-query attention has fewer key heads than query heads."""
         return self.shape.heads, self.shape.width // self.shape.heads
 
-    def begin(
-        self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """The residual stream before the first block, and the context for all blocks; default positions: 0, 1, 2 ..."""
+    def embed_inputs(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> tuple[Tensor, Context]:
+        """The residual stream before the first block, and the context with what blocks need: mask, rotary angles.
+
+        A family with segments takes `types_NT` too."""
         raise NotImplementedError
 
-    def end(self, x_NTE: Tensor) -> Tensor:
+    def mask(self, documents_NT: Tensor | None, context: Context) -> Mask | None:
+        """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
+        dropout = context.dropout_keys is not None and self.shape.attention_dropout
+        explicit = bool(self.recompute or dropout)
+        return choose_mask(documents_NT, self.cache_shape[1], explicit=explicit, causal=self.causal)
+
+    def final_norm(self, x_NTE: Tensor) -> Tensor:
         """The hidden states: what the net computes after the last block, usually a norm."""
         raise NotImplementedError
 
@@ -158,20 +193,20 @@ class BaseNet(nn.Module):
     def forward(
         self,
         ids_NT: Tensor,
-        keys_N: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
         documents_NT: Tensor | None = None,
-        execution: Execution = EAGER,
+        compiled: CompiledParts | None = None,
         types_NT: Tensor | None = None,
     ) -> Tensor:
         """Hidden states of every token, in the precision of the matmuls.
 
-        `keys_N` turns dropout on; `cache` has the keys and values of earlier tokens; with `documents_NT`, attention
-        stays inside documents; `types_NT` are segments, for families whose `begin` takes them.
+        `dropout_keys` turn dropout on; `cache` has the keys and values of earlier tokens; with `documents_NT`,
+        attention stays inside documents; `types_NT` are segments, for families that have them.
         """
-        positions = None if cache is None else cache.positions_NT
         types = () if types_NT is None else (types_NT,)
-        x_NTE, context = execution.begin(self, ids_NT, keys_N, positions, documents_NT, *types)
+        inputs = ids_NT, Context(dropout_keys, cache), documents_NT, *types
+        x_NTE, context = compiled.embed_inputs(self, *inputs) if compiled else self.embed_inputs(*inputs)
         count = len(self.blocks)
         if self.recompute and cache is None and torch.is_grad_enabled():
             for start in range(0, count, self.recompute):
@@ -181,30 +216,21 @@ class BaseNet(nn.Module):
                     start,
                     start + self.recompute,
                     x_NTE,
-                    keys_N,
-                    cache,
                     context,
-                    execution,
+                    compiled,
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
         else:
-            x_NTE = self._run_blocks(0, count, x_NTE, keys_N, cache, context, execution)
-        out: Tensor = execution.end(self, x_NTE)
+            x_NTE = self._run_blocks(0, count, x_NTE, context, compiled)
+        out: Tensor = compiled.final_norm(self, x_NTE) if compiled else self.final_norm(x_NTE)
         return out
 
     def _run_blocks(
-        self,
-        start: int,
-        stop: int,
-        x_NTE: Tensor,
-        keys_N: Tensor | None,
-        cache: Cache | None,
-        context: Any,
-        execution: Execution,
+        self, start: int, stop: int, x_NTE: Tensor, context: Context, compiled: CompiledParts | None
     ) -> Tensor:
         for layer, block in enumerate(self.blocks[start:stop], start):
-            x_NTE = block(x_NTE, block_keys(keys_N, layer), cache, context, execution)
+            x_NTE = block(x_NTE, context.of_block(layer), compiled)
         return x_NTE
 
     def logits(self, x_NTE: Tensor) -> Tensor:
@@ -219,14 +245,3 @@ def cap_logits(logits: Tensor, cap: float) -> Tensor:
         return logits
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     return cap * torch.tanh(wide / cap)
-
-
-def new_embedding(rows: int, width: int) -> nn.Embedding:
-    """An embedding without initial values: sampling them on the meta device would make torch import its compiler."""
-    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
-
-
-def to_matmul_dtype(x: Tensor) -> Tensor:
-    """The residual stream in the precision of the matmuls: half the memory traffic."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -13,7 +13,7 @@ from torch import Tensor
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import find_family_module
 from textmill.models.base_torch import BaseNet
-from textmill.models.cache_torch import Cache
+from textmill.models.layers_torch import Cache
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens, including padding, that one prefill reads, unless a single prompt has more."""

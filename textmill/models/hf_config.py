@@ -8,8 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.models.activations import SAME_ACTIVATION
 from textmill.storage.files import read_json
+
+SAME_ACTIVATION = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+    "relu2": "relu2",
+}
+"""Transformers' names of activations and ours."""
+GELUS = ("gelu_new", "gelu")
+"""Activations that fused kernels, fp8 and most other tools know."""
+
 
 VOCAB_MULTIPLE = 128
 """Rows of an embedding in memory are a multiple of this, which makes matmuls faster."""

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from textmill.checkpoints.adapters import is_adapter, open_adapter, read_base_and_adapter, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import site_in_block
 from textmill.models import Shape, Weight, find_family_module, read_shape, to_checkpoint
 from textmill.models.base_torch import BaseNet
-from textmill.models.lora import lora_config_of, weights_with_adapters
-from textmill.models.lora_torch import add_adapters
+from textmill.models.layers_torch import AdaptedLinear
+from textmill.models.lora import dropout_sites, lora_config_of, target_weights, weights_with_adapters
 from textmill.models.memory_layout import lay_out_weight, lay_out_weights
 from textmill.storage.tensor_files import Named
 
@@ -29,6 +30,17 @@ def build_net(shape: Shape, lora: LoraConfig | None = None) -> BaseNet:
     if lora is not None:
         add_adapters(net, lora)
     return net
+
+
+def add_adapters(net: BaseNet, lora: LoraConfig) -> None:
+    """Replace the target matrices by ones with LoRA adapters; call it before memory is allocated."""
+    net.lora = lora
+    sites = dropout_sites(net.shape)
+    for weight in target_weights(net.shape, lora):
+        parent, _, leaf = weight.parameter.removesuffix(".weight").rpartition(".")
+        holder = net.get_submodule(parent)
+        site = site_in_block(net.shape.layers - weight.depth, sites[weight.stem])
+        setattr(holder, leaf, AdaptedLinear(getattr(holder, leaf), lora, site))
 
 
 def new_net(

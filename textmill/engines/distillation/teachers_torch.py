@@ -29,8 +29,7 @@ from textmill.engines.distillation.teachers import (
 )
 from textmill.engines.micro_batches import MicroBatch, check_fields, micro_batches
 from textmill.models import Shape
-from textmill.models.base_torch import BaseNet
-from textmill.models.execution_torch import EAGER, Execution
+from textmill.models.base_torch import BaseNet, CompiledParts
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.batch import Batch
 
@@ -60,20 +59,20 @@ class Teachers:
         self.student_layers = matched_layers(self.distil, shape.layers, layers[0])[0]
 
     @torch.no_grad()
-    def read(self, micro_batch: MicroBatch, execution: Execution = EAGER) -> Targets:
+    def read(self, micro_batch: MicroBatch, compiled: CompiledParts | None = None) -> Targets:
         """The targets of a micro-batch."""
         outputs = [
-            self._read(net, micro_batch, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)
+            self._read(net, micro_batch, layers, compiled) for net, layers in zip(self.nets, self.layers, strict=True)
         ]
         predictions, states, hidden = (list(column) for column in zip(*outputs, strict=True))
         return Targets(TeacherOutput(predictions), states, hidden)
 
     def _read(
-        self, net: BaseNet, micro_batch: MicroBatch, layers: Sequence[int], execution: Execution
+        self, net: BaseNet, micro_batch: MicroBatch, layers: Sequence[int], compiled: CompiledParts | None
     ) -> tuple[Prediction, Tensor, list[Tensor]]:
         with autocast(micro_batch.inputs.device, self.precision), collect_blocks(net, layers) as hidden:
             states_NTE = net(
-                micro_batch.inputs, documents_NT=micro_batch.documents, types_NT=micro_batch.types, execution=execution
+                micro_batch.inputs, documents_NT=micro_batch.documents, types_NT=micro_batch.types, compiled=compiled
             )
             states_ME = take_labelled(states_NTE.to(self.precision), micro_batch)
             x_ME = net.head_input(states_ME).to(self.precision)
@@ -85,7 +84,7 @@ class CachedTeachers:
 
     student_layers: Sequence[int] = ()
 
-    def read(self, micro_batch: MicroBatch, execution: Execution = EAGER) -> Targets:
+    def read(self, micro_batch: MicroBatch, compiled: CompiledParts | None = None) -> Targets:
         """The targets of a micro-batch."""
         assert micro_batch.teacher_ids is not None
         assert micro_batch.teacher_logs is not None

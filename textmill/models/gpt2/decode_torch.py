@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from textmill.models.captured_torch import CapturedSlots, has_no_adapter, usable
 from textmill.models.gpt2.net_torch import MLP, Net
+from textmill.models.layers_torch import Context, linear_and_activation
 
 __all__ = ["FastSlots", "usable"]
 
@@ -60,6 +61,6 @@ class FastSlots(CapturedSlots):
 
 def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:
     """The activations between the MLP's matrices; cuBLAS adds GELU to the matmul where it can."""
-    if mlp.approximate != "tanh" or type(mlp.c_fc) is not nn.Linear:
-        return mlp.inner(h_NE)
+    if mlp.activation != "gelu_new" or type(mlp.c_fc) is not nn.Linear:
+        return linear_and_activation(h_NE, mlp.c_fc, mlp.activation, Context())
     return torch._addmm_activation(mlp.c_fc.bias, h_NE, mlp.c_fc.weight.T, use_gelu=True)

@@ -7,25 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from textmill.checkpoints.adapters import LORA_B
-from textmill.kernels.dropout_jax import drop
-from textmill.models.base_jax import (
-    ACTIVATIONS,
-    Weights,
-    attention,
-    document_mask,
-    embedding_table,
-    linear,
-    matmul,
-    narrow,
-    norm,
-    run_blocks,
-    token_positions,
-)
+from textmill.models.base_jax import Layers, Weights, document_mask, token_positions
 from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.gpt2.facts import HEAD, Shape
 
@@ -44,70 +30,42 @@ def states(
     shape: Shape,
     options: NetOptions,
     ids_NT: Array,
-    keys_N: Array | None = None,
+    dropout_keys: Array | None = None,
     documents_NT: Array | None = None,
 ) -> Array:
-    """Hidden states of every token [N, T, E]; `keys_N` turns dropout on, attention stays inside documents if given."""
-    mask_N1TT = None if documents_NT is None else document_mask(documents_NT)
+    """Hidden states of every token [N, T, E]; attention stays inside documents if given."""
+    layers = Layers(weights, shape, options, dropout_keys, document_mask(documents_NT))
     positions = token_positions(ids_NT, documents_NT)
-    embedded = embedding_table(weights, EMBEDDING, options)[ids_NT] + weights["transformer.wpe.weight"][positions]
-    x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.embedding_dropout, keys_N, 0))
-    x_NTE = run_blocks(_blocks, shape, options, weights, x_NTE, keys_N, mask_N1TT)
-    return norm(weights, "transformer.ln_f", shape, x_NTE)
+    embedded = layers.embedding(EMBEDDING)[ids_NT] + weights["transformer.wpe.weight"][positions]
+    x_NTE = options.by_sample(layers.drop(embedded.astype(options.precision), shape.embedding_dropout, 0))
+    return layers.layer_norm("transformer.ln_f", layers.run_blocks(_block, x_NTE))
 
 
-def _blocks(
-    layers: range,
-    shape: Shape,
-    options: NetOptions,
-    weights: Weights,
-    x_NTE: Array,
-    keys_N: Array | None,
-    mask_N1TT: Array | None,
-) -> Array:
-    for layer in layers:
-        h = f"transformer.h.{layer}"
-        dropout = shape.residual_dropout
-        y_NTE = _attention(weights, layer, shape, options, norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
-        x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 2))
-        y_NTE = _mlp(weights, f"{h}.mlp", shape, options, norm(weights, f"{h}.ln_2", shape, x_NTE), keys_N)
-        x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 3))
-    return x_NTE
+def _block(layers: Layers, number: int, x_NTE: Array) -> Array:
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    h = f"transformer.h.{number}"
+    dropout = layers.shape.residual_dropout
+    y_NTE = _attention(layers, number, layers.layer_norm(f"{h}.ln_1", x_NTE))
+    x_NTE = layers.add(x_NTE, y_NTE, dropout, 3 * number + 2)
+    inner = layers.activation(layers.linear(f"{h}.mlp.c_fc", layers.layer_norm(f"{h}.ln_2", x_NTE)))
+    return layers.add(x_NTE, layers.linear(f"{h}.mlp.c_proj", inner), dropout, 3 * number + 3)
 
 
-def _attention(
-    weights: Weights,
-    layer: int,
-    shape: Shape,
-    options: NetOptions,
-    x_NTE: Array,
-    keys_N: Array | None,
-    mask_N1TT: Array | None,
-) -> Array:
-    name, (N, T, E), H = f"transformer.h.{layer}.attn", x_NTE.shape, shape.heads
-    bias_H3D = weights[f"{name}.c_attn.bias"].reshape(H, 3, -1)
-    narrow_NTR = narrow(weights, f"{name}.c_attn", shape, options, x_NTE, keys_N)
+def _attention(layers: Layers, number: int, x_NTE: Array) -> Array:
+    """Causal self-attention. Three matmuls give contiguous queries, keys and values, as the kernels need them."""
+    name = f"transformer.h.{number}.attn"
+    H = layers.shape.heads
+    bias_H3D = layers.weights[f"{name}.c_attn.bias"].reshape(H, 3, -1)
+    narrow_NTR = layers.adapter_input(f"{name}.c_attn", x_NTE)
 
     def part(which: int, x_NTE: Array, weight: Array) -> Array:
         return jnp.einsum("nte,hde->nthd", x_NTE, weight.reshape(H, 3, -1, x_NTE.shape[-1])[:, which])
 
     def projected(which: int) -> Array:
-        y_NTHD = matmul(weights, f"{name}.c_attn.weight", options, partial(part, which), x_NTE) + bias_H3D[:, which]
-        return (
-            y_NTHD
-            if narrow_NTR is None
-            else y_NTHD + matmul(weights, f"{name}.c_attn{LORA_B}", options, partial(part, which), narrow_NTR)
-        )
+        y_NTHD = layers.matmul(f"{name}.c_attn.weight", partial(part, which), x_NTE) + bias_H3D[:, which]
+        if narrow_NTR is None:
+            return y_NTHD
+        return y_NTHD + layers.matmul(f"{name}.c_attn{LORA_B}", partial(part, which), narrow_NTR)
 
-    # Three matmuls give contiguous queries, keys and values, as the attention kernels need them.
     q, k, v = map(projected, range(3))
-    dropout = shape.attention_dropout
-    site = 3 * layer + 1
-    y_NTHD = attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=True)
-    return linear(weights, f"{name}.c_proj", shape, options, y_NTHD.reshape(N, T, E), keys_N)
-
-
-def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
-    activate = jax.checkpoint(ACTIVATIONS[shape.activation])
-    inner = activate(linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
-    return linear(weights, f"{name}.c_proj", shape, options, inner, keys_N)
+    return layers.linear(f"{name}.c_proj", layers.attention(q, k, v, 3 * number + 1))

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.models import captured_torch
-from textmill.models.base_torch import ACTIVATIONS
 from textmill.models.captured_torch import CapturedSlots, has_no_adapter
+from textmill.models.layers_torch import ACTIVATIONS
 from textmill.models.llama.net_torch import Net, RMSNorm, frequencies_of
 
 

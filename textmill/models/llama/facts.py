@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.base_shape import BaseShape
+from textmill.models.family import BaseShape
 from textmill.models.hf_config import open_hf_config, read_config_file
 from textmill.models.llama import options
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary

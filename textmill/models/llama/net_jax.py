@@ -5,24 +5,12 @@ Shapes in names: N samples, T tokens, E width, H heads, D head width.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from textmill.kernels.dropout_jax import drop
-from textmill.models.base_jax import (
-    ACTIVATIONS,
-    Weights,
-    attention,
-    document_mask,
-    embedding_table,
-    linear,
-    run_blocks,
-    token_positions,
-)
+from textmill.models.base_jax import ACTIVATIONS, Layers, Weights, document_mask, token_positions
 from textmill.models.base_jax import NetOptions as NetOptions
 from textmill.models.llama.facts import EMBEDDING, HEAD, Shape
 from textmill.models.llama.rotary import rotary_frequencies
@@ -41,16 +29,15 @@ def states(
     shape: Shape,
     options: NetOptions,
     ids_NT: Array,
-    keys_N: Array | None = None,
+    dropout_keys: Array | None = None,
     documents_NT: Array | None = None,
 ) -> Array:
-    """Hidden states of every token [N, T, E]; `keys_N` turns dropout on, attention stays inside documents if given."""
-    mask_N1TT = None if documents_NT is None else document_mask(documents_NT)
-    cos, sin = _angles(shape, jnp.atleast_2d(token_positions(ids_NT, documents_NT)))
-    embedded = embedding_table(weights, EMBEDDING, options)[ids_NT].astype(options.precision)
-    x_NTE = options.by_sample(drop(embedded, shape.dropout, keys_N, 0))
-    x_NTE = run_blocks(_blocks, shape, options, weights, x_NTE, keys_N, mask_N1TT, cos, sin)
-    return _norm(weights, "model.norm", shape, x_NTE)
+    """Hidden states of every token [N, T, E]; attention stays inside documents if given."""
+    angles = _angles(shape, jnp.atleast_2d(token_positions(ids_NT, documents_NT)))
+    layers = Layers(weights, shape, options, dropout_keys, document_mask(documents_NT), angles)
+    embedded = layers.embedding(EMBEDDING)[ids_NT].astype(options.precision)
+    x_NTE = options.by_sample(layers.drop(embedded, shape.dropout, 0))
+    return layers.rms_norm("model.norm", layers.run_blocks(_block, x_NTE))
 
 
 def _angles(shape: Shape, positions: Array) -> tuple[Array, Array]:
@@ -62,57 +49,28 @@ def _angles(shape: Shape, positions: Array) -> tuple[Array, Array]:
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def _blocks(
-    layers: range,
-    shape: Shape,
-    options: NetOptions,
-    weights: Weights,
-    x_NTE: Array,
-    keys_N: Array | None,
-    mask_N1TT: Array | None,
-    cos: Array,
-    sin: Array,
-) -> Array:
-    for layer in layers:
-        name = f"model.layers.{layer}"
-        dropout = shape.dropout
-        y_NTE = _norm(weights, f"{name}.input_layernorm", shape, x_NTE)
-        y_NTE = _attention(weights, layer, shape, options, y_NTE, keys_N, mask_N1TT, cos, sin)
-        x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 2))
-        y_NTE = _norm(weights, f"{name}.post_attention_layernorm", shape, x_NTE)
-        y_NTE = _mlp(weights, f"{name}.mlp", shape, options, y_NTE, keys_N)
-        x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 3))
-    return x_NTE
+def _block(layers: Layers, number: int, x_NTE: Array) -> Array:
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    name = f"model.layers.{number}"
+    dropout = layers.shape.dropout
+    y_NTE = _attention(layers, number, layers.rms_norm(f"{name}.input_layernorm", x_NTE))
+    x_NTE = layers.add(x_NTE, y_NTE, dropout, 3 * number + 2)
+    y_NTE = _mlp(layers, f"{name}.mlp", layers.rms_norm(f"{name}.post_attention_layernorm", x_NTE))
+    return layers.add(x_NTE, y_NTE, dropout, 3 * number + 3)
 
 
-def _attention(
-    weights: Weights,
-    layer: int,
-    shape: Shape,
-    options: NetOptions,
-    x_NTE: Array,
-    keys_N: Array | None,
-    mask_N1TT: Array | None,
-    cos: Array,
-    sin: Array,
-) -> Array:
-    name, (N, T, _) = f"model.layers.{layer}.self_attn", x_NTE.shape
+def _attention(layers: Layers, number: int, x_NTE: Array) -> Array:
+    """Causal self-attention with rotary positions."""
+    name, (N, T, _) = f"model.layers.{number}.self_attn", x_NTE.shape
     q, k, v = (
-        linear(weights, f"{name}.{part}_proj", shape, options, x_NTE, keys_N).reshape(N, T, -1, shape.head_width)
+        layers.linear(f"{name}.{part}_proj", x_NTE).reshape(N, T, -1, layers.shape.head_width)
         for part in ("q", "k", "v")
     )
-    if shape.qk_norm:
-        q = _norm(weights, f"{name}.q_norm", shape, q)
-        k = _norm(weights, f"{name}.k_norm", shape, k)
-    q = _apply_rotary(q, cos, sin)
-    k = _apply_rotary(k, cos, sin)
-    if keys_N is not None and shape.attention_dropout:
-        # Dropout is drawn for every head of queries.
-        k, v = (jnp.repeat(part, shape.heads // shape.kv_heads, axis=2) for part in (k, v))
-    dropout = shape.attention_dropout
-    site = 3 * layer + 1
-    y_NTHD = attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=True)
-    return linear(weights, f"{name}.o_proj", shape, options, y_NTHD.reshape(N, T, -1), keys_N)
+    if layers.shape.qk_norm:
+        q = layers.rms_norm(f"{name}.q_norm", q)
+        k = layers.rms_norm(f"{name}.k_norm", k)
+    q, k = (_apply_rotary(part, *layers.extra) for part in (q, k))
+    return layers.linear(f"{name}.o_proj", layers.attention(q, k, v, 3 * number + 1))
 
 
 def _apply_rotary(x_NTHD: Array, cos: Array, sin: Array) -> Array:
@@ -121,19 +79,8 @@ def _apply_rotary(x_NTHD: Array, cos: Array, sin: Array) -> Array:
     return rotated.astype(x_NTHD.dtype)
 
 
-def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
-    gate, up = (linear(weights, f"{name}.{part}_proj", shape, options, x_NTE, keys_N) for part in ("gate", "up"))
-    gated = jax.checkpoint(lambda gate, up: ACTIVATIONS[shape.activation](gate) * up)(gate, up)
-    return linear(weights, f"{name}.down_proj", shape, options, gated, keys_N)
-
-
-def _norm(weights: Weights, name: str, shape: Shape, x: Array) -> Array:
-    """An RMSNorm, computed in fp32; only its input is kept for the backward pass."""
-    normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(x, weights[f"{name}.weight"])
-    return normed
-
-
-def _normed(epsilon: float, x: Array, scale: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
-    return (wide * scale).astype(x.dtype)
+def _mlp(layers: Layers, name: str, x_NTE: Array) -> Array:
+    gate, up = (layers.linear(f"{name}.{part}_proj", x_NTE) for part in ("gate", "up"))
+    activate = ACTIVATIONS[layers.shape.activation]
+    gated = jax.checkpoint(lambda gate, up: activate(gate) * up)(gate, up)
+    return layers.linear(f"{name}.down_proj", gated)

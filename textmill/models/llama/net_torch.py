@@ -9,36 +9,33 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
 from textmill.errors import TextmillError
-from textmill.kernels.dropout_torch import drop
 from textmill.kernels.fp8_torch import FP8_GATES, fp8_gated_mlp
-from textmill.models.base_torch import ACTIVATIONS, BaseBlock, BaseNet, new_embedding, to_matmul_dtype
-from textmill.models.cache_torch import Cache
-from textmill.models.execution_torch import EAGER, Execution
+from textmill.models.base_torch import BaseBlock, BaseNet, CompiledParts
+from textmill.models.layers_torch import (
+    ACTIVATIONS,
+    AttentionDropout,
+    Context,
+    Dropout,
+    attention,
+    linear,
+    new_embedding,
+    to_matmul_dtype,
+    token_positions,
+)
 from textmill.models.llama.facts import Shape
 from textmill.models.llama.options import GATE_INPUTS, value_table
 from textmill.models.llama.rotary import rotary_frequencies
-from textmill.models.lora_torch import apply_linear, join_linears
-from textmill.models.masks_torch import (
-    Mask,
-    causal_mask,
-    document_block_mask,
-    document_mask,
-    token_positions,
-    use_block_mask,
-)
 
 
-class Context(NamedTuple):
-    """What all blocks share."""
+class Extra(NamedTuple):
+    """What Llama's blocks share besides mask and cache."""
 
     cos: Tensor
     """Cosine and sine of every position's angles."""
     sin: Tensor
-    mask: Mask | None
     embedded_NTE: Tensor | None
     """The token embeddings, if blocks add them again."""
     values: tuple[Tensor, ...]
@@ -78,47 +75,23 @@ class Attention(nn.Module):
         """Multiplies the value embeddings of each head, if the layer adds some."""
         if value_table(layer, shape.layers, shape.value_embeddings) is not None:
             self.value_gate = nn.Linear(min(GATE_INPUTS, shape.width), shape.kv_heads, bias=False)
-        self.shape = shape
+        self.dropout = AttentionDropout(shape.attention_dropout)
+        self.head_width = shape.head_width
         self.layer = layer
-        self.heads_part = 0
-        """Which of several equal parts of the heads a tensor-parallel rank has."""
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context) -> Tensor:
-        parts = join_linears((self.q_proj, self.k_proj, self.v_proj), x_NTE, keys_N)
-        q_NTHD, k_NTHD, v_NTHD = (part.view(*x_NTE.shape[:2], -1, self.shape.head_width) for part in parts)
+    def forward(self, x_NTE: Tensor, context: Context) -> Tensor:
+        extra: Extra = context.extra
+        parts = (linear(x_NTE, layer, context) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q_NTHD, k_NTHD, v_NTHD = (part.view(*x_NTE.shape[:2], -1, self.head_width) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_NTHD = self.q_norm(q_NTHD)
             k_NTHD = self.k_norm(k_NTHD)
         if self.value_gate is not None:
             gate_NTH = 2 * torch.sigmoid(self.value_gate(x_NTE[..., : self.value_gate.in_features]))
-            v_NTHD = v_NTHD + gate_NTH[..., None] * context.values[0].view_as(v_NTHD)
-        q_NHTD, k_NHTD = (apply_rotary(part.transpose(1, 2), context.cos, context.sin) for part in (q_NTHD, k_NTHD))
-        y_NHTD = self._attend(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), keys_N, cache, context.mask)
-        return apply_linear(self.o_proj, y_NHTD.transpose(1, 2).flatten(2), keys_N)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None
-    ) -> Tensor:
-        """Attention's weighted values."""
-        grouped = self.shape.heads != self.shape.kv_heads
-        if cache is not None:
-            return cache.attend(self.layer, q, k, v)
-        if isinstance(mask, BlockMask):
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-        if keys_N is not None and self.shape.attention_dropout:
-            return self._attention_weights(q, k, keys_N, mask) @ self._repeat(v)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-
-    def _repeat(self, x_NHTD: Tensor) -> Tensor:
-        """Keys or values once for each head of queries."""
-        return x_NHTD.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
-
-    def _attention_weights(self, q: Tensor, k: Tensor, keys_N: Tensor, mask_N1TT: Tensor | None) -> Tensor:
-        """Explicit attention weights, for dropout on them."""
-        scores = (q @ self._repeat(k).transpose(2, 3)) * q.shape[-1] ** -0.5
-        mask = causal_mask(scores.shape[2], scores.device) if mask_N1TT is None else mask_N1TT
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
-        return drop(weights, self.shape.attention_dropout, keys_N, 1, self.heads_part).to(q.dtype)
+            v_NTHD = v_NTHD + gate_NTH[..., None] * extra.values[0].view_as(v_NTHD)
+        q_NHTD, k_NHTD = (apply_rotary(part.transpose(1, 2), extra.cos, extra.sin) for part in (q_NTHD, k_NTHD))
+        y_NTE = attention(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), context, self.layer, dropout=self.dropout)
+        return linear(y_NTE, self.o_proj, context)
 
 
 class MLP(nn.Module):
@@ -132,19 +105,18 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias) if shape.gated else None
         self.up_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(shape.inner, shape.width, bias=shape.mlp_bias)
-        self.activation = ACTIVATIONS[shape.activation]
-        self.kind = shape.activation
+        self.activation = shape.activation
         self.fp8 = False
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
+    def forward(self, x_NTE: Tensor, context: Context) -> Tensor:
+        activate = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            inner_NTF = self.activation(apply_linear(self.up_proj, x_NTE, keys_N))
-            return apply_linear(self.down_proj, inner_NTF, keys_N)
+            return linear(activate(linear(x_NTE, self.up_proj, context)), self.down_proj, context)
         if self.fp8 and torch.is_grad_enabled():
             weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-            return fp8_gated_mlp(x_NTE.flatten(0, -2), *weights, self.kind).view(x_NTE.shape)
-        gate_NTF, up_NTF = join_linears((self.gate_proj, self.up_proj), x_NTE, keys_N)
-        return apply_linear(self.down_proj, self.activation(gate_NTF) * up_NTF, keys_N)
+            return fp8_gated_mlp(x_NTE.flatten(0, -2), *weights, self.activation).view(x_NTE.shape)
+        inner_NTF = activate(linear(x_NTE, self.gate_proj, context)) * linear(x_NTE, self.up_proj, context)
+        return linear(inner_NTF, self.down_proj, context)
 
 
 def apply_rotary(x_NHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -172,37 +144,35 @@ class Block(BaseBlock):
         self.embedding_scale = nn.Parameter(torch.empty(1)) if shape.embedding_residual else None
         self.input_layernorm = RMSNorm(shape.width, shape.epsilon)
         self.self_attn = Attention(shape, layer)
+        self.attn_dropout = Dropout(shape.dropout, site=2)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.epsilon)
         self.mlp = MLP(shape)
-        self.dropout = shape.dropout
+        self.mlp_dropout = Dropout(shape.dropout, site=3)
         self.table = value_table(layer, shape.layers, shape.value_embeddings)
         """Which value embeddings attention adds to its values."""
-        self.tokens_part = 0
-        """Which of several equal parts of the tokens a sequence-parallel rank has."""
 
-    def forward(
-        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context, execution: Execution = EAGER
-    ) -> Tensor:
+    def forward(self, x_NTE: Tensor, context: Context, compiled: CompiledParts | None = None) -> Tensor:
         """As BaseBlock's. The table is chosen here, so that blocks with any of them share their compiled code."""
-        values = () if self.table is None else (context.values[self.table],)
-        return super().forward(x_NTE, keys_N, cache, context._replace(values=values), execution)
+        values = () if self.table is None else (context.extra.values[self.table],)
+        return super().forward(x_NTE, context._replace(extra=context.extra._replace(values=values)), compiled)
 
-    def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Context) -> Tensor:
-        """The residual stream after this block."""
-        if context.embedded_NTE is not None:
-            assert self.stream_scale is not None
-            assert self.embedding_scale is not None
-            x_NTE = (self.stream_scale * x_NTE + self.embedding_scale * context.embedded_NTE).to(x_NTE.dtype)
-        y_NTE = self.self_attn(self.input_layernorm(x_NTE), keys_N, cache, context)
-        x_NTE = x_NTE + drop(y_NTE, self.dropout, keys_N, 2, self.tokens_part)
-        y_NTE = self.mlp(self.post_attention_layernorm(x_NTE), keys_N)
-        return x_NTE + drop(y_NTE, self.dropout, keys_N, 3, self.tokens_part)
+    def compute(self, x_NTE: Tensor, context: Context) -> Tensor:
+        """x + attention(norm(x)), then x + MLP(norm(x))."""
+        if self.stream_scale is not None and self.embedding_scale is not None:
+            embedded_NTE = context.extra.embedded_NTE
+            x_NTE = (self.stream_scale * x_NTE + self.embedding_scale * embedded_NTE).to(x_NTE.dtype)
+        x_NTE = x_NTE + self.attn_dropout(self.self_attn(self.input_layernorm(x_NTE), context), context)
+        out: Tensor = x_NTE + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_NTE), context), context)
+        return out
 
 
 class Net(BaseNet):
     """Llama, Qwen2 or Qwen3, with a tied or untied head."""
 
     shape: Shape
+    blocks_name = "layers"
+    embedding_name = "embed_tokens"
+    head_name = "lm_head"
     fp8_activations = FP8_GATES
 
     def __init__(self, shape: Shape) -> None:
@@ -212,33 +182,14 @@ class Net(BaseNet):
         self.value_embeddings = nn.ModuleList(
             new_embedding(shape.padded_vocab, values) for _ in range(shape.value_embeddings)
         )
+        self.dropout = Dropout(shape.dropout, site=0)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.epsilon)
         self.lm_head = nn.Linear(shape.width, shape.padded_vocab, bias=False) if shape.untied else None
-        self.tokens_part = 0
+        self.logit_softcap = shape.logit_softcap
         self.frequencies_D = torch.empty(0)
         """The rotary frequency of each pair of channels, on the device of the last input; see `forward`."""
         self.rotary_scale = 1.0
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The blocks, first to last."""
-        return self.layers
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """The token embedding, with its padding rows."""
-        return self.embed_tokens
-
-    @property
-    def head(self) -> Tensor:
-        """The head's own weights, or those of the embedding that it is tied to."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-
-    @property
-    def logit_softcap(self) -> float:
-        """The cap of the logits."""
-        return self.shape.logit_softcap
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -260,27 +211,17 @@ class Net(BaseNet):
                 raise TextmillError(f"engine.precision: fp8 does not support {name}; set engine.precision=auto")
         super().use_fp8()
 
-    def begin(
-        self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
-    ) -> tuple[Tensor, Context]:
-        """The residual stream before the first block; positions start at 0 in every document."""
-        mask = None if documents_NT is None else self._mask(documents_NT, keys_N)
-        positions = token_positions(ids_NT, positions_NT, documents_NT)
+    def embed_inputs(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> tuple[Tensor, Context]:
+        """Token embeddings, and the rotary angles; positions start at 0 in every document."""
+        positions = token_positions(ids_NT, context.cache, documents_NT)
         angles = (positions[..., None].float() * self.frequencies_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
-        x_NTE = drop(to_matmul_dtype(self.embed_tokens(ids_NT)), self.shape.dropout, keys_N, 0, self.tokens_part)
+        x_NTE = self.dropout(to_matmul_dtype(self.embed_tokens(ids_NT)), context)
         values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
         # A copy: if the first block had the same tensor twice, it would be compiled on its own.
         embedded_NTE = x_NTE.clone() if self.shape.embedding_residual else None
-        return x_NTE, Context(
-            angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, mask, embedded_NTE, values
-        )
+        extra = Extra(angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, embedded_NTE, values)
+        return x_NTE, Context(context.dropout_keys, context.cache, self.mask(documents_NT, context), extra)
 
-    def end(self, x_NTE: Tensor) -> Tensor:
-        """The last norm."""
+    def final_norm(self, x_NTE: Tensor) -> Tensor:
+        """The last RMSNorm."""
         return to_matmul_dtype(self.norm(x_NTE))
-
-    def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
-        """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
-        explicit = self.recompute or (keys_N is not None and self.shape.attention_dropout)
-        blocks = not explicit and use_block_mask(documents_NT, self.shape.head_width)
-        return document_block_mask(documents_NT) if blocks else document_mask(documents_NT)
