@@ -382,10 +382,10 @@ def with_kernels(**replaced: Any) -> Callable[[], Patches]:
     """The kernels of a decoding step with some replaced."""
 
     def patches() -> Patches:
-        captured = import_module("textmill.models.captured_torch")
+        captured = import_module("textmill.models.decode_torch")
         own = captured.CapturedSlots.kernels
         kernels = SimpleNamespace(**({} if own is None else vars(own)) | replaced)
-        return {"textmill.models.captured_torch:CapturedSlots.kernels": kernels}
+        return {"textmill.models.decode_torch:CapturedSlots.kernels": kernels}
 
     return patches
 

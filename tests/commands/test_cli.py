@@ -100,7 +100,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["check", "."], "nothing to check there"),
         (["evaluate", "."], "not written by textmill and not a model"),
         (["run", "."], "to train on texts there: textmill new DIR --text "),
-        (["new", "x", "--text", "tinyshakespeare", "--family", "gpt3"], "choose one of auto, gpt2, llama, bert"),
+        (["new", "x", "--text", "tinyshakespeare", "--family", "gpt3"], "choose one of auto, gpt2, bert, llama"),
     ],
 )
 def test_mistakes_are_one_line(

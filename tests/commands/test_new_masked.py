@@ -112,7 +112,7 @@ def test_mistakes_are_named(
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts", "--family", "t5"]) == 2
-    assert "--family: no family 't5'; choose one of auto, gpt2, llama, bert" in capsys.readouterr().err
+    assert "--family: no family 't5'; choose one of auto, gpt2, bert, llama" in capsys.readouterr().err
     Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n' * 30, encoding="utf-8")
     assert main(["new", "mine", "--text", "chat.jsonl", "--family", "bert"]) == 2
     assert "conversations" in capsys.readouterr().err

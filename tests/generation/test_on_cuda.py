@@ -16,8 +16,7 @@ from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Token
 from textmill.generation.scheduler import Scheduler
 from textmill.models import open_family
-from textmill.models.captured_torch import CapturedSlots
-from textmill.models.decode_torch import NetSlots, Slots
+from textmill.models.decode_torch import CapturedSlots, NetSlots, Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

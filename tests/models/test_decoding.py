@@ -13,7 +13,7 @@ import torch
 from tests.support.decode_kernels import run_without_capture
 from tests.support.weights import noisy_weights, shape_of
 from textmill.config import LoraConfig
-from textmill.models import captured_torch, find_family_module, open_family
+from textmill.models import decode_torch, find_family_module, open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots, Slots, open_slots
 from textmill.models.nets_torch import fill, new_net
@@ -121,7 +121,7 @@ def test_a_cpu_gets_the_code_for_any_family() -> None:
 def test_options_without_kernels_get_the_code_for_any_family(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], fast: bool
 ) -> None:
-    monkeypatch.setattr(captured_torch, "usable", lambda net: True)
+    monkeypatch.setattr(decode_torch, "usable", lambda net: True)
     run_without_capture(monkeypatch)
     net = new_random_net("cpu", "textmill-llama", **options)
     slots = open_slots(net, 2, 32)

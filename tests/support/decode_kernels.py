@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models.captured_torch import CapturedSlots
+from textmill.models.decode_torch import CapturedSlots
 
 MAX_FUSED_TEXTS, MAX_FUSED_WIDTH = 4, 8192
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -36,10 +36,17 @@ from textmill.engines.optimizers.step_jax import JaxStep, Optimizer
 from textmill.engines.ranks_torch import open_ranks, read_launch
 from textmill.engines.spikes import State, new_spike_guard
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_family_module, own_options, to_checkpoint, weights_of
+from textmill.models import (
+    Shape,
+    find_family_module,
+    lay_out_weight,
+    lay_out_weights,
+    own_options,
+    to_checkpoint,
+    weights_of,
+)
 from textmill.models.base_jax import cast_matrices
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
-from textmill.models.memory_layout import lay_out_weight, lay_out_weights
 from textmill.processes.heartbeat import START_SECONDS
 from textmill.processes.ranks import Ranks
 from textmill.storage.tensor_files import Named

@@ -2,9 +2,10 @@
 
 family.py        the interface of a family: `Shape` (the numbers of a net) and `Family` (functions over a shape)
 weights.py       `Weight`: all that engines, optimizers, LoRA and conversion know of one parameter
-gpt2/ llama/ bert/    the families: facts.py, net_torch.py, net_jax.py, decode_torch.py
+gpt2/ llama/ bert/    the families: family.json (sizes), facts.py, net_torch.py, net_jax.py, decode_torch.py
+layers_torch.py  the calls that torch nets are written with: linear, attention, Dropout; and their `Context`
 base_torch.py    `BaseNet` and `BaseBlock`: what all torch nets share; nets_torch.py builds and fills them
-decode_torch.py  generation with a KV cache (cache_torch.py) for any causal net; captured_torch.py with CUDA graphs
+decode_torch.py  generation with a KV cache for any causal net, on a GPU with CUDA graphs
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from textmill.checkpoints.adapters import config_path
 from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import SIZES, RunConfig
 from textmill.config.model import is_family_file
+from textmill.config.sizes import FAMILY_BY_TYPE
 from textmill.errors import TextmillError
 from textmill.models.family import Family, Shape
 from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.weights import Weight, count_parameters, sample_weights, to_checkpoint, to_memory
 from textmill.storage.files import read_json
-from textmill.storage.tensor_files import read_model_names
+from textmill.storage.tensor_files import Named, read_model_names
 
 __all__ = [
     "Family",
@@ -53,9 +55,6 @@ __all__ = [
     "weights_of",
     "with_label_head",
 ]
-
-FAMILY_OF = {"megatron-bert": "bert", "qwen2": "llama", "qwen3": "llama", "textmill-llama": "llama"}
-"""The family that reads a config.json, by its model_type, where the two names differ."""
 
 
 def open_family(name: str) -> Family:
@@ -92,7 +91,7 @@ def read_shape(folder: Path) -> Shape:
     path = config_path(folder)
     hf = read_json(path)
     kind = hf.get("model_type") if isinstance(hf, dict) else None
-    kind = FAMILY_OF.get(kind, kind) if isinstance(kind, str) else kind
+    kind = FAMILY_BY_TYPE.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or (kind not in SIZES and find_family_file(kind) is None):
         raise TextmillError(
             f"{path}: model_type is {kind!r}; textmill knows {', '.join(SIZES)}; "
@@ -190,18 +189,8 @@ def label_head_of(shape: Shape) -> tuple[str, tuple[str, ...]] | None:
 
 
 def recorded_numbers(shape: Shape) -> dict[str, Any]:
-    """The numbers of a shape as a run records them, for JSON.
-
-    Left out are values that older runs had without recording them, so that those still resume: a tied head, and what
-    the family's `implied_numbers` names.
-    """
-    find_implied = getattr(open_family(shape.family), "implied_numbers", None)
-    implied = {"untied": False, **(find_implied(shape) if find_implied else {})}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in vars(shape).items()
-        if name not in implied or implied[name] != value
-    }
+    """The numbers of a shape as a run records them, for JSON."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(shape).items()}
 
 
 def weights_of(shape: Shape) -> list[Weight]:
@@ -229,3 +218,24 @@ def known_weights(
 def initial_weights(shape: Shape, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """The weights of a net of this shape before the first step, by checkpoint name."""
     return sample_weights(weights_of(shape), seed)
+
+
+def lay_out_weights(
+    weights: Iterable[Weight], shape: Shape, named: Iterable[Named], where: str
+) -> Iterator[tuple[Weight, NDArray[np.float32]]]:
+    """Each weight of a net exactly once, in memory layout; `where` names the source in errors."""
+    missing = {weight.name: weight for weight in weights}
+    for name, values in known_weights(shape, named):
+        if name not in missing:
+            raise TextmillError(f"{where}: has '{name}', which this model does not have")
+        weight = missing.pop(name)
+        yield weight, lay_out_weight(weight, values, where)
+    if missing:
+        raise TextmillError(f"{where}: lacks {len(missing)} weights, such as '{next(iter(missing))}'")
+
+
+def lay_out_weight(weight: Weight, values: NDArray[np.float32], where: str) -> NDArray[np.float32]:
+    """Values from checkpoint layout to the net's memory layout."""
+    if values.shape != weight.shape:
+        raise TextmillError(f"{where}: '{weight.name}' is {list(values.shape)}; this model's is {list(weight.shape)}")
+    return np.ascontiguousarray(to_memory(weight, values.astype(np.float32, copy=False)))

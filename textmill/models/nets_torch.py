@@ -13,11 +13,18 @@ from textmill.checkpoints.adapters import is_adapter, open_adapter, read_base_an
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import site_in_block
-from textmill.models import Shape, Weight, find_family_module, read_shape, to_checkpoint
+from textmill.models import (
+    Shape,
+    Weight,
+    find_family_module,
+    lay_out_weight,
+    lay_out_weights,
+    read_shape,
+    to_checkpoint,
+)
 from textmill.models.base_torch import BaseNet
 from textmill.models.layers_torch import AdaptedLinear
 from textmill.models.lora import dropout_sites, lora_config_of, target_weights, weights_with_adapters
-from textmill.models.memory_layout import lay_out_weight, lay_out_weights
 from textmill.storage.tensor_files import Named
 
 

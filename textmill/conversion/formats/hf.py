@@ -10,10 +10,11 @@ from typing import Any
 
 from textmill.checkpoints.writing import plan_files
 from textmill.config import SIZES, ExportConfig
+from textmill.config.sizes import FAMILY_BY_TYPE
 from textmill.conversion.model import Files, Hints, Model, collect_weights
 from textmill.conversion.torch_files import read_tensor_tree
 from textmill.errors import TextmillError
-from textmill.models import FAMILY_OF, open_family, read_shape
+from textmill.models import open_family, read_shape
 from textmill.models.pooling import find_pooling, pooling_files
 from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.storage.tensor_files import SHARD_INDEX, Named, Precision, encode_safetensors, read_model
@@ -80,7 +81,7 @@ def read_hf_shape(path: Path, *families: str) -> Any:
     path = path / "config.json" if path.is_dir() else path
     hf = read_json(path)
     kind = hf.get("model_type", families[0]) if isinstance(hf, dict) else None
-    family = FAMILY_OF.get(kind, kind) if isinstance(kind, str) else None
+    family = FAMILY_BY_TYPE.get(kind, kind) if isinstance(kind, str) else None
     if family not in families:
         raise TextmillError(
             f"{path}: not the config.json of a {' or '.join(families)} (model_type is {kind!r}); "

@@ -23,8 +23,7 @@ from textmill.config import TrainConfig
 from textmill.engines.distillation.teachers import Terms, check_teacher, check_top_k, chunk_tokens, teacher_folder
 from textmill.engines.losses_jax import add_bias, by_chunks, label_logits
 from textmill.engines.mesh_jax import Shardings
-from textmill.models import Shape, read_shape, weights_of
-from textmill.models.memory_layout import lay_out_weights
+from textmill.models import Shape, lay_out_weights, read_shape, weights_of
 from textmill.tokens.batches.batch import IGNORED
 
 LOW = -1e30

@@ -163,11 +163,6 @@ def shape_with_weights(shape: Shape, names: Iterable[str]) -> Shape:
     return replace(shape, masked_head=masked, pair_head=pairs, pooler=pooler, task="", labels=())
 
 
-def implied_numbers(shape: Shape) -> dict[str, Any]:
-    """What older runs had without recording it: the heads of pretraining."""
-    return {"task": "", "labels": (), "masked_head": True, "pooler": shape.pair_head}
-
-
 def unneeded_weights(shape: Shape) -> frozenset[str]:
     """Weights that a file may have and a net of this shape does not use: a pooler without a head after it; with a
     finetuned head, all other heads."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from textmill.models.captured_torch import CapturedSlots, has_no_adapter, usable
+from textmill.models.decode_torch import CapturedSlots, has_no_adapter, usable
 from textmill.models.gpt2.net_torch import MLP, Net
 from textmill.models.layers_torch import Context, linear_and_activation
 

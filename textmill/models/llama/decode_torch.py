@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models import captured_torch
-from textmill.models.captured_torch import CapturedSlots, has_no_adapter
+from textmill.models import decode_torch
+from textmill.models.decode_torch import CapturedSlots, has_no_adapter
 from textmill.models.layers_torch import ACTIVATIONS
 from textmill.models.llama.net_torch import Net, RMSNorm, frequencies_of
 
@@ -22,7 +22,7 @@ from textmill.models.llama.net_torch import Net, RMSNorm, frequencies_of
 def usable(net: Net) -> bool:
     """True if the kernels can run this net on its device; they add no embeddings to values or to the stream."""
     added = net.shape.value_embeddings or net.shape.embedding_residual
-    return not added and captured_torch.usable(net)
+    return not added and decode_torch.usable(net)
 
 
 class JoinedLinear:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,6 @@ from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.family import BaseShape
 from textmill.models.hf_config import open_hf_config, read_config_file
-from textmill.models.llama import options
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
 from textmill.models.weights import Weight
 
@@ -30,14 +30,17 @@ OBJECTIVE = "next_token"
 BATCH_FIELDS = frozenset({"documents"})
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    options.MODEL_TYPE: options.CLASS,
-}
+OWN_TYPE = "textmill-llama"
+OWN_CLASS = "TextmillLlamaForCausalLM"
+OWN_OPTIONS: dict[str, Any] = {"gated": True, "value_embeddings": 0, "embedding_residual": False, "logit_softcap": 0.0}
+"""Options that no class of transformers has, and the value with which each changes nothing. A checkpoint with one has a
+model_type of its own, which only textmill opens."""
+OTHERS = {"qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
+"""What else config.json has with an option: transformers' classes say it by their name."""
+GATE_INPUTS = 32
+"""Channels from which a head's gate of its value embeddings is computed."""
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", OWN_TYPE: OWN_CLASS}
 """Transformers' classes by the `model_type` of config.json, and ours."""
-implied_numbers = options.implied_numbers
 MUST_BE = {"use_sliding_window": False}
 WHOLE_NUMBERS = {
     "num_hidden_layers": "layers",
@@ -92,13 +95,13 @@ class Shape(BaseShape):
     @property
     def own_options(self) -> list[str]:
         """The options that only textmill's torch net has."""
-        return options.used_options(self)
+        return _used_options(self)
 
     @property
     def model_type(self) -> str:
         """The kind of model as config.json has it."""
         if self.own_options:
-            return options.MODEL_TYPE
+            return OWN_TYPE
         return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias and not self.out_bias else "llama"
 
     @property
@@ -183,7 +186,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         head_width=head_width,
         end=_end_of(hf, where),
         activation=config.activation("hidden_act", "silu"),
-        **options.read_options(hf, kind, where),
+        **_read_options(hf, kind, where),
         untied=not hf.get("tie_word_embeddings", False),
         rotary_base=base,
         rotary_scaling=scaling,
@@ -216,7 +219,7 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "rms_norm_eps": shape.epsilon,
         "rope_theta": shape.rotary_base,
         "rope_scaling": json.loads(shape.rotary_scaling) if shape.rotary_scaling else None,
-        **options.write_options(shape, kind),
+        **_write_options(shape, kind),
         "attention_dropout": shape.attention_dropout,
         "residual_dropout": shape.dropout,
         "initializer_range": 0.02,
@@ -259,8 +262,8 @@ def _block(shape: Shape, layer: int) -> list[Weight]:
         for part in ("q", "k")
         if shape.qk_norm
     ]
-    has_table = options.value_table(layer, shape.layers, shape.value_embeddings) is not None
-    gate = Weight(f"{attention}.value_gate.weight", (shape.kv_heads, min(options.GATE_INPUTS, width)))
+    has_table = value_table(layer, shape.layers, shape.value_embeddings) is not None
+    gate = Weight(f"{attention}.value_gate.weight", (shape.kv_heads, min(GATE_INPUTS, width)))
     return [
         *(scales if shape.embedding_residual else []),
         Weight(f"{name}.input_layernorm.weight", (width,), ones=True),
@@ -314,3 +317,48 @@ def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
         "embedding_residual": shape.embedding_residual,
         "logit_softcap": shape.logit_softcap,
     }
+
+
+def _used_options(shape: Any) -> list[str]:
+    """The options that a shape uses, as under `model.shape`."""
+    return [
+        f"{name}={getattr(shape, name)}" for name, default in OWN_OPTIONS.items() if getattr(shape, name) != default
+    ]
+
+
+def _write_options(shape: Any, kind: str) -> dict[str, Any]:
+    """What config.json has of biases, norms and options."""
+    if kind == OWN_TYPE:
+        return {name: getattr(shape, name) for name in (*OWN_OPTIONS, *OTHERS)}
+    biases = {} if kind == "qwen2" else {"attention_bias": shape.qkv_bias}
+    return biases | ({"mlp_bias": shape.mlp_bias} if kind == "llama" else {"use_sliding_window": False})
+
+
+def _read_options(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """The inverse of `_write_options`; a value of another type in a config.json of our own is an error."""
+    if kind != OWN_TYPE:
+        bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
+        return {
+            "qk_norm": kind == "qwen3",
+            "qkv_bias": bias or kind == "qwen2",
+            "out_bias": bias,
+            "mlp_bias": bool(hf.get("mlp_bias", False)) and kind == "llama",
+        }
+    found = {}
+    for name, default in (OWN_OPTIONS | OTHERS).items():
+        value = hf.get(name, default)
+        wanted = type(default)
+        if type(value) not in (wanted, int if wanted is float else wanted) or not 0 <= value <= sys.float_info.max:
+            kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+            raise TextmillError(f"{where}: {name} is {value!r}; a {OWN_TYPE} config.json has {kinds[wanted]} there")
+        found[name] = wanted(value)
+    if (tables := found["value_embeddings"]) > (layers := hf["num_hidden_layers"]):
+        raise TextmillError(f"{where}: value_embeddings is {tables}, more than the {layers} layers; fix it")
+    return found
+
+
+def value_table(layer: int, layers: int, tables: int) -> int | None:
+    """Which table of value embeddings a layer adds: the first layers and the last ones have one each; None: none."""
+    if layer < tables:
+        return layer
+    return layer - (layers - tables) if layer >= layers - tables else None
