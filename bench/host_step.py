@@ -26,7 +26,7 @@ from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Request, TextChunk
 from textmill.generation.scheduler import Scheduler
 from textmill.generation.worker import ChunkCollector
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 
 PROMPT = 128
 

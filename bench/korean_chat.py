@@ -23,7 +23,7 @@ import curves
 import yaml
 
 from textmill.config import ModelConfig
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 
 SETTINGS: dict[str, Any] = {
     "size": "small",

@@ -26,7 +26,7 @@ from pathlib import Path
 from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
 from textmill.models import Shape, initial_weights, open_family
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]

@@ -26,7 +26,7 @@ from textmill.config import SampleConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Request, Token
 from textmill.generation.scheduler import Scheduler
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 
 PROMPT, ROUNDS = 128, 4
 

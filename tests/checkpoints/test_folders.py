@@ -388,7 +388,7 @@ def test_transformers_opens_a_sharded_checkpoint(tmp_path: Path) -> None:
 
     from textmill.config import ModelConfig, ShapeConfig
     from textmill.models import initial_weights
-    from textmill.models.gpt2 import facts as gpt2
+    from textmill.models.gpt2 import family as gpt2
 
     shape = gpt2.shape_of(
         ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0

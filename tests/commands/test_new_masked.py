@@ -14,7 +14,7 @@ from textmill.cli import main
 from textmill.config import ModelConfig, RunConfig, ShapeConfig
 from textmill.corpus.inspection import RecordFacts
 from textmill.models import open_family
-from textmill.models.llama.facts import Shape as LlamaShape
+from textmill.models.llama.family import Shape as LlamaShape
 from textmill.models.nets_torch import build_net
 from textmill.planning.plan import MachineProfile, TextProfile, auto_family, limit_vocabs, plan_for
 from textmill.planning.project_file import Project, project_yaml

@@ -14,7 +14,7 @@ from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
 from textmill.models import initial_weights
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.storage.files import write_json
 from textmill.tokens.store import StoreWriter, TokenStore, dtype_for, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit

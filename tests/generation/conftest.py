@@ -14,7 +14,7 @@ from tests.support.small_models import TEXT, write_model
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import TokenizerConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 

@@ -24,7 +24,7 @@ from textmill.config import EmbedConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.embed import new_text_encoder
 from textmill.generation.encoder import Embedder, open_embedder, open_filler
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.models.packed_texts import pack_texts
 from textmill.models.pooling import read_pooling
 from textmill.tokens.vocabulary.tokenizer import fit

@@ -21,7 +21,7 @@ from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.incremental_text import REPLACEMENT, WindowTextDecoder, read_token_bytes, text_decoder_factory
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 GREEDY = SampleConfig(temperature=0, max_tokens=64)

@@ -18,7 +18,7 @@ from textmill.config import SIZES, LoraConfig, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family, read_shape
 from textmill.models.base_torch import BaseNet
-from textmill.models.bert.facts import Shape
+from textmill.models.bert.family import Shape
 from textmill.models.lora import adapter_weights, peft_config_of
 from textmill.models.nets_torch import fill, new_net, open_net
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from textmill.models.decode_torch import CapturedSlots, prefill_shapes, step_sizes
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
 
 

@@ -14,7 +14,7 @@ from textmill.kernels import matmul_torch
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.models import layers_torch
 from textmill.models.base_torch import CompiledParts, compile_parts
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
 from textmill.models.nets_torch import add_adapters
 

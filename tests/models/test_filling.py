@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from textmill.models import initial_weights, open_family
-from textmill.models.gpt2.facts import Shape
+from textmill.models.gpt2.family import Shape
 from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import encode_safetensors
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from textmill.models import initial_weights, layers_torch
-from textmill.models.gpt2.facts import Shape
+from textmill.models.gpt2.family import Shape
 from textmill.models.gpt2.net_torch import Net
 from textmill.models.layers_torch import document_block_mask, document_mask
 from textmill.models.nets_torch import fill, new_net

@@ -70,8 +70,8 @@ def test_each_kind_is_turned_into_a_module_name_in_one_place(package: str) -> No
             name = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
             if name.startswith(f"textmill.{package}."):
                 places.setdefault(name, []).append(f"{name_of(path)}:{node.lineno}")
-    # A family has several files (facts, a net for each framework), an engine two; each is imported in one place.
-    wanted = {"textmill.models.*.facts"} if package == "models" else {f"textmill.{package}.on_*"}
+    # A family has several files (family.py, a net for each framework), an engine two; each is imported in one place.
+    wanted = {"textmill.models.*.family"} if package == "models" else {f"textmill.{package}.on_*"}
     assert wanted <= set(places)
     assert package == "models" or len(places) == (2 if package == "engines" else 1)
     assert all(len(lines) == 1 for lines in places.values()), places

@@ -11,7 +11,7 @@ import pytest
 from tests.support.live_server import Live
 from tests.support.small_models import TEXT, write_model
 from textmill.config import TokenizerConfig
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.tokens.vocabulary.tokenizer import fit
 
 

@@ -18,7 +18,7 @@ from tests.support.server_process import in_process
 from tests.support.small_models import TEXT, write_model
 from tests.support.waiting import LONGEST
 from textmill.config import RunConfig, TokenizerConfig
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.server.app import new_app
 from textmill.server.bodies import CompletionBody
 from textmill.server.lifecycle import open_service

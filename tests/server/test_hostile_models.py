@@ -17,7 +17,7 @@ from tests.support.server_process import in_process
 from tests.support.small_models import TEXT, write_model
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.server.lifecycle import open_service
 from textmill.tokens.vocabulary.tokenizer import fit
 

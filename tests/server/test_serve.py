@@ -21,7 +21,7 @@ from tests.support.waiting import LONGEST, wait_for
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.server.lifecycle import find_model_name, open_service
 from textmill.tokens.vocabulary.tokenizer import fit
 from textmill.where import open_where

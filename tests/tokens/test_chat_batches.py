@@ -11,7 +11,7 @@ import torch
 from textmill.config import ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
 from textmill.models import initial_weights
-from textmill.models.gpt2 import facts as gpt2
+from textmill.models.gpt2 import family as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.blend import BatchSizes

@@ -2,7 +2,7 @@
 
 family.py        the interface of a family: `Shape` (the numbers of a net) and `Family` (functions over a shape)
 weights.py       `Weight`: all that engines, optimizers, LoRA and conversion know of one parameter
-gpt2/ llama/ bert/    the families: family.json (sizes), facts.py, net_torch.py, net_jax.py, decode_torch.py
+gpt2/ llama/ bert/    the families: family.json (sizes), family.py, net_torch.py, net_jax.py, decode_torch.py
 layers_torch.py  the calls that torch nets are written with: linear, attention, Dropout; and their `Context`
 base_torch.py    `BaseNet` and `BaseBlock`: what all torch nets share; nets_torch.py builds and fills them
 decode_torch.py  generation with a KV cache for any causal net, on a GPU with CUDA graphs
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def open_family(name: str) -> Family:
-    """The family that `model.family` or a config.json's model_type names: models/NAME/facts.py, or the user's own file.
+    """The family that `model.family` or a config.json's model_type names: models/NAME/family.py, or the user's own file.
 
     A path is code to run: callers pass one only if the user named it.
     """
@@ -66,7 +66,7 @@ def open_family(name: str) -> Family:
         return cast(Family, load_family_file(name).module)
     if (file := find_family_file(name)) is not None:
         return cast(Family, file.module)
-    return cast(Family, import_module(f"textmill.models.{name}.facts"))
+    return cast(Family, import_module(f"textmill.models.{name}.family"))
 
 
 def find_family_module(shape: Shape, part: str) -> ModuleType | None:

@@ -85,7 +85,7 @@ class Shape(Protocol):
 
 
 class Family(Protocol):
-    """A model family: models/NAME/facts.py in the package, or the user's own file.
+    """A model family: models/NAME/family.py in the package, or the user's own file.
 
     Its torch net is the class `Net` (a `textmill.models.base_torch.BaseNet`) in models/NAME/net_torch.py, or in the
     user's file. A family in the package may add net_jax.py (for `engine.kind: jax`) and decode_torch.py (faster

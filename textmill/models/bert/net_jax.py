@@ -10,7 +10,7 @@ from jax import Array
 
 from textmill.models.base_jax import ACTIVATIONS, Layers, Weights, document_mask, token_positions
 from textmill.models.base_jax import NetOptions as NetOptions
-from textmill.models.bert.facts import Shape
+from textmill.models.bert.family import Shape
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 HEAD_BIAS = "cls.predictions.bias"

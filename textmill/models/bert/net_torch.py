@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
 from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.bert.facts import ANSWERS, PAIR_CLASSES, SEQUENCES, Shape
+from textmill.models.bert.family import ANSWERS, PAIR_CLASSES, SEQUENCES, Shape
 from textmill.models.hf_config import GELUS
 from textmill.models.layers_torch import (
     ACTIVATIONS,

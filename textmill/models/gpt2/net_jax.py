@@ -13,7 +13,7 @@ from jax import Array
 from textmill.checkpoints.adapters import LORA_B
 from textmill.models.base_jax import Layers, Weights, document_mask, token_positions
 from textmill.models.base_jax import NetOptions as NetOptions
-from textmill.models.gpt2.facts import HEAD, Shape
+from textmill.models.gpt2.family import HEAD, Shape
 
 EMBEDDING = "transformer.wte.weight"
 MATRICES = (".attn.", ".mlp.")

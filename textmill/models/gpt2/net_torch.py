@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.gpt2.facts import Shape
+from textmill.models.gpt2.family import Shape
 from textmill.models.hf_config import GELUS
 from textmill.models.layers_torch import (
     AttentionDropout,

@@ -1,1 +1,1 @@
-"""Llama, Qwen2 and Qwen3: their facts in numpy, their torch net and their JAX net."""
+"""Llama, Qwen2 and Qwen3: their numbers and weights, their torch net and their JAX net."""

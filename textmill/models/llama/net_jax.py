@@ -12,7 +12,7 @@ from jax import Array
 
 from textmill.models.base_jax import ACTIVATIONS, Layers, Weights, document_mask, token_positions
 from textmill.models.base_jax import NetOptions as NetOptions
-from textmill.models.llama.facts import EMBEDDING, HEAD, Shape
+from textmill.models.llama.family import EMBEDDING, HEAD, Shape
 from textmill.models.llama.rotary import rotary_frequencies
 
 MATRICES = ("_proj.",)

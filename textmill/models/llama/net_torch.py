@@ -25,7 +25,7 @@ from textmill.models.layers_torch import (
     to_matmul_dtype,
     token_positions,
 )
-from textmill.models.llama.facts import GATE_INPUTS, Shape, value_table
+from textmill.models.llama.family import GATE_INPUTS, Shape, value_table
 from textmill.models.llama.rotary import rotary_frequencies
 
 
