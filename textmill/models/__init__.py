@@ -58,7 +58,7 @@ __all__ = [
 
 
 def open_family(name: str) -> Family:
-    """The family that `model.family` or a config.json's model_type names: models/NAME/family.py, or the user's own file.
+    """The family of `model.family` or a config.json's model_type: models/NAME/family.py, or the user's own file.
 
     A path is code to run: callers pass one only if the user named it.
     """
