@@ -423,7 +423,7 @@ def test_berts_mlp_is_the_same_with_fp8_matmuls(norm: str, monkeypatch: pytest.M
     for fp8 in (False, True):
         if fp8:
             monkeypatch.setattr(
-                "textmill.models.bert.net_torch.fp8_mlp",
+                "textmill.models.layers_torch.fp8_mlp",
                 lambda x, fc, bias, proj, tanh: F.linear(F.gelu(F.linear(x, fc, bias)), proj),
             )
             net.use_fp8()
