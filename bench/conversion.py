@@ -61,7 +61,7 @@ def write_model(folder: Path, name: str, bpe: Path) -> None:
     tokenizer = _tokenizer(name, bpe)
     family = open_family("gpt2")
     config = ModelConfig(size="nano", shape=ShapeConfig(**SHAPES[name]))
-    shape = family.shape_of(config, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = family.shape_of(config, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
     dice = np.random.default_rng(1)

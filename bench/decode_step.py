@@ -59,7 +59,7 @@ def open_random_generator(cuda: bool, family: str) -> Generator:
     model = ModelConfig(family=family, size="small")
     if not cuda:
         model = ModelConfig(family=family, size="nano", shape=ShapeConfig(layers=2, heads=2, width=64, positions=1024))
-    shape = open_family(family).shape_of(model, vocab=tokenizer.vocab, end=tokenizer.eos_id, length=1024)
+    shape = open_family(family).shape_of(model, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id, length=1024)
     net = new_net(shape, torch.device("cuda" if cuda else "cpu"))
     fill(net, initial_weights(shape, 1), "random weights")
     return Generator(net.to(torch.bfloat16) if cuda else net, tokenizer)

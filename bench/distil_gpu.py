@@ -69,7 +69,7 @@ def shape_of(layers: int, options: argparse.Namespace) -> Any:
     """GPT-2 small with so many blocks; a tiny net with --small."""
     given = {"layers": layers, "positions": options.length}
     sizes = ShapeConfig(**given, **({"width": 64, "heads": 2} if options.small else {}))
-    return open_family("gpt2").shape_of(ModelConfig(size="small", shape=sizes), vocab=VOCAB, end=VOCAB - 1)
+    return open_family("gpt2").shape_of(ModelConfig(size="small", shape=sizes), vocab=VOCAB, eos_id=VOCAB - 1)
 
 
 def write_teacher(shape: Any, folder: Path) -> str:

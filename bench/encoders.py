@@ -39,7 +39,7 @@ def main() -> None:
     size, count, name = (*sys.argv[1:], *("tiny", "2000", "cpu")[len(sys.argv) - 1 :])
     device = open_device(name)
     dtype = torch_dtype("auto", device)
-    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size=size), vocab=VOCAB, end=LAST)
+    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size=size), vocab=VOCAB, eos_id=LAST)
     assert size in SIZES["bert"]
     ours = new_net(shape, device)
     fill(ours, initial_weights(shape, 1), "random weights")

@@ -188,7 +188,7 @@ def open_hf_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Calla
 
 def measure_engine(name: str, size: str, batch: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the results of one engine, measured in this process."""
-    shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, end=0, length=options["length"])
+    shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, eos_id=0, length=options["length"])
     others = {"plain": open_plain_step, "hf": open_hf_step}
     if name in others:
         step, device = others[name](shape, batch, options)

@@ -41,7 +41,7 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10,
     config = RunConfig(model=ModelConfig(size=size), train=TrainConfig(batch=batch, length=length, learning_rate=1e-4))
     config = config.model_copy(update={"engine": TorchEngine(compile=bool(compiled))})
     family, device = open_family("gpt2"), open_device("auto")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0, length=length)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0, length=length)
     ids = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
     ours = open_engine(config, shape)
     ours.load(initial_weights(shape, 1), [], 0, "start")

@@ -58,7 +58,7 @@ def open_both(device: torch.device, dtype: torch.dtype, tiny: bool, family: str 
     torch.manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         size = ModelConfig(family=family, size="nano" if tiny else "small")
-        shape = open_family(family).shape_of(size, vocab=VOCAB, end=VOCAB - 1, length=1024)
+        shape = open_family(family).shape_of(size, vocab=VOCAB, eos_id=VOCAB - 1, length=1024)
         config = AutoConfig.for_model(**open_family(family).hf_config_of(shape))
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -132,7 +132,7 @@ def measure_clients(new: int, tiny: bool, family: str) -> dict[bool, float]:
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), new_tokenizer()
         size = ModelConfig(family=family, size="nano" if tiny else "small")
-        shape: Any = open_family(family).shape_of(size, vocab=tokenizer.vocab, end=tokenizer.eos_id, length=1024)
+        shape: Any = open_family(family).shape_of(size, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id, length=1024)
         where = write_model(root, shape, tokenizer)
         started, before = time.perf_counter(), _used_memory()
         with serving(root, [str(where), "serve.slots=64", "serve.queue=64"]) as (port, _):

@@ -81,7 +81,7 @@ def main() -> None:
     texts, steps = int(given.get("texts", 64)), int(given.get("steps", 400))
     tokenizer = small_tokenizer()
     shape = gpt2.Shape(
-        layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.eos_id
+        layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
     )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, tokenizer)

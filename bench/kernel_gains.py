@@ -301,7 +301,7 @@ class TrainingSteps:
 
         model = ModelConfig(family=options["family"], size=options["size"])
         vocab = VOCABS.get(options["family"], VOCAB)
-        shape: Any = open_family(options["family"]).shape_of(model, vocab=vocab, end=0, length=options["length"])
+        shape: Any = open_family(options["family"]).shape_of(model, vocab=vocab, eos_id=0, length=options["length"])
         shape = shape.with_dropout(0.0)
         train = TrainConfig(
             batch=options["batch"], length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"]

@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 
 def shape_of(out: Path, options: dict[str, Any]) -> Path:
     """Write a config.json of the named size with its own value for each dropout."""
-    named = gpt2.shape_of(ModelConfig(size=options["size"]), vocab=options["vocab"], end=0, length=options["length"])
+    named = gpt2.shape_of(ModelConfig(size=options["size"]), vocab=options["vocab"], eos_id=0, length=options["length"])
     shape = replace(named, embedding_dropout=options["dropout"], residual_dropout=options["dropout"])
     (out / "shape.json").write_text(json.dumps(gpt2.hf_config_of(shape)), encoding="utf-8")
     return out / "shape.json"

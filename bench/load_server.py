@@ -59,7 +59,7 @@ def small_model(root: Path) -> Path:
     """Write a small model with random weights; return its config file."""
     tokenizer = small_tokenizer()
     shape = gpt2.Shape(
-        layers=4, heads=4, width=128, inner=512, positions=512, vocab=tokenizer.vocab, end=tokenizer.eos_id
+        layers=4, heads=4, width=128, inner=512, positions=512, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
     )
     return write_model(root, shape, tokenizer)
 

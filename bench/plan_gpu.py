@@ -69,7 +69,7 @@ def config_of(one: dict[str, Any], small: bool) -> tuple[RunConfig, Any]:
     model = {"family": one["family"], "size": size, **one.get("model", {})}
     train = {"batch": batch, "length": length, "learning_rate": 1e-4, **one.get("train", {})}
     config = RunConfig.model_validate({"model": model, "train": train, "engine": {"kind": "torch", **engine}})
-    shape = open_family(one["family"]).shape_of(config.model, vocab=vocab, end=0, length=length)
+    shape = open_family(one["family"]).shape_of(config.model, vocab=vocab, eos_id=0, length=length)
     return config, shape.with_dropout(one.get("dropout", 0.0))
 
 

@@ -34,7 +34,7 @@ def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int =
     """Measure steps without a save, then saves and the steps that run during them."""
     config = RunConfig(model=ModelConfig(size=size), train=TrainConfig(batch=batch, length=length))
     family = open_family(config.model.family)
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0, length=length)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0, length=length)
     engine = open_engine(config, shape)
     engine.load(initial_weights(shape, 1), [], 0, "the first weights")
     ids = np.random.default_rng(1).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)

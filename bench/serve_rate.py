@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), small_tokenizer()
         shape = gpt2.Shape(
-            layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.eos_id
+            layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
         )
         where, dice = write_model(root, shape, tokenizer), random.Random(1)
         prompts = [[dice.randrange(tokenizer.vocab) for _ in range(PROMPT)] for _ in range(clients)]

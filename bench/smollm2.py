@@ -66,9 +66,9 @@ def continue_greedily(folder: Path, prompts: list[list[int]]) -> list[list[int]]
     for prompt in prompts:
         slots = NetSlots(net, 1, len(prompt) + NEW)
         ids = [int(net.logits(slots.prefill(0, [prompt])[0, -1]).argmax())]
-        while len(ids) < NEW and ids[-1] != net.shape.end:
+        while len(ids) < NEW and ids[-1] != net.shape.eos_id:
             ids.append(int(slots.decode(torch.tensor(ids[-1:]), [len(prompt) + len(ids) - 1])[0].argmax()))
-        found.append([id_ for id_ in ids if id_ != net.shape.end])
+        found.append([id_ for id_ in ids if id_ != net.shape.eos_id])
     return found
 
 

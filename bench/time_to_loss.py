@@ -177,7 +177,7 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     model = ModelConfig(family=settings["family"], size=settings["size"], shape=ShapeConfig(**numbers))
     config = RunConfig(model=model, train=train, engine=engine)
     family = open_family(settings["family"])
-    net = family.shape_of(config.model, vocab=settings["vocab"], end=settings["vocab"] - 1, length=length)
+    net = family.shape_of(config.model, vocab=settings["vocab"], eos_id=settings["vocab"] - 1, length=length)
     opened = open_engine(config, net)
     opened.load(initial_weights(net, settings["seed"]), [], 0, "start")
     return opened, train

@@ -138,7 +138,7 @@ def compare(argument: str, options: dict[str, Any], device: torch.device, rates:
     batch, document_tokens = int(number or 32), int(options["document_tokens"])
     family = open_family(options["family"])
     shape = family.shape_of(
-        ModelConfig(family=options["family"], size=size), vocab=VOCABS.get(family.NAME, VOCAB), end=0, length=length
+        ModelConfig(family=options["family"], size=size), vocab=VOCABS.get(family.NAME, VOCAB), eos_id=0, length=length
     ).with_dropout(options["dropout"])
     variant = options["precision"] + (f", documents of {document_tokens}" if document_tokens else "")
     for name in ("textmill", "transformers")[: 1 + options["compare"]]:

@@ -46,7 +46,7 @@ def measure(size: str, zero: int, path: Path) -> None:
     engine_section = DeepSpeedEngine(device="cpu", zero=zero, micro_batch=1)  # type: ignore[arg-type]
     train = TrainConfig(batch=PROCESSES, length=LENGTH)
     config = RunConfig(model=ModelConfig(size=size), train=train, engine=engine_section)
-    shape = open_family("gpt2").shape_of(config.model, vocab=50257, end=0)
+    shape = open_family("gpt2").shape_of(config.model, vocab=50257, eos_id=0)
     import deepspeed  # noqa: F401
 
     with closing(open_ranks(config.engine)) as ranks:

@@ -391,7 +391,7 @@ def test_transformers_opens_a_sharded_checkpoint(tmp_path: Path) -> None:
     from textmill.models.gpt2 import family as gpt2
 
     shape = gpt2.shape_of(
-        ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0
+        ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, eos_id=0
     )
     weights = list(initial_weights(shape, 3))
     plan = plan_files("model", weights, 4000)[0]

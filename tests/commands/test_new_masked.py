@@ -52,7 +52,7 @@ def test_the_head_costs_as_much_as_the_masked_tokens_need() -> None:
     assert plan.vocab > entire.vocab
     assert (plan.length, entire.length) == (128, 1024)
     shape = ShapeConfig(layers=plan.layers, width=plan.width, heads=plan.heads, positions=plan.length)
-    net = open_family("bert").shape_of(ModelConfig(family="bert", shape=shape), vocab=plan.vocab, end=0)
+    net = open_family("bert").shape_of(ModelConfig(family="bert", shape=shape), vocab=plan.vocab, eos_id=0)
     tokens = plan.epochs * plan.train_tokens
     computed = 12 * plan.layers * plan.width**2 + 0.15 * plan.width * plan.vocab
     assert plan.seconds * H200.flops(computed) == pytest.approx(tokens * net.flops_per_token(plan.length), rel=0.1)
@@ -67,7 +67,7 @@ def test_a_llama_has_the_size_that_was_planned(machine: MachineProfile, size: in
     written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, "llama"))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
     assert config.model.family == "llama"
-    shape = open_family("llama").shape_of(config.model, vocab=plan.vocab, end=0)
+    shape = open_family("llama").shape_of(config.model, vocab=plan.vocab, eos_id=0)
     assert isinstance(shape, LlamaShape)
     assert shape.untied == untied
     assert (config.train.embedding_rate_factor > 1) == untied
@@ -130,7 +130,7 @@ def test_the_parameters_that_are_named_are_all_of_the_model(machine: MachineProf
     plan = plan_for(text, machine, 5, masked)
     written = project_yaml(Project("x", ["a.txt"], RecordFacts(), text, machine, plan, family))
     config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
-    shape = open_family(family).shape_of(config.model, vocab=plan.vocab, end=0, length=config.train.length)
+    shape = open_family(family).shape_of(config.model, vocab=plan.vocab, eos_id=0, length=config.train.length)
     with torch.device("meta"):
         net = build_net(shape)
     assert f" {sum(one.numel() for one in net.parameters()) / 1e6:.1f}M parameters" in written

@@ -140,7 +140,7 @@ def test_data_parallel_gradients_are_sent_twice_around_the_ring() -> None:
     config = RunConfig(
         model=ModelConfig(size="nano"), train=TrainConfig(batch=8), engine=TorchEngine(mesh=MeshConfig(replicate=4))
     )
-    shape = open_family("gpt2").shape_of(config.model, vocab=128, end=0)
+    shape = open_family("gpt2").shape_of(config.model, vocab=128, eos_id=0)
     estimate = Estimator(shape).estimate(config, 4, Device(True, 1 << 34, "bf16"))
     sent = communication_of(config, shape, estimate, 256)
     assert sent == {"data parallel: gradients": 2 * 3 * 4 * shape.parameters / 4}

@@ -135,7 +135,7 @@ def test_an_untied_head_does_not_make_a_planned_run_undertrained(
     for untied in (False, True):
         settings = {"family": "llama", "size": "nano", "shape": {"untied": untied}}
         config = RunConfig.model_validate({"folder": str(tmp_path), "model": settings})
-        shape = open_family("llama").shape_of(config.model, vocab=512, end=0)
+        shape = open_family("llama").shape_of(config.model, vocab=512, eos_id=0)
         monkeypatch.setattr(command, "read_shape", lambda folder, shape=shape: shape)
         facts = command._facts_of(config, tmp_path, tmp_path)
         sizes[untied] = facts.parameters
@@ -147,7 +147,9 @@ def test_padding_does_not_count_as_text_that_was_seen(tmp_path: Path, monkeypatc
     """Samples of short conversations hold more padding than text: 90 tokens were computed, 30 of them text."""
     (tmp_path / "progress.json").write_text('{"tokens": 90}', encoding="utf-8")
     store = SimpleNamespace(tokens=60)
-    shape = open_family("gpt2").shape_of(RunConfig.model_validate({"model": {"size": "nano"}}).model, vocab=512, end=0)
+    shape = open_family("gpt2").shape_of(
+        RunConfig.model_validate({"model": {"size": "nano"}}).model, vocab=512, eos_id=0
+    )
     monkeypatch.setattr(command, "list_checkpoints", lambda folder: {9: tmp_path})
     monkeypatch.setattr(command, "open_splits", lambda config: SimpleNamespace(stores=lambda split: [store]))
     monkeypatch.setattr(command, "read_shape", lambda folder: shape)

@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TokenizerConfig(vocab=280, chat="default"),
     )
     sizes = ShapeConfig(layers=2, heads=2, width=32, positions=24)
-    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=tokenizer.vocab, eos_id=tokenizer.eos_id)
     texts = {
         "config.json": json.dumps(family.hf_config_of(shape)),
         "run.yaml": "{}\n",

@@ -73,7 +73,7 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
     with torch.no_grad():
         for _ in range(count):
             ids.append(int(net.logits(net(torch.tensor([ids])))[0, -1].argmax()))
-            if ids[-1] == net.shape.end:
+            if ids[-1] == net.shape.eos_id:
                 break
     return ids[len(prompt) :]
 

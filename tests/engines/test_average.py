@@ -76,7 +76,7 @@ def test_an_engine_with_an_average_resumes_bitwise(optimizer: str) -> None:
     run(straight, range(4))
     straight.eval_step(batch_of(4))  # a save often follows an evaluation
     weights, moments = list(straight.weights()), list(straight.moments())
-    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0))
+    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights, moments, straight.updates(), "saved")
     assert run(again, range(4, 8)) == run(straight, range(4, 8))
     for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):

@@ -37,7 +37,7 @@ def logits_of(config: RunConfig, engine: Engine, ids: torch.Tensor) -> torch.Ten
     from transformers import GPT2Config, GPT2LMHeadModel
 
     family = open_family(config.model.family)
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     with torch.no_grad():
         if config.model.family != "gpt2":
             net = new_net(shape, torch.device("cpu"))
@@ -139,7 +139,7 @@ def test_a_saved_engine_resumes_bitwise(kind: str) -> None:
     assert updates == 4
     later = run(straight, range(4, 9))
     family = open_family(config.model.family)
-    again = open_engine(config, family.shape_of(config.model, vocab=VOCAB, end=0))
+    again = open_engine(config, family.shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights, moments, updates, "saved")
     assert [loss.hex() for loss in run(again, range(4, 9))] == [loss.hex() for loss in later]
     for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):
@@ -169,7 +169,7 @@ def test_adapters_match_the_torch_engine(kind: str) -> None:
     assert [engine.facts()[key] for key in ("parameters", "trained")] == [
         torch_.facts()[key] for key in ("parameters", "trained")
     ]
-    shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+    shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
     again = open_engine(config, shape)
     again.load({**dict(first_of(config, shape)), **weights}.items(), moments.items(), 6, "saved")
     assert [loss.hex() for loss in run(again, range(6, 8))] == [loss.hex() for loss in run(engine, range(6, 8))]

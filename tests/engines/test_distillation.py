@@ -112,7 +112,7 @@ def test_a_step_equals_transformers(kind: str, tmp_path: Path) -> None:
     config = distilling(kind, names, kl=0.6, labels=0.3, cosine=0.8, mse=0.001, hidden=0.0 if kind == "jax" else 0.2)
     engine, batch = started(config), batch_of(0)
     family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     student = GPT2LMHeadModel(GPT2Config(**family.hf_config_of(shape))).eval()
     student.load_state_dict({name: torch.from_numpy(values) for name, values in engine.weights()}, strict=False)
     student.tie_weights()

@@ -49,7 +49,7 @@ def test_frozen_weights_stay_and_a_resume_is_bitwise(optimizer: str) -> None:
     assert facts["trained"] == sum(first[name].size for name in set(first) - stays)
     assert facts["parameters"] == sum(values.size for values in first.values())
 
-    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0))
+    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights.items(), moments, straight.updates(), "saved")
     assert again.updates() == 3
     assert run(again, range(3, 6)) == run(straight, range(3, 6))
@@ -111,7 +111,7 @@ def test_learning_rates_and_decay_match_torchs_parameter_groups() -> None:
 
 def test_adapters_are_saved_even_if_frozen() -> None:
     config, lora = config_of("torch", freeze=["h.0"]), LoraConfig(rank=2)
-    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora, "init_from": "given"})})
     base = list(initial_weights(shape, 5))
 

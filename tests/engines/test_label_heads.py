@@ -30,7 +30,7 @@ NAMES = ("a", "b", "c")
 def shape_of(task: str, norm: str = "post", dropout: float = 0.0) -> Any:
     numbers = ShapeConfig(layers=2, width=32, positions=LENGTH, norm=norm, dropout=dropout)  # type: ignore[arg-type]
     config = ModelConfig(family="bert", size="tiny", shape=numbers)
-    shape = open_family("bert").shape_of(config, vocab=VOCAB, end=3)
+    shape = open_family("bert").shape_of(config, vocab=VOCAB, eos_id=3)
     return with_label_head(shape, task, () if task == TASKS[2] else NAMES)
 
 

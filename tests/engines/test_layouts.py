@@ -176,20 +176,20 @@ def test_a_mesh_that_does_not_divide_is_refused_with_sizes_that_do(
         tree[section][name] = value
     config = RunConfig(**tree)
     with pytest.raises(TextmillError, match=message):
-        mesh_of(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0), world)
+        mesh_of(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0), world)
 
 
 def test_the_advice_for_a_net_with_one_head_of_keys_gives_a_net_that_divides() -> None:
     family, model = open_family("llama"), {"family": "llama", "shape": {"layers": 2, "heads": 1, "width": 64}}
-    shape = family.shape_of(ModelConfig.model_validate(model), vocab=VOCAB, end=0)
+    shape = family.shape_of(ModelConfig.model_validate(model), vocab=VOCAB, eos_id=0)
     with pytest.raises(TextmillError, match=r"kv_heads=1; set engine\.mesh\.tensor=1, or .* model\.shape\.heads=2$"):
         check_divides_net(shape, 2)
     advised = {**model, "shape": {"layers": 2, "heads": 2, "width": 64}}
-    check_divides_net(family.shape_of(ModelConfig.model_validate(advised), vocab=VOCAB, end=0), 2)
+    check_divides_net(family.shape_of(ModelConfig.model_validate(advised), vocab=VOCAB, eos_id=0), 2)
 
 
 def test_replicate_defaults_to_the_remaining_processes() -> None:
     config = config_of({"shard": 2, "tensor": 2})
-    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
     assert mesh_of(config, shape, 8) == Mesh(2, 2, 2, sequence=True)
     assert max(map(processes_of, LAYOUTS)) == 4

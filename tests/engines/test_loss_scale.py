@@ -114,7 +114,7 @@ def test_a_saved_engine_resumes_bitwise(monkeypatch: pytest.MonkeyPatch) -> None
     updates, scaling = straight.updates(), straight.scaling()
     assert 0 < updates < 20
     later = [straight.train_step(batch_of(step), step, 1e-2) for step in range(20, 40)]
-    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0))
+    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights, moments, updates, "saved", scaling)
     repeated = [again.train_step(batch_of(step), step, 1e-2) for step in range(20, 40)]
     assert [(one.loss.hex(), one.norm.hex(), one.scale) for one in repeated] == [

@@ -42,7 +42,7 @@ def config_of(kind: str, *, micro_batch: int = ROWS, **shape: Any) -> RunConfig:
 
 
 def started(config: RunConfig) -> Engine:
-    shape = open_family("bert").shape_of(config.model, vocab=VOCAB, end=3)
+    shape = open_family("bert").shape_of(config.model, vocab=VOCAB, eos_id=3)
     engine = open_engine(config, shape)
     engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     return engine
@@ -57,7 +57,7 @@ def theirs_of(config: RunConfig, engine: Engine) -> Any:
     from transformers import BertConfig, BertForPreTraining, MegatronBertConfig, MegatronBertForPreTraining
 
     family = open_family("bert")
-    shape: Any = family.shape_of(config.model, vocab=VOCAB, end=3)
+    shape: Any = family.shape_of(config.model, vocab=VOCAB, eos_id=3)
     post = shape.norm == "post"
     hf = (BertConfig if post else MegatronBertConfig)(**family.hf_config_of(shape))
     theirs = (BertForPreTraining if post else MegatronBertForPreTraining)(hf).eval()
@@ -136,7 +136,7 @@ def test_micro_batches_equal_one_batch_and_a_saved_engine_resumes_bitwise(kind: 
     later = steps_of(engine, range(2, 4))
     for found, wanted in zip(parts + later, whole, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
-    again = open_engine(config, open_family("bert").shape_of(config.model, vocab=VOCAB, end=3))
+    again = open_engine(config, open_family("bert").shape_of(config.model, vocab=VOCAB, eos_id=3))
     again.load(weights, moments, 2, "saved")
     assert steps_of(again, range(2, 4)) == later
 
@@ -194,7 +194,7 @@ def test_few_positions_reach_the_head() -> None:
 
 def test_other_families_refuse_pairs() -> None:
     config = config_of("torch").model_copy(update={"model": ModelConfig(size="nano", shape=ShapeConfig(layers=1))})
-    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
     engine = open_engine(config, shape)
     engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     with pytest.raises(TextmillError, match=r"types, pair_labels, which the model family gpt2 does not use"):

@@ -34,7 +34,7 @@ def parts_of(state: State) -> dict[str, int]:
 
 
 def shape_of(config: RunConfig, vocab: int = VOCAB) -> Any:
-    return open_family("gpt2").shape_of(config.model, vocab=vocab, end=0)
+    return open_family("gpt2").shape_of(config.model, vocab=vocab, eos_id=0)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_resume_is_bitwise(precision: str) -> None:
         run(straight, range(4))
         weights, moments = list(straight.weights()), list(straight.moments())
         later = run(straight, range(4, 9))
-        shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+        shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
         again = open_engine(config, shape)
         again.load(weights, moments, 4, "saved")
         assert run(again, range(4, 9)) == later

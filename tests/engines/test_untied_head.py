@@ -21,7 +21,7 @@ def their_losses(config: Any, steps: int) -> list[float]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     net = GPT2LMHeadModel(GPT2Config(**family.hf_config_of(shape), attn_implementation="eager"))
     net.load_state_dict({name: torch.from_numpy(values) for name, values in first_of(config, shape)})
     train, losses = config.train, []

@@ -93,7 +93,7 @@ def life(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> 
     folder = tmp_path_factory.mktemp("life")
     _write_tokens(folder / "tokens", tokenizer)
     shape = gpt2.Shape(
-        layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, end=tokenizer.eos_id
+        layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
     )
     weights = [
         (name, values * np.float32(8) if values.ndim == 2 else values) for name, values in initial_weights(shape, 3)

@@ -32,7 +32,7 @@ LONG = 4096
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> Path:
     family, folder = open_family("llama"), tmp_path_factory.mktemp("llama")
     sizes = ShapeConfig(layers=2, heads=4, kv_heads=2, width=32, positions=LONG, qk_norm=True)
-    shape = family.shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = family.shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, eos_id=tokenizer.eos_id)
     (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))
     tokenizer.save(folder)
@@ -85,7 +85,7 @@ def test_the_kernel_reads_only_logits_that_it_can(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_capped_losses_on_a_gpu_are_those_of_the_cpu(tokenizer: TextTokenizer) -> None:
     sizes = ShapeConfig(layers=2, heads=4, width=32, positions=64, logit_softcap=2.0)
-    shape = open_family("llama").shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, end=0)
+    shape = open_family("llama").shape_of(ModelConfig(family="llama", shape=sizes), vocab=tokenizer.vocab, eos_id=0)
     ids, places = np.arange(60)[None] % tokenizer.vocab, np.arange(59)
     found = []
     for device in ("cpu", "cuda"):

@@ -147,7 +147,7 @@ def test_a_family_in_a_file_with_fewer_key_heads(tmp_path: Path, tokenizer: Text
     """Rotary positions and grouped-query attention: packed rows equal each pair scored alone."""
     family: Any = open_family(str(Path(__file__).parents[1] / "support" / "mynet.py"))
     config = RunConfig(model=ModelConfig(family=str(Path(__file__).parents[1] / "support" / "mynet.py")))
-    shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.eos_id, length=32)
+    shape = family.shape_of(config.model, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id, length=32)
     net = new_net(shape, torch.device("cpu"))
     fill(net, initial_weights(shape, 1), "mynet")
     scorer = TorchScorer(cast(Checkpoint, SimpleNamespace(folder=tmp_path)), net, tokenizer, 4)

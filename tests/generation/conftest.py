@@ -68,7 +68,9 @@ def tokenizer() -> TextTokenizer:
 @pytest.fixture(scope="session")
 def shape(tokenizer: TextTokenizer) -> gpt2.Shape:
     """A net with two small blocks."""
-    return gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    return gpt2.Shape(
+        layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
+    )
 
 
 @pytest.fixture(scope="session")

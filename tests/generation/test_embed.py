@@ -115,7 +115,9 @@ def test_a_next_token_model_gives_the_mean_of_its_states(tmp_path: Path) -> None
     import transformers
 
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=64, positions=32, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = gpt2.Shape(
+        layers=2, heads=2, width=32, inner=64, positions=32, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
+    )
     folder = write_model(tmp_path / "run", tokenizer, shape).folder
     net = transformers.GPT2Model.from_pretrained(folder).eval()
     found = opened(folder).embed([*TEXT, ""])
@@ -264,7 +266,7 @@ def test_names_of_files_among_texts_are_pointed_out(
 
 
 def test_a_model_without_cls_has_no_cls_pooling(tmp_path: Path) -> None:
-    shape = gpt2.Shape(layers=1, heads=2, width=16, inner=32, positions=32, vocab=300, end=0)
+    shape = gpt2.Shape(layers=1, heads=2, width=16, inner=32, positions=32, vocab=300, eos_id=0)
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     with pytest.raises(
         TextmillError, match=r"embed.pooling: .* has no \[CLS\] token at the start of a text; set it to"

@@ -47,7 +47,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any, tokenizer:
     family = "gpt2" if request.param == "gpt2" else "llama"
     numbers = {"layers": 2, "inner": 128, "positions": 96, **SHAPES[request.param]}
     model = ModelConfig(family=family, size="nano", shape=numbers)  # type: ignore[arg-type]
-    shape = open_family(family).shape_of(model, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = open_family(family).shape_of(model, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id)
     return write_model(tmp_path_factory.mktemp(request.param) / "run", tokenizer, shape)
 
 

@@ -352,7 +352,7 @@ def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     assert losses == pytest.approx(wanted, rel=2e-2)
     assert losses != wanted
     assert losses[-1] < losses[0] - 0.5
-    again = open_engine(in_fp8(recompute=1), open_family(family).shape_of(near.model, vocab=VOCAB, end=0))
+    again = open_engine(in_fp8(recompute=1), open_family(family).shape_of(near.model, vocab=VOCAB, eos_id=0))
     again.load(weights, moments, 6, "saved")
     assert first + run(again, range(6, 12), unequal=False) == losses
     plain = started(near)
@@ -367,7 +367,7 @@ def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         TextmillError,
         match=r"fp8 needs a GPU of compute capability 8\.9 or more, found cpu; set engine\.precision=auto",
     ):
-        open_engine(in_fp8(), open_family("gpt2").shape_of(in_fp8().model, vocab=VOCAB, end=0))
+        open_engine(in_fp8(), open_family("gpt2").shape_of(in_fp8().model, vocab=VOCAB, eos_id=0))
     found = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     with pytest.raises(TextmillError, match=r"this one has 8\.0"):
@@ -396,7 +396,7 @@ def test_unsupported_nets_are_refused(
     monkeypatch: pytest.MonkeyPatch, family: str, numbers: dict[str, Any], lora: LoraConfig | None, message: str
 ) -> None:
     monkeypatch.setattr(engine_runs, "FAMILY", [family])
-    shape: Any = open_family(family).shape_of(config_of("torch").model, vocab=VOCAB, end=0)
+    shape: Any = open_family(family).shape_of(config_of("torch").model, vocab=VOCAB, eos_id=0)
     if "width" in numbers:
         numbers = {**numbers, "inner": 4 * numbers["width"]}
     net = new_net(replace(shape, **numbers), torch.device("cpu"), lora)
@@ -405,7 +405,7 @@ def test_unsupported_nets_are_refused(
 
 
 def test_a_family_without_fp8_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = new_net(open_family("gpt2").shape_of(config_of("torch").model, vocab=VOCAB, end=0), torch.device("cpu"))
+    net = new_net(open_family("gpt2").shape_of(config_of("torch").model, vocab=VOCAB, eos_id=0), torch.device("cpu"))
     monkeypatch.setattr(type(net), "fp8_activations", ())
     with pytest.raises(TextmillError, match="the family gpt2 has no fp8 code"):
         net.use_fp8()
@@ -414,7 +414,7 @@ def test_a_family_without_fp8_code_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_berts_mlp_is_the_same_with_fp8_matmuls(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an exact matmul in place of fp8's, outputs and gradients equal those of the plain net in fp32."""
-    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size="tiny"), vocab=VOCAB, end=0, length=16)
+    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size="tiny"), vocab=VOCAB, eos_id=0, length=16)
     shape = replace(shape, norm=norm, width=32, heads=2, inner=48)
     net = new_net(shape, torch.device("cpu"))
     fill(net, initial_weights(shape, 1), "the initial weights")

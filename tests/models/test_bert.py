@@ -33,7 +33,7 @@ SHAPES = [
 
 def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Shape:
     config = ModelConfig(family="bert", size=size, shape=ShapeConfig(**numbers))
-    shape = open_family("bert").shape_of(config, vocab=vocab, end=3)
+    shape = open_family("bert").shape_of(config, vocab=vocab, eos_id=3)
     assert isinstance(shape, Shape)
     return shape
 
@@ -258,7 +258,7 @@ def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TextmillError, match=f"{value} heads" if key == "num_attention_heads" else f"{key} is "):
             family.shape_of_hf({**hf, key: value}, "config.json")
     with pytest.raises(TextmillError, match=r"model\.shape\.norm: the family gpt2 does not have it"):
-        open_family("gpt2").shape_of(ModelConfig(size="nano", shape=ShapeConfig(norm="pre")), vocab=90, end=0)
+        open_family("gpt2").shape_of(ModelConfig(size="nano", shape=ShapeConfig(norm="pre")), vocab=90, eos_id=0)
 
 
 def test_flops_count_the_head_for_labelled_tokens() -> None:

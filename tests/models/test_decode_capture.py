@@ -16,7 +16,7 @@ class Needed(Exception):
 
 @pytest.mark.parametrize(("slots", "length"), [(1, 16), (3, 40), (6, 64), (8, 33), (70, 130), (5, 4200)])
 def test_every_needed_shape_is_captured_in_advance(monkeypatch: pytest.MonkeyPatch, slots: int, length: int) -> None:
-    net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=1, width=4, inner=4, positions=length, vocab=8, end=0))
+    net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=1, width=4, inner=4, positions=length, vocab=8, eos_id=0))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     memory, steps, prefills = CapturedSlots(net, slots, length), set[int](), set[tuple[int, int]]()
 

@@ -18,7 +18,7 @@ from textmill.models.gpt2 import family as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
 from textmill.models.nets_torch import add_adapters
 
-SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "end": 0}
+SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "eos_id": 0}
 CASES: dict[str, tuple[dict[str, float], int, bool]] = {
     "as it is": ({}, 0, False),
     "with dropout": ({"embedding_dropout": 0.2, "attention_dropout": 0.3, "residual_dropout": 0.4}, 0, False),
@@ -133,7 +133,7 @@ def test_a_net_with_tuned_matmuls_has_the_same_gradients(
     """As on a GPU, for any size: one graph, and the eager gradients. fp8 is replaced: its rounding hides errors."""
     monkeypatch.setattr(layers_torch, "fp8_mlp", _mlp)
     torch.manual_seed(3)
-    net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
+    net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, eos_id=0))
     net.recompute = recompute
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

@@ -105,9 +105,9 @@ def test_every_named_size_has_a_shape() -> None:
 
 def test_positions_follow_a_shorter_length() -> None:
     family = open_family("gpt2")
-    assert family.shape_of(ModelConfig(size="nano"), vocab=300, end=0, length=64).positions == 64
+    assert family.shape_of(ModelConfig(size="nano"), vocab=300, eos_id=0, length=64).positions == 64
     config = ModelConfig(size="nano", shape=ShapeConfig(positions=200))
-    assert family.shape_of(config, vocab=300, end=0, length=64).positions == 200
+    assert family.shape_of(config, vocab=300, eos_id=0, length=64).positions == 200
 
 
 def test_weights_that_do_not_fit_are_named() -> None:

@@ -46,7 +46,7 @@ def test_the_formula_matches_torchs_counter(freeze: list[str], lora: LoraConfig 
     )
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     assert shape.padded_vocab == VOCAB
     engine = open_engine(config, shape)
     engine.load(

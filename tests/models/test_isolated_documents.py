@@ -25,7 +25,7 @@ def documents() -> Tensor:
 
 @pytest.fixture
 def net() -> Net:
-    shape = Shape(vocab=90, positions=T, layers=2, heads=2, width=32, inner=64, end=0)
+    shape = Shape(vocab=90, positions=T, layers=2, heads=2, width=32, inner=64, eos_id=0)
     made = new_net(shape, torch.device("cpu"))
     fill(made, initial_weights(shape, 3), "the first weights")
     assert isinstance(made, Net)

@@ -61,7 +61,7 @@ def test_adapters_and_mixed_biases_stay_separate(monkeypatch: pytest.MonkeyPatch
 def test_compiled_attention_of_bert_is_one_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as on a GPU, with the operator of tuned matmuls; outputs and gradients are those of the eager layers."""
     torch.manual_seed(1)
-    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size="tiny"), vocab=50, end=0, length=8)
+    shape: Any = open_family("bert").shape_of(ModelConfig(family="bert", size="tiny"), vocab=50, eos_id=0, length=8)
     attention = SelfAttention(replace(shape, width=32, heads=2))
     x = torch.randn(2, 8, 32, requires_grad=True)
     leaves = [x, *attention.parameters()]

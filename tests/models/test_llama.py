@@ -189,7 +189,7 @@ def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) 
 def test_unsupported_shapes_are_refused(numbers: dict[str, Any], message: str) -> None:
     config = ModelConfig(family="llama", shape=numbers)
     with pytest.raises(TextmillError, match=message):
-        FAMILY.shape_of(config, vocab=100, end=0)
+        FAMILY.shape_of(config, vocab=100, eos_id=0)
 
 
 # Parameters that the publishers' files have, or that they state.
@@ -206,13 +206,13 @@ def test_unsupported_shapes_are_refused(numbers: dict[str, Any], message: str) -
     ],
 )
 def test_published_sizes(size: str, vocab: int, parameters: int) -> None:
-    assert FAMILY.shape_of(ModelConfig(family="llama", size=size), vocab=vocab, end=0).parameters == parameters
+    assert FAMILY.shape_of(ModelConfig(family="llama", size=size), vocab=vocab, eos_id=0).parameters == parameters
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES["llama"] if size in SIZES["gpt2"]])
 def test_a_size_is_about_as_large_as_gpt2s(size: str) -> None:
     ours, theirs = (
-        open_family(family).shape_of(ModelConfig(family=family, size=size), vocab=50257, end=0).parameters
+        open_family(family).shape_of(ModelConfig(family=family, size=size), vocab=50257, eos_id=0).parameters
         for family in ("llama", "gpt2")
     )
     assert ours == pytest.approx(theirs, rel=0.03)
@@ -250,7 +250,7 @@ def test_activations_are_estimated_from_gpt2s(numbers: dict[str, Any]) -> None:
     """A plan for a GPU has constants that were measured with GPT-2."""
     own_numbers: dict[str, dict[str, Any]] = {"gpt2": {"inner": 3072}, "llama": numbers}
     shapes = [
-        open_family(family).shape_of(ModelConfig(family=family, shape={"layers": 2, **own}), vocab=1000, end=0)
+        open_family(family).shape_of(ModelConfig(family=family, shape={"layers": 2, **own}), vocab=1000, eos_id=0)
         for family, own in own_numbers.items()
     ]
     gpt2, llama = (

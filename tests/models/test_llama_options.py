@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def shape_of(name: str) -> Any:
     numbers = {"layers": 3, "heads": 4, "kv_heads": 2, "width": 48, "head_width": 16, "positions": 64, **OPTIONS[name]}
-    return FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(**numbers)), vocab=160, end=0)
+    return FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(**numbers)), vocab=160, eos_id=0)
 
 
 class Theirs:
@@ -183,7 +183,7 @@ def new_engine(name: str) -> Any:
         train=TrainConfig(batch=8, length=LENGTH, optimizer="muon"),
         engine=TorchEngine(device="cpu", micro_batch=4),
     )
-    return open_engine(config, FAMILY.shape_of(config.model, vocab=VOCAB, end=0))
+    return open_engine(config, FAMILY.shape_of(config.model, vocab=VOCAB, eos_id=0))
 
 
 @pytest.mark.parametrize("name", ["value embeddings", "all"])
@@ -222,7 +222,7 @@ def test_embeddings_that_are_not_the_head_have_a_rate_of_their_own(name: str, ra
 
 
 def test_zeros_at_the_start_need_no_option_of_the_net() -> None:
-    shape = FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(zero_init=True)), vocab=160, end=0)
+    shape = FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(zero_init=True)), vocab=160, eos_id=0)
     assert FAMILY.hf_config_of(shape)["model_type"] == "llama"
 
 
@@ -244,7 +244,7 @@ def test_wrong_values_in_config_json_are_refused(changes: dict[str, Any], messag
 
 def test_more_tables_than_layers_are_refused() -> None:
     with pytest.raises(TextmillError, match="13 tables are more than the 12 layers"):
-        FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(value_embeddings=13)), vocab=160, end=0)
+        FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(value_embeddings=13)), vocab=160, eos_id=0)
 
 
 def test_blocks_with_tables_of_their_own_cannot_be_chosen() -> None:
@@ -257,7 +257,7 @@ def test_blocks_with_tables_of_their_own_cannot_be_chosen() -> None:
 def write_model(folder: Path, name: str) -> Any:
     """A model folder; returns its shape."""
     tokenizer = korean_tokenizer(vocab=420)
-    shape = replace(shape_of(name), vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = replace(shape_of(name), vocab=tokenizer.vocab, eos_id=tokenizer.eos_id)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(FAMILY.hf_config_of(shape)))
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))

@@ -24,7 +24,7 @@ NUMBERS = {"layers": 3, "heads": 6, "width": 48, "inner": 80, "positions": 32, "
 
 
 def shape_of() -> Any:
-    return open_family(MYNET).shape_of(ModelConfig(family=MYNET, shape=ShapeConfig(**NUMBERS)), vocab=100, end=0)
+    return open_family(MYNET).shape_of(ModelConfig(family=MYNET, shape=ShapeConfig(**NUMBERS)), vocab=100, eos_id=0)
 
 
 def filled(shape: Any, named: Any) -> Any:

@@ -16,7 +16,7 @@ LAYERS = 3
 
 def shape_of(layers: int = LAYERS) -> Any:
     return open_family("gpt2").shape_of(
-        ModelConfig(shape=ShapeConfig(layers=layers, heads=2, width=8)), vocab=50, end=0
+        ModelConfig(shape=ShapeConfig(layers=layers, heads=2, width=8)), vocab=50, eos_id=0
     )
 
 

@@ -28,8 +28,8 @@ def test_positions_are_interpolated_or_truncated(before: int, after: int) -> Non
 
 def test_token_vectors_are_kept_moved_or_averaged() -> None:
     family = open_family("gpt2")
-    small = family.shape_of(ModelConfig(size="nano", shape=ShapeConfig(positions=8)), vocab=6, end=0)
-    large = family.shape_of(ModelConfig(size="nano", shape=ShapeConfig(positions=12)), vocab=9, end=0)
+    small = family.shape_of(ModelConfig(size="nano", shape=ShapeConfig(positions=8)), vocab=6, eos_id=0)
+    large = family.shape_of(ModelConfig(size="nano", shape=ShapeConfig(positions=12)), vocab=9, eos_id=0)
     weights = dict(initial_weights(small, 1))
     wte = weights["transformer.wte.weight"]
     grown = dict(resize_weights(weights.items(), large, None, {6: [1], 8: [2, 3]}))["transformer.wte.weight"]
@@ -49,7 +49,7 @@ def test_token_vectors_are_kept_moved_or_averaged() -> None:
 
 def test_a_head_bias_is_resized_like_the_embedding() -> None:
     family = open_family("bert")
-    shapes = [family.shape_of(ModelConfig(family="bert", size="tiny"), vocab=vocab, end=0) for vocab in (6, 9)]
+    shapes = [family.shape_of(ModelConfig(family="bert", size="tiny"), vocab=vocab, eos_id=0) for vocab in (6, 9)]
     weights = {
         name: np.arange(values.size, dtype=np.float32).reshape(values.shape)
         for name, values in initial_weights(shapes[0], 1)

@@ -24,7 +24,7 @@ from textmill.models.nets_torch import new_net, parameters_of
 def test_published_counts(size: str, vocab: int, published: float, places: int) -> None:
     """`places` is how many of the count's last digits the publication leaves out."""
     family = open_family("gpt2")
-    shape = family.shape_of(ModelConfig(size=size), vocab=vocab, end=0)
+    shape = family.shape_of(ModelConfig(size=size), vocab=vocab, eos_id=0)
     assert round(shape.parameters, -places) == round(published, -places)
     net = new_net(shape, torch.device("meta"))
     padding = (shape.padded_vocab - shape.vocab) * shape.width
@@ -43,5 +43,5 @@ def test_attention_may_have_a_dropout_rate_of_its_own(family: str, size: str) ->
     opened = open_family(family)
     for own, expected in ((None, [0.1, 0.1]), (0.0, [0.1, 0.0])):
         model = ModelConfig(family=family, size=size, shape=ShapeConfig(dropout=0.1, attention_dropout=own))
-        written = opened.hf_config_of(opened.shape_of(model, vocab=100, end=0))
+        written = opened.hf_config_of(opened.shape_of(model, vocab=100, eos_id=0))
         assert [written[name] for name in names[family]] == expected

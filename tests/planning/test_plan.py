@@ -177,7 +177,7 @@ def test_the_parameters_of_a_plan_are_those_of_its_file(family: str, minutes: fl
     project = Project("x", ["a.txt"], RecordFacts(), text, TWO_CORES, plan, family)
     (tmp_path / "a.yaml").write_text(project_yaml(project))
     model = RunConfig.model_validate(read_yaml(tmp_path / "a.yaml")[0]).model
-    shape = open_family(family).shape_of(model, vocab=plan.vocab, end=0, length=plan.length)
+    shape = open_family(family).shape_of(model, vocab=plan.vocab, eos_id=0, length=plan.length)
     assert count_model_parameters(project) == shape.parameters
 
 

@@ -36,7 +36,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with random weights and 96 positions."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(
-        layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.eos_id
+        layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
     )
     return write_model(tmp_path_factory.mktemp("small") / "run", tokenizer, shape).folder
 

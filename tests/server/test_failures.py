@@ -32,7 +32,9 @@ BODY = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
 def service(tmp_path: Path) -> Iterator[Service]:
     """A service with a real model, whose steps a test may slow down."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-    shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = gpt2.Shape(
+        layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
+    )
     write_model(tmp_path / "run", tokenizer, shape)
     engine = {"device": "cpu", "precision": "fp32"}
     config = RunConfig.model_validate(

@@ -39,7 +39,9 @@ class Bomb:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A valid model folder without a manifest, as from another program."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-    shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = gpt2.Shape(
+        layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
+    )
     made = write_model(tmp_path_factory.mktemp("hostile") / "run", tokenizer, shape).folder
     folder = tmp_path_factory.mktemp("good") / "model"
     folder.mkdir()

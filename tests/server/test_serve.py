@@ -30,7 +30,9 @@ from textmill.where import open_where
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-    shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.eos_id)
+    shape = gpt2.Shape(
+        layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id
+    )
     root = tmp_path_factory.mktemp("serve") / "river-mill"
     write_model(root / "run", tokenizer, shape)
     (root / "mill.yaml").write_text("folder: .\n", encoding="utf-8")

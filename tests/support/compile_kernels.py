@@ -123,7 +123,7 @@ def fake_net(family: str, size: str, dtype: torch.dtype = torch.float32, **shape
     """A net of a known size, with two layers."""
     model = ModelConfig(family=family, size=size, shape={"layers": 2, **shape})  # type: ignore[arg-type]
     with torch.device("meta"):
-        net = build_net(open_family(family).shape_of(model, vocab=VOCAB, end=0)).eval()
+        net = build_net(open_family(family).shape_of(model, vocab=VOCAB, eos_id=0)).eval()
     for module in net.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=DEVICE)))

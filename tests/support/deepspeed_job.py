@@ -33,7 +33,7 @@ def do_run(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     section = MAKE[run["engine"].get("kind", "deepspeed")](device="cpu", **run["engine"])
     config = base.model_copy(update={"engine": section})
     family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     with closing(open_engine(config, shape, ranks)) as engine:
         if run.get("start"):
             state = np.load(Path(run["start"]))

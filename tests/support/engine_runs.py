@@ -65,7 +65,7 @@ def adapting(config: RunConfig, lora: LoraConfig | None) -> RunConfig:
 
 def started(config: RunConfig) -> Engine:
     family = open_family(config.model.family)
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     engine = open_engine(config, shape)
     engine.load(first_of(config, shape), [], 0, "the first weights")
     return engine

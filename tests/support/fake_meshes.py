@@ -77,7 +77,7 @@ def config_of(mesh: dict[str, Any], world: int, family: str = "gpt2", **engine: 
 
 def shape_of(config: RunConfig) -> Any:
     """Return the shape of the config's net."""
-    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
 
 
 def started(config: RunConfig, world: int) -> OnTorch:

@@ -93,7 +93,7 @@ def batch_of(step: int, family: str) -> Batch:
 
 def shape_of(config: RunConfig) -> Any:
     """Return the shape of the config's net."""
-    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
 
 
 def started(config: RunConfig, ranks: Any = None) -> Engine:

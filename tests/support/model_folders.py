@@ -29,7 +29,9 @@ def write_folder(folder: Path, tokenizer: TextTokenizer, *, loud: float = 1.0, r
     """A folder with random weights; `loud` multiplies matrices, `rows` adds embeddings without a token."""
     family = open_family("gpt2")
     sizes = ShapeConfig(**{"layers": 2, "heads": 2, "width": 32, "positions": 96, **numbers})
-    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=tokenizer.vocab + rows, end=tokenizer.eos_id)
+    shape = family.shape_of(
+        ModelConfig(size="nano", shape=sizes), vocab=tokenizer.vocab + rows, eos_id=tokenizer.eos_id
+    )
     weights = [(name, values * np.float32(loud if values.ndim == 2 else 1)) for name, values in noisy_weights(shape)]
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))

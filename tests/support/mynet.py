@@ -31,7 +31,7 @@ class Shape:
     inner: int
     positions: int
     vocab: int
-    end: int
+    eos_id: int
     dropout: float = 0.0
     family: str = NAME
     attention_dropout = 0.0
@@ -50,14 +50,14 @@ class Shape:
         return {"kv_heads": self.kv_heads, "inner": self.inner}
 
 
-def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
     if isinstance(config.shape, str) or config.size not in SIZES:
         raise TextmillError(f"model.size: no size '{config.size}'; choose one of {', '.join(SIZES)}")
     own = config.shape.model_dump(exclude_none=True)
     numbers = {**SIZES[config.size], **({"positions": length} if length else {}), **own.pop("extra", {}), **own}
     if numbers["width"] % numbers["heads"] or numbers["heads"] % numbers["kv_heads"]:
         raise TextmillError("model.shape: kv_heads must divide heads, and heads must divide width")
-    return Shape(vocab=vocab, end=end, **numbers)
+    return Shape(vocab=vocab, eos_id=eos_id, **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:

@@ -16,7 +16,7 @@ from textmill.storage.tensor_files import encode_safetensors
 def write_teacher(folder: Path, layers: int = 3, width: int = 32, vocab: int = VOCAB) -> str:
     family = open_family("gpt2")
     sizes = ShapeConfig(layers=layers, heads=2, width=width, positions=LENGTH + 8)
-    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=vocab, end=0)
+    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=vocab, eos_id=0)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
     (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))

@@ -13,7 +13,7 @@ from textmill.models.weights import sample_weights
 
 
 def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
-    return open_family("gpt2").shape_of(ModelConfig(size=size, shape=ShapeConfig(**numbers)), vocab=vocab, end=0)
+    return open_family("gpt2").shape_of(ModelConfig(size=size, shape=ShapeConfig(**numbers)), vocab=vocab, eos_id=0)
 
 
 def noisy_weights(shape: Any, seed: int = 3, lora: LoraConfig | None = None) -> list[tuple[str, np.ndarray[Any, Any]]]:

@@ -133,7 +133,7 @@ def test_packed_conversations_are_isolated(tmp_path: Path) -> None:
     """The loss of every token is the same as if its conversation were alone."""
     store = random_store(tmp_path, 20)
     shape = gpt2.shape_of(
-        ModelConfig(shape=ShapeConfig(layers=2, heads=2, width=16, positions=64)), vocab=512, end=STOP
+        ModelConfig(shape=ShapeConfig(layers=2, heads=2, width=16, positions=64)), vocab=512, eos_id=STOP
     )
     net = new_net(shape, torch.device("cpu"))
     fill(net, initial_weights(shape, 5), "the first weights")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +13,13 @@ from safetensors.numpy import load_file
 
 from textmill.checkpoints.folders import list_checkpoints, open_checkpoint
 from textmill.cli import main
-from textmill.config import RunConfig, ShapeConfig
+from textmill.config import RunConfig
 from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.models import open_family
 from textmill.storage import faults
 from textmill.tokens.tokenize import tokenize
 from textmill.training.loop import train
-from textmill.training.start import describe_inputs
 
 
 @pytest.fixture(scope="module")
@@ -146,30 +142,6 @@ def test_rates_after_the_change_follow_the_formula(tokens: Path, tmp_path: Path)
         assert rates[step] == pytest.approx(cosine(step, 1e-3, 0.0, 8), rel=1e-12)
     for step in range(9, 17):
         assert rates[step] == pytest.approx(cosine(step, 4e-4, 1e-5, 16), rel=1e-12)
-
-
-def test_runs_of_bert_older_than_its_separate_heads_resume() -> None:
-    """They recorded neither the masked tokens' head, which all had, nor the pooler, which came with the pair head."""
-    data: Any = SimpleNamespace(fingerprint="tokens", tokenizer=SimpleNamespace(fingerprint="tokenizer"))
-    config, bert = build_config({"model": {"family": "bert", "size": "tiny"}}), open_family("bert")
-    for pairs in (True, False):
-        model = config.model.model_copy(update={"shape": ShapeConfig(pair_head=pairs)})
-        shape: Any = bert.shape_of(model, vocab=600, end=3, length=64)
-        described = describe_inputs(config, data, shape, None)
-        assert described["model.pair_head"] is pairs
-        assert not {"model.masked_head", "model.pooler"} & described.keys()
-        other = describe_inputs(config, data, replace(shape, pooler=not pairs, masked_head=False), None)
-        assert (other["model.pooler"], other["model.masked_head"]) == (not pairs, False)
-
-
-def test_runs_of_llama_older_than_its_options_resume() -> None:
-    data: Any = SimpleNamespace(fingerprint="tokens", tokenizer=SimpleNamespace(fingerprint="tokenizer"))
-    config = build_config({"model": {"family": "llama", "size": "nano"}})
-    shape: Any = open_family("llama").shape_of(config.model, vocab=600, end=3, length=64)
-    new = {"model.gated", "model.value_embeddings", "model.embedding_residual", "model.logit_softcap"}
-    assert not new & describe_inputs(config, data, shape, None).keys()
-    other = describe_inputs(config, data, replace(shape, gated=False, logit_softcap=30.0), None)
-    assert (other["model.gated"], other["model.logit_softcap"]) == (False, 30.0)
 
 
 def test_what_cannot_change(tokens: Path, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def open_shape(config: RunConfig, data: Data) -> Shape:
     if init_model is not None:
         return shape_of_checkpoint(config, init_model)
     family = open_family(config.model.family)
-    return family.shape_of(config.model, vocab=data.vocab, end=data.end, length=config.train.length)
+    return family.shape_of(config.model, vocab=data.vocab, eos_id=data.end, length=config.train.length)
 
 
 def complete(config: RunConfig, data: Data) -> RunConfig:

@@ -117,8 +117,8 @@ def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
 
 def reduce_shape(shape: Shape, reduction: Reduction) -> Shape:
     """The shape with as many tokens as are kept."""
-    end = np.flatnonzero(reduction.kept == shape.end).tolist()
-    return replace(shape, vocab=len(reduction.kept), end=end[0] if end else reduction.tokenizer.eos_id)
+    end = np.flatnonzero(reduction.kept == shape.eos_id).tolist()
+    return replace(shape, vocab=len(reduction.kept), eos_id=end[0] if end else reduction.tokenizer.eos_id)
 
 
 def reduce_model(model: Model, reduction: Reduction) -> Model:

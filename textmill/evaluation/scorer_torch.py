@@ -85,7 +85,7 @@ def check_tokenizer(scorer: TorchScorer) -> TorchScorer:
     like another model's."""
     check_next_token(scorer.net.shape, scorer.checkpoint.folder, "score a text token by token")
     check_vocabulary(scorer)
-    warn_if_foreign_tokenizer(scorer, scorer.net.shape.end)
+    warn_if_foreign_tokenizer(scorer, scorer.net.shape.eos_id)
     return scorer
 
 

@@ -52,7 +52,7 @@ class Shape(Protocol):
         ...
 
     @property
-    def end(self) -> int:
+    def eos_id(self) -> int:
         """The end-of-text token."""
         ...
 
@@ -99,7 +99,7 @@ class Family(Protocol):
     BATCH_FIELDS: frozenset[str]
     """Optional fields of a Batch that the net or its loss uses: documents, types, pair_labels, weights."""
 
-    def shape_of(self, config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+    def shape_of(self, config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
         """The shape of the `model` section; `length` limits the positions unless `model.shape.positions` is set."""
         ...
 
@@ -136,7 +136,7 @@ class BaseShape:
     inner: int
     positions: int
     vocab: int
-    end: int
+    eos_id: int
     """The end-of-text token; of a BERT, the token after each segment, [SEP]."""
 
     def weights(self) -> list[Weight]:

@@ -55,7 +55,7 @@ def _train_rate(layers: int, width: int) -> tuple[int, float]:
         engine=TorchEngine(device="cpu"),
     )
     family = open_family("gpt2")
-    net = family.shape_of(config.model, vocab=VOCAB, end=0)
+    net = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     engine = open_engine(config, net)
     engine.load(initial_weights(net, 0), [], 0, "a probe")
     dice = np.random.default_rng(0)

@@ -87,7 +87,7 @@ def count_model_parameters(project: Project) -> int:
     model = ModelConfig.model_validate(yaml.safe_load("\n".join(_line(*row) for row in rows)))
     return (
         open_family(project.family)
-        .shape_of(model, vocab=project.plan.vocab, end=0, length=project.plan.length)
+        .shape_of(model, vocab=project.plan.vocab, eos_id=0, length=project.plan.length)
         .parameters
     )
 

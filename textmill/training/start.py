@@ -118,7 +118,7 @@ def check_start(config: RunConfig) -> None:
         chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
         _check_length(config.train, chosen or shape.positions)
     else:
-        shape = family.shape_of(config.model, vocab=1, end=0)
+        shape = family.shape_of(config.model, vocab=1, eos_id=0)
     if config.corpus.labels:
         shape = with_label_head(shape, config.corpus.labels, ["", ""])
     _check_objective(config.train, shape)
@@ -205,7 +205,7 @@ def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: 
         method = longer if shape.positions > before else "the first ones"
         print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
     keeps_end = transfer.kept is None and data.tokenizer.chat is None
-    return replace(shape, vocab=transfer.rows, end=shape.end if keeps_end else data.tokenizer.eos_id)
+    return replace(shape, vocab=transfer.rows, eos_id=shape.eos_id if keeps_end else data.tokenizer.eos_id)
 
 
 def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
@@ -461,7 +461,9 @@ def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None)
     if checkpoint is None:
         family = open_family(config.model.family)
         tokenizer = data.tokenizer
-        shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.eos_id, length=config.train.length)
+        shape = family.shape_of(
+            config.model, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id, length=config.train.length
+        )
     else:
         shape = shape_of_checkpoint(config, checkpoint)
     labels = data.manifest.get("labels")

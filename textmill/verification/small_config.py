@@ -130,7 +130,7 @@ def build_plan(config: RunConfig) -> VerificationPlan:
 
 def _replicated(small: RunConfig) -> frozenset[str]:
     """The names of the weights that tensor parallelism does not divide."""
-    shape = open_family(small.model.family).shape_of(small.model, vocab=VOCAB, end=0)
+    shape = open_family(small.model.family).shape_of(small.model, vocab=VOCAB, eos_id=0)
     return frozenset(weight.name for weight in weights_with_adapters(shape, small.model.lora) if weight.split is None)
 
 
@@ -174,7 +174,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     family = open_family(name)
     shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
     model = config.model.model_copy(update={"family": name, "shape": shape, "init_from": None, "init_layers": []})
-    small = family.weights_of(family.shape_of(model, vocab=VOCAB, end=0))
+    small = family.weights_of(family.shape_of(model, vocab=VOCAB, eos_id=0))
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {
         "batch": batch,
@@ -218,7 +218,7 @@ def _full_shape(config: RunConfig) -> Shape:
     family = open_family(config.model.family)
     if config.model.init_from:
         return read_shape(open_model(config.model.init_from).folder)
-    return family.shape_of(config.model, vocab=VOCAB, end=0)
+    return family.shape_of(config.model, vocab=VOCAB, eos_id=0)
 
 
 def write_config(config: RunConfig, folder: Path) -> None:
@@ -226,7 +226,7 @@ def write_config(config: RunConfig, folder: Path) -> None:
 
     `model.lora` has a file of its own: here adapters are on random weights, which the config's validation rejects.
     """
-    shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+    shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
     config = write_teachers(config, shape, folder)
     model = config.model.model_copy(update={"lora": None})
     write_text(folder / "config.json", config.model_copy(update={"model": model}).model_dump_json())

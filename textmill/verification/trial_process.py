@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     ranks = open_ranks(configs[0].engine)
     for config, folder in zip(configs, folders, strict=True):
         family = open_family(config.model.family)
-        shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+        shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
         weights = [*initial_weights(shape, config.train.seed)]
         weights += initial_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
         engine = open_engine(config, shape, ranks)

@@ -100,15 +100,15 @@ class Shape(BaseShape):
         return flops - (1 - labelled) * head + labelled * 6 * self.width**2
 
 
-def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
     """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
     if isinstance(config.shape, str):
-        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, end=end)
+        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, eos_id=eos_id)
     numbers = dict(shape_numbers(config))
     if length and config.shape.positions is None:
         numbers["positions"] = length
     numbers.setdefault("inner", 4 * numbers["width"])
-    return Shape(vocab=vocab, end=end, pooler=numbers["pair_head"], **numbers)
+    return Shape(vocab=vocab, eos_id=eos_id, pooler=numbers["pair_head"], **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
@@ -122,7 +122,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     task = next((task for task, kind in TASK_CLASSES.items() if any(name.endswith(kind) for name in names)), "")
     tokens = not plain and not task
     return Shape(
-        end=end if type(end) is int else 0,
+        eos_id=end if type(end) is int else 0,
         types=hf.get("type_vocab_size", 2),
         activation=config.activation("hidden_act", "gelu"),
         norm=next((norm for norm, kind in MODEL_TYPES.items() if kind == hf.get("model_type")), "post"),
@@ -190,7 +190,7 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "layer_norm_eps": shape.epsilon,
         "initializer_range": 0.02,
         "pad_token_id": None,
-        "eos_token_id": shape.end,
+        "eos_token_id": shape.eos_id,
         "tie_word_embeddings": True,
         **(
             {

@@ -52,16 +52,16 @@ class Shape(BaseShape):
         return weights_of(self)
 
 
-def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
     """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
     if isinstance(config.shape, str):
-        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, end=end)
+        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, eos_id=eos_id)
     numbers = dict(shape_numbers(config))
     dropout = numbers.pop("dropout")
     if length and config.shape.positions is None:
         numbers["positions"] = length  # positions that are never trained would be noise in generation
     numbers.setdefault("inner", 4 * numbers["width"])
-    return Shape(vocab=vocab, end=end, embedding_dropout=dropout, residual_dropout=dropout, **numbers)
+    return Shape(vocab=vocab, eos_id=eos_id, embedding_dropout=dropout, residual_dropout=dropout, **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
@@ -79,7 +79,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         inner=hf.get("n_inner") or 4 * hf["n_embd"],
         positions=hf["n_positions"],
         vocab=hf["vocab_size"],
-        end=_end_of(hf, where),
+        eos_id=_eos_id_of(hf, where),
         activation=config.activation("activation_function", "gelu_new"),
         epsilon=hf.get("layer_norm_epsilon", 1e-5),
         untied=not hf.get("tie_word_embeddings", True),
@@ -87,7 +87,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     )
 
 
-def _end_of(hf: dict[str, Any], where: str) -> int:
+def _eos_id_of(hf: dict[str, Any], where: str) -> int:
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     if end is not None and type(end) is not int:
@@ -116,8 +116,8 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "resid_pdrop": shape.residual_dropout,
         "layer_norm_epsilon": shape.epsilon,
         "initializer_range": 0.02,
-        "bos_token_id": shape.end,
-        "eos_token_id": shape.end,
+        "bos_token_id": shape.eos_id,
+        "eos_token_id": shape.eos_id,
         "tie_word_embeddings": not shape.untied,
         "use_cache": True,
     }

@@ -125,10 +125,10 @@ class Shape(BaseShape):
         return {"kv_heads": self.kv_heads, "inner": self.inner}
 
 
-def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
     """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
     if isinstance(config.shape, str):
-        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, end=end)
+        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, eos_id=eos_id)
     numbers = {name: value for name, value in shape_numbers(config).items() if value is not None}
     if length and config.shape.positions is None:
         numbers["positions"] = length
@@ -153,7 +153,7 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
             f"model.shape.value_embeddings: {numbers['value_embeddings']} tables are more than the "
             f"{numbers['layers']} layers; set at most {numbers['layers']}"
         )
-    return Shape(vocab=vocab, end=end, **numbers)
+    return Shape(vocab=vocab, eos_id=eos_id, **numbers)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
@@ -184,7 +184,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     return Shape(
         kv_heads=kv_heads,
         head_width=head_width,
-        end=_end_of(hf, where),
+        eos_id=_eos_id_of(hf, where),
         activation=config.activation("hidden_act", "silu"),
         **_read_options(hf, kind, where),
         untied=not hf.get("tie_word_embeddings", False),
@@ -197,7 +197,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     )
 
 
-def _end_of(hf: dict[str, Any], where: str) -> int:
+def _eos_id_of(hf: dict[str, Any], where: str) -> int:
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     if end is not None and type(end) is not int:
@@ -223,8 +223,8 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "attention_dropout": shape.attention_dropout,
         "residual_dropout": shape.dropout,
         "initializer_range": 0.02,
-        "bos_token_id": shape.end,
-        "eos_token_id": shape.end,
+        "bos_token_id": shape.eos_id,
+        "eos_token_id": shape.eos_id,
         "tie_word_embeddings": not shape.untied,
         "use_cache": True,
     }
