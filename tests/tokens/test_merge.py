@@ -12,7 +12,7 @@ from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import manifest_entry, read_json, write_json
 from textmill.storage.stages import Stage, open_manifest
-from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
+from textmill.tokens.lineage import Lineage, lineage_path, new_lineage
 from textmill.tokens.merge import merge
 from textmill.tokens.store import StoreWriter, open_store
 
@@ -30,7 +30,7 @@ def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer:
     files, splits = {}, {}
     for split, rows in documents.items():
         write(folder / split, rows)
-        with LineageWriter(lineage_path(folder / split)) as lineage:
+        with new_lineage(lineage_path(folder / split)) as lineage:
             lineage.add([f"{folder.name}.txt"] * len(rows), [f"line {number}" for number in range(len(rows))])
         files |= {
             f"{split}.{end}": manifest_entry(folder / f"{split}.{end}") for end in ("bin", "idx", "lineage.parquet")
@@ -64,7 +64,7 @@ def test_folders_are_joined_split_by_split(tmp_path: Path) -> None:
     out = merge(str(tmp_path / "out"), [str(one), str(two)])
     assert [open_store(out / split).ids.tolist() for split in ("train", "valid", "test")] == [[1, 2, 3, 4], [9], [7, 8]]
     assert open_manifest(out)["splits"]["train"] == {"documents": 3, "tokens": 4, "bytes": 14, "words": 6}
-    lineage = open_lineage(lineage_path(out / "train"))
+    lineage = Lineage(lineage_path(out / "train"))
     assert [lineage[number] for number in range(3)] == [
         ("one.txt", "line 0"),
         ("one.txt", "line 1"),

@@ -17,7 +17,7 @@ from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 from textmill.storage.stages import open_manifest
 from textmill.tokens import tokenize as tokenize_module
-from textmill.tokens.lineage import open_lineage
+from textmill.tokens.lineage import Lineage
 from textmill.tokens.store import open_store
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.encoders import FastEncoder
@@ -85,7 +85,7 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
         rows, store, lineage = (
             documents("out", split),
             open_store(folder / split),
-            open_lineage(folder / f"{split}.lineage.parquet"),
+            Lineage(folder / f"{split}.lineage.parquet"),
         )
         wanted = [[end] * prepend_begin + ids_of(inner, row.text) + [end] * append_end for row in rows]
         assert store.ids.tolist() == [token for one in wanted for token in one]
@@ -211,7 +211,7 @@ def test_failed_documents_are_quarantined(world: Path) -> None:
         ("few.jsonl", "line 6"),
     ]
     assert "UNK" in bad[0]["reason"]
-    store, lineage = open_store(folder / "train"), open_lineage(folder / "train.lineage.parquet")
+    store, lineage = open_store(folder / "train"), Lineage(folder / "train.lineage.parquet")
     assert store.ids.tolist() == [1, 2, 0, 2, 0, 1, 1, 0]
     assert [lineage[document][1] for document in range(len(lineage))] == ["line 1", "line 3", "line 5"]
     counts = open_manifest(folder)["splits"]["train"]
@@ -226,7 +226,7 @@ def test_a_document_without_tokens_is_quarantined(world: Path) -> None:
     setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "max_unreadable": 0.9}
     folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
     kept = [row.id for row in documents("out", "train")]
-    lineage = open_lineage(folder / "train.lineage.parquet")
+    lineage = Lineage(folder / "train.lineage.parquet")
     stored = [lineage[document][1] for document in range(len(lineage))]
     bad = [json.loads(line)["place"] for line in (folder / "quarantine.jsonl").read_text().splitlines()]
     assert sorted(stored + bad) == sorted(kept)

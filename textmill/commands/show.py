@@ -32,7 +32,7 @@ from textmill.storage.files import format_path, read_json
 from textmill.storage.stages import MANIFEST, list_changes, open_manifest
 from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.batches.masking import count_tokens, write_token_counts
-from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
+from textmill.tokens.lineage import Lineage, lineage_path
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import BLOCK, TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -393,7 +393,7 @@ def show_step(config: RunConfig, step: int) -> None:
         warn(f"step {step:,} has not been trained; the last checkpoint is step {checkpoint.step:,}")
     print(f"{format_path(run)}: step {step:,}: {batches.sizes.size_at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.by_split["train"]]
-    lineages = [open_lineage(path) if path.is_file() else None for path in paths]
+    lineages = [Lineage(path) if path.is_file() else None for path in paths]
     for sample, number, document in sorted(batches.documents_at(step - 1), key=lambda found: found[0]):
         described = _describe(splits.by_split["train"][number].store, document, splits.tokenizer, lineages[number])
         print(f"  sample {sample:,}: {described}")

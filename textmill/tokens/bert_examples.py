@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +74,12 @@ class ExampleRows:
 def read_examples(path: Path, *, rows: int = ROWS) -> Iterator[pa.RecordBatch]:
     """The examples of a file as columns of SCHEMA."""
     first = 0
-    for block in _batched(read_records(path), rows):
+    records = read_records(path)
+    while block := list(islice(records, rows)):
         features = [_split(path, first + number, data) for number, data in enumerate(block)]
         columns = {name: _column(path, first, name, [one[name] for one in features]) for name in KINDS}
         yield _to_batch(path, first, columns)
         first += len(block)
-
-
-def _batched(records: Iterator[bytes], rows: int) -> Iterator[list[bytes]]:
-    block: list[bytes] = []
-    for record in records:
-        block.append(record)
-        if len(block) == rows:
-            yield block
-            block = []
-    if block:
-        yield block
 
 
 def _split(path: Path, number: int, data: bytes) -> dict[str, Feature]:

@@ -1,4 +1,8 @@
-"""The chat template of a model: turns a conversation into the token ids that prompt the next answer."""
+"""Conversations as token ids: with a loss mask for training, and as the prompt of the next answer.
+
+A model that textmill finetuned has a `ChatTemplate` of special tokens around each turn, whose ids are joined without
+going through text. A model of others has a `JinjaTemplate`.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,25 @@ AnyTemplate: TypeAlias = "ChatTemplate | JinjaTemplate"
 Message = dict[str, str]
 """One message of a conversation, with the keys "role" and "content"."""
 
+MARK = "\ue000{}\ue001"
+"""In place of a message while its template is rendered; characters for private use, which no template has."""
+MARKS = re.compile("\ue000([0-9]+)\ue001")
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tags of transformers around what the assistant wrote; they write nothing."""
+STEPS = "textmill steps"
+MAX_STEPS = 200_000
+"""Turns of loops and calls in one rendering: a template that would never end is refused."""
+MAX_LENGTH = 10_000_000
+"""Of a text or a list that a template repeats."""
+
+
+def open_template(folder: Path) -> AnyTemplate | None:
+    """The chat template of the tokenizer in a folder: textmill's own, or Jinja of another origin."""
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.chat is not None and tokenizer.turn_tokens is not None:
+        return ChatTemplate(tokenizer, tokenizer.turn_tokens, tokenizer.chat.jinja())
+    return JinjaTemplate(tokenizer, tokenizer.jinja) if tokenizer.jinja is not None else None
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -48,25 +71,6 @@ class ChatTemplate:
             raise TextmillError(str(error)) from None
         ids: list[int] = rendered.ids.tolist()
         return ids
-
-
-def open_template(folder: Path) -> AnyTemplate | None:
-    """The chat template of the tokenizer in a folder: textmill's own, or Jinja of another origin."""
-    tokenizer = open_tokenizer(folder)
-    if tokenizer.chat is not None and tokenizer.turn_tokens is not None:
-        return ChatTemplate(tokenizer, tokenizer.turn_tokens, tokenizer.chat.jinja())
-    return JinjaTemplate(tokenizer, tokenizer.jinja) if tokenizer.jinja is not None else None
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """Conversations as ids, concatenated."""
-
-    ids: NDArray[Any]
-    lengths: NDArray[np.int64]
-    """The number of tokens in each conversation."""
-    loss_mask: NDArray[np.uint8]
-    """1 for tokens with loss: the content of the assistant's turns and the tokens after it."""
 
 
 def render(
@@ -103,21 +107,20 @@ def render(
     return Rendered(joined, np.diff(conversation_ends), np.repeat(np.array(has_loss, np.uint8), counts))
 
 
-MARK = "\ue000{}\ue001"
-"""In place of a message while its template is rendered; characters for private use, which no template has."""
-MARKS = re.compile("\ue000([0-9]+)\ue001")
-GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags of transformers around what the assistant wrote; they write nothing."""
-STEPS = "textmill steps"
-MAX_STEPS = 200_000
-"""Turns of loops and calls in one rendering: a template that would never end is refused."""
-MAX_LENGTH = 10_000_000
-"""Of a text or a list that a template repeats."""
+@dataclass(frozen=True)
+class Rendered:
+    """Conversations as ids, concatenated."""
+
+    ids: NDArray[Any]
+    lengths: NDArray[np.int64]
+    """The number of tokens in each conversation."""
+    loss_mask: NDArray[np.uint8]
+    """1 for tokens with loss: the content of the assistant's turns and the tokens after it."""
 
 
 @dataclass(frozen=True)
 class JinjaTemplate:
-    """The chat template that came with a model."""
+    """The chat template that came with a model, run in Jinja's sandbox: it reaches no file, module or private name."""
 
     tokenizer: TextTokenizer
     jinja: str

@@ -18,7 +18,7 @@ from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.shards import read_groups
 from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.tokens.chat import render
-from textmill.tokens.lineage import LineageWriter, lineage_path
+from textmill.tokens.lineage import lineage_path, new_lineage
 from textmill.tokens.store import StoreWriter
 from textmill.tokens.vocabulary.encoders import REFERENCE, Encoder, is_encoding_error, open_encoder_in
 from textmill.tokens.vocabulary.tokenizer import TurnTokens
@@ -30,6 +30,13 @@ COLUMNS = ["text", "source", "id"]
 Level = Literal["document", "sentence"]
 Ids = NDArray[Any]
 Lengths = NDArray[np.int64]
+
+LONG_SPACES = [
+    space.encode()
+    for space in "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
+    "\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+]
+"""White-space characters that take two or three bytes in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def encode_task(task: EncodingTask) -> dict[str, int]:
     failed: list[bytes] = []
     chat = task.document_format.chat is not None
     new_store = StoreWriter(task.prefix, np.dtype(task.document_format.dtype), has_loss_mask=chat)
-    with new_store as store, LineageWriter(lineage_path(task.prefix)) as lineage:
+    with new_store as store, new_lineage(lineage_path(task.prefix)) as lineage:
         tables = read_groups(task.shard, task.groups, [*COLUMNS, "messages"] if chat else COLUMNS)
         for batch in chain.from_iterable(map(_split_batches, tables)):
             kept, encoded, reasons = encode_batch(batch.column(-1 if chat else 0).to_pylist(), task)
@@ -209,14 +216,6 @@ def add_begin_and_end(encoded: Encoded, document_format: DocumentFormat) -> Enco
     return Encoded(
         np.insert(encoded.ids, np.concatenate(positions), np.concatenate(values)), lengths, encoded.sequences
     )
-
-
-LONG_SPACES = [
-    space.encode()
-    for space in "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
-    "\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
-]
-"""White-space characters that take two or three bytes in UTF-8."""
 
 
 def buffers_of(column: Any) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:

@@ -1,4 +1,7 @@
-"""Examples as token ids with special tokens, cut to the length of a sample, with the labels of their tokens."""
+"""The command tokenize with `corpus.labels`: encodes every example, one token store with labels per split.
+
+An example becomes ids with special tokens, cut to the length of a sample or into windows of it, and a label per token.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from textmill.storage.progress import Bar, progress
 from textmill.storage.stages import Force, Stage, open_manifest
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.encoding import COUNT_NAMES
-from textmill.tokens.lineage import LineageWriter, lineage_path
+from textmill.tokens.lineage import lineage_path, new_lineage
 from textmill.tokens.store import StoreWriter, dtype_for, labels_path
 from textmill.tokens.vocabulary.fitting import require_tokenizer
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -32,18 +35,81 @@ SHORTEST = 8
 NO_SPAN = -1
 """The offset of a token that is not part of the context."""
 
+SUFFIXES = ("bin", "idx", "labels", "lineage.parquet")
+BATCH = 512
+"""Examples that are encoded at the same time."""
+Counts = dict[str, int]
 
-@dataclass(frozen=True)
-class Sample:
-    """What the net reads of an example: all of it, or one of several windows."""
 
-    ids: Ids
-    labels: Ids
-    """The label of each token, -100 for none; question-answering: the positions of the answer, then -100."""
-    words: Ids | None = None
-    """token-classification: the word that starts at each token; -1 for other tokens."""
-    spans: Ids | None = None
-    """question-answering: [tokens, 2], where each token of the context starts and ends in it; -1 for other tokens."""
+def tokenize_labelled(config: RunConfig, task: str, force: Force = "no") -> Path:
+    """Write the stores of all splits; return their folder."""
+    folder = config.folder_of("tokens")
+    corpus = config.folder_of("corpus")
+    source = open_manifest(corpus, "prepare")
+    if source["made_from"].get("corpus.labels") != task:
+        raise TextmillError(f"{format_path(corpus)}: was made without corpus.labels={task}; run: textmill prepare")
+    tokenizer = require_tokenizer(config)
+    labels = read_json(corpus / "account.json")["labels"]
+    length = int(config.train.length or 0)
+    overlap = config.tokens.overlap
+    made_from = {
+        "corpus": source["fingerprint"],
+        "tokenizer": tokenizer["tokenizer"],
+        "train.length": length,
+        "tokens.overlap": overlap,
+    }
+    stage = Stage("tokenize", folder, made_from, config.to_yaml())
+    if stage.is_done(force):
+        print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
+        return folder
+    opened = open_tokenizer(config.folder_of("tokenizer"))
+    encoder = ExampleEncoder(opened, task, length, overlap, labels["names"])
+    with stage.unfinished_folder() as part:
+        with progress("tokenize", total=source["documents"], unit="examples") as bar:
+            splits: dict[str, Counts] = {split: _write_split(corpus, split, part, encoder, bar) for split in SPLITS}
+        files = {
+            f"{split}.{suffix}": manifest_entry(part / f"{split}.{suffix}") for split in SPLITS for suffix in SUFFIXES
+        }
+        facts: dict[str, Any] = {name: tokenizer[name] for name in ("tokenizer", "vocab", "eos_id")}
+        facts |= {"splits": splits, "labels": {"task": task, "names": labels["names"]}}
+        stage.write_manifest(part, files, facts)
+    print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
+    return folder
+
+
+def _write_split(corpus: Path, split: Split, part: Path, encoder: ExampleEncoder, bar: Bar) -> Counts:
+    """Write the store of a split, its labels and its lineage; return its counts."""
+    counts = dict.fromkeys(COUNT_NAMES, 0) | {"examples": 0}
+    with (
+        StoreWriter(part / split, dtype_for(encoder.tokenizer.vocab)) as store,
+        atomic_writer(labels_path(part / split)) as label_file,
+        new_lineage(lineage_path(part / split)) as lineage,
+    ):
+        for examples in _batches(read_split(corpus, split)):
+            found = list(zip(examples, encoder.encode(examples), strict=True))
+            samples = [sample for _, some in found for sample in some]
+            places = [example for example, some in found for _ in some]
+            store.add([sample.ids for sample in samples])
+            label_file.write(np.concatenate([sample.labels for sample in samples]).data)
+            lineage.add([example.source for example in places], [example.place for example in places])
+            counts["examples"] += len(examples)
+            counts["documents"] += len(samples)
+            counts["tokens"] += sum(len(sample.ids) for sample in samples)
+            bar.advance(len(examples))
+    return counts
+
+
+def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
+    while block := list(islice(examples, BATCH)):
+        yield block
+
+
+def _format_counts(splits: dict[str, Counts]) -> str:
+    return ", ".join(
+        f"{split} {counts['examples']:,} examples in {counts['documents']:,} samples"
+        for split, counts in splits.items()
+        if counts["documents"]
+    )
 
 
 class ExampleEncoder:
@@ -149,6 +215,19 @@ class ExampleEncoder:
         return number
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What the net reads of an example: all of it, or one of several windows."""
+
+    ids: Ids
+    labels: Ids
+    """The label of each token, -100 for none; question-answering: the positions of the answer, then -100."""
+    words: Ids | None = None
+    """token-classification: the word that starts at each token; -1 for other tokens."""
+    spans: Ids | None = None
+    """question-answering: [tokens, 2], where each token of the context starts and ends in it; -1 for other tokens."""
+
+
 def truncate_lengths(lengths: Sequence[int], most: int) -> list[int]:
     """The lengths of one or two segments that have at most `most` tokens together; the longer one loses first."""
     if sum(lengths) <= most:
@@ -172,81 +251,3 @@ def find_answer(answers: Sequence[tuple[str, int]], spans: Ids, before: int) -> 
     first = int(np.searchsorted(spans[:, 0], start, side="right")) - 1
     last = int(np.searchsorted(spans[:, 1], end, side="left"))
     return before + first, before + max(first, last)
-
-
-SUFFIXES = ("bin", "idx", "labels", "lineage.parquet")
-BATCH = 512
-"""Examples that are encoded at the same time."""
-
-Counts = dict[str, int]
-
-
-def tokenize_labelled(config: RunConfig, task: str, force: Force = "no") -> Path:
-    """Write the stores of all splits; return their folder."""
-    folder = config.folder_of("tokens")
-    corpus = config.folder_of("corpus")
-    source = open_manifest(corpus, "prepare")
-    if source["made_from"].get("corpus.labels") != task:
-        raise TextmillError(f"{format_path(corpus)}: was made without corpus.labels={task}; run: textmill prepare")
-    tokenizer = require_tokenizer(config)
-    labels = read_json(corpus / "account.json")["labels"]
-    length = int(config.train.length or 0)
-    overlap = config.tokens.overlap
-    made_from = {
-        "corpus": source["fingerprint"],
-        "tokenizer": tokenizer["tokenizer"],
-        "train.length": length,
-        "tokens.overlap": overlap,
-    }
-    stage = Stage("tokenize", folder, made_from, config.to_yaml())
-    if stage.is_done(force):
-        print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
-        return folder
-    opened = open_tokenizer(config.folder_of("tokenizer"))
-    encoder = ExampleEncoder(opened, task, length, overlap, labels["names"])
-    with stage.unfinished_folder() as part:
-        with progress("tokenize", total=source["documents"], unit="examples") as bar:
-            splits: dict[str, Counts] = {split: _write_split(corpus, split, part, encoder, bar) for split in SPLITS}
-        files = {
-            f"{split}.{suffix}": manifest_entry(part / f"{split}.{suffix}") for split in SPLITS for suffix in SUFFIXES
-        }
-        facts: dict[str, Any] = {name: tokenizer[name] for name in ("tokenizer", "vocab", "eos_id")}
-        facts |= {"splits": splits, "labels": {"task": task, "names": labels["names"]}}
-        stage.write_manifest(part, files, facts)
-    print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
-    return folder
-
-
-def _write_split(corpus: Path, split: Split, part: Path, encoder: ExampleEncoder, bar: Bar) -> Counts:
-    """Write the store of a split, its labels and its lineage; return its counts."""
-    counts = dict.fromkeys(COUNT_NAMES, 0) | {"examples": 0}
-    with (
-        StoreWriter(part / split, dtype_for(encoder.tokenizer.vocab)) as store,
-        atomic_writer(labels_path(part / split)) as label_file,
-        LineageWriter(lineage_path(part / split)) as lineage,
-    ):
-        for examples in _batches(read_split(corpus, split)):
-            found = list(zip(examples, encoder.encode(examples), strict=True))
-            samples = [sample for _, some in found for sample in some]
-            places = [example for example, some in found for _ in some]
-            store.add([sample.ids for sample in samples])
-            label_file.write(np.concatenate([sample.labels for sample in samples]).data)
-            lineage.add([example.source for example in places], [example.place for example in places])
-            counts["examples"] += len(examples)
-            counts["documents"] += len(samples)
-            counts["tokens"] += sum(len(sample.ids) for sample in samples)
-            bar.advance(len(examples))
-    return counts
-
-
-def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
-    while block := list(islice(examples, BATCH)):
-        yield block
-
-
-def _format_counts(splits: dict[str, Counts]) -> str:
-    return ", ".join(
-        f"{split} {counts['examples']:,} examples in {counts['documents']:,} samples"
-        for split, counts in splits.items()
-        if counts["documents"]
-    )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from textmill.corpus.shards import count_group_rows, new_shard, read_groups
+from textmill.corpus.shards import ShardWriter, count_group_rows, new_shard, read_groups
 
 SCHEMA = pa.schema([("source", pa.string()), ("id", pa.string())])
 
@@ -22,11 +22,10 @@ def lineage_path(prefix: Path) -> Path:
 
 
 class LineageWriter:
-    """Writes rows as a stream; the file appears only if it is closed without an error."""
+    """Writes rows as a stream."""
 
-    def __init__(self, path: Path) -> None:
-        self._stack = ExitStack()
-        self._shard = self._stack.enter_context(new_shard(path, SCHEMA))
+    def __init__(self, shard: ShardWriter) -> None:
+        self._shard = shard
 
     def add(self, sources: Any, ids: Any) -> None:
         """Add documents, as Arrow columns or lists."""
@@ -37,13 +36,12 @@ class LineageWriter:
         for table in read_groups(path, range(len(count_group_rows(path))), SCHEMA.names):
             self._shard.add(table)
 
-    def __enter__(self) -> LineageWriter:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+@contextmanager
+def new_lineage(path: Path) -> Iterator[LineageWriter]:
+    """Write a lineage file; it appears only if the block ends without an error."""
+    with new_shard(path, SCHEMA) as shard:
+        yield LineageWriter(shard)
 
 
 class Lineage:
@@ -69,8 +67,3 @@ class Lineage:
     def _read(self, group: int) -> pa.Table:
         (table,) = read_groups(self.path, range(group, group + 1), SCHEMA.names)
         return table
-
-
-def open_lineage(path: Path) -> Lineage:
-    """Open a lineage file."""
-    return Lineage(path)

@@ -10,7 +10,7 @@ from textmill.errors import TextmillError
 from textmill.storage.files import create_folder, format_path, manifest_entry, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.lineage import LineageWriter, lineage_path
+from textmill.tokens.lineage import lineage_path, new_lineage
 from textmill.tokens.store import StoreWriter, TokenStore, loss_mask_path, open_store, store_paths, store_prefix
 
 SAME_ENTRIES = ("tokenizer", "vocab", "eos_id")
@@ -112,7 +112,7 @@ def _join_lineages(prefix: Path, parts: list[Path]) -> list[Path]:
     paths = [lineage_path(part) for part in parts]
     if not all(path.is_file() for path in paths):
         return []
-    with LineageWriter(lineage_path(prefix)) as lineage:
+    with new_lineage(lineage_path(prefix)) as lineage:
         for path in paths:
             lineage.add_file(path)
     return [lineage_path(prefix)]

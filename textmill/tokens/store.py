@@ -485,7 +485,10 @@ def _cumulative_lengths(lengths: NDArray[Any]) -> Iterator[tuple[NDArray[np.int6
 
 
 def advise(array: NDArray[Any], *, random: bool) -> None:
-    """Announce random or sequential reads of a memory-mapped array; no effect on an array in memory."""
+    """Announce random or sequential reads of a memory-mapped array; no effect on an array in memory.
+
+    The operating system's read-ahead speeds up reading in order and slows down random access.
+    """
     base: Any = array
     while base is not None and not isinstance(base, mmap.mmap):
         base = getattr(base, "base", None)

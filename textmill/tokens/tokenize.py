@@ -29,7 +29,7 @@ from textmill.tokens.bert_examples import EXAMPLE_SPANS, ExampleFile, plan_examp
 from textmill.tokens.encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
 from textmill.tokens.existing_tokens import tokenize_existing
 from textmill.tokens.labelled import tokenize_labelled
-from textmill.tokens.lineage import LineageWriter, lineage_path
+from textmill.tokens.lineage import lineage_path, new_lineage
 from textmill.tokens.store import IndexFormat, StoreWriter, dtype_for, open_store
 from textmill.tokens.vocabulary.encoders import (
     FAST,
@@ -272,7 +272,7 @@ def _join(part: Path, tasks: Tasks, dtype: np.dtype[Any], index_format: IndexFor
     for split, split_tasks in tasks.items():
         with (
             StoreWriter(part / split, dtype, index_format, has_loss_mask=chat) as store,
-            LineageWriter(lineage_path(part / split)) as lineage,
+            new_lineage(lineage_path(part / split)) as lineage,
         ):
             for task in split_tasks:
                 store.add_store(open_store(task.prefix))

@@ -1,4 +1,9 @@
-"""Blending: which token store each sample comes from, chosen by weight, exactly and without randomness."""
+"""Which samples a step has, and which token store each sample comes from; both may be changed in mid-run.
+
+`BatchSizes` says how many samples each step has: constant, growing at the start of a run (Megatron's batch size
+ramp-up), or changed in mid-run. `Blend` chooses the stores by weight, exactly and without randomness. A `DataRange` has
+the settings of both from a step on.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,81 @@ from numpy.typing import NDArray
 
 MAX_PERIOD = 100_000
 """The longest period of a blend, in samples; finer weights are rounded to multiples of 1 / MAX_PERIOD."""
+
+Source = tuple[str, float]
+"""A token store of a blend: its fingerprint and its weight."""
+
+
+class BatchSizes:
+    """The batch size and the first sample of every step, as pure functions of the step."""
+
+    def __init__(self, batch: int, ramp: Sequence[int] = ()) -> None:
+        self.phases = _phases(batch, ramp, 0, 0)
+
+    def changed(self, step: int, batch: int, ramp: Sequence[int] = ()) -> BatchSizes:
+        """The same sizes before `step`, others from there on; a ramp-up goes on from the samples seen so far."""
+        sizes = BatchSizes(batch, ramp)
+        sizes.phases = [phase for phase in self.phases if phase.step < step]
+        sizes.phases += _phases(batch, ramp, step, self.samples_before(step))
+        return sizes
+
+    def size_at(self, step: int) -> int:
+        """Samples of a step."""
+        return self._phase_of(step).size
+
+    def samples_before(self, step: int) -> int:
+        """Samples of all earlier steps, which is also the number of this step's first sample."""
+        phase = self._phase_of(step)
+        return phase.sample + (step - phase.step) * phase.size
+
+    def full_steps_in(self, samples: int) -> int:
+        """How many full steps this many samples are enough for."""
+        phase = self.phases[bisect_right(self.phases, samples, key=lambda phase: phase.sample) - 1]
+        return phase.step + (samples - phase.sample) // phase.size
+
+    def steps_to_cover(self, samples: int) -> int:
+        """How many steps it takes to see all of this many samples."""
+        steps = self.full_steps_in(samples)
+        return steps + (self.samples_before(steps) < samples)
+
+    def _phase_of(self, step: int) -> SizePhase:
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.step) - 1]
+
+
+@dataclass(frozen=True)
+class SizePhase:
+    """Consecutive steps with the same batch size, up to the start of the next phase."""
+
+    step: int
+    """The first step."""
+    sample: int
+    """The first sample of that step."""
+    size: int
+    """Samples per step."""
+
+
+def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[SizePhase]:
+    """The phases from a step and its first sample on.
+
+    With a ramp-up (start, increment, samples) the batch size after c samples is
+    start + increment * floor(c * increases / samples), at most `batch`. A batch of 8 with the ramp-up 2, 2, 24 grows
+    three times in 24 samples: 2 from step 0, 4 from step 4 (sample 8), 6 from step 6 (16), 8 from step 8 (28).
+    """
+    if not ramp:
+        return [SizePhase(step, sample, batch)]
+    start, increment, ramp_samples = ramp
+    all_increases = (batch - start) // increment
+    increases = 0
+    phases: list[SizePhase] = []
+    while increases < all_increases:
+        increases = min(all_increases, sample * all_increases // ramp_samples)
+        size = start + increases * increment
+        phases.append(SizePhase(step, sample, size))
+        next_increase = -(-(increases + 1) * ramp_samples // all_increases)  # the sample at which the batch grows
+        steps = -(-(next_increase - sample) // size)
+        step = step + steps
+        sample = sample + steps * size
+    return phases
 
 
 class Blend:
@@ -75,82 +155,6 @@ def _integer_weights(weights: list[float]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SizePhase:
-    """Consecutive steps with the same batch size, up to the start of the next phase."""
-
-    step: int
-    """The first step."""
-    sample: int
-    """The first sample of that step."""
-    size: int
-    """Samples per step."""
-
-
-class BatchSizes:
-    """The batch size and the first sample of every step, as pure functions of the step."""
-
-    def __init__(self, batch: int, ramp: Sequence[int] = ()) -> None:
-        self.phases = _phases(batch, ramp, 0, 0)
-
-    def changed(self, step: int, batch: int, ramp: Sequence[int] = ()) -> BatchSizes:
-        """The same sizes before `step`, others from there on; a ramp-up goes on from the samples seen so far."""
-        sizes = BatchSizes(batch, ramp)
-        sizes.phases = [phase for phase in self.phases if phase.step < step]
-        sizes.phases += _phases(batch, ramp, step, self.samples_before(step))
-        return sizes
-
-    def size_at(self, step: int) -> int:
-        """Samples of a step."""
-        return self._phase_of(step).size
-
-    def samples_before(self, step: int) -> int:
-        """Samples of all earlier steps, which is also the number of this step's first sample."""
-        phase = self._phase_of(step)
-        return phase.sample + (step - phase.step) * phase.size
-
-    def full_steps_in(self, samples: int) -> int:
-        """How many full steps this many samples are enough for."""
-        phase = self.phases[bisect_right(self.phases, samples, key=lambda phase: phase.sample) - 1]
-        return phase.step + (samples - phase.sample) // phase.size
-
-    def steps_to_cover(self, samples: int) -> int:
-        """How many steps it takes to see all of this many samples."""
-        steps = self.full_steps_in(samples)
-        return steps + (self.samples_before(steps) < samples)
-
-    def _phase_of(self, step: int) -> SizePhase:
-        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.step) - 1]
-
-
-def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[SizePhase]:
-    """The phases from a step and its first sample on.
-
-    With a ramp-up (start, increment, samples) the batch size after c samples is
-    start + increment * floor(c * increases / samples), at most `batch`. A batch of 8 with the ramp-up 2, 2, 24 grows
-    three times in 24 samples: 2 from step 0, 4 from step 4 (sample 8), 6 from step 6 (16), 8 from step 8 (28).
-    """
-    if not ramp:
-        return [SizePhase(step, sample, batch)]
-    start, increment, ramp_samples = ramp
-    all_increases = (batch - start) // increment
-    increases = 0
-    phases: list[SizePhase] = []
-    while increases < all_increases:
-        increases = min(all_increases, sample * all_increases // ramp_samples)
-        size = start + increases * increment
-        phases.append(SizePhase(step, sample, size))
-        next_increase = -(-(increases + 1) * ramp_samples // all_increases)  # the sample at which the batch grows
-        steps = -(-(next_increase - sample) // size)
-        step = step + steps
-        sample = sample + steps * size
-    return phases
-
-
-Source = tuple[str, float]
-"""A token store of a blend: its fingerprint and its weight."""
-
-
-@dataclass(frozen=True)
 class DataRange:
     """The settings of the samples from a step on, up to the next range."""
 
@@ -158,19 +162,6 @@ class DataRange:
     batch: int
     batch_rampup: Sequence[int]
     sources: Sequence[Source]
-
-
-@dataclass(frozen=True)
-class BlendRange:
-    """Consecutive samples with the same blend."""
-
-    sample: int
-    """The first one."""
-    blend: Blend
-    layouts: list[int | None]
-    """The number of the open layout of each store of the blend; None: a store that is no longer used."""
-    taken: list[int]
-    """How many samples each store of the blend gave in earlier ranges: it goes on with the next one."""
 
 
 def sizes_of(ranges: Sequence[DataRange]) -> BatchSizes:
@@ -211,6 +202,19 @@ def blends_of(ranges: Sequence[DataRange], sizes: BatchSizes) -> list[BlendRange
             counts = blend.counts_before(starts[number + 1] - starts[number])
             taken.update(dict(zip(stores, counts.tolist(), strict=True)))
     return blends
+
+
+@dataclass(frozen=True)
+class BlendRange:
+    """Consecutive samples with the same blend."""
+
+    sample: int
+    """The first one."""
+    blend: Blend
+    layouts: list[int | None]
+    """The number of the open layout of each store of the blend; None: a store that is no longer used."""
+    taken: list[int]
+    """How many samples each store of the blend gave in earlier ranges: it goes on with the next one."""
 
 
 def _store_keys(data_range: DataRange) -> list[tuple[str, int]]:

@@ -6,6 +6,9 @@ padding token):
     inputs     [1 2 3 4 5 p]
     labels     [- 3 0 5 0 -]
     documents  [1 1 1 2 2 0]
+
+`check_training_data` looks at the data before the first step: loss tokens, truncation, stop tokens, and conversations
+that are in train and valid.
 """
 
 from __future__ import annotations
@@ -40,6 +43,22 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 _CONVERSATIONS_KEY = 5
 _SAMPLES_KEY = 6
 """Keys of the two shuffles: of conversations, and of samples in each epoch."""
+
+BLOCK = 1 << 13
+"""Conversations processed at a time."""
+EXAMPLES = 3
+MAX_CHARACTERS = 600
+"""How many conversations are printed, and how many characters of each part."""
+LOSS = "loss"
+NO_LOSS = "no loss"
+TRUNCATED = "truncated"
+STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
+MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
+WARN_TRUNCATED = 0.1
+WARN_WITHOUT_LOSS = 0.01
+"""Fractions of conversations above which a warning is printed."""
+TextSpan = tuple[str, str]
+"""LOSS, NO_LOSS or TRUNCATED; and the text."""
 
 
 class ChatLayout:
@@ -136,52 +155,6 @@ def _first_conversations(ends: Numbers, length: int) -> Numbers:
     return np.array(firsts, np.int64)
 
 
-BLOCK = 1 << 13
-"""Conversations processed at a time."""
-EXAMPLES = 3
-MAX_CHARACTERS = 600
-"""How many conversations are printed, and how many characters of each part."""
-LOSS = "loss"
-NO_LOSS = "no loss"
-TRUNCATED = "truncated"
-STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
-MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
-WARN_TRUNCATED = 0.1
-WARN_WITHOUT_LOSS = 0.01
-"""Fractions of conversations above which a warning is printed."""
-
-TextSpan = tuple[str, str]
-"""LOSS, NO_LOSS or TRUNCATED; and the text."""
-
-
-@dataclass(frozen=True)
-class ChatCounts:
-    """Counts over conversations, with samples of a given length."""
-
-    conversations: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    """Tokens with loss before truncation."""
-    kept_loss_tokens: int = 0
-    """Tokens with loss after truncation."""
-    truncated: int = 0
-    """Conversations longer than a sample."""
-    over_long: int = 0
-    """Conversations whose answers alone do not fit into a sample."""
-    without_loss: int = 0
-    """Conversations without loss tokens after truncation."""
-    with_answer: int = 0
-    """Conversations with loss tokens before truncation."""
-    with_stop: int = 0
-    """Conversations in which a stop token has loss."""
-    longest: int = 0
-    """Tokens of the longest conversation."""
-
-    def __add__(self, other: ChatCounts) -> ChatCounts:
-        sums = ChatCounts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
-        return replace(sums, longest=max(self.longest, other.longest))
-
-
 def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: int) -> None:
     """Print examples and counts of chat data; raise an error where training could not work.
 
@@ -212,6 +185,34 @@ def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: 
     _check_counts(counts, train, length, tokenizer)
     _warn_about_counts(counts, train, length)
     _check_overlap(stores, data.stores("valid"))
+
+
+@dataclass(frozen=True)
+class ChatCounts:
+    """Counts over conversations, with samples of a given length."""
+
+    conversations: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    """Tokens with loss before truncation."""
+    kept_loss_tokens: int = 0
+    """Tokens with loss after truncation."""
+    truncated: int = 0
+    """Conversations longer than a sample."""
+    over_long: int = 0
+    """Conversations whose answers alone do not fit into a sample."""
+    without_loss: int = 0
+    """Conversations without loss tokens after truncation."""
+    with_answer: int = 0
+    """Conversations with loss tokens before truncation."""
+    with_stop: int = 0
+    """Conversations in which a stop token has loss."""
+    longest: int = 0
+    """Tokens of the longest conversation."""
+
+    def __add__(self, other: ChatCounts) -> ChatCounts:
+        sums = ChatCounts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return replace(sums, longest=max(self.longest, other.longest))
 
 
 def count_conversations(store: TokenStore, length: int, truncate: str, stop: int) -> ChatCounts:

@@ -43,6 +43,9 @@ _SPANS_KEY = 9
 MIN_LENGTH = 8
 """The shortest sample: three special tokens and some text."""
 
+Pattern = tuple[tuple[int, ...], int]
+"""The lengths of the items in a row, and how many rows have these lengths."""
+
 
 @dataclass(frozen=True)
 class JoinedSpans:
@@ -227,12 +230,11 @@ def has_spans(store: TokenStore, settings: MaskedConfig) -> bool:
     return bool((sentences_per_document >= needed).any())
 
 
-Pattern = tuple[tuple[int, ...], int]
-"""The lengths of the items in a row, and how many rows have these lengths."""
-
-
 def pack_rows(lengths: Numbers, longest: int) -> tuple[Numbers, Numbers]:
-    """(items in the order of their rows, where each row starts in that order and where the last one ends).
+    """Pack items of known lengths into rows of one length, so that little padding is left (histogram packing).
+
+    Returns (items in the order of their rows, where each row starts in that order and where the last one ends). The
+    work depends on the number of different lengths, not on the number of items.
 
     Items of the lengths 5, 3, 2, 6, 1, 3 in rows of 8 -> items [0 1 | 3 2 | 5 4] (5 + 3, 6 + 2, 3 + 1), rows at
     [0 2 4 6].

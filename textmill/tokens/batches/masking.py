@@ -3,6 +3,8 @@
 Of the sample [CLS] the un ##believ ##able cat [SEP] with whole words, the words are "the", "un ##believ ##able" and
 "cat". `choose_tokens` takes words in random order while they fit into the number of predictions; with one prediction
 that is "the" or "cat". `replace_tokens` then writes [MASK], a random token or the token itself in their place.
+`masked_tokens_of` finds what this needs of a tokenizer: special tokens, which tokens start a word, and weights from a
+file of token counts, which `textmill show --counts` writes.
 """
 
 from __future__ import annotations
@@ -35,6 +37,130 @@ _RANDOM = 1 << 27
 _NO_WORD = 1 << 30
 """The size of a word that does not exist: it never fits."""
 
+_NO_SPACES = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+"""Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
+_LEAD_BYTES = range(0xE3, 0xEA)
+"""The first byte of most Japanese and Chinese characters in UTF-8."""
+
+
+def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> MaskedTokens:
+    """The special tokens of a tokenizer, and the masking rule of the settings."""
+    mask_id = tokenizer.mask_id
+    cls_id = tokenizer.cls_id
+    if mask_id is None or cls_id is None:
+        missing = "mask token such as [MASK] or <mask>" if mask_id is None else "token such as [CLS] or <s>"
+        raise TextmillError(
+            f"the tokenizer has no {missing}, which train.layout=masked needs; set tokenizer.kind=wordpiece, or "
+            f"tokenizer.kind=unigram with tokenizer.special_tokens=<mask>, and make the tokenizer again"
+        )
+    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
+    return MaskedTokens(
+        cls_id=cls_id,
+        sep_id=tokenizer.sep_id,
+        pad_id=pad_id,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        rule=_masking_rule(tokenizer, mask_id, settings),
+    )
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """The special tokens of a masked model, and its masking rule."""
+
+    cls_id: int
+    sep_id: int
+    pad_id: int
+    bos_id: int | None
+    """The token that may be at the start of each document in the store; samples do not contain it."""
+    eos_id: int
+    """The token that may be at the end of each document in the store; samples do not contain it."""
+    rule: MaskingRule
+
+    @property
+    def vocab(self) -> int:
+        """The number of token ids."""
+        return len(self.rule.special)
+
+
+def _masking_rule(tokenizer: TextTokenizer, mask_id: int, settings: MaskedConfig) -> MaskingRule:
+    word_starts, special = find_word_starts(tokenizer)
+    if special.all():
+        raise TextmillError("the tokenizer has only special tokens, so nothing can be masked; fit one on text")
+    weights = None
+    if settings.counts is not None:
+        counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint)
+        weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
+    return MaskingRule(
+        mask_id=mask_id,
+        special=special,
+        word_starts=word_starts if settings.whole_words else None,
+        probability=settings.probability,
+        max_predictions=settings.max_predictions,
+        max_ngram=settings.max_ngram,
+        weights=weights,
+    )
+
+
+def find_word_starts(tokenizer: TextTokenizer) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """[vocabulary]: true for tokens that start a word; and true for special tokens, and for ids without a token.
+
+    WordPiece: tokens without the prefix ##. Others: tokens that begin with a space (▁ in sentencepiece), a punctuation
+    mark, or a character of a script without spaces.
+    """
+    starts = np.zeros(tokenizer.vocab, np.bool_)
+    special = np.ones(tokenizer.vocab, np.bool_)
+    is_wordpiece = json.loads(tokenizer.inner.to_str())["model"]["type"] == "WordPiece"
+    for id_, token in read_token_bytes(tokenizer.inner).items():
+        starts[id_] = token.data[:1] == b" " if is_wordpiece else _starts_word(token.data)
+        special[id_] = token.special
+    special[[id_ for id_ in map(tokenizer.inner.token_to_id, tokenizer.roles.values()) if id_ is not None]] = True
+    return starts, special
+
+
+def _starts_word(data: bytes) -> bool:
+    first = data.decode("utf-8", "ignore")[:1]
+    if not first or not data.startswith(first.encode()):  # part of a character
+        return data[:1] != b"" and data[0] in _LEAD_BYTES
+    return not first.isalnum() or _NO_SPACES.match(first) is not None
+
+
+def read_token_counts(path: Path, tokenizer: str) -> NDArray[np.int64]:
+    """[vocab]: the counts in a file; raises an error if they are of another tokenizer."""
+    if not path.is_file():
+        raise TextmillError(
+            f"train.masked.counts: {path}: file not found; write it with: textmill show WHERE --counts {path}"
+        )
+    found = read_json(path)
+    counts = found.get("counts") if isinstance(found, dict) else None
+    if not isinstance(counts, list) or not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise TextmillError(f"{path}: not a file of token counts; write one with: textmill show WHERE --counts {path}")
+    if found.get("tokenizer") != tokenizer:
+        raise TextmillError(
+            f"{path}: counts the ids of another tokenizer; write it again with: textmill show WHERE --counts {path}"
+        )
+    return np.array(counts, np.int64)
+
+
+def write_token_counts(path: Path, counts: NDArray[np.int64], tokenizer: str) -> None:
+    """Write counts, and the fingerprint of the tokenizer whose ids were counted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"tokenizer": tokenizer, "counts": counts.tolist()})
+
+
+def count_tokens(stores: Iterable[TokenStore], vocab: int, most: int | None = None) -> NDArray[np.int64]:
+    """[vocab]: how often each id occurs in these stores, or in their first `most` tokens."""
+    counts = np.zeros(vocab, np.int64)
+    for store in stores:
+        stop = store.tokens if most is None else min(most, store.tokens)
+        for start in range(0, stop, BLOCK):
+            ids = np.asarray(store.ids[start : min(start + BLOCK, stop)], np.int64)
+            counts += np.bincount(ids, minlength=vocab)[:vocab]
+        most = None if most is None else most - stop
+    return counts
+
 
 @dataclass(frozen=True)
 class MaskingRule:
@@ -58,25 +184,6 @@ class MaskingRule:
         counts = np.ceil(exact) if self.weights is not None else np.maximum(1, np.rint(exact))
         found: NDArray[np.int64] = counts.astype(np.int64)
         return found if self.max_predictions is None else np.minimum(found, self.max_predictions)
-
-
-@dataclass(frozen=True)
-class _Words:
-    """The words of samples that are joined; the fields after the first three have an entry for each word."""
-
-    may_mask: NDArray[np.bool_]
-    """[tokens]: false for special tokens."""
-    per_sample: NDArray[np.int64]
-    """How many words each sample has."""
-    of_token: NDArray[np.int64]
-    """The word of each token that may be masked, as a number among all words."""
-    sample: NDArray[np.int64]
-    number: NDArray[np.int64]
-    """Its number within its sample."""
-    position: NDArray[np.int64]
-    """The position of its first token within its sample."""
-    tokens: NDArray[np.int64]
-    """How many tokens it has."""
 
 
 def choose_tokens(
@@ -104,6 +211,25 @@ def choose_tokens(
     chosen = words.may_mask.copy()
     chosen[chosen] = chosen_words[words.sample, words.number][words.of_token]
     return chosen
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of samples that are joined; the fields after the first three have an entry for each word."""
+
+    may_mask: NDArray[np.bool_]
+    """[tokens]: false for special tokens."""
+    per_sample: NDArray[np.int64]
+    """How many words each sample has."""
+    of_token: NDArray[np.int64]
+    """The word of each token that may be masked, as a number among all words."""
+    sample: NDArray[np.int64]
+    number: NDArray[np.int64]
+    """Its number within its sample."""
+    position: NDArray[np.int64]
+    """The position of its first token within its sample."""
+    tokens: NDArray[np.int64]
+    """How many tokens it has."""
 
 
 def _find_words(
@@ -233,128 +359,3 @@ def replace_tokens(
     numbers = draw(token_keys[is_random], _RANDOM + position[is_random]) % np.uint64(len(ordinary_ids))
     inputs[tokens[is_random]] = ordinary_ids[numbers.astype(np.int64)]
     return inputs
-
-
-@dataclass(frozen=True)
-class MaskedTokens:
-    """The special tokens of a masked model, and its masking rule."""
-
-    cls_id: int
-    sep_id: int
-    pad_id: int
-    bos_id: int | None
-    """The token that may be at the start of each document in the store; samples do not contain it."""
-    eos_id: int
-    """The token that may be at the end of each document in the store; samples do not contain it."""
-    rule: MaskingRule
-
-    @property
-    def vocab(self) -> int:
-        """The number of token ids."""
-        return len(self.rule.special)
-
-
-def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> MaskedTokens:
-    """The special tokens of a tokenizer, and the masking rule of the settings."""
-    mask_id = tokenizer.mask_id
-    cls_id = tokenizer.cls_id
-    if mask_id is None or cls_id is None:
-        missing = "mask token such as [MASK] or <mask>" if mask_id is None else "token such as [CLS] or <s>"
-        raise TextmillError(
-            f"the tokenizer has no {missing}, which train.layout=masked needs; set tokenizer.kind=wordpiece, or "
-            f"tokenizer.kind=unigram with tokenizer.special_tokens=<mask>, and make the tokenizer again"
-        )
-    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
-    return MaskedTokens(
-        cls_id=cls_id,
-        sep_id=tokenizer.sep_id,
-        pad_id=pad_id,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        rule=_masking_rule(tokenizer, mask_id, settings),
-    )
-
-
-def _masking_rule(tokenizer: TextTokenizer, mask_id: int, settings: MaskedConfig) -> MaskingRule:
-    word_starts, special = find_word_starts(tokenizer)
-    if special.all():
-        raise TextmillError("the tokenizer has only special tokens, so nothing can be masked; fit one on text")
-    weights = None
-    if settings.counts is not None:
-        counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint)
-        weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
-    return MaskingRule(
-        mask_id=mask_id,
-        special=special,
-        word_starts=word_starts if settings.whole_words else None,
-        probability=settings.probability,
-        max_predictions=settings.max_predictions,
-        max_ngram=settings.max_ngram,
-        weights=weights,
-    )
-
-
-def count_tokens(stores: Iterable[TokenStore], vocab: int, most: int | None = None) -> NDArray[np.int64]:
-    """[vocab]: how often each id occurs in these stores, or in their first `most` tokens."""
-    counts = np.zeros(vocab, np.int64)
-    for store in stores:
-        stop = store.tokens if most is None else min(most, store.tokens)
-        for start in range(0, stop, BLOCK):
-            ids = np.asarray(store.ids[start : min(start + BLOCK, stop)], np.int64)
-            counts += np.bincount(ids, minlength=vocab)[:vocab]
-        most = None if most is None else most - stop
-    return counts
-
-
-def write_token_counts(path: Path, counts: NDArray[np.int64], tokenizer: str) -> None:
-    """Write counts, and the fingerprint of the tokenizer whose ids were counted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"tokenizer": tokenizer, "counts": counts.tolist()})
-
-
-def read_token_counts(path: Path, tokenizer: str) -> NDArray[np.int64]:
-    """[vocab]: the counts in a file; raises an error if they are of another tokenizer."""
-    if not path.is_file():
-        raise TextmillError(
-            f"train.masked.counts: {path}: file not found; write it with: textmill show WHERE --counts {path}"
-        )
-    found = read_json(path)
-    counts = found.get("counts") if isinstance(found, dict) else None
-    if not isinstance(counts, list) or not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise TextmillError(f"{path}: not a file of token counts; write one with: textmill show WHERE --counts {path}")
-    if found.get("tokenizer") != tokenizer:
-        raise TextmillError(
-            f"{path}: counts the ids of another tokenizer; write it again with: textmill show WHERE --counts {path}"
-        )
-    return np.array(counts, np.int64)
-
-
-_NO_SPACES = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-)
-"""Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
-_LEAD_BYTES = range(0xE3, 0xEA)
-"""The first byte of most Japanese and Chinese characters in UTF-8."""
-
-
-def find_word_starts(tokenizer: TextTokenizer) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[vocabulary]: true for tokens that start a word; and true for special tokens, and for ids without a token.
-
-    WordPiece: tokens without the prefix ##. Others: tokens that begin with a space (▁ in sentencepiece), a punctuation
-    mark, or a character of a script without spaces.
-    """
-    starts = np.zeros(tokenizer.vocab, np.bool_)
-    special = np.ones(tokenizer.vocab, np.bool_)
-    is_wordpiece = json.loads(tokenizer.inner.to_str())["model"]["type"] == "WordPiece"
-    for id_, token in read_token_bytes(tokenizer.inner).items():
-        starts[id_] = token.data[:1] == b" " if is_wordpiece else _starts_word(token.data)
-        special[id_] = token.special
-    special[[id_ for id_ in map(tokenizer.inner.token_to_id, tokenizer.roles.values()) if id_ is not None]] = True
-    return starts, special
-
-
-def _starts_word(data: bytes) -> bool:
-    first = data.decode("utf-8", "ignore")[:1]
-    if not first or not data.startswith(first.encode()):  # part of a character
-        return data[:1] != b"" and data[0] in _LEAD_BYTES
-    return not first.isalnum() or _NO_SPACES.match(first) is not None

@@ -26,17 +26,8 @@ _TRUNCATE_B = 1 << 20
 Keys = NDArray[np.uint64]
 """A key for each span, from which its random numbers are drawn."""
 
-
-@dataclass(frozen=True)
-class Segments:
-    """The segments of some spans, as ranges of a store's ids."""
-
-    starts: Numbers
-    """[spans, segments]: the first token."""
-    counts: Numbers
-    """[spans, segments]: how many tokens."""
-    labels: NDArray[np.int32] | None = None
-    """[spans]: 0 if B follows A in the text, else 1."""
+BLOCK = 1 << 14
+"""Documents in a block of `blocks`."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +138,67 @@ class SentencePairs:
         return self.sentences.skip_begin(starts), self.sentences.skip_end(self.sentences.starts(stops))
 
 
+@dataclass(frozen=True)
+class FullSentences:
+    """Spans of as many consecutive sentences of a document as fit, without a pair label, as in RoBERTa (DOC-SENTENCES).
+
+    Only a sentence that is longer than a span is cut.
+    """
+
+    segments: ClassVar[int] = 1
+    sentences: Sentences
+    longest: int
+    """The most tokens of a span."""
+
+    def find_spans(self) -> Iterator[Numbers]:
+        """[spans, (first token, token after the last, tokens)] for blocks of documents, in their order."""
+        for edges in self.sentences.blocks():
+            yield self._spans_between(edges)
+
+    def _spans_between(self, edges: Numbers) -> Numbers:
+        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
+
+        The next span of a document starts where the one before stops, so each round of the loop finds one span per
+        document.
+        """
+        token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
+        document_edges = token_starts[edges - edges[0]]
+        has_tokens = np.diff(document_edges) > 0
+        firsts = self.sentences.skip_begin(document_edges[:-1][has_tokens])
+        document_stops = self.sentences.skip_end(document_edges[1:][has_tokens])
+        rounds = [np.zeros((0, 3), np.int64)]
+        while (has_text := firsts < document_stops).any():
+            firsts = firsts[has_text]
+            document_stops = document_stops[has_text]
+            last_fitting = token_starts[np.searchsorted(token_starts, firsts + self.longest, side="right") - 1]
+            stops = np.where(last_fitting > firsts, last_fitting, firsts + self.longest)
+            stops = np.minimum(stops, document_stops)
+            rounds.append(np.stack([firsts, stops, stops - firsts], axis=1))
+            firsts = stops
+        spans = np.concatenate(rounds)
+        return spans[np.argsort(spans[:, 0])]
+
+    def find_documents(self, spans: Numbers, keys: Keys) -> list[Numbers]:
+        """The document of each span."""
+        return [self.sentences.document_of(self.sentences.count_before(spans[:, 0], "right") - 1)]
+
+    def find_segments(self, spans: Numbers, keys: Keys) -> Segments:
+        """Each span as one segment."""
+        return Segments(spans[:, :1], spans[:, 2:])
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of some spans, as ranges of a store's ids."""
+
+    starts: Numbers
+    """[spans, segments]: the first token."""
+    counts: Numbers
+    """[spans, segments]: how many tokens."""
+    labels: NDArray[np.int32] | None = None
+    """[spans]: 0 if B follows A in the text, else 1."""
+
+
 def truncate(starts: Numbers, counts: Numbers, max_tokens: Numbers, keys: Keys) -> tuple[Numbers, Numbers]:
     """Remove tokens of the longer of two segments (of B if they are equal) until both together fit into `max_tokens`.
 
@@ -191,12 +243,8 @@ def _is_wrong(keys: Keys) -> NDArray[np.bool_]:
     return (draw(keys, _LABEL) & np.uint64(1)).astype(np.bool_)
 
 
-BLOCK = 1 << 14
-"""Documents in a block of `blocks`."""
-
-
 class Sentences:
-    """The sentences of a store's documents, numbered from 0.
+    """The sentences (sequences) of a store's documents, numbered from 0; nothing is loaded into memory.
 
     `begin` and `end`: tokens that a document of the store may begin or end with, and that are not part of its text.
     """
@@ -266,49 +314,3 @@ def search_sorted(values: Numbers, wanted: Numbers, side: Literal["left", "right
         low = np.where(goes_right, middle + 1, low)
         high = np.where(goes_right, high, middle)
     return low
-
-
-@dataclass(frozen=True)
-class FullSentences:
-    """Spans of as many consecutive sentences of a document as fit; only a longer sentence is cut."""
-
-    segments: ClassVar[int] = 1
-    sentences: Sentences
-    longest: int
-    """The most tokens of a span."""
-
-    def find_spans(self) -> Iterator[Numbers]:
-        """[spans, (first token, token after the last, tokens)] for blocks of documents, in their order."""
-        for edges in self.sentences.blocks():
-            yield self._spans_between(edges)
-
-    def _spans_between(self, edges: Numbers) -> Numbers:
-        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
-
-        The next span of a document starts where the one before stops, so each round of the loop finds one span per
-        document.
-        """
-        token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
-        document_edges = token_starts[edges - edges[0]]
-        has_tokens = np.diff(document_edges) > 0
-        firsts = self.sentences.skip_begin(document_edges[:-1][has_tokens])
-        document_stops = self.sentences.skip_end(document_edges[1:][has_tokens])
-        rounds = [np.zeros((0, 3), np.int64)]
-        while (has_text := firsts < document_stops).any():
-            firsts = firsts[has_text]
-            document_stops = document_stops[has_text]
-            last_fitting = token_starts[np.searchsorted(token_starts, firsts + self.longest, side="right") - 1]
-            stops = np.where(last_fitting > firsts, last_fitting, firsts + self.longest)
-            stops = np.minimum(stops, document_stops)
-            rounds.append(np.stack([firsts, stops, stops - firsts], axis=1))
-            firsts = stops
-        spans = np.concatenate(rounds)
-        return spans[np.argsort(spans[:, 0])]
-
-    def find_documents(self, spans: Numbers, keys: Keys) -> list[Numbers]:
-        """The document of each span."""
-        return [self.sentences.document_of(self.sentences.count_before(spans[:, 0], "right") - 1)]
-
-    def find_segments(self, spans: Numbers, keys: Keys) -> Segments:
-        """Each span as one segment."""
-        return Segments(spans[:, :1], spans[:, 2:])

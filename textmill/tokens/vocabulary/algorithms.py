@@ -33,111 +33,10 @@ SCORE_DECIMALS = 9
 ADDED_SCORE_STEP = 0.0001
 """The trainer adds missing characters at the end, each with a score this much above the previous one."""
 
-
-class WordCounter:
-    """Counts the words of texts, split as the tokenizer splits them."""
-
-    def __init__(self, inner: Tokenizer) -> None:
-        self.normalizer = inner.normalizer
-        self.pre_tokenizer = inner.pre_tokenizer
-        self.segments: Counter[str] = Counter()
-        self.words: Counter[str] = Counter()
-
-    def add(self, text: str) -> None:
-        """Count the words of one more text."""
-        for piece in cut_text(text, COUNTED_CHARACTERS):
-            self.segments.update(BOUNDARY.split(piece))
-            if len(self.segments) > MAX_SEGMENTS:
-                self._split_segments()
-
-    def counts(self) -> Counter[str]:
-        """How often each word was seen."""
-        self._split_segments()
-        return self.words
-
-    def _split_segments(self) -> None:
-        words = self.words
-        for segment, count in self.segments.items():
-            text = self.normalizer.normalize_str(segment) if self.normalizer else segment
-            for word, _ in self.pre_tokenizer.pre_tokenize_str(text):
-                words[word] += count
-        self.segments.clear()
-
-
-def merge_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the counts of all parts; the result is sorted by word."""
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-        if len(total) > MAX_WORDS:
-            total = Counter({word: count for word, count in total.items() if count > 1})
-    return dict(sorted(total.items()))
-
-
-def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) -> Tokenizer:
-    """A tokenizer of the configured kind, with the given model or without a vocabulary."""
-    inner = Tokenizer(model or models.BPE())
-    if config.kind == "wordpiece":
-        cjk = config.split_cjk is not False
-        inner.normalizer = normalizers.BertNormalizer(
-            clean_text=True,
-            handle_chinese_chars=cjk,
-            strip_accents=config.strip_accents,
-            lowercase=bool(config.lowercase),
-        )
-    elif config.lowercase:
-        inner.normalizer = normalizers.Lowercase()
-    steps = _pre_tokenizers(config)
-    inner.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    if config.kind == "bpe":
-        inner.decoder = decoders.ByteLevel()
-        inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    elif config.kind == "wordpiece":
-        inner.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
-    else:
-        inner.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return inner
-
-
-def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
-    digits = []
-    han = []
-    if config.split_digits:
-        digits = [pre_tokenizers.Digits(individual_digits=True)]
-    if config.split_cjk and config.kind != "wordpiece":
-        han = [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")]
-    if config.kind == "bpe":
-        return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if config.kind == "wordpiece":
-        return [pre_tokenizers.BertPreTokenizer(), *digits]
-    lines = pre_tokenizers.Split("\n", "isolated")
-    punctuation = pre_tokenizers.Punctuation("isolated")
-    return [
-        split_reserved([*special_tokens_of(config), *BYTE_TOKENS]),
-        lines,
-        punctuation,
-        *han,
-        *digits,
-        pre_tokenizers.Metaspace(SPACE, prepend_scheme="never"),
-    ]
-
-
-def split_reserved(tokens: list[str], known: Container[str] = ()) -> pre_tokenizers.PreTokenizer:
-    """Split text that looks like one of these tokens, which unigram would otherwise look up like any other.
-
-    The split is next to a known character if there is one, because two unknown characters in a row become one token.
-    """
-    patterns = ["<(?=0x[0-9A-F]{2}>)"] if BYTE_TOKENS[0] in tokens else []
-    for text in tokens:
-        if len(text) > 1 and text not in BYTE_TOKENS:
-            split = 1
-            for place in range(1, len(text)):
-                if text[place - 1] in known or text[place] in known:
-                    split = place
-                    break
-            before, character, after = map(re.escape, (text[: split - 1], text[split - 1], text[split:]))
-            patterns.append(f"(?<={before}){character}(?={after})")
-    return pre_tokenizers.Split(Regex("|".join(patterns)), "merged_with_previous")
+BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")
+"""Every kind of tokenizer starts a new word before a single space or newline."""
+PIECE_CHARACTERS = 1 << 16
+"""Documents up to twice this length are sampled whole, longer ones in pieces of about this length."""
 
 
 def train_vocabulary(words: Mapping[str, int], config: TokenizerConfig) -> Tokenizer:
@@ -305,10 +204,110 @@ def _unigram_entries(model: models.Model) -> list[tuple[str, float]]:
     return entries
 
 
-BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")
-"""Every kind of tokenizer starts a new word before a single space or newline."""
-PIECE_CHARACTERS = 1 << 16
-"""Documents up to twice this length are sampled whole, longer ones in pieces of about this length."""
+def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) -> Tokenizer:
+    """A tokenizer of the configured kind, with the given model or without a vocabulary."""
+    inner = Tokenizer(model or models.BPE())
+    if config.kind == "wordpiece":
+        cjk = config.split_cjk is not False
+        inner.normalizer = normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=cjk,
+            strip_accents=config.strip_accents,
+            lowercase=bool(config.lowercase),
+        )
+    elif config.lowercase:
+        inner.normalizer = normalizers.Lowercase()
+    steps = _pre_tokenizers(config)
+    inner.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    if config.kind == "bpe":
+        inner.decoder = decoders.ByteLevel()
+        inner.post_processor = processors.ByteLevel(trim_offsets=False)
+    elif config.kind == "wordpiece":
+        inner.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
+    else:
+        inner.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return inner
+
+
+def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
+    digits = []
+    han = []
+    if config.split_digits:
+        digits = [pre_tokenizers.Digits(individual_digits=True)]
+    if config.split_cjk and config.kind != "wordpiece":
+        han = [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")]
+    if config.kind == "bpe":
+        return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if config.kind == "wordpiece":
+        return [pre_tokenizers.BertPreTokenizer(), *digits]
+    lines = pre_tokenizers.Split("\n", "isolated")
+    punctuation = pre_tokenizers.Punctuation("isolated")
+    return [
+        split_reserved([*special_tokens_of(config), *BYTE_TOKENS]),
+        lines,
+        punctuation,
+        *han,
+        *digits,
+        pre_tokenizers.Metaspace(SPACE, prepend_scheme="never"),
+    ]
+
+
+def split_reserved(tokens: list[str], known: Container[str] = ()) -> pre_tokenizers.PreTokenizer:
+    """Split text that looks like one of these tokens, which unigram would otherwise look up like any other.
+
+    The split is next to a known character if there is one, because two unknown characters in a row become one token.
+    """
+    patterns = ["<(?=0x[0-9A-F]{2}>)"] if BYTE_TOKENS[0] in tokens else []
+    for text in tokens:
+        if len(text) > 1 and text not in BYTE_TOKENS:
+            split = 1
+            for place in range(1, len(text)):
+                if text[place - 1] in known or text[place] in known:
+                    split = place
+                    break
+            before, character, after = map(re.escape, (text[: split - 1], text[split - 1], text[split:]))
+            patterns.append(f"(?<={before}){character}(?={after})")
+    return pre_tokenizers.Split(Regex("|".join(patterns)), "merged_with_previous")
+
+
+class WordCounter:
+    """Counts the words of texts, split as the tokenizer splits them."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.normalizer = inner.normalizer
+        self.pre_tokenizer = inner.pre_tokenizer
+        self.segments: Counter[str] = Counter()
+        self.words: Counter[str] = Counter()
+
+    def add(self, text: str) -> None:
+        """Count the words of one more text."""
+        for piece in cut_text(text, COUNTED_CHARACTERS):
+            self.segments.update(BOUNDARY.split(piece))
+            if len(self.segments) > MAX_SEGMENTS:
+                self._split_segments()
+
+    def counts(self) -> Counter[str]:
+        """How often each word was seen."""
+        self._split_segments()
+        return self.words
+
+    def _split_segments(self) -> None:
+        words = self.words
+        for segment, count in self.segments.items():
+            text = self.normalizer.normalize_str(segment) if self.normalizer else segment
+            for word, _ in self.pre_tokenizer.pre_tokenize_str(text):
+                words[word] += count
+        self.segments.clear()
+
+
+def merge_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add up the counts of all parts; the result is sorted by word."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+        if len(total) > MAX_WORDS:
+            total = Counter({word: count for word, count in total.items() if count > 1})
+    return dict(sorted(total.items()))
 
 
 def cut_text(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:

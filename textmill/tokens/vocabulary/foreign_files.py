@@ -40,6 +40,27 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 Opened = tuple[Tokenizer, dict[str, str]]
 """A tokenizer, and its special tokens by transformers' names for them (bos_token, eos_token ...)."""
 
+MARK = "\u2581"
+SPACE = "\u2582"
+NEWLINE = "\u2583"
+FIRST_CHINESE = "\u4e00"
+LAST_CHINESE = "\u9fff"
+UNREACHABLE = "\ue000"
+"""Starts the name of a line that no text is encoded as, such as a Chinese token with ##."""
+LONGEST_WORD = 200
+"""Characters of the longest word; a longer one is unknown."""
+ENCDEC_ROLES = {
+    "unk_token": ("<unk>",),
+    "bos_token": ("<s>",),
+    "eos_token": ("[BOS]", "<eod>", "</s>"),
+    "pad_token": ("<pad>",),
+    "sep_token": ("<sep>", "[SEP]"),
+    "mask_token": ("<mask>", "[MASK]"),
+}
+"""Special tokens by transformers' names; the token between two documents is [BOS], as Yuan's code has it."""
+_SPECIAL = re.compile(r"</?[a-z_0-9]+>|\[[A-Z]+\]")
+_CHINESE = re.compile(f"[{FIRST_CHINESE}-{LAST_CHINESE}]")
+
 
 def open_files(where: Path, lowercase: bool | None = None) -> Opened:
     """Open the tokenizer of a folder or file; `lowercase` is for a vocab.txt without settings."""
@@ -197,35 +218,18 @@ def _read_special_tokens(folder: Path) -> dict[str, str]:
     return found
 
 
-MARK = "\u2581"
-SPACE = "\u2582"
-NEWLINE = "\u2583"
-FIRST_CHINESE = "\u4e00"
-LAST_CHINESE = "\u9fff"
-UNREACHABLE = "\ue000"
-"""Starts the name of a line that no text is encoded as, such as a Chinese token with ##."""
-LONGEST_WORD = 200
-"""Characters of the longest word; a longer one is unknown."""
-ENCDEC_ROLES = {
-    "unk_token": ("<unk>",),
-    "bos_token": ("<s>",),
-    "eos_token": ("[BOS]", "<eod>", "</s>"),
-    "pad_token": ("<pad>",),
-    "sep_token": ("<sep>", "[SEP]"),
-    "mask_token": ("<mask>", "[MASK]"),
-}
-"""Special tokens by transformers' names; the token between two documents is [BOS], as Yuan's code has it."""
-_SPECIAL = re.compile(r"</?[a-z_0-9]+>|\[[A-Z]+\]")
-_CHINESE = re.compile(f"[{FIRST_CHINESE}-{LAST_CHINESE}]")
-
-
 def is_encdec(tokens: list[str]) -> bool:
     """Whether the lines of a vocab.txt are a vocabulary of EncDecTokenizer."""
     return {"<unk>", SPACE, NEWLINE} <= set(tokens) and "[UNK]" not in tokens
 
 
-def open_encdec(tokens: list[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a vocabulary, and its special tokens by transformers' names for them."""
+def open_encdec(tokens: list[str]) -> Opened:
+    """The vocab.txt of EncDecTokenizer (Yuan, CPM-2): greedy longest match, Chinese tokens without a prefix.
+
+    Each line is a token: U+2582 is a space and U+2583 a line break, and a token without Chinese characters that
+    continues a word begins with ##. Here a token that begins a word gets the mark U+2581 instead, so that a longest
+    match without a prefix finds the same tokens. Words are cut at borders of scripts and not with jieba.
+    """
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
         name = _name_of(token)

@@ -166,91 +166,6 @@ class TextTokenizer:
         }
 
 
-def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
-    """Fit a tokenizer of the configured kind on texts."""
-    counter = WordCounter(new_tokenizer(config))
-    for batch in texts:
-        for text in batch:
-            counter.add(text)
-    return fit_words([counter.counts()], config)
-
-
-def fit_words(parts: Iterable[Mapping[str, int]], config: TokenizerConfig) -> TextTokenizer:
-    """Fit a tokenizer on the word counts of several parts."""
-    inner = train_vocabulary(merge_counts(parts), config)
-    end = end_of(config)
-    known = {"eos_token": end} if config.kind != "wordpiece" or end != ENDS[config.kind] else {}
-    tokenizer = _wrap(
-        inner, find_special_tokens(inner, find_special_tokens(inner, {}) | known), end, "the fitted tokenizer"
-    )
-    turns = turns_of(config.chat, config.chat_turns)
-    return tokenizer.with_chat(turns) if turns else tokenizer
-
-
-def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
-    """Open a tokenizer from a folder or file: see `open_files` for the formats."""
-    inner, roles = open_files(where, lowercase)
-    tokenizer = _wrap(inner, roles, end, str(where))
-    folder = where if where.is_dir() else where.parent
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    jinja = folder / "chat_template.jinja"
-    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else settings.get("chat_template")
-    if not isinstance(text, str):
-        return tokenizer
-    template = TurnTemplates(tuple(settings[TURNS_KEY].items())) if TURNS_KEY in settings else None
-    # If someone edited the Jinja, it is the template, and our data next to it is out of date.
-    return (
-        replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
-    )
-
-
-def open_named(
-    name: str, end: str | None = None, lowercase: bool | None = None, key: str = "tokenizer.use"
-) -> TextTokenizer:
-    """Open what `tokenizer.use`, or another key, names: a local folder or file, a project, or a tokenizer of the
-    Hugging Face hub."""
-    path = Path(name)
-    if (path / "tokenizer" / "tokenizer.json").is_file() and not (path / "tokenizer.json").is_file():
-        path = path / "tokenizer"  # of a project, which `model.init_from` takes too
-    if not path.exists():
-        try:
-            path = find_model_folder(name, HUB_FILES)
-        except TextmillError as error:
-            raise TextmillError(f"{key}: {error}") from None
-    return open_tokenizer(path, end, lowercase)
-
-
-def _wrap(inner: Tokenizer, roles: dict[str, str], end: str | None, where: str) -> TextTokenizer:
-    end = end or _end_of(roles)
-    if end is None or (id_ := inner.token_to_id(end)) is None:
-        raise TextmillError(
-            f"{where}: has no end-of-text token ({end or END}); "
-            f"set tokenizer.end_token, or eos_token in tokenizer_config.json"
-        )
-    known = {token.content for token in inner.get_added_tokens_decoder().values()}
-    inner.add_special_tokens([token for token in dict.fromkeys([end, *roles.values()]) if token not in known])
-    inner.encode_special_tokens = True
-    inner.no_truncation()
-    inner.no_padding()
-    return TextTokenizer(inner, id_, roles)
-
-
-def _rounded(number: str) -> float:
-    """A score without its last digits, which the library loses when it reads a file."""
-    return round(float(number), 6)
-
-
-def _end_of(roles: Mapping[str, str]) -> str | None:
-    return roles.get("eos_token") or roles.get("sep_token")
-
-
-def _adds_space(pre_tokenizer: Any) -> bool:
-    """Whether a pre-tokenizer adds a space before a text; written down, because transformers has another default."""
-    if not isinstance(pre_tokenizer, dict):
-        return False
-    return bool(pre_tokenizer.get("add_prefix_space")) or any(map(_adds_space, pre_tokenizer.get("pretokenizers", [])))
-
-
 @dataclass(frozen=True)
 class TurnTemplates:
     """The chat template as text: for each role the special tokens before and after its content."""
@@ -317,6 +232,39 @@ def _quoted(text: str) -> str:
     return "'" + json.dumps(text, ensure_ascii=False)[1:-1].replace("'", "\\'").replace('\\"', '"') + "'"
 
 
+def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
+    """Open a tokenizer from a folder or file: see `open_files` for the formats."""
+    inner, roles = open_files(where, lowercase)
+    tokenizer = _wrap(inner, roles, end, str(where))
+    folder = where if where.is_dir() else where.parent
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    jinja = folder / "chat_template.jinja"
+    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else settings.get("chat_template")
+    if not isinstance(text, str):
+        return tokenizer
+    template = TurnTemplates(tuple(settings[TURNS_KEY].items())) if TURNS_KEY in settings else None
+    # If someone edited the Jinja, it is the template, and our data next to it is out of date.
+    return (
+        replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
+    )
+
+
+def open_named(
+    name: str, end: str | None = None, lowercase: bool | None = None, key: str = "tokenizer.use"
+) -> TextTokenizer:
+    """Open what `tokenizer.use`, or another key, names: a local folder or file, a project, or a tokenizer of the
+    Hugging Face hub."""
+    path = Path(name)
+    if (path / "tokenizer" / "tokenizer.json").is_file() and not (path / "tokenizer.json").is_file():
+        path = path / "tokenizer"  # of a project, which `model.init_from` takes too
+    if not path.exists():
+        try:
+            path = find_model_folder(name, HUB_FILES)
+        except TextmillError as error:
+            raise TextmillError(f"{key}: {error}") from None
+    return open_tokenizer(path, end, lowercase)
+
+
 def tokenizer_of(folder: Path, config: TokenizerConfig) -> TextTokenizer:
     """The tokenizer of existing tokens: the one that `tokenizer.use` names, or the one in the tokenizer folder."""
     has_folder = (folder / MANIFEST).is_file()
@@ -331,3 +279,55 @@ def tokenizer_of(folder: Path, config: TokenizerConfig) -> TextTokenizer:
     if has_folder and open_manifest(folder)["tokenizer"] != named.fingerprint:
         raise TextmillError(f"{folder}: this tokenizer differs from tokenizer.use={config.use}; change one of them")
     return named
+
+
+def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
+    """Fit a tokenizer of the configured kind on texts."""
+    counter = WordCounter(new_tokenizer(config))
+    for batch in texts:
+        for text in batch:
+            counter.add(text)
+    return fit_words([counter.counts()], config)
+
+
+def fit_words(parts: Iterable[Mapping[str, int]], config: TokenizerConfig) -> TextTokenizer:
+    """Fit a tokenizer on the word counts of several parts."""
+    inner = train_vocabulary(merge_counts(parts), config)
+    end = end_of(config)
+    known = {"eos_token": end} if config.kind != "wordpiece" or end != ENDS[config.kind] else {}
+    tokenizer = _wrap(
+        inner, find_special_tokens(inner, find_special_tokens(inner, {}) | known), end, "the fitted tokenizer"
+    )
+    turns = turns_of(config.chat, config.chat_turns)
+    return tokenizer.with_chat(turns) if turns else tokenizer
+
+
+def _wrap(inner: Tokenizer, roles: dict[str, str], end: str | None, where: str) -> TextTokenizer:
+    end = end or _end_of(roles)
+    if end is None or (id_ := inner.token_to_id(end)) is None:
+        raise TextmillError(
+            f"{where}: has no end-of-text token ({end or END}); "
+            f"set tokenizer.end_token, or eos_token in tokenizer_config.json"
+        )
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    inner.add_special_tokens([token for token in dict.fromkeys([end, *roles.values()]) if token not in known])
+    inner.encode_special_tokens = True
+    inner.no_truncation()
+    inner.no_padding()
+    return TextTokenizer(inner, id_, roles)
+
+
+def _rounded(number: str) -> float:
+    """A score without its last digits, which the library loses when it reads a file."""
+    return round(float(number), 6)
+
+
+def _end_of(roles: Mapping[str, str]) -> str | None:
+    return roles.get("eos_token") or roles.get("sep_token")
+
+
+def _adds_space(pre_tokenizer: Any) -> bool:
+    """Whether a pre-tokenizer adds a space before a text; written down, because transformers has another default."""
+    if not isinstance(pre_tokenizer, dict):
+        return False
+    return bool(pre_tokenizer.get("add_prefix_space")) or any(map(_adds_space, pre_tokenizer.get("pretokenizers", [])))
