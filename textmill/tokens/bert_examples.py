@@ -164,7 +164,8 @@ def to_examples(rows: Batch, predictions: int) -> list[bytes]:
     filled = np.arange(predictions) < counts[:, None]
     positions = np.zeros(filled.shape, np.int64)
     ids = np.zeros(filled.shape, np.int64)
-    positions[filled], ids[filled] = np.nonzero(chosen)[1], rows.labels[chosen]
+    positions[filled] = np.nonzero(chosen)[1]
+    ids[filled] = rows.labels[chosen]
     assert rows.documents is not None
     assert rows.types is not None
     pair = np.zeros((len(counts), 1), np.int64) if rows.pair_labels is None else rows.pair_labels[:, :1]

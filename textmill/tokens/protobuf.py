@@ -6,7 +6,10 @@ shorter.
 
 from __future__ import annotations
 
-VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
+VARINT = 0
+FIXED64 = 1
+DELIMITED = 2
+FIXED32 = 5
 """Types of fields: an integer, 8 bytes, bytes with their length (also texts and messages), 4 bytes."""
 
 

@@ -113,7 +113,8 @@ class Blend:
         parts = _integer_weights(weights)
         self.period = sum(parts)
         choices = np.empty(2 * self.period, np.int64)
-        self.choices, self.integer_weights = choices, np.array(parts, np.int64)
+        self.choices = choices
+        self.integer_weights = np.array(parts, np.int64)
         deficit = self.integer_weights.copy()  # how far each store is below its weight, in units of 1 / period samples
         for sample in range(len(choices)):
             if sample > 1:

@@ -93,7 +93,8 @@ class ChatLayout:
         self.truncate = truncate
         self.pack = pack
         self.vocab = vocab
-        self.ids, self.loss_mask = np.asarray(store.ids), np.asarray(store.loss_mask)
+        self.ids = np.asarray(store.ids)
+        self.loss_mask = np.asarray(store.loss_mask)
 
         self.ends = prefix_sums(
             store,
@@ -120,7 +121,8 @@ class ChatLayout:
         filled = np.arange(self.length) < used[:, None]
         inputs = np.full(filled.shape, self.pad_id, np.int32)
         labels = np.full(filled.shape, IGNORED, np.int32)
-        inputs[filled], targets = gather_ranges(self.ids, starts, counts), gather_ranges(self.ids, starts + 1, counts)
+        inputs[filled] = gather_ranges(self.ids, starts, counts)
+        targets = gather_ranges(self.ids, starts + 1, counts)
         check_ids(inputs[filled], self.vocab, self.store.prefix)
         check_ids(targets, self.vocab, self.store.prefix)
         labels[filled] = np.where(gather_ranges(self.loss_mask, starts + 1, counts) > 0, targets, np.int32(IGNORED))

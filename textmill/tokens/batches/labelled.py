@@ -34,7 +34,8 @@ class LabelledLayout:
         self.vocab = vocab
         self.pad_id = pad_id
         self.sep_id = sep_id
-        self.ids, self.labels = np.asarray(store.ids), np.asarray(store.labels)
+        self.ids = np.asarray(store.ids)
+        self.labels = np.asarray(store.labels)
         self.samples_per_epoch = len(store)
         store.advise(random=seed is not None)
 

@@ -262,7 +262,8 @@ def find_patterns(counts: list[int], longest: int) -> list[Pattern]:
     for length in range(longest, 0, -1):
         left = counts[length]
         for space in range(length, longest):
-            opened, by_space[space] = by_space[space], []
+            opened = by_space[space]
+            by_space[space] = []
             for pattern, rows in opened:
                 left, full = _fill(by_space, pattern, rows, space, length, left)
                 if full < rows:

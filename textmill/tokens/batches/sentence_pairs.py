@@ -103,7 +103,8 @@ class SentencePairs:
         stops = np.stack([middle, self.sentences.skip_end(last)], axis=1)
         is_wrong = _is_wrong(keys)
         if self.label == "order":
-            starts[is_wrong], stops[is_wrong] = starts[is_wrong, ::-1], stops[is_wrong, ::-1]
+            starts[is_wrong] = starts[is_wrong, ::-1]
+            stops[is_wrong] = stops[is_wrong, ::-1]
         else:
             others = self._find_other_b(spans[is_wrong], (stops - starts)[is_wrong], keys[is_wrong])
             starts[is_wrong, 1], stops[is_wrong, 1] = others
@@ -246,11 +247,14 @@ def _is_wrong(keys: Keys) -> NDArray[np.bool_]:
 class Sentences:
     """The sentences (sequences) of a store's documents, numbered from 0; nothing is loaded into memory.
 
-    `begin` and `end`: tokens that a document of the store may begin or end with, and that are not part of its text.
+    `bos_id` and `eos_id`: tokens that a document of the store may begin or end with, and that are not part of its text.
     """
 
-    def __init__(self, store: TokenStore, begin: int | None = None, end: int | None = None) -> None:
-        self.ids, self.documents, self._begin_token, self._end_token = np.asarray(store.ids), len(store), begin, end
+    def __init__(self, store: TokenStore, bos_id: int | None = None, eos_id: int | None = None) -> None:
+        self.ids = np.asarray(store.ids)
+        self.documents = len(store)
+        self._bos_id = bos_id
+        self._eos_id = eos_id
         index = store.index
         first = store.first_document
         stop = store.first_document + store.document_count
@@ -290,16 +294,16 @@ class Sentences:
 
     def skip_begin(self, starts: Numbers) -> Numbers:
         """Where text starts if documents, or parts of them, start at these tokens."""
-        if self._begin_token is None:
+        if self._bos_id is None:
             return starts
-        is_begin: NDArray[np.bool_] = self.ids[np.minimum(starts, len(self.ids) - 1)] == self._begin_token
+        is_begin: NDArray[np.bool_] = self.ids[np.minimum(starts, len(self.ids) - 1)] == self._bos_id
         return starts + is_begin
 
     def skip_end(self, stops: Numbers) -> Numbers:
         """Where text stops if documents, or parts of them, stop before these tokens."""
-        if self._end_token is None:
+        if self._eos_id is None:
             return stops
-        is_end: NDArray[np.bool_] = self.ids[np.maximum(stops - 1, 0)] == self._end_token
+        is_end: NDArray[np.bool_] = self.ids[np.maximum(stops - 1, 0)] == self._eos_id
         return stops - is_end
 
 

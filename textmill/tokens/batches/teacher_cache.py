@@ -51,7 +51,9 @@ def encode_records(
 ) -> NDArray[np.void]:
     """The records of a batch's samples."""
     rows = np.zeros(len(batch.inputs), record)
-    rows["hash"], rows["ids"], rows["logs"] = hash_samples(batch), ids, logs
+    rows["hash"] = hash_samples(batch)
+    rows["ids"] = ids
+    rows["logs"] = logs
     return rows
 
 
