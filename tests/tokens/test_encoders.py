@@ -26,7 +26,8 @@ from textmill.tokens.vocabulary.encoders import (
     hard_texts,
     why_not_fast,
 )
-from textmill.tokens.vocabulary.tokenizer import END, TextTokenizer, fit
+from textmill.tokens.vocabulary.foreign_files import END
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 from textmill.where import PACKAGE
 
 TEXT = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")

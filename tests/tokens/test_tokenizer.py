@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from textmill.config import TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.tokens.vocabulary.tokenizer import END, TextTokenizer, fit, open_named, open_tokenizer
+from textmill.tokens.vocabulary.foreign_files import END
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_named, open_tokenizer
 from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")

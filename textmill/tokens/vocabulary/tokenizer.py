@@ -23,8 +23,6 @@ from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer, train_vocabulary
 from textmill.tokens.vocabulary.foreign_files import END, find_special_tokens, open_files
 
-__all__ = ["END", "FILES", "TextTokenizer", "fit", "fit_words", "open_named", "open_tokenizer"]
-
 FILES = ("tokenizer.json", "tokenizer_config.json")
 HUB_FILES = ["tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "encoder.json", "*.model"]
 """File patterns of a tokenizer on the Hugging Face hub."""
