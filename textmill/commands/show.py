@@ -189,7 +189,7 @@ def _languages(texts: list[str]) -> dict[str, int]:
 
 REPORT = "report.json"
 EXAMPLE = "Text becomes tokens. 텍스트는 토큰이 된다. Metin belirteçlere dönüşür. 文本变成标记。 3.14 = π"
-ROLES = ("end", "begin", "pad", "unknown", "mask")
+ROLES = {"end": "eos_id", "begin": "bos_id", "pad": "pad_id", "unknown": "unk_id", "mask": "mask_id"}
 
 
 def show_tokenizer(folder: Path) -> None:
@@ -197,7 +197,7 @@ def show_tokenizer(folder: Path) -> None:
     tokenizer = open_tokenizer(folder)
     kind = type(tokenizer.inner.model).__name__
     print(f"{format_path(folder)}: {kind} tokenizer, {tokenizer.vocab:,} entries")
-    roles = {role: getattr(tokenizer, role) for role in ROLES}
+    roles = {role: getattr(tokenizer, name) for role, name in ROLES.items()}
     special = {role: token for role, token in roles.items() if token is not None}
     print("  " + ", ".join(f"{role} {token} {tokenizer.inner.id_to_token(token)!r}" for role, token in special.items()))
     if (folder / REPORT).is_file():
