@@ -76,7 +76,7 @@ def config_of(one: dict[str, Any], small: bool) -> tuple[RunConfig, Any]:
 def measure(name: str, steps: int, small: bool, lock: Path) -> dict[str, Any]:
     """The plan for a setting and what its steps take, in this process."""
     config, shape = config_of(SETTINGS[name], small)
-    target = target_of(config)
+    target = target_of(config.plan, config.engine)
     estimate = Estimator(shape).estimate(config, 1, target.device)
     engine = open_engine(config, shape)
     lora = config.model.lora

@@ -17,7 +17,7 @@ from textmill.cli import main
 from textmill.commands import doctor
 from textmill.commands import doctor as command
 from textmill.commands.doctor import ADVICE, BAD, GOOD, Finding, run_check
-from textmill.config import RunConfig
+from textmill.config import CorpusConfig, RunConfig
 from textmill.config.load import build_config
 from textmill.errors import TextmillError
 from textmill.verification.launcher import free_port
@@ -108,19 +108,19 @@ def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_sources(tmp_path: Path) -> None:
-    missing = doctor.check_sources(config_of({"corpus": {"sources": [str(tmp_path / "none.txt")]}}, tmp_path / "out"))
+    missing = doctor.check_sources(CorpusConfig(sources=[str(tmp_path / "none.txt")]), tmp_path / "out")
     assert missing.level == BAD
     assert "none.txt" in missing.found
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some text")
     (tmp_path / "texts" / "b.docx").write_bytes(b"PK")
-    partly = doctor.check_sources(config_of({"corpus": {"sources": [str(tmp_path / "texts")]}}, tmp_path / "out"))
+    partly = doctor.check_sources(CorpusConfig(sources=[str(tmp_path / "texts")]), tmp_path / "out")
     assert partly.level == ADVICE
     assert "b.docx" in partly.found
-    assert doctor.check_sources(config_of({}, tmp_path)).level == ADVICE
+    assert doctor.check_sources(config_of({}, tmp_path).corpus, tmp_path).level == ADVICE
     for name in ("renamed.txt", "damaged.jsonl.gz"):
         (tmp_path / name).write_bytes(b"PK\x03\x04")
-        broken = doctor.check_sources(config_of({"corpus": {"sources": [str(tmp_path / name)]}}, tmp_path / "out"))
+        broken = doctor.check_sources(CorpusConfig(sources=[str(tmp_path / name)]), tmp_path / "out")
         assert broken.level == BAD
         assert name in broken.found
 
@@ -129,7 +129,7 @@ def test_a_mongodb_server_that_does_not_answer(tmp_path: Path) -> None:
     server = {"MONGO_CONFIG": {"ip": "127.0.0.1", "port": free_port(), "DB_name": "corpus"}, "COLLECTIONS": {}}
     path = tmp_path / "db_config.json"
     path.write_text(json.dumps(server))
-    found = doctor.check_sources(config_of({"corpus": {"sources": [f"mongo:{path}"]}}, tmp_path / "out"))
+    found = doctor.check_sources(CorpusConfig(sources=[f"mongo:{path}"]), tmp_path / "out")
     assert found.level == BAD
     assert "start the server" in found.fix
 
@@ -139,7 +139,7 @@ def test_a_missing_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise TextmillError("track.kinds: 'wandb' needs wandb")
 
     monkeypatch.setattr(doctor, "check_trackers", refuse)
-    assert doctor.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path)).level == BAD
+    assert doctor.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path).track).level == BAD
 
 
 def test_a_tracker_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_tracker_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb" or name.endswith("on_wandb")]:
         monkeypatch.delitem(sys.modules, name)
-    found = doctor.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path))
+    found = doctor.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path).track)
     assert found.level == ADVICE
     assert "wandb" in found.found
     assert "wrong ELF class" in found.found
@@ -160,7 +160,7 @@ def test_a_tracker_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_source_that_may_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("some text")
     (tmp_path / "secret.txt").chmod(0)
-    found = doctor.check_sources(config_of({"corpus": {"sources": [str(tmp_path / "secret.txt")]}}, tmp_path / "out"))
+    found = doctor.check_sources(CorpusConfig(sources=[str(tmp_path / "secret.txt")]), tmp_path / "out")
     assert found.level == BAD
     assert "secret.txt" in found.found
 

@@ -11,7 +11,7 @@ import pytest
 from bench.kill_train import train_arguments
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
-from textmill.commands.plan import communication_of
+from textmill.commands.plan import communication_of, trained_weights
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines.memory.estimate import Device, Estimator
@@ -142,7 +142,7 @@ def test_data_parallel_gradients_are_sent_twice_around_the_ring() -> None:
     )
     shape = open_family("gpt2").shape_of(config.model, vocab=128, eos_id=0)
     estimate = Estimator(shape).estimate(config, 4, Device(True, 1 << 34, "bf16"))
-    sent = communication_of(config, shape, estimate, 256)
+    sent = communication_of(config.engine, trained_weights(shape, config.train, None), shape, estimate, 256)
     assert sent == {"data parallel: gradients": 2 * 3 * 4 * shape.parameters / 4}
 
 

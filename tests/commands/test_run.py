@@ -137,7 +137,7 @@ def test_an_untied_head_does_not_make_a_planned_run_undertrained(
         config = RunConfig.model_validate({"folder": str(tmp_path), "model": settings})
         shape = open_family("llama").shape_of(config.model, vocab=512, eos_id=0)
         monkeypatch.setattr(command, "read_shape", lambda folder, shape=shape: shape)
-        facts = command._facts_of(config, tmp_path, tmp_path)
+        facts = command._describe_run(config, tmp_path, tmp_path)
         sizes[untied] = facts.parameters
         assert facts.all_parameters == facts.parameters + untied * 512 * shape.width, "what the user reads"
     assert sizes[True] == sizes[False]
@@ -153,9 +153,9 @@ def test_padding_does_not_count_as_text_that_was_seen(tmp_path: Path, monkeypatc
     monkeypatch.setattr(command, "list_checkpoints", lambda folder: {9: tmp_path})
     monkeypatch.setattr(command, "open_splits", lambda config: SimpleNamespace(stores=lambda split: [store]))
     monkeypatch.setattr(command, "read_shape", lambda folder: shape)
-    assert command._facts_of(RunConfig(), tmp_path, tmp_path).epochs == 1.5, "runs without logged epochs"
+    assert command._describe_run(RunConfig(), tmp_path, tmp_path).epochs == 1.5, "runs without logged epochs"
     (tmp_path / "metrics.jsonl").write_text('{"step": 9, "epoch": 0.5}\n', encoding="utf-8")
-    assert command._facts_of(RunConfig(), tmp_path, tmp_path).epochs == 0.5
+    assert command._describe_run(RunConfig(), tmp_path, tmp_path).epochs == 0.5
 
 
 def test_results_of_an_earlier_call_are_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,4 +196,4 @@ def test_the_proposed_prompt_is_of_the_language_of_the_text(text: str, prompt: s
     corpus = {"sources": [str(tmp_path / "a.jsonl")], "split": [50, 50, 0]}
     config = RunConfig.model_validate({"folder": str(tmp_path), "corpus": corpus, "runner": {"workers": 1}})
     prepare(config)
-    assert run._prompt_of(config) == prompt
+    assert run._prompt_of(config.folder_of("corpus")) == prompt

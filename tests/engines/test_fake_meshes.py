@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.fake_meshes import PASSES, Collectives, batch_of_rank, config_of, shape_of, started
-from textmill.commands.plan import communication_of
+from textmill.commands.plan import communication_of, trained_weights
 from textmill.engines import parallel_torch
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.engines.memory.state_torch import fake_ranks
@@ -43,7 +43,8 @@ def test_a_step_sends_and_holds_what_the_plan_says(name: str) -> None:
     config = config_of(mesh, world, **settings)
     shape = shape_of(config)
     estimate = Estimator(shape).estimate(config, world, Device(False, 1 << 34, "fp32"))
-    planned = sum(communication_of(config, shape, estimate, config.train.length).values())
+    trained = trained_weights(shape, config.train, config.model.lora)
+    planned = sum(communication_of(config.engine, trained, shape, estimate, config.train.length).values())
     with fake_ranks(world):
         engine = started(config, world)
         with Collectives() as collectives:

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from textmill import __version__
-from textmill.config import RunConfig
+from textmill.config import CorpusConfig, RunConfig, TrackConfig
 from textmill.corpus.source import SELF_COMPRESSED
 from textmill.corpus.sources import find_sources
 from textmill.corpus.streams import BrokenStream, is_remote, read_head
@@ -103,9 +103,9 @@ def list_checks(folder: Path, scratch: Path, config: RunConfig | None) -> list[C
     ]
     if config is not None:
         checks += [
-            lambda: check_sources(config),
-            lambda: check_trackers_work(config),
-            lambda: check_runner(config, scratch),
+            lambda: check_sources(config.corpus, Path(config.folder)),
+            lambda: check_trackers_work(config.track),
+            lambda: check_runner(config.runner.kind, scratch),
         ]
     device = config.engine.device if config else "auto"
     jobs: list[Check] = [lambda: check_training(scratch, device), lambda: check_processes(scratch)]
@@ -270,19 +270,16 @@ MAX_OPENED = 200
 """Files whose first bytes are read."""
 
 
-def check_sources(config: RunConfig) -> Finding:
-    """Whether the sources exist and can be read; MongoDB and remote files are contacted."""
-    if not config.corpus.sources:
+def check_sources(corpus: CorpusConfig, root: Path) -> Finding:
+    """Whether the sources, except those in the root folder, exist and can be read; MongoDB and remote files are
+    contacted."""
+    if not corpus.sources:
         return Finding("sources", ADVICE, "corpus.sources is empty", "name your files: corpus.sources=[FILE, ...]")
     skipped: list[str] = []
     opened = ""
     try:
         sources = find_sources(
-            config.corpus.sources,
-            skip=[Path(config.folder)],
-            corpora=config.corpus.corpora_file,
-            encoding=config.corpus.encoding,
-            skipped=skipped,
+            corpus.sources, skip=[root], corpora=corpus.corpora_file, encoding=corpus.encoding, skipped=skipped
         )
         local = [source for source in sources if source.format != "mongo" and not is_remote(source.address)]
         for source in local[:MAX_OPENED]:
@@ -300,23 +297,22 @@ def check_sources(config: RunConfig) -> Finding:
     return Finding("sources", GOOD, f"{len(sources):,} found, {min(len(local), MAX_OPENED):,} opened")
 
 
-def check_trackers_work(config: RunConfig) -> Finding:
+def check_trackers_work(track: TrackConfig) -> Finding:
     """Whether the packages of the trackers are there."""
     warning = io.StringIO()
     try:
         with redirect_stderr(warning):
-            broken = check_trackers(config.track)
+            broken = check_trackers(track)
     except TextmillError as error:
         return Finding("trackers", BAD, str(error), "install it, or remove it from track.kinds")
     if broken:
         fix = f"install it again, or remove it from track.kinds: pip install --force-reinstall {' '.join(broken)}"
         return Finding("trackers", ADVICE, " ".join(warning.getvalue().split()), fix)
-    return Finding("trackers", GOOD, ", ".join(["metrics.jsonl", *config.track.kinds]))
+    return Finding("trackers", GOOD, ", ".join(["metrics.jsonl", *track.kinds]))
 
 
-def check_runner(config: RunConfig, scratch: Path) -> Finding:
+def check_runner(kind: str, scratch: Path) -> Finding:
     """Whether the runner can do a small job: prepare a bundled text."""
-    kind = config.runner.kind
     done = run_textmill(["prepare", "quickstart", f"folder={scratch / 'runner'}", f"runner.kind={kind}"])
     if done.returncode:
         return Finding("runner", BAD, f"{kind}: {done.last_line}", f"see docs/runners.md for runner.kind={kind}")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import JaxEngine, RunConfig, TorchEngine
+from textmill.config import EngineConfig, JaxEngine, LoraConfig, PlanConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Engine, open_engine
@@ -45,30 +45,31 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     data = open_data(config)
     config = complete(config, data)
     shape = open_shape(config, data)
-    target = target_of(config)
+    trained = trained_weights(shape, config.train, config.model.lora)
+    target = target_of(config.plan, config.engine)
     estimator = Estimator(shape)
     estimate = estimator.estimate(config, target.devices, target.device)
     fits = estimate.memory.total <= target.usable
-    settings_that_fit = [] if fits else _settings_that_fit(config, estimator, target)
+    near = [] if fits else nearest_fitting(config, estimator, target)
     figures: dict[str, Any] = {
         "machine": _describe_target(target),
-        "parameters": parameters_by_part(config, shape),
-        "trained": sum(weight.size for weight in trained_weights(config, shape)),
-        "memory": _describe_memory(config, shape, estimate, target),
+        "parameters": parameters_by_part(shape, config.model.lora),
+        "trained": _count(trained),
+        "memory": _describe_memory(config.engine.recompute, shape, estimate),
         "fits": fits,
-        "settings_that_fit": [_describe_fitting(fitting) for fitting in settings_that_fit],
-        **_describe_work(config, shape, run_length_of(config, shape, data), target, estimate, fits, data.tokens),
+        "settings_that_fit": [
+            {"settings": one.settings, "total": one.estimate.memory.total, "host": one.estimate.host} for one in near
+        ],
+        **_describe_work(config, shape, trained, data, target, estimate),
     }
-    figures["disk"] = disk_of(config, shape, data, figures["steps"])
+    saved = _count(saved_weights(shape, config.model.lora))
+    figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"])
     if config.train.distil.cache and figures["tokens"] is not None:
-        figures["disk"]["teacher_cache"] = teacher_cache_bytes(config, shape, figures["tokens"], estimate.precision)
+        figures["disk"]["teacher_cache"] = teacher_cache_bytes(
+            config.train, shape, figures["tokens"], estimate.precision
+        )
     print(json.dumps(figures, indent=2, ensure_ascii=False) if as_json else format_plan(figures))
     return figures
-
-
-def _settings_that_fit(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
-    estimate = estimator.estimate(config, target.devices, target.device, exact=False)
-    return nearest_fitting(config, estimator, target, estimate)
 
 
 def _describe_target(target: Target) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def _describe_memory(config: RunConfig, shape: Shape, estimate: Estimate, target: Target) -> dict[str, Any]:
+def _describe_memory(recompute: int, shape: Shape, estimate: Estimate) -> dict[str, Any]:
     mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
     return {
         **asdict(estimate.memory),
@@ -92,31 +93,24 @@ def _describe_memory(config: RunConfig, shape: Shape, estimate: Estimate, target
         "precision": estimate.precision,
         "micro_batch": estimate.micro_batch,
         "passes": estimate.passes,
-        "recompute": config.engine.recompute,
+        "recompute": recompute,
         "mesh": mesh,
     }
 
 
-def _describe_fitting(fitting: Fitting) -> dict[str, Any]:
-    estimate = fitting.estimate
-    return {"settings": fitting.settings, "total": estimate.memory.total, "host": estimate.host}
-
-
 def _describe_work(
-    config: RunConfig,
-    shape: Shape,
-    length: RunLength | None,
-    target: Target,
-    estimate: Estimate,
-    fits: bool,
-    train_tokens: int | None,
+    config: RunConfig, shape: Shape, trained: list[Weight], data: Data, target: Target, estimate: Estimate
 ) -> dict[str, Any]:
     """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
+    length = run_length_of(config.train, config.plan.tokens, shape, data)
     sample_length = config.train.length or shape.positions
-    flops_per_token = shape.flops_per_token(sample_length, trained_weights(config, shape))
+    flops_per_token = shape.flops_per_token(sample_length, trained)
     flops_per_token += teacher_flops(config, sample_length)
     step_tokens = config.train.batch * sample_length
-    speed = _speed(config, shape, target, estimate, flops_per_token * step_tokens, fits)
+    if target.here and estimate.memory.total <= target.usable and config.plan.probe_steps:
+        speed: Speed | None = probe_speed(config, shape, estimate)
+    else:
+        speed = stated_speed(config.plan.mfu, config.engine.recompute, target, flops_per_token * step_tokens)
     steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
     run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
@@ -124,11 +118,11 @@ def _describe_work(
     return {
         "steps": steps,
         "tokens": run_tokens,
-        "train_tokens": train_tokens,
-        "epochs": run_tokens / train_tokens if run_tokens is not None and train_tokens else None,
+        "train_tokens": data.tokens,
+        "epochs": run_tokens / data.tokens if run_tokens is not None and data.tokens else None,
         "flops_per_token": flops_per_token,
         "flops": None if run_tokens is None else flops_per_token * run_tokens,
-        "communication": communication_of(config, shape, estimate, sample_length),
+        "communication": communication_of(config.engine, trained, shape, estimate, sample_length),
         "step_seconds": speed.step_seconds if speed else None,
         "speed": speed.source if speed else None,
         "tokens_per_second": step_tokens / speed.step_seconds if speed else None,
@@ -152,14 +146,6 @@ def _steps_and_seconds(
         return None, None
     seconds = None if speed is None else length.tokens_after(length.steps) / step_tokens * speed.step_seconds
     return length.steps, seconds
-
-
-def _speed(
-    config: RunConfig, shape: Shape, target: Target, estimate: Estimate, flops_per_step: float, fits: bool
-) -> Speed | None:
-    if target.here and fits and config.plan.probe_steps:
-        return probe_speed(config, shape, estimate)
-    return stated_speed(config, target, flops_per_step)
 
 
 USABLE = 0.95
@@ -186,27 +172,20 @@ class Target:
         return int(USABLE * self.device.memory)
 
 
-def target_of(config: RunConfig) -> Target:
+def target_of(plan: PlanConfig, engine: EngineConfig) -> Target:
     """The devices of `plan`, else this machine's device."""
-    plan = config.plan
-    devices = config.plan.devices or _mesh_size(config)
+    mesh = engine.mesh if isinstance(engine, TorchEngine | JaxEngine) else None
+    devices = plan.devices or ((mesh.replicate or 1) * mesh.shard * mesh.tensor if mesh else 1)
     peak = plan.tflops * 1e12 if plan.tflops else None
     if plan.gpu or plan.memory_gb:
         name = _known_gpu(plan.gpu) if plan.gpu else "GPU"
         memory = int((plan.memory_gb or GPU_GB.get(name, 0)) * 2**30)
         precision = "fp16" if name in OLD_GPUS else "bf16"
         return Target(name, devices, Device(True, memory, precision), peak or PEAK_FLOPS.get(name), here=False)
-    device = open_device(config.engine.device)
+    device = open_device(engine.device)
     precision = next(name for name, dtype in DTYPES.items() if dtype == torch_dtype("auto", device))
     found = Device(device.type == "cuda", memory_of(device), precision)
     return Target(name_of(device), devices, found, peak or peak_flops_of(device), here=devices == 1)
-
-
-def _mesh_size(config: RunConfig) -> int:
-    if not isinstance(config.engine, TorchEngine | JaxEngine):
-        return 1
-    mesh = config.engine.mesh
-    return (mesh.replicate or 1) * mesh.shard * mesh.tensor
 
 
 def _known_gpu(name: str) -> str:
@@ -265,24 +244,22 @@ def complete(config: RunConfig, data: Data) -> RunConfig:
     return fill_auto_preset(config)
 
 
-def run_length_of(config: RunConfig, shape: Shape, data: Data) -> RunLength | None:
+def run_length_of(train: TrainConfig, plan_tokens: int | None, shape: Shape, data: Data) -> RunLength | None:
     """The length of the run; None if it is in epochs of tokens that are not known."""
-    length = config.train.length or shape.positions
-    if data.splits is not None and config.plan.tokens is None:
-        return plan_run_length(
-            config.train, open_batches(config.train, data.splits, length=length, folder=None), length
-        )
-    if data.tokens is None and config.train.unit == "epochs":
+    length = train.length or shape.positions
+    if data.splits is not None and plan_tokens is None:
+        return plan_run_length(train, open_batches(train, data.splits, length=length, folder=None), length)
+    if data.tokens is None and train.unit == "epochs":
         return None
-    # Without tokens nobody knows how many steps an epoch has.
-    train = config.train if data.tokens else config.train.model_copy(update={"max_epochs": None})
+    if not data.tokens:  # nobody knows how many steps an epoch has
+        train = train.model_copy(update={"max_epochs": None})
     samples = max(1, (data.tokens or 1) // length)
-    sizes = BatchSizes(config.train.batch, config.train.batch_rampup)
+    sizes = BatchSizes(train.batch, train.batch_rampup)
     batches: Any = SimpleNamespace(sizes=sizes, layouts=[SimpleNamespace(samples_per_epoch=samples)])
     return plan_run_length(train, batches, length)
 
 
-def parameters_by_part(config: RunConfig, shape: Shape) -> dict[str, int]:
+def parameters_by_part(shape: Shape, lora: LoraConfig | None) -> dict[str, int]:
     """Parameters of each part of the net, without padding."""
     known = {weight.name for weight in open_family(shape.family).weights_of(shape)}
 
@@ -298,22 +275,19 @@ def parameters_by_part(config: RunConfig, shape: Shape) -> dict[str, int]:
         return "matrices of the blocks" if len(weight.shape) > 1 else "biases and norms of the blocks"
 
     parts: dict[str, int] = {}
-    for weight in weights_with_adapters(shape, config.model.lora):
+    for weight in weights_with_adapters(shape, lora):
         parts[part_of(weight)] = parts.get(part_of(weight), 0) + weight.size
     return parts
 
 
-def trained_weights(config: RunConfig, shape: Shape) -> list[Weight]:
+def trained_weights(shape: Shape, train: TrainConfig, lora: LoraConfig | None) -> list[Weight]:
     """The weights that the run changes."""
-    rules = rules_of(shape, config.train, config.model.lora)
-    return [weight for weight in weights_with_adapters(shape, config.model.lora) if rules[weight.name].trained]
+    rules = rules_of(shape, train, lora)
+    return [weight for weight in weights_with_adapters(shape, lora) if rules[weight.name].trained]
 
 
-def disk_of(config: RunConfig, shape: Shape, data: Data, steps: int | None) -> dict[str, int]:
-    """Bytes of a checkpoint, of all checkpoints that are kept, and of the token store."""
-    train = config.train
-    trained = trained_weights(config, shape)
-    saved = _count(saved_weights(shape, config.model.lora))
+def disk_of(train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None) -> dict[str, int]:
+    """Bytes of a checkpoint with `saved` parameters, of all checkpoints that are kept, and of the token store."""
     muon = _count(weight for weight in trained if train.optimizer == "muon" and weight.muon)
     state = 2 * (_count(trained) - muon) + muon + (_count(trained) if train.average.memory else 0)
     checkpoint = 4 * (saved + state)
@@ -326,10 +300,10 @@ def disk_of(config: RunConfig, shape: Shape, data: Data, steps: int | None) -> d
     return {"checkpoint": checkpoint, "checkpoints_kept": kept, "checkpoints": kept * checkpoint, "tokens": store}
 
 
-def teacher_cache_bytes(config: RunConfig, shape: Shape, tokens: int, precision: str) -> int:
+def teacher_cache_bytes(train: TrainConfig, shape: Shape, tokens: int, precision: str) -> int:
     """Bytes that `cache-teacher` writes for a run of so many tokens."""
-    length = config.train.length or shape.positions
-    record = record_of(length, config.train.distil.top_k, shape.vocab, exact=precision == "fp32")
+    length = train.length or shape.positions
+    record = record_of(length, train.distil.top_k, shape.vocab, exact=precision == "fp32")
     return -(-tokens // length) * record.itemsize
 
 
@@ -337,7 +311,9 @@ def _count(weights: Iterable[Weight]) -> int:
     return sum(weight.size for weight in weights)
 
 
-def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length: int) -> dict[str, int]:
+def communication_of(
+    engine: EngineConfig, trained: list[Weight], shape: Shape, estimate: Estimate, length: int
+) -> dict[str, int]:
     """Bytes that each device sends in a step, by kind of parallelism.
 
     A ring all-gather or reduce-scatter of B bytes on n devices sends (n - 1) / n x B, an all-reduce twice as much.
@@ -346,10 +322,10 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
     state = estimate.state
     passes = estimate.passes
     sent: dict[str, int] = {}
-    zero = getattr(config.engine, "zero", None)
+    zero = getattr(engine, "zero", None)
     all_gradients = state.gradients * (mesh.shard if mesh.shard > 1 else 1)
     if zero is not None:
-        all_gradients = 4 * _count(trained_weights(config, shape))
+        all_gradients = 4 * _count(trained)
     if mesh.replicate > 1:
         gathers = 2 if zero == 3 else 0  # ZeRO-3 gathers weights for forward and for backward
         ring = (mesh.replicate - 1) / mesh.replicate
@@ -365,10 +341,10 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
     if mesh.tensor > 1:
         ring = (mesh.tensor - 1) / mesh.tensor
         tokens = passes * estimate.micro_batch * length
-        sums = 4 * shape.layers + (2 * shape.layers if config.engine.recompute else 0) + 2
+        sums = 4 * shape.layers + (2 * shape.layers if engine.recompute else 0) + 2
         sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
         # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
-        shared = _count(weight for weight in trained_weights(config, shape) if weight.split is None)
+        shared = _count(weight for weight in trained if weight.split is None)
         sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
     return sent
 
@@ -394,13 +370,13 @@ class Speed:
     source: str
 
 
-def stated_speed(config: RunConfig, target: Target, flops_per_step: float) -> Speed | None:
+def stated_speed(mfu: float, recompute: int, target: Target, flops_per_step: float) -> Speed | None:
     """From the device's peak and the assumed MFU; None if the peak is not known."""
     if target.peak is None:
         return None
-    rate = target.devices * target.peak * config.plan.mfu
-    factor = RECOMPUTE_FACTOR if config.engine.recompute else 1.0
-    source = f"assumed: {config.plan.mfu:.0%} of {target.peak / 1e12:,.0f} TFLOP/s (plan.mfu), nothing was timed"
+    rate = target.devices * target.peak * mfu
+    factor = RECOMPUTE_FACTOR if recompute else 1.0
+    source = f"assumed: {mfu:.0%} of {target.peak / 1e12:,.0f} TFLOP/s (plan.mfu), nothing was timed"
     return Speed(factor * flops_per_step / rate, source)
 
 
@@ -411,12 +387,12 @@ def probe_speed(config: RunConfig, shape: Shape, estimate: Estimate) -> Speed:
     engine = _open(config, shape, estimate, passes)
     try:
         end = time.perf_counter() + MAX_SECONDS
-        _step(engine, shape, config, estimate.micro_batch, 0)  # the first step compiles
-        one = _fastest(engine, shape, config, estimate.micro_batch, wanted // passes, end)
+        _step(engine, shape, config.train, estimate.micro_batch, 0)  # the first step compiles
+        one = _fastest(engine, shape, config.train, estimate.micro_batch, wanted // passes, end)
         seconds = one
         if passes == 2:
-            _step(engine, shape, config, 2 * estimate.micro_batch, 0)
-            two = _fastest(engine, shape, config, 2 * estimate.micro_batch, wanted // 2, end)
+            _step(engine, shape, config.train, 2 * estimate.micro_batch, 0)
+            two = _fastest(engine, shape, config.train, 2 * estimate.micro_batch, wanted // 2, end)
             seconds += max(0.0, two - one) * (estimate.passes - 1)
     finally:
         engine.close()
@@ -434,32 +410,33 @@ def _open(config: RunConfig, shape: Shape, estimate: Estimate, passes: int) -> E
     return opened
 
 
-def _fastest(engine: Engine, shape: Shape, config: RunConfig, rows: int, steps: int, end: float) -> float:
+def _fastest(engine: Engine, shape: Shape, train: TrainConfig, rows: int, steps: int, end: float) -> float:
     """Seconds of the fastest step: other programs only make steps slower."""
-    found = [_step(engine, shape, config, rows, 1)]
+    found = [_step(engine, shape, train, rows, 1)]
     for step in range(1, max(1, steps)):
         if time.perf_counter() > end:
             break
-        found.append(_step(engine, shape, config, rows, step + 1))
+        found.append(_step(engine, shape, train, rows, step + 1))
     return min(found)
 
 
-def _labels(ids: NDArray[np.int32], shape: Shape, config: RunConfig, step: int) -> NDArray[np.int32]:
-    """A label for every token, or for as many as a masked language model predicts; two for a finetuned head."""
+def _labels(ids: NDArray[np.int32], shape: Shape, masked: float, step: int) -> NDArray[np.int32]:
+    """A label for every token, or for the fraction `masked` that a masked language model predicts; two for a finetuned
+    head."""
     if label_head_of(shape):
         return np.where(np.arange(ids.shape[1]) < 2, np.zeros_like(ids), np.int32(IGNORED))
     if open_family(shape.family).OBJECTIVE == "next_token":
         return ids
-    predicted = np.random.default_rng(step).random(ids.shape) < config.train.masked.probability
+    predicted = np.random.default_rng(step).random(ids.shape) < masked
     return np.where(predicted, ids, np.int32(IGNORED))
 
 
-def _step(engine: Engine, shape: Shape, config: RunConfig, rows: int, step: int) -> float:
-    length = config.train.length or shape.positions
+def _step(engine: Engine, shape: Shape, train: TrainConfig, rows: int, step: int) -> float:
+    length = train.length or shape.positions
     ids = np.random.default_rng(step).integers(0, shape.vocab, (rows, length + 1)).astype(np.int32)
-    batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, config, step), np.arange(rows))
-    if config.train.distil.cache:
-        top_k = config.train.distil.top_k
+    batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, train.masked.probability, step), np.arange(rows))
+    if train.distil.cache:
+        top_k = train.distil.top_k
         logs = np.full((rows, length, top_k + 1), -np.log(top_k + 1), np.float32)
         tops = np.broadcast_to(np.arange(top_k, dtype=np.int32), (rows, length, top_k)).copy()
         batch = replace(batch, teacher_ids=tops, teacher_logs=logs)
@@ -603,10 +580,11 @@ class Fitting:
     estimate: Estimate
 
 
-def nearest_fitting(config: RunConfig, estimator: Estimator, target: Target, estimate: Estimate) -> list[Fitting]:
+def nearest_fitting(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
     """Up to three settings that fit, the nearest first; none is another one with further changes."""
     found: list[Fitting] = []
-    for option in sorted(_options(config, target, estimate), key=lambda option: option.distance):
+    micro_batch = estimator.estimate(config, target.devices, target.device, exact=False).micro_batch
+    for option in sorted(_options(config, target.devices, micro_batch), key=lambda option: option.distance):
         if any(one.settings.items() <= option.settings.items() or _only_more(one, option) for one in found):
             continue
         fitting = _estimate(option, estimator, target.device, exact=False)
@@ -635,17 +613,17 @@ def _estimate(option: Option, estimator: Estimator, device: Device, *, exact: bo
         return None  # this batch, net or mesh cannot be divided so
 
 
-def _options(config: RunConfig, target: Target, estimate: Estimate) -> Iterator[Option]:
+def _options(config: RunConfig, own_devices: int, micro_batch: int) -> Iterator[Option]:
     for times in MORE_DEVICES:
-        devices = target.devices * times
+        devices = own_devices * times
         more = {"plan.devices": devices} if times > 1 else {}
         for recompute in dict.fromkeys((config.engine.recompute, 1)):
             checkpointing = {"engine.recompute": 1} if recompute != config.engine.recompute else {}
-            for micro in _halvings(estimate.micro_batch):
+            for micro in _halvings(micro_batch):
                 # Named even if it stays: `auto` might choose another one with the other settings.
                 smaller = {"engine.micro_batch": micro} if micro != config.engine.micro_batch else {}
                 base = {**more, **checkpointing, **smaller}
-                far = 2.0 * math.log2(times) + len(checkpointing) + 0.4 * math.log2(estimate.micro_batch / micro)
+                far = 2.0 * math.log2(times) + len(checkpointing) + 0.4 * math.log2(micro_batch / micro)
                 engine = {"recompute": recompute, "micro_batch": micro}
                 yield from _meshes(config, base, engine, devices, far)
 

@@ -84,7 +84,7 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
     checkpoint = rank_checkpoints(folder, None)[0]
     summary = _summarize(config, folder, checkpoint)
     measured = summary["measured"]
-    facts = _facts_of(config, folder, checkpoint)
+    facts = _describe_run(config, folder, checkpoint)
     print()
     if not config.corpus.labels:
         vocab = read_shape(checkpoint).vocab
@@ -118,14 +118,22 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
         _headline(6, "generate: not needed: the model predicts labels")
         return measured, []
     if open_family(shape.family).OBJECTIVE == "masked":
-        measured = _evaluate_masked(config)
+        if _evaluates(config):
+            measured = _evaluate_split(config)
+        else:
+            measured = None
+            _headline(
+                5, "evaluate: the valid loss and accuracy above are those of masked tokens; more with evaluate.tasks"
+            )
         _headline(6, "fill" if config.sample.prompt else "fill: no sample.prompt")
         return measured, fill(config) if config.sample.prompt else []
     measured = _evaluate_split(config)
     _headline(6, "generate")
     if config.train.layout == "chat":
         return measured, answer(config)
-    return measured, [(config.sample.prompt or "") + text for text in generate(_with_prompt(config))]
+    prompt = config.sample.prompt or ""  # `run` never waits for one to be typed
+    sample = config.sample.model_copy(update={"prompt": prompt})
+    return measured, [prompt + text for text in generate(config.model_copy(update={"sample": sample}))]
 
 
 def _evaluates(config: RunConfig) -> bool:
@@ -136,18 +144,17 @@ def _evaluates(config: RunConfig) -> bool:
     return bool(config.corpus.labels) or not masked or config.evaluate.tasks != EvaluateConfig().tasks
 
 
-def _evaluate_masked(config: RunConfig) -> dict[str, Any] | None:
-    """Run the tasks that are configured."""
-    if not _evaluates(config):
-        _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens; more with evaluate.tasks")
-        return None
-    return _evaluate_split(config)
-
-
 def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:
     """Evaluate on the split of `evaluate.split`, unless it is empty."""
     _headline(5, "evaluate")
-    return evaluate(config) if _has_tokens(config, config.evaluate.split) else None
+    split = config.evaluate.split
+    if open_splits(config).stores(split):
+        return evaluate(config)
+    print(
+        f"the {split} split is empty, so there is nothing to evaluate on; "
+        "use more text, or give the split more of corpus.split"
+    )
+    return None
 
 
 def _reason_to_skip(config: RunConfig, stage: str) -> str | None:
@@ -160,24 +167,8 @@ def _reason_to_skip(config: RunConfig, stage: str) -> str | None:
     return None
 
 
-def _with_prompt(config: RunConfig) -> RunConfig:
-    """The config with an empty prompt if it has none: `run` never waits for one to be typed."""
-    sample = config.sample.model_copy(update={"prompt": config.sample.prompt or ""})
-    return config.model_copy(update={"sample": sample})
-
-
 def _headline(number: int, text: str) -> None:
     print(f"\n[{number}/6] {text}", flush=True)
-
-
-def _has_tokens(config: RunConfig, split: str) -> bool:
-    if open_splits(config).stores(split):
-        return True
-    print(
-        f"the {split} split is empty, so there is nothing to evaluate on; "
-        "use more text, or give the split more of corpus.split"
-    )
-    return False
 
 
 def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -198,7 +189,7 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
         print(text)
 
 
-def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> FinishedRun:
+def _describe_run(config: RunConfig, folder: Path, checkpoint: Path) -> FinishedRun:
     _, last_checkpoint = max(list_checkpoints(folder).items())
     unique_tokens = sum(store.tokens for store in open_splits(config).stores("train"))
     valid_losses, train_loss, epochs = read_curves(folder)
@@ -245,15 +236,16 @@ def print_next_steps(config: RunConfig, checkpoint: Path, facts: FinishedRun, *,
     elif config.train.layout == "chat":
         print(f"  textmill chat {where}")
     else:
-        print(f"  textmill generate {where} sample.prompt={shlex.quote(_prompt_of(config))} sample.count=3")
+        prompt = shlex.quote(_prompt_of(config.folder_of("corpus")))
+        print(f"  textmill generate {where} sample.prompt={prompt} sample.count=3")
     for line in improving_commands(config, state_of(facts), where):
         print(f"  {line}")
 
 
-def _prompt_of(config: RunConfig) -> str:
+def _prompt_of(corpus: Path) -> str:
     """Two words of a text that the model has not seen, so that they are of its language."""
     with suppress(TextmillError):  # existing tokens need no corpus
-        for document in islice(open_corpus(config.folder_of("corpus"), "valid"), READ_DOCUMENTS):
+        for document in islice(open_corpus(corpus, "valid"), READ_DOCUMENTS):
             if found := WORDS.search(document.text):
                 return found.group()
     return "Once more"

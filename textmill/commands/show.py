@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from textmill.checkpoints.adapters import find_base, is_adapter, tokenizer_folder
 from textmill.checkpoints.folders import Checkpoint, find_checkpoint
-from textmill.config import RunConfig
+from textmill.config import RunConfig, StageName
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.document import SPLITS
 from textmill.corpus.dropped import list_dropped_files, read_dropped
@@ -64,11 +64,11 @@ def show(
     else:
         config = open_where(where, settings or []).config
         if dropped is not None:
-            show_dropped(config, dropped)
+            show_dropped(config.folder_of("corpus"), dropped)
         elif step is not None:
             show_step(config, step)
         elif counts is not None:
-            save_token_counts(config, Path(counts))
+            save_token_counts(open_splits(config), Path(counts))
         else:
             _show_stages(config, where, only=kind)
 
@@ -91,12 +91,13 @@ def _show_run(folder: Path) -> None:
 def _show_stages(config: RunConfig, where: str, only: str | None) -> None:
     """Print the corpus or token stores, or all stages of a project that are done."""
     views: dict[str, Callable[[], None]] = {
-        "corpus": lambda: show_corpus(config),
+        "corpus": lambda: show_corpus(config.folder_of("corpus"), config.train.seed),
         "tokenizer": lambda: show_tokenizer(config.folder_of("tokenizer")),
-        "tokens": lambda: show_tokens(config),
+        "tokens": lambda: show_tokens(config.folder_of("tokens"), open_splits(config), config.train.seed),
         "run": lambda: _show_run(config.folder_of("train")),
     }
-    written = [name for name in ("corpus", "tokenizer", "tokens") if _has_manifest(config, name)]
+    stages: tuple[StageName, ...] = ("corpus", "tokenizer", "tokens")
+    written: list[str] = [name for name in stages if (config.folder_of(name) / MANIFEST).is_file()]
     written += ["run"] if is_run(config.folder_of("train")) else []
     chosen = [only] if only else written
     if not chosen:
@@ -108,10 +109,6 @@ def _show_stages(config: RunConfig, where: str, only: str | None) -> None:
         views[name]()
 
 
-def _has_manifest(config: RunConfig, stage: str) -> bool:
-    return (config.folder_of(stage) / MANIFEST).is_file()  # type: ignore[arg-type]
-
-
 SAMPLED = 300
 """Documents whose scripts and languages are examined, evenly spread over the corpus."""
 MIN_CONFIDENCE = 0.4
@@ -120,9 +117,8 @@ SHOWN_DOCUMENTS = 3
 SHOWN_CHARACTERS = 400
 
 
-def show_corpus(config: RunConfig) -> None:
-    """Print the corpus of a config: sizes, sources, rules, lengths, scripts, languages and a few documents."""
-    folder = config.folder_of("corpus")
+def show_corpus(folder: Path, seed: int) -> None:
+    """Print a corpus: sizes, sources, rules, lengths, scripts, languages and a few documents, chosen by the seed."""
     corpus = open_corpus(folder)
     account = read_json(folder / "account.json")
     print(f"{format_path(folder)}: {len(corpus):,} documents")
@@ -146,9 +142,8 @@ def show_corpus(config: RunConfig) -> None:
         print("\nlanguages: to see them, run: pip install 'textmill[clean]'")
     print("\na few documents")
     for number in range(min(SHOWN_DOCUMENTS, len(corpus))):
-        document = corpus[int(uniform_from(config.train.seed, number) * len(corpus))]
-        text = document.text if len(document.text) <= SHOWN_CHARACTERS else document.text[:SHOWN_CHARACTERS] + " ..."
-        print(f"--- {format_path(Path(document.source))}, {document.id}\n{text}")
+        document = corpus[int(uniform_from(seed, number) * len(corpus))]
+        print(f"--- {format_path(Path(document.source))}, {document.id}\n{_shorten(document.text)}")
 
 
 def _characters_per_document(folder: Path) -> dict[str, int]:
@@ -216,16 +211,14 @@ def show_tokenizer(folder: Path) -> None:
 MAX_COUNTED = 20_000_000
 """At most this many tokens are counted to find the frequent ones."""
 FREQUENT = 20
-SHOWN_TOKENIZED = 3
 SHOWN_TOKENS = 80
 
 
-def show_tokens(config: RunConfig) -> None:
-    """Print the token stores of a config."""
-    splits = open_splits(config)
+def show_tokens(folder: Path, splits: Splits, seed: int) -> None:
+    """Print token stores, with a few documents chosen by the seed."""
     train = splits.stores("train")
     dtype = train[0].ids.dtype if train else "no train split"
-    print(f"{format_path(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} vocabulary entries, {dtype}")
+    print(f"{format_path(folder)}: {splits.tokenizer.vocab:,} vocabulary entries, {dtype}")
     for split in splits.by_split:
         stores = splits.stores(split)
         documents = sum(map(len, stores))
@@ -240,13 +233,12 @@ def show_tokens(config: RunConfig) -> None:
     counted = min(MAX_COUNTED, sum(store.tokens for store in train))
     print_bars(f"most frequent of {counted:,} train tokens", _frequent(train, splits.tokenizer), max_rows=FREQUENT + 1)
     print("\na few documents, token by token")
-    for number in range(min(SHOWN_TOKENIZED, len(train[0]))):
-        _show_document(train[0], int(uniform_from(config.train.seed, number) * len(train[0])), splits.tokenizer)
+    for number in range(min(SHOWN_DOCUMENTS, len(train[0]))):
+        _show_document(train[0], int(uniform_from(seed, number) * len(train[0])), splits.tokenizer)
 
 
-def save_token_counts(config: RunConfig, path: Path) -> None:
+def save_token_counts(splits: Splits, path: Path) -> None:
     """Write how often each token occurs in the train split."""
-    splits = open_splits(config)
     counts = count_tokens(splits.stores("train"), splits.tokenizer.vocab)
     write_token_counts(path, counts, splits.tokenizer.fingerprint)
     seen = int((counts > 0).sum())
@@ -407,17 +399,15 @@ def _describe(store: TokenStore, document: int, tokenizer: TextTokenizer, lineag
     if lineage is not None:
         source, id_ = lineage[store.first_document + document]
         place = f"{format_path(Path(source))}, {id_}"
-    return f"{place}, {end - begin:,} tokens: {text[:SHOWN_CHARACTERS]!r}"
+    return f"{place}, {end - begin:,} tokens: {text[:SHOWN_START]!r}"
 
 
 ALL = "all"
 SHOWN_DROPPED = 20
-SHOWN_DROPPED_CHARACTERS = 400
 
 
-def show_dropped(config: RunConfig, rule: str) -> None:
+def show_dropped(folder: Path, rule: str) -> None:
     """Print the first documents that a rule dropped, or that any rule did if it is `all`."""
-    folder = config.folder_of("corpus")
     open_manifest(folder)
     counts: dict[str, int] = read_json(folder / "account.json")["dropped"]
     if not list_dropped_files(folder):
@@ -433,18 +423,19 @@ def show_dropped(config: RunConfig, rule: str) -> None:
     for row in islice(read_dropped(folder, None if rule == ALL else rule), SHOWN_DROPPED):
         print(_format(row))
     if total > SHOWN_DROPPED:
-        print(f"... and {total - SHOWN_DOCUMENTS:,} more, in {format_path(folder)}/dropped-*.parquet")
+        print(f"... and {total - SHOWN_DROPPED:,} more, in {format_path(folder)}/dropped-*.parquet")
 
 
 def _format(row: dict[str, Any]) -> str:
-    text = (
-        row["text"] if len(row["text"]) <= SHOWN_DROPPED_CHARACTERS else row["text"][:SHOWN_DROPPED_CHARACTERS] + " ..."
-    )
     head = f"--- {format_path(Path(row['source']))}, {row['id']}: {row['rule']}"
     if row["duplicate_of_id"] is not None:
         head += f" of {format_path(Path(row['duplicate_of_source']))}, {row['duplicate_of_id']}"
         head += f" (similarity {row['similarity']:.2f})" if row["similarity"] < 1 else ""
-    return f"{head}\n{text}"
+    return f"{head}\n{_shorten(row['text'])}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
 
 
 BAR_WIDTH = 40
