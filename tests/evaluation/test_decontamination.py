@@ -182,18 +182,19 @@ def test_the_card_says_whether_the_corpus_was_checked(config: RunConfig, tmp_pat
     assert [result[f"lambada-{name}"]["card"]["training_data"] for name in names] == [unknown] * 2
     corpus = config_of(tmp_path, [HARMLESS, SECRET], [f"lambada:{files[0]}"])
     trained_on = read_json(prepare(corpus) / "manifest.json")["fingerprint"]
+    folder = corpus.folder_of("corpus")
     tokens = corpus.folder_of("tokens")
     tokens.mkdir()
     (tokens / "manifest.json").write_text(json.dumps({"fingerprint": "ids", "made_from": {"corpus": trained_on}}))
     sums = [hash_file(file) for file in files]
-    assert [describe_corpus(corpus, one, {"made_from": {"tokens": "ids"}}) for one in sums] == [
+    assert [describe_corpus(folder, tokens, one, {"made_from": {"tokens": "ids"}}) for one in sums] == [
         "checked for this file: 1 document dropped",
         "not checked for this file: corpus.decontaminate does not name it",
     ]
     again = "unknown: corpus or tokens were made again after training"
-    assert describe_corpus(corpus, sums[0], {"made_from": {"tokens": "others"}}) == again
+    assert describe_corpus(folder, tokens, sums[0], {"made_from": {"tokens": "others"}}) == again
     (tokens / "manifest.json").write_text(json.dumps({"fingerprint": "ids", "made_from": {"corpus": "another"}}))
-    assert describe_corpus(corpus, sums[0], {"made_from": {"tokens": "ids"}}) == again
+    assert describe_corpus(folder, tokens, sums[0], {"made_from": {"tokens": "ids"}}) == again
 
 
 def test_counts_of_files_with_the_same_examples_and_the_same_name(tmp_path: Path) -> None:

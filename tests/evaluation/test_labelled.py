@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill.config import RunConfig
 from textmill.config.usage import AnswersConfig
 from textmill.corpus.labelled import Example
 from textmill.errors import TextmillError
@@ -151,7 +150,7 @@ def test_the_best_answer_of_all_windows(seed: int) -> None:
 
 
 def test_a_question_twice_is_not_left_out_of_the_predictions() -> None:
-    measure = AnswerMeasure(RunConfig(folder="."), no_answer=True)
+    measure = AnswerMeasure(AnswersConfig(), no_answer=True)
     sample = Sample(np.zeros(2, np.int32), np.zeros(2, np.int32), spans=np.array([[-1, -1], [0, 3]], np.int32))
     example, logits = Example("f", "line 3", ("Who?", "Kim"), answers=(("Kim", 0),), id="q1"), np.zeros((2, 2))
     measure.add(example, [sample], [logits.astype(np.float32)])

@@ -41,9 +41,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 def scorer_of(folder: Path, batch: int = 4, share: Share | None = None) -> MaskedScorer:
     checkpoint = open_model(str(folder))
-    config = RunConfig(engine=TorchEngine(device="cpu", precision="fp32"), evaluate=EvaluateConfig(batch=batch))
     net, tokenizer = open_net(folder, torch.device("cpu")), open_tokenizer(folder)
-    scorer = new_scorer(checkpoint, net, tokenizer, config, *([share] if share else []))
+    scorer = new_scorer(checkpoint, net, tokenizer, "fp32", batch, *([share] if share else []))
     assert isinstance(scorer, MaskedScorer)
     return scorer
 

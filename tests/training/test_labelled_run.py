@@ -16,7 +16,7 @@ from tests.support.labelled_files import ANSWERS, SEQUENCES, WORDS, write_projec
 from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
-from textmill.config import RunConfig, TorchEngine
+from textmill.config import TorchEngine
 from textmill.corpus.labelled import Example
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.predictor_torch import Predictor
@@ -276,10 +276,8 @@ def test_other_commands_on_a_finetuned_model(
         assert message in capsys.readouterr().err
 
 
-def test_damaged_weights_predict_nothing(classifier: Path, tmp_path: Path) -> None:
-    predictor = Predictor(
-        open_model(str(classifier)), RunConfig(folder=str(tmp_path), engine=TorchEngine(device="cpu"))
-    )
+def test_damaged_weights_predict_nothing(classifier: Path) -> None:
+    predictor = Predictor(open_model(str(classifier)), TorchEngine(device="cpu"), batch=8, length=None, overlap=0)
     with torch.no_grad():
         dict(predictor.net.named_parameters())["classifier.bias"].fill_(torch.nan)
     with pytest.raises(TextmillError, match="a prediction is not finite; the weights are damaged"):

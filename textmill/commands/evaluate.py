@@ -62,9 +62,16 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
     elif checkpoint.progress and checkpoint.folder.parent.resolve() == run.resolve():  # a checkpoint of this run
         ending = "json" if task == "question-answering" else "jsonl"
         predictions = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.predictions.{ending}"
-    measured = measure_labels(config, Predictor(checkpoint, config), predictions)
+    predictor = Predictor(
+        checkpoint,
+        config.engine,
+        batch=config.evaluate.batch,
+        length=config.train.length,
+        overlap=config.tokens.overlap,
+    )
+    measured = measure_labels(config, predictor, predictions)
     result = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, **measured}
-    saved = save_result(config, checkpoint, name, result)
+    saved = save_result(config.folder_of("train"), checkpoint, name, result)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
         return result
@@ -82,13 +89,15 @@ def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Sco
     mesh = ScoringMesh(config.engine, ranks)
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     net = mesh.new_net(read_shape(checkpoint.folder), checkpoint.weights(), str(checkpoint.folder))
-    return new_scorer(checkpoint, net, tokenizer, config, Share(ranks, *mesh.part))
+    return new_scorer(
+        checkpoint, net, tokenizer, config.engine.precision, config.evaluate.batch, Share(ranks, *mesh.part)
+    )
 
 
 def _run_task(task: Task, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool) -> Result:
     result = measure(task, scorer, config)
     if ranks.first:
-        saved = save_result(config, scorer.checkpoint, task.result_name(config), result)
+        saved = save_result(config.folder_of("train"), scorer.checkpoint, task.result_name(config.evaluate), result)
         if not as_json:
             print(format_result(task, result))
             if saved is not None:

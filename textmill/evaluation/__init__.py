@@ -32,9 +32,8 @@ def format_tables(tasks: list[str], result: Result) -> str:
     return "\n\n".join(task.format_table(result) for task in open_tasks(tasks))
 
 
-def save_result(config: RunConfig, checkpoint: Checkpoint, name: str, result: Result) -> Path | None:
+def save_result(run: Path, checkpoint: Checkpoint, name: str, result: Result) -> Path | None:
     """Write a result into the checkpoint's run; a model without a run keeps its folder unchanged."""
-    run = config.folder_of("train")
     if not checkpoint.progress or checkpoint.folder.parent.resolve() != run.resolve():
         return None
     path = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import DataFile, Record, open_data_file, read_items, sample, sample_card
 from textmill.evaluation.metrics import proportion_interval
@@ -74,14 +74,19 @@ def _answer(answer: Any, texts: tuple[str, ...], place: str) -> int:
 
 
 def measure_choices(
-    scorer: Scorer, config: RunConfig, entry: TaskEntry, read: ReadItem, protocol: str, data: DataFile | None = None
+    scorer: Scorer,
+    settings: EvaluateConfig,
+    entry: TaskEntry,
+    read: ReadItem,
+    protocol: str,
+    data: DataFile | None = None,
 ) -> Measured:
     """Read a file of items with `read`, score all candidates, and count the right answers."""
     data = data or open_data_file(entry)
     every = [read(record, place) for place, record in read_items(data.path)]
     if not every:
         raise TextmillError(f"{data.path}: has no items; is it the right file?")
-    items = sample(every, config.evaluate)
+    items = sample(every, settings)
     pairs = [pair for item in items for pair in item.pairs]
     encoded = scorer.encode_pairs(pairs)
     truncated = check_lengths(encoded, [item.place for item in items for _ in item.pairs], scorer)
@@ -93,7 +98,7 @@ def measure_choices(
     card = {
         **data.card,
         "protocol": protocol,
-        **sample_card(len(items), len(every), config.evaluate),
+        **sample_card(len(items), len(every), settings),
         "candidates": len(pairs),
         "normalisation": "acc: none; acc_norm: characters; acc_bytes: UTF-8 bytes",
         "interval": "95%, Wilson",

@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.devices import autocast
 from textmill.errors import TextmillError
 from textmill.evaluation.metrics import Z
@@ -99,7 +99,7 @@ def _one_process() -> Iterator[None]:
             os.environ[DISABLE_MULTIPROCESSING] = previous
 
 
-def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: TorchScorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Run a task, a group or a tag of lm-eval, or FOLDER/NAME of a task file of the user's own."""
     if entry.file is None or not entry.file.name:
         raise TextmillError("evaluate.tasks: lm-eval needs a task; write lm-eval:NAME")
@@ -109,7 +109,7 @@ def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measure
             model=ScorerLM(scorer),
             tasks=tasks,
             task_manager=manager,
-            limit=config.evaluate.sample,
+            limit=settings.sample,
             bootstrap_iters=BOOTSTRAPS,
             log_samples=False,
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from textmill.config.load import first_mistake, merge_trees
 from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.metrics import format_number
+from textmill.evaluation.split_tokens import open_tokens
 from textmill.evaluation.task import Measured, Result, Scorer, Task, TaskEntry
 from textmill.storage.files import format_path, read_json
 from textmill.storage.progress import format_duration
@@ -31,7 +33,7 @@ class MeasuredTask:
     """One entry of `evaluate.tasks`, measured by the function of its file."""
 
     entry: TaskEntry
-    function: Callable[[Scorer, RunConfig, TaskEntry], Measured]
+    function: Callable[[Scorer, EvaluateConfig, TaskEntry], Measured]
     objectives: tuple[str, ...] = ("next_token",)
     """The models that it can measure, by what they predict."""
 
@@ -39,7 +41,9 @@ class MeasuredTask:
         """The metrics of the task under its label, with their intervals and the protocol card."""
         check_objective(self, scorer)
         start = time.monotonic()
-        measured = self.function(scorer, self._with_overrides(config), self.entry)
+        settings = self._with_overrides(config.evaluate)
+        opener = partial(open_tokens, scorer, config.model_copy(update={"evaluate": settings}))
+        measured = self.function(scorer, settings, replace(self.entry, open_tokens=opener))
         warn_if_untrained(scorer, measured.token_loss)
         training_data = describe_training_data(scorer, config, measured.card)
         seconds = {"seconds": time.monotonic() - start}
@@ -50,16 +54,15 @@ class MeasuredTask:
             result["published"] = published
         return {self.entry.label: result}
 
-    def _with_overrides(self, config: RunConfig) -> RunConfig:
-        """The config with the `evaluate` settings of the user's task file."""
+    def _with_overrides(self, settings: EvaluateConfig) -> EvaluateConfig:
+        """The settings with those of the user's task file."""
         overrides = self.entry.options.get("evaluate")
         if overrides is None:
-            return config
+            return settings
         try:
             if not isinstance(overrides, dict) or "tasks" in overrides:
                 raise TextmillError("evaluate: give settings such as {stride: 512}, without tasks")
-            merged = merge_trees(config.evaluate.model_dump(), overrides)
-            return config.model_copy(update={"evaluate": EvaluateConfig.model_validate(merged)})
+            return EvaluateConfig.model_validate(merge_trees(settings.model_dump(), overrides))
         except ValidationError as error:
             message = first_mistake(error, {"evaluate": overrides})[0]
         except TextmillError as error:
@@ -74,14 +77,14 @@ class MeasuredTask:
         """The protocol card, a line for each fact."""
         return format_card(result[self.entry.label]["card"])
 
-    def result_name(self, config: RunConfig) -> str:
+    def result_name(self, settings: EvaluateConfig) -> str:
         """The label of its entry; if it measures texts or a split, the name of these too."""
         if self.entry.file is not None:
             return self.entry.label
-        if config.evaluate.text:
-            return f"{self.entry.label}-{name_of_texts(config.evaluate.text)}"
-        default = config.evaluate.split == EvaluateConfig().split
-        return self.entry.label if default else f"{self.entry.label}-{config.evaluate.split}"
+        if settings.text:
+            return f"{self.entry.label}-{name_of_texts(settings.text)}"
+        default = settings.split == EvaluateConfig().split
+        return self.entry.label if default else f"{self.entry.label}-{settings.split}"
 
 
 def format_metrics(label: str, result: Result) -> str:
@@ -224,15 +227,16 @@ def describe_training_data(scorer: Scorer, config: RunConfig, card: dict[str, An
     run = config.folder_of("train")
     is_own = scorer.checkpoint.folder.parent.resolve() == run.resolve() and not config.tokens.use
     progress = scorer.checkpoint.progress
-    return {"training_data": describe_corpus(config, card["sha256"], progress) if is_own else UNKNOWN}
+    if not is_own:
+        return {"training_data": UNKNOWN}
+    corpus = config.folder_of("corpus")
+    return {"training_data": describe_corpus(corpus, config.folder_of("tokens"), card["sha256"], progress)}
 
 
-def describe_corpus(config: RunConfig, sha256: str, progress: dict[str, Any]) -> str:
-    """Whether the corpus was checked for a file, if it is the one of a checkpoint's `progress`."""
-    folder = config.folder_of("corpus")
-    tokens = config.folder_of("tokens") / MANIFEST
+def describe_corpus(folder: Path, tokens: Path, sha256: str, progress: dict[str, Any]) -> str:
+    """Whether the corpus in a folder was checked for a file, if it is the one of a checkpoint's `progress`."""
     try:
-        made = read_json(tokens) if tokens.is_file() else {}
+        made = read_json(tokens / MANIFEST) if (tokens / MANIFEST).is_file() else {}
         trained_on = progress["made_from"]["tokens"] == made["fingerprint"] and made["made_from"]["corpus"]
         manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
         checked = {one["sha256"]: one["file"] for one in manifest["made_from"].get("corpus.decontaminate", [])}

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EngineConfig, RunConfig
+from textmill.config import EngineConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
@@ -62,13 +62,18 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
 
 
 def new_scorer(
-    checkpoint: Checkpoint, net: BaseNet, tokenizer: TextTokenizer, config: RunConfig, share: Share = ALL_BATCHES
+    checkpoint: Checkpoint,
+    net: BaseNet,
+    tokenizer: TextTokenizer,
+    precision: str,
+    batch: int,
+    share: Share = ALL_BATCHES,
 ) -> Scorer:
     """A scorer of a net that is already loaded: of the next token, or of masked ones."""
-    dtype = torch_dtype(config.engine.precision, net.head.device)
+    dtype = torch_dtype(precision, net.head.device)
     if open_family(net.shape.family).OBJECTIVE == "masked":
         check_masked_head(net.shape, checkpoint.folder)
-        masked = MaskedScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share)
+        masked = MaskedScorer(checkpoint, net, tokenizer, batch, dtype, share)
         check_vocabulary(masked)
         masked.special_ids()
         if masked.positions < 1:
@@ -77,7 +82,7 @@ def new_scorer(
                 "with more"
             )
         return masked
-    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share))
+    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, dtype, share))
 
 
 def check_tokenizer(scorer: TorchScorer) -> TorchScorer:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -140,6 +141,8 @@ class TaskEntry:
     """What the file's checksum must be, if the user gave one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of the user's YAML file."""
+    open_tokens: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
+    """Opens the SplitTokens of `evaluate.text` or `evaluate.split`, for a task without a file."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class Measured:
 
 class Task(Protocol):
     """A task as the command runs it. A file in evaluation/tasks needs only a function
-    `measure(scorer, config, entry) -> Measured`; one that defines these four functions itself is used as it is."""
+    `measure(scorer, settings, entry) -> Measured`; one that defines these four functions itself is used as it is."""
 
     def measure(self, scorer: Scorer, config: RunConfig) -> Result:
         """Score the model and return the result. The results of all tasks end in one dictionary."""
@@ -172,7 +175,7 @@ class Task(Protocol):
         """How the numbers were measured: what a reader must know to compare them."""
         ...
 
-    def result_name(self, config: RunConfig) -> str:
+    def result_name(self, settings: EvaluateConfig) -> str:
         """What the result's file in RUN/evaluation is called after the step; usually the task's own name."""
         ...
 

@@ -197,7 +197,14 @@ class TrainingTasks:
         shape = self.start.shape
         net = self.mesh.new_net(shape, self._weights(), str(folder), self.config.model.lora)
         share = Share(self.engine.ranks, *self.mesh.part)
-        return new_scorer(Checkpoint(folder, done, {}), net, self.tokenizer, self.config, share)
+        return new_scorer(
+            Checkpoint(folder, done, {}),
+            net,
+            self.tokenizer,
+            self.config.engine.precision,
+            self.config.evaluate.batch,
+            share,
+        )
 
     def _weights(self) -> Iterator[Named]:
         """The weights as they are now; with LoRA those of the base, then the adapters."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import RunConfig
+from textmill.config.usage import AnswersConfig
 from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_examples, read_split
 from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError
@@ -91,10 +92,11 @@ class WordMeasure:
 class AnswerMeasure:
     """Answers to questions."""
 
-    def __init__(self, config: RunConfig, no_answer: bool) -> None:
-        self.rule = config.evaluate.answers
+    def __init__(self, rule: AnswersConfig, no_answer: bool) -> None:
+        self.rule = rule
         self.no_answer = no_answer
-        self.scores, self.ids = AnswerScores(version_2=no_answer), set[str]()
+        self.scores = AnswerScores(version_2=no_answer)
+        self.ids = set[str]()
 
     def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
         if example.id in self.ids:
@@ -139,7 +141,7 @@ def new_measure(config: RunConfig, task: str, names: tuple[str, ...]) -> Measure
     no_answer = config.evaluate.answers.no_answer
     if no_answer is None:
         no_answer = any(example.answers == () for example in open_examples(config, task))
-    return AnswerMeasure(config, no_answer)
+    return AnswerMeasure(config.evaluate.answers, no_answer)
 
 
 def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) -> Result:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import RunConfig
+from textmill.config import EngineConfig
 from textmill.corpus.labelled import ANSWERS, SEQUENCES, Example
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
@@ -29,17 +29,20 @@ Logits = NDArray[np.float32]
 class Predictor:
     """A model with a finetuned head, ready to predict."""
 
-    def __init__(self, checkpoint: Checkpoint, config: RunConfig) -> None:
-        self.device = open_device(config.engine.device)
-        self.precision = torch_dtype(config.engine.precision, self.device)
+    def __init__(
+        self, checkpoint: Checkpoint, engine: EngineConfig, *, batch: int, length: int | None, overlap: int
+    ) -> None:
+        self.device = open_device(engine.device)
+        self.precision = torch_dtype(engine.precision, self.device)
         self.net = open_net(checkpoint.folder, self.device)
-        self.batch = config.evaluate.batch
-        self.tokenizer, self.where = open_tokenizer(checkpoint.tokenizer), str(checkpoint.folder)
+        self.batch = batch
+        self.tokenizer = open_tokenizer(checkpoint.tokenizer)
+        self.where = str(checkpoint.folder)
         head = label_head_of(self.net.shape)
         assert head is not None
         self.task, self.names = head
-        self.length = min(config.train.length or self.net.shape.positions, self.net.shape.positions)
-        self.overlap = min(config.tokens.overlap, self.length // 2)
+        self.length = min(length or self.net.shape.positions, self.net.shape.positions)
+        self.overlap = min(overlap, self.length // 2)
         self.encoder = ExampleEncoder(self.tokenizer, self.task, self.length, self.overlap, self.names)
         self.pad_id = self.tokenizer.eos_id if self.tokenizer.pad_id is None else self.tokenizer.pad_id
 

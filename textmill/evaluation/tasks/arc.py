@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, choice_item, measure_choices
 from textmill.evaluation.data_files import Record
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"question": {"stem", "choices": [{"text", "label"}]}, "answerKey"}, or the layout of the hub."""
-    return measure_choices(scorer, config, entry, read_item, "ARC as in lm-eval, no examples in the prompt")
+    return measure_choices(scorer, settings, entry, read_item, "ARC as in lm-eval, no examples in the prompt")
 
 
 def read_item(record: Record, place: str) -> Item:

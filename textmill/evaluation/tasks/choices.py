@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, ReadItem, choice_item, measure_choices, texts_of
 from textmill.evaluation.data_files import Record, open_data_file, read_items, text_of
@@ -16,9 +16,9 @@ OBJECTIVES = ("next_token", "masked")
 """A masked model scores by pseudo-log-likelihoods."""
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"context": ..., "choices": [...], "answer": 0}, or other fields with the templates of a task file."""
-    return measure_choices(scorer, config, entry, _reader(entry), "the likeliest continuation of the context")
+    return measure_choices(scorer, settings, entry, _reader(entry), "the likeliest continuation of the context")
 
 
 def read_texts(entry: TaskEntry) -> Iterator[list[str]]:

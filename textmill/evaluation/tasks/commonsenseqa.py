@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, choice_item, measure_choices
 from textmill.evaluation.data_files import Record
@@ -10,10 +10,10 @@ from textmill.evaluation.task import Measured, Scorer, TaskEntry
 from textmill.evaluation.tasks.arc import read_question
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"question": {"stem", "choices": [{"text", "label"}]}, "answerKey"}, or the layout of the hub."""
     protocol = "CommonsenseQA as in lm-eval: the prompt lists the answers, their letters are the candidates"
-    return measure_choices(scorer, config, entry, read_item, protocol)
+    return measure_choices(scorer, settings, entry, read_item, protocol)
 
 
 def read_item(record: Record, place: str) -> Item:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, choice_item, measure_choices
 from textmill.evaluation.data_files import Record, text_of
@@ -13,9 +13,9 @@ from textmill.evaluation.task import Measured, Scorer, TaskEntry
 MARKUP = re.compile(r"\[.*?\]")
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"activity_label", "ctx_a", "ctx_b", "endings", "label"}."""
-    return measure_choices(scorer, config, entry, read_item, "HellaSwag as in lm-eval, no examples in the prompt")
+    return measure_choices(scorer, settings, entry, read_item, "HellaSwag as in lm-eval, no examples in the prompt")
 
 
 def read_item(record: Record, place: str) -> Item:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, choice_item, measure_choices
 from textmill.evaluation.data_files import Record
@@ -31,9 +31,9 @@ COLUMNS = {
 CONNECTORS = {"원인": " 왜냐하면", "결과": " 그래서"}
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """The published test.tsv of any of the five tasks, or the same data with the fields of the hub."""
-    return measure_choices(scorer, config, entry, read_item, "KoBEST as in lm-eval, no examples in the prompt")
+    return measure_choices(scorer, settings, entry, read_item, "KoBEST as in lm-eval, no examples in the prompt")
 
 
 def read_item(record: Record, place: str) -> Item:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import check_lengths
 from textmill.evaluation.data_files import Published, open_data_file, read_items, sample, sample_card, text_of
@@ -18,7 +18,7 @@ from textmill.evaluation.task import Measured, Score, Scorer, TaskEntry
 PUBLISHED = [Published("lambada_test.jsonl", 1_819_752, LAMBADA_SHA256)]
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"text": ...}; the last word after a space is predicted from all before it."""
     data = open_data_file(entry, PUBLISHED)
     every = [
@@ -26,14 +26,14 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     ]
     if not every:
         raise TextmillError(f"{data.path}: has no texts; is it the right file?")
-    texts = sample(every, config.evaluate)
+    texts = sample(every, settings)
     encoded = scorer.encode_pairs([(context, word) for _, context, word in texts])
     truncated = check_lengths(encoded, [place for place, *_ in texts], scorer)
     scores = scorer.score_tokens(encoded)
     card = {
         **data.card,
         "protocol": "last word of each text",
-        **sample_card(len(texts), len(every), config.evaluate),
+        **sample_card(len(texts), len(every), settings),
         "normalisation": "accuracy: every token of the last word is the likeliest; perplexity: per last word; "
         "last_token: only the text's last token, given all before it",
         "interval": "95%, Wilson; of perplexities from the mean loss",

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.data_files import SAMPLE_SEED, name_of_texts
 from textmill.evaluation.measured_task import format_card, model_card, warn_if_untrained
@@ -46,27 +46,29 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
     """Sum the loss of every token of a split or text and divide it by tokens, words and bytes."""
     start = time.monotonic()
     with open_tokens(scorer, config) as tokens:
-        window = _window(scorer, config)
-        is_chat = config.train.layout == "chat" and tokens.has_answers and not config.evaluate.text
-        measure_tokens = _measure_answers if is_chat else _measure_windows
-        result = measure_tokens(scorer, config, tokens, window)
-        with_baselines = config.evaluate.baselines and tokens.train and config.evaluate.count_end is not False
+        settings = config.evaluate
+        window = _window(scorer, settings.window, config.train.length)
+        is_chat = config.train.layout == "chat" and tokens.has_answers and not settings.text
+        if is_chat:
+            result = _measure_answers(scorer, tokens, window, settings.split, config.train.chat.truncate)
+        else:
+            result = _measure_windows(scorer, settings, tokens, window)
+        with_baselines = settings.baselines and tokens.train and settings.count_end is not False
         baselines = _measure_baselines(tokens, scorer.tokenizer.eos_id, is_chat) if with_baselines else {}
     warn_if_untrained(scorer, result["model"]["loss"])
     card = {**model_card(scorer), "seconds": time.monotonic() - start}
     return {**result, **baselines, "card": card}
 
 
-def _window(scorer: Scorer, config: RunConfig) -> int:
-    if (config.evaluate.window or 0) > scorer.positions:
+def _window(scorer: Scorer, window: int | None, trained_length: int | None) -> int:
+    if (window or 0) > scorer.positions:
         raise TextmillError(
-            f"evaluate.window: {config.evaluate.window} is more than the model's {scorer.positions} positions; lower it"
+            f"evaluate.window: {window} is more than the model's {scorer.positions} positions; lower it"
         )
-    return config.evaluate.window or min(config.train.length or scorer.positions, scorer.positions)
+    return window or min(trained_length or scorer.positions, scorer.positions)
 
 
-def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, window: int) -> Result:
-    settings = config.evaluate
+def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitTokens, window: int) -> Result:
     stride = settings.stride or window
     if stride > window:
         raise TextmillError(
@@ -107,21 +109,20 @@ def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
     return result
 
 
-def _measure_answers(scorer: Scorer, config: RunConfig, tokens: SplitTokens, window: int) -> Result:
+def _measure_answers(scorer: Scorer, tokens: SplitTokens, window: int, split: str, truncate: str) -> Result:
     """Loss and accuracy of the assistant's tokens: what the user says is given, the model need not predict it."""
-    truncate = config.train.chat.truncate
     store_losses = [scorer.sum_answer_losses(store, length=window, truncate=truncate) for store in tokens.stores]
     predicted = sum(measured.tokens for measured in store_losses)
     if not predicted:
         raise TextmillError(
-            f"{config.folder_of('tokens')}: the {config.evaluate.split} split has no assistant tokens in windows of "
+            f"{tokens.stores[0].prefix.parent}: the {split} split has no assistant tokens in windows of "
             f"{window} tokens; raise train.length, or measure another split (evaluate.split)"
         )
     loss = sum(measured.loss for measured in store_losses)
     correct = sum(measured.correct for measured in store_losses)
     metrics = compute_metrics(loss, {"tokens": predicted}, str(scorer.checkpoint.folder))
     return {
-        "split": config.evaluate.split,
+        "split": split,
         "documents": tokens.counts["documents"],
         "tokens": predicted,
         "window": window,
@@ -143,11 +144,11 @@ def describe_method(result: Result) -> str:
     return f"{method}\n{format_card(result['card'])}" if "card" in result else method
 
 
-def result_name(config: RunConfig) -> str:
+def result_name(settings: EvaluateConfig) -> str:
     """The split, or the text: each has its own file."""
-    if config.evaluate.text:
-        return f"text-{name_of_texts(config.evaluate.text)}"
-    return config.evaluate.split
+    if settings.text:
+        return f"text-{name_of_texts(settings.text)}"
+    return settings.split
 
 
 def _measure_baselines(tokens: SplitTokens, first: int, answers_only: bool = False) -> Result:

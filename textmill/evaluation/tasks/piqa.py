@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, choice_item, measure_choices, texts_of
 from textmill.evaluation.data_files import Record, open_data_file, read_items, text_of
@@ -14,7 +14,7 @@ from textmill.evaluation.task import Measured, Scorer, TaskEntry
 from textmill.storage.files import hash_file
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"goal", "sol1", "sol2"}; the answers are in the field `label`, or in NAME-labels.lst next to the
     file."""
     data = open_data_file(entry)
@@ -30,7 +30,7 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     def read(record: Record, place: str) -> Item:
         return read_item({"label": answers.get(place), **record}, place)
 
-    measured = measure_choices(scorer, config, entry, read, "PIQA as in lm-eval, no examples in the prompt", data)
+    measured = measure_choices(scorer, settings, entry, read, "PIQA as in lm-eval, no examples in the prompt", data)
     if labels is not None:
         measured.card["labels_sha256"] = hash_file(labels)
     return measured

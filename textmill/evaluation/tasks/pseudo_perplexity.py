@@ -10,34 +10,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import PSEUDO
 from textmill.evaluation.data_files import open_data_file, read_items, read_lines, sample, sample_card, text_of
 from textmill.evaluation.metrics import mean_loss_interval, perplexity_of, transform
-from textmill.evaluation.split_tokens import SplitTokens, open_tokens
+from textmill.evaluation.split_tokens import SplitTokens
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 
 OBJECTIVES = ("masked",)
 Ids = NDArray[Any]
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """The texts of a file (lines, or the field "text" of records), or those of `evaluate.text` or a split."""
     if entry.file is not None:
         data = open_data_file(entry)
         every = [text for text in _read(entry) if text.strip()]
-        texts = sample(every, config.evaluate)
+        texts = sample(every, settings)
         encoded = [ids for _, ids in scorer.encode_pairs([("", text) for text in texts])]
         octets = sum(len(text.encode()) for text in texts)
-        card = {**data.card, **sample_card(len(texts), len(every), config.evaluate)}
+        card = {**data.card, **sample_card(len(texts), len(every), settings)}
         return _measure(scorer, [np.array(ids, np.int64) for ids in encoded], card, octets)
-    with open_tokens(scorer, config) as tokens:
+    with entry.open_tokens() as tokens:
         sequences = [ids for ids in _sequences(tokens, scorer.tokenizer.eos_id) if len(ids)]
-        chosen = sample(sequences, config.evaluate)
+        chosen = sample(sequences, settings)
         octets = tokens.counts.get("bytes", 0) if len(chosen) == len(sequences) else 0
-        origin = {"text": list(config.evaluate.text)} if config.evaluate.text else {"split": config.evaluate.split}
-        card = {**origin, **sample_card(len(chosen), len(sequences), config.evaluate)}
+        origin = {"text": list(settings.text)} if settings.text else {"split": settings.split}
+        card = {**origin, **sample_card(len(chosen), len(sequences), settings)}
         return _measure(scorer, chosen, card, octets)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from textmill.config import EvaluateConfig, RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, sample
 from textmill.evaluation.metrics import compute_metrics, mean_loss_interval, metric_intervals
@@ -53,10 +53,9 @@ UNITS = {
 """What the card says of the counts, by whether each article is read alone."""
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
     data = open_data_file(entry)
-    settings = config.evaluate
     protocol = _choose_protocol(settings)
     original = _read(data)
     originals = split_articles(original) if protocol.articles else [original]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import Item, measure_choices
 from textmill.evaluation.data_files import Record, text_of
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 
 
-def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"sentence", "option1", "option2", "answer"}."""
     protocol = "WinoGrande as in lm-eval: the likelihood of the text after the name, given each name"
-    return measure_choices(scorer, config, entry, read_item, protocol)
+    return measure_choices(scorer, settings, entry, read_item, protocol)
 
 
 def read_item(record: Record, place: str) -> Item:
