@@ -16,7 +16,6 @@ from tests.support.bert_models import write_bert
 from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
-from textmill.config import EvaluateConfig, RunConfig, TorchEngine
 from textmill.engines import scoring_torch
 from textmill.evaluation.scorer_torch import MaskedScorer, masked_batches, new_scorer
 from textmill.evaluation.task import Share
