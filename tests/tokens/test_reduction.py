@@ -47,7 +47,7 @@ def test_text_of_kept_tokens_is_encoded_as_before(settings: dict[str, Any]) -> N
         ids = found.tokenizer.encode(line)
         assert found.kept[ids].tolist() == tokenizer.encode(line)
         assert found.tokenizer.decode(ids) == tokenizer.decode(tokenizer.encode(line))
-    for role in ("end", "begin", "pad", "unknown", "mask"):
+    for role in ("eos_id", "bos_id", "pad_id", "unk_id", "mask_id"):
         old, new = getattr(tokenizer, role), getattr(found.tokenizer, role)
         assert (None if new is None else found.kept[new]) == old
     around = [one.inner.encode("mill", "river", add_special_tokens=True).ids for one in (found.tokenizer, tokenizer)]
