@@ -1,7 +1,7 @@
 """Megatron-LM's checkpoints of a GPT-2: any tensor- and pipeline-parallel size, versions 0 to 3, padded vocabulary.
 
-`write` cuts every weight into the slices of the ranks (`rank_tree`), `read` joins them again (`join_ranks`);
-conversion/megatron_layout.py has the names, and says which rank has which part of the model.
+`write` cuts every weight into the slices of the ranks (`rank_tree`), `read` joins them again (`join_ranks`).
+The names, and which rank has which part of the model, are below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The features layout: ready-made rows of one length, whose labels are already shifted or, for BERT, masked tokens.
 
 The rows are cut from a token store by the rule of jax-lm-training and written to Parquet files (`plan_feature_files`),
-or come from files of others (existing_tokens.py).
+or come from files of others (tokens/existing_tokens.py).
 """
 
 from __future__ import annotations
