@@ -1,1 +1,1 @@
-"""Fused operations with torch fallbacks: matmuls, attention, norms, GELU, fp8, cross-entropy, optimizers, decoding."""
+"""Fused operations with torch fallbacks: matmuls, QKV, norms, GELU, fp8, cross-entropy, decoding, sampling; dropout."""
