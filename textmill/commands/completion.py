@@ -1,4 +1,8 @@
-"""The command completion: a script with which bash or zsh completes commands, flags, settings and their values."""
+"""The command completion: a script with which bash or zsh completes commands, flags, settings and their values.
+
+argcomplete and shtab complete argparse's options, and ours are `section.key=value` words; argcomplete would also start
+Python at every TAB.
+"""
 
 from __future__ import annotations
 
