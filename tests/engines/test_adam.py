@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.support.kernel_devices import DEVICES
 from textmill.config import TrainConfig
-from textmill.engines.optimizers.adam_torch import Adam
+from textmill.engines.optimizers.adamw_torch import AdamW
 from textmill.models.parameter_groups import Rule
 
 SIZES = ((3,), (70, 130), (5000,), (2, 4096))
@@ -23,7 +23,7 @@ def test_updates_match_torch(betas: tuple[float, float], device: str) -> None:
     exact = [nn.Parameter(torch.randn(size, generator=dice, dtype=torch.float64)) for size in SIZES]
     ours = [nn.Parameter(parameter.detach().float().to(device)) for parameter in exact]
     rules = [Rule(trained=True, rate=1.0 + number % 2, decay=0.1 * (number > 1)) for number in range(len(SIZES))]
-    adam, done = Adam(zip(ours, rules, strict=True), train), torch.zeros((), dtype=torch.int64, device=device)
+    adam, done = AdamW(zip(ours, rules, strict=True), train), torch.zeros((), dtype=torch.int64, device=device)
     groups = [
         {"params": [one], "lr": 0.01 * rule.rate, "weight_decay": rule.decay}
         for one, rule in zip(exact, rules, strict=True)
@@ -35,15 +35,15 @@ def test_updates_match_torch(betas: tuple[float, float], device: str) -> None:
             gradient = torch.randn(right.shape, generator=dice, dtype=torch.float64)
             right.grad = None if skipped else gradient
             parameter.grad = (8 * gradient).float().to(device) * (float("nan") if skipped else 1)
-        adam.step(0.01, torch.tensor(8.0, device=device), torch.tensor(float(skipped), device=device), done)
+        adam.step(0.01, torch.tensor(1 / 8, device=device), torch.tensor(not skipped, device=device), done)
         done += not skipped
         if not skipped:
             oracle.step()
         if step == 3:  # another begins where the first one was
-            other = Adam(zip(ours, rules, strict=True), train)
+            other = AdamW(zip(ours, rules, strict=True), train)
             for parameter in ours:
-                for kind, name in (("m", "exp_avg"), ("v", "exp_avg_sq")):
-                    other.load_state(kind, parameter, adam.state[parameter][name])
+                for name, state in adam.state().items():
+                    other.load_state(name, parameter, state[parameter])
             adam = other
     for parameter, right in zip(ours, exact, strict=True):
         torch.testing.assert_close(parameter.detach().cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)
@@ -52,4 +52,4 @@ def test_updates_match_torch(betas: tuple[float, float], device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_adam_without_parameters_does_nothing(device: str) -> None:
     """As where Muon has all that is trained."""
-    Adam([], TrainConfig()).step(0.1, torch.ones((), device=device), *torch.zeros(2, device=device))
+    AdamW([], TrainConfig()).step(0.1, torch.ones((), device=device), *torch.ones(2, device=device).bool())

@@ -15,10 +15,10 @@ from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from tests.support.kernel_devices import DEVICE, INTERPRETED, on_gpu_only
 from textmill.config import TorchEngine
 from textmill.engines import open_engine
+from textmill.engines.optimizers import Member
 from textmill.engines.optimizers.muon_torch import (
     ADAM_SCALE,
     MIN_NORM,
-    Member,
     Muon,
     Stack,
     divide_by_norm,
@@ -235,7 +235,9 @@ def test_updates_on_a_gpu_equal_those_on_the_cpu(sizes: tuple[int, ...], clips: 
         muons[1].step(0.02, clip, finite)
     for (weight, one, _), (_, other, _), before in zip(here, there, first, strict=True):
         assert (other.detach().cpu() - one.detach()).norm() < 0.03 * (one.detach() - before).norm(), weight.name
-        torch.testing.assert_close(muons[1].momentum()[other].cpu(), muons[0].momentum()[one], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            muons[1].state()["momentum"][other].cpu(), muons[0].state()["momentum"][one], rtol=1e-5, atol=1e-6
+        )
 
 
 @on_a_gpu

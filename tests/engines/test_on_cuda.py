@@ -179,18 +179,3 @@ def test_a_save_allocates_no_host_memory(optimizer: str) -> None:
     held = [*engine.weights(), *engine.moments()]
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
     assert len(held) > 20
-
-
-def test_a_pass_that_waits_for_the_gpu_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own net may do so; capturing such a pass fails, and the losses are the same."""
-    expected = run(started(on_gpu()), range(4))
-    engine: Any = started(on_gpu())
-    computed = engine._forward_backward
-
-    def waits(*tensors: Any) -> torch.Tensor:
-        loss: torch.Tensor = computed(*tensors)
-        return loss * float(loss > 0)
-
-    monkeypatch.setattr(engine.run_pass, "run_pass", waits)
-    assert run(engine, range(4)) == expected
-    assert engine.run_pass.max_graphs == 0

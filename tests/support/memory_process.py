@@ -26,19 +26,20 @@ def config_with(mesh: str, optimizer: str) -> RunConfig:
 def held_bytes(engine: Any) -> dict[str, int]:
     """The bytes of weights, gradients and optimizer state that an engine has in a step, summed over its tensors."""
     optimizer, seen = engine.optimizer, {}
-    update = optimizer.adam.step
+    adamw = optimizer.rules["adamw"]
+    update = adamw.step
 
     def counted(*arguments: Any) -> None:
         seen["gradients"] = sum(own.grad.nbytes for own in optimizer.local_parts.values())
         update(*arguments)
 
-    optimizer.adam.step = counted
+    adamw.step = counted
     stepped(engine, range(1), "gpt2")
     local = [engine.parallel.local(parameter) for parameter in engine.net.parameters()]
     seen["weights"] = sum(part.nbytes for part in local)
-    seen["optimizer"] = sum(values.nbytes for state in optimizer.adam.state.values() for values in state.values())
-    if optimizer.muon is not None:
-        muon = optimizer.muon
+    seen["optimizer"] = sum(values.nbytes for state in adamw.state().values() for values in state.values())
+    if "muon" in optimizer.rules:
+        muon = optimizer.rules["muon"]
         if isinstance(muon, ShardedMuon):
             seen["optimizer"] += sum(change.nbytes for change in muon.changes.values())
             muon = muon.muon

@@ -23,6 +23,7 @@ from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device
 from textmill.engines import Engine, open_engine
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator
+from textmill.engines.optimizers import state_names
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
 from textmill.models.lora import initial_adapters, saved_weights, weights_with_adapters
@@ -288,8 +289,8 @@ def trained_weights(shape: Shape, train: TrainConfig, lora: LoraConfig | None) -
 
 def disk_of(train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None) -> dict[str, int]:
     """Bytes of a checkpoint with `saved` parameters, of all checkpoints that are kept, and of the token store."""
-    muon = _count(weight for weight in trained if train.optimizer == "muon" and weight.muon)
-    state = 2 * (_count(trained) - muon) + muon + (_count(trained) if train.average.memory else 0)
+    state = _count(weight for weight in trained for _ in state_names(weight, train))
+    state += _count(trained) if train.average.memory else 0
     checkpoint = 4 * (saved + state)
     keep = train.checkpoints.keep + 1  # the best one may be older
     if steps and train.checkpoints.keep_every:

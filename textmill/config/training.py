@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
     Field,
@@ -289,6 +290,14 @@ class DistilConfig(Section):
             )
 
 
+OPTIMIZER_FILES = (Path(__file__).parents[1] / "engines/optimizers").glob("*_torch.py")
+OPTIMIZERS = tuple(sorted(path.name.removesuffix("_torch.py") for path in OPTIMIZER_FILES))
+"""The optimizers are the files NAME_torch.py of engines/optimizers."""
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[OPTIMIZERS]
+
 TrainPresetName = Literal["none", "auto", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
 _PRETRAIN: dict[str, Any] = {
     "schedule": "cosine",
@@ -389,7 +398,7 @@ class TrainConfig(Section):
     """Settings of `train.schedule=stable`."""
     range_test: RangeTestConfig = RangeTestConfig()
     """Settings of `train.schedule=range_test`."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the
     rest."""
     muon: MuonConfig = MuonConfig()

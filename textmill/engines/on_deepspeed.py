@@ -41,8 +41,8 @@ from textmill.engines.micro_batches import (
     token_weights,
 )
 from textmill.engines.on_torch import TorchStep, checksum_tensors
-from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
-from textmill.engines.optimizers.step_torch import trained_of
+from textmill.engines.optimizers import trained_of
+from textmill.engines.optimizers.adamw_torch import STATE, TORCH_NAMES, groups_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
@@ -69,6 +69,11 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
     """The engine with an uninitialised net; `load` sets its weights."""
     assert isinstance(config.engine, DeepSpeedEngine)
     device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
+    if config.train.optimizer != "adamw":
+        raise TextmillError(
+            f"train.optimizer: the DeepSpeed engine has no {config.train.optimizer}; set engine.kind=torch, or "
+            "train.optimizer=adamw"
+        )
     deepspeed = _import_deepspeed(device)
     user = read_user_config(config.engine.deepspeed_config)
     section = fill_unset(config.engine, user)
@@ -247,7 +252,7 @@ class OnDeepSpeed:
 
     def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of Adam's moments; none before the first update."""
-        for kind in MOMENTS if self.updates() else ():
+        for kind in STATE if self.updates() else ():
             yield from self._host_copies(kind, f"{kind}/", wanted)
 
     def _host_copies(self, kind: str | None, prefix: str, wanted: NameFilter) -> Iterator[Named]:
@@ -404,7 +409,7 @@ class MasterWeights:
             with self._swapped_in(group, changed=True):
                 self.adam.state.pop(flat, None)
                 if updates:
-                    moments = {key: torch.zeros_like(flat) for key in MOMENTS.values()}
+                    moments = {key: torch.zeros_like(flat) for key in TORCH_NAMES.values()}
                     self.adam.state[flat] = {"step": torch.tensor(float(updates), device=flat.device), **moments}
         if self.stage in (1, 2):
             self.zero._hp_optimizer_states_linked = False
@@ -428,7 +433,7 @@ class MasterWeights:
         return int(state["step"]) if state else 0
 
     def _values(self, fragment: Fragment, kind: str | None) -> Tensor:
-        tensor = fragment.flat if kind is None else self.adam.state[fragment.flat][MOMENTS[kind]]
+        tensor = fragment.flat if kind is None else self.adam.state[fragment.flat][TORCH_NAMES[kind]]
         return tensor.detach().view(-1)[fragment.start : fragment.start + fragment.count]
 
     def _find_fragment(self, parameter: nn.Parameter) -> Fragment | None:

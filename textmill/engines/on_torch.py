@@ -24,6 +24,7 @@ from textmill.devices import attention_order, autocast, check_fp8, open_device, 
 from textmill.engines import NameFilter, Sums, all_names, format_compile_time, shortest_compiled_run
 from textmill.engines.distillation.teachers import teacher_bytes
 from textmill.engines.distillation.teachers_torch import open_teachers
+from textmill.engines.ema_torch import RAW, Average
 from textmill.engines.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
 from textmill.engines.memory.parts import (
     ACTIVATION_BYTES,
@@ -45,8 +46,7 @@ from textmill.engines.micro_batches import (
     sums_of_all_ranks,
     token_weights,
 )
-from textmill.engines.optimizers.average_torch import RAW, Average
-from textmill.engines.optimizers.step_torch import Optimizer
+from textmill.engines.optimizers import Optimizer
 from textmill.engines.parallel_torch import Parallel
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.spikes import new_spike_guard
@@ -323,7 +323,7 @@ class OnTorch:
             if kind == RAW:
                 self.average.load_raw(parameter, part)
             else:
-                self.optimizer.load_state(kind, parameter, part, updates)
+                self.optimizer.load_state(kind, weight, parameter, part, updates)
 
     def facts(self) -> dict[str, Any]:
         """Device, precision and sizes."""

@@ -118,7 +118,7 @@ def build_plan(config: RunConfig) -> VerificationPlan:
         small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
         pairs.append((_on_mesh(small, dict.fromkeys(AXES, 1), rank_batch), _on_mesh(small, sizes, MICRO_BATCH)))
     replicated = _replicated(pairs[0][0])
-    least_bound = MUON_LOSS_BOUND if config.train.optimizer == "muon" else 0.0
+    least_bound = MUON_LOSS_BOUND if config.train.optimizer != "adamw" else 0.0
     trials = [
         PrecisionTrial(name, max(LOSS_BOUNDS[name], least_bound), GRADIENT_BOUNDS[name], replicated)
         for name in precisions

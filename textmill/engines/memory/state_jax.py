@@ -10,6 +10,7 @@ from textmill.config import RunConfig
 from textmill.engines.memory.parts import State
 from textmill.engines.mesh_jax import AXES, Shardings
 from textmill.engines.meshes import Mesh
+from textmill.engines.optimizers import state_names
 from textmill.models import Shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
@@ -29,6 +30,5 @@ def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4
         weights += shard_bytes
         if rules[weight.name].trained:
             gradients += shard_bytes
-            has_one_moment = config.train.optimizer == "muon" and weight.muon
-            optimizer += shard_bytes if has_one_moment else 2 * shard_bytes
+            optimizer += shard_bytes * len(state_names(weight, config.train))
     return State(weights, gradients, optimizer, 0, elements=weights // 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +13,7 @@ from torch.distributed import distributed_c10d
 from textmill.config import RunConfig, TrainConfig
 from textmill.engines.memory.parts import State
 from textmill.engines.meshes import Mesh
-from textmill.engines.optimizers.adam_torch import MOMENTS
-from textmill.engines.optimizers.step_torch import trained_of, uses_muon
+from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, trained_of
 from textmill.engines.parallel_torch import Parallel
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
@@ -43,21 +41,17 @@ def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
     """The state of this rank after its first step; the net may be on the meta device."""
     local_parts = {parameter: parallel.local(parameter) for _, parameter in parameters_of(net).values()}
     weights = sum(part.nbytes for part in local_parts.values())
-    members = trained_of(net, train)
-    gradients = sum(local_parts[member.parameter].nbytes for member in members)
-    matrices = [member for member in members if uses_muon(member.weight, train)]
-    momenta = sum(local_parts[member.parameter].nbytes for member in matrices)
-    moments = len(MOMENTS) * (gradients - momenta)
-    if parallel.mesh.shard * parallel.mesh.tensor > 1:
-        # A rank has the momentum and the last step of some matrices in full.
-        world = parallel.mesh.data_ranks * parallel.mesh.tensor
-        momenta = sum(2 * 4 * math.prod(member.weight.memory_shape) for member in matrices[parallel.rank :: world])
+    members: dict[str, list[Member]] = {}
+    for member in trained_of(net, train):
+        members.setdefault(optimizer_of(member.weight, train), []).append(member)
+    gradients = sum(local_parts[parameter].nbytes for group in members.values() for _, parameter, _ in group)
+    state = sum(open_optimizer(name).state_bytes(group, parallel) for name, group in members.items())
     average = gradients if train.average.memory else 0
     in_blocks = [parameter for parameter in net.blocks.parameters() if parameter in local_parts]
     return State(
         weights,
         gradients,
-        optimizer=moments + momenta + average,
+        optimizer=state + average,
         buffers=_buffers(net, parallel, gradients),
         elements=sum(part.numel() for part in local_parts.values()),
         outside_blocks=weights - sum(local_parts[parameter].nbytes for parameter in in_blocks),

@@ -27,12 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from textmill.config import TrainConfig
+from textmill.engines.optimizers import Member
 from textmill.engines.optimizers.muon_triton import FusedStack, can_update_in_place
 from textmill.engines.parallel_torch import Parallel
 from textmill.kernels.triton_support import can_run_kernels
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
+STATE = ("momentum",)
 COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
 """The quintic's coefficients in each of the five iterations of Newton-Schulz."""
 ADAM_SCALE = 0.2
@@ -41,12 +44,41 @@ over."""
 MIN_NORM = 1e-7
 
 
-class Member(NamedTuple):
-    """A trained weight, its torch parameter, and its weight decay and learning rate."""
+def takes(weight: Weight) -> bool:
+    """Muon updates the matrices of blocks."""
+    return weight.muon
 
-    weight: Weight
-    parameter: nn.Parameter
-    rule: Rule
+
+def adamw_rate(train: TrainConfig) -> float:
+    """`train.muon.adamw_rate_factor`."""
+    return train.muon.adamw_rate_factor
+
+
+def state_bytes(members: list[Member], parallel: Parallel) -> int:
+    """The momenta; on a mesh, a rank has the momentum and the last change of some matrices in full."""
+    if _is_whole(parallel):
+        return sum(parallel.local(parameter).nbytes for _, parameter, _ in members)
+    world = parallel.mesh.data_ranks * parallel.mesh.tensor
+    return sum(2 * 4 * math.prod(weight.memory_shape) for weight, _, _ in members[parallel.rank :: world])
+
+
+def new_optimizer(
+    members: list[Member],
+    train: TrainConfig,
+    parallel: Parallel,
+    whole: dict[nn.Parameter, nn.Parameter],
+    *,
+    compiled: bool,
+) -> Muon | ShardedMuon:
+    """Muon, or Muon over matrices of which each rank has a part."""
+    if _is_whole(parallel):
+        return Muon(members, train.muon.momentum, compiled=compiled)
+    return ShardedMuon(members, whole, parallel, train.muon.momentum, compiled=compiled)
+
+
+def _is_whole(parallel: Parallel) -> bool:
+    """Whether a rank has entire matrices."""
+    return parallel.mesh.shard * parallel.mesh.tensor == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,20 +144,20 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
+    def step(self, lr: float, clip: Tensor, finite: Tensor, done: Tensor | None = None) -> None:
         """One update with gradients x `clip`; skipped if `finite` is false. Does not wait for the device."""
         for key, stack in self.stacks.items():
             steps = orthogonalise(stack.gather(clip, finite))
             stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(key.columns), finite)
 
-    def momentum(self) -> dict[nn.Parameter, Tensor]:
+    def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
         """The momentum of each parameter, in its own layout."""
         momenta: dict[nn.Parameter, Tensor] = {}
         for stack in self.stacks.values():
             stack.read_momentum(momenta)
-        return momenta
+        return {"momentum": momenta}
 
-    def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
+    def load_state(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         """Set the momentum of a parameter."""
         for stack in self.stacks.values():
             stack.load_state(parameter, values)
@@ -209,28 +241,29 @@ def orthogonalise(x: Tensor) -> Tensor:
     return x
 
 
-class ShardedMatrix(NamedTuple):
-    """A matrix of which each rank updates its own part."""
-
-    weight: Weight
-    parameter: nn.Parameter
-    """The net's parameter."""
-    local_part: nn.Parameter
-    """This rank's part of it."""
-    rule: Rule
-
-
 class ShardedMuon:
     """Muon over matrices that are assigned to ranks round-robin."""
 
-    def __init__(self, matrices: list[ShardedMatrix], parallel: Parallel, momentum: float, *, compiled: bool) -> None:
-        self.matrices, self.parallel, self.world = matrices, parallel, dist.get_world_size()
+    def __init__(
+        self,
+        matrices: list[Member],
+        whole: dict[nn.Parameter, nn.Parameter],
+        parallel: Parallel,
+        momentum: float,
+        *,
+        compiled: bool,
+    ) -> None:
+        """`matrices` have this rank's parts of them, `whole` the net's parameter of each part."""
+        self.matrices = matrices
+        self.whole = whole
+        self.parallel = parallel
+        self.world = dist.get_world_size()
         self.changes: dict[int, nn.Parameter] = {}
         """The full change of each matrix that this rank owns, by the matrix's number."""
         members = []
         for number, matrix in enumerate(matrices):
             if self._owner(number) == parallel.rank:
-                zeros = torch.zeros(matrix.weight.memory_shape, device=matrix.local_part.device)
+                zeros = torch.zeros(matrix.weight.memory_shape, device=matrix.parameter.device)
                 self.changes[number] = nn.Parameter(zeros)
                 members.append(Member(matrix.weight, self.changes[number], matrix.rule))
         self.muon = Muon(members, momentum, compiled=compiled)
@@ -239,7 +272,7 @@ class ShardedMuon:
         return number % self.world
 
     @torch.no_grad()
-    def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
+    def step(self, lr: float, clip: Tensor, finite: Tensor, done: Tensor) -> None:
         """Muon's update of this rank's part of every matrix."""
         self._gather_gradients()
         for change in self.changes.values():
@@ -247,17 +280,17 @@ class ShardedMuon:
         self.muon.step(lr, clip, finite)
         for number, matrix in enumerate(self.matrices):
             decay = lr * matrix.rule.rate * matrix.rule.decay
-            matrix.local_part.mul_(torch.where(finite, 1 - decay, 1.0))
+            matrix.parameter.mul_(torch.where(finite, 1 - decay, 1.0))
             full_change = self._broadcast(number, self.changes.get(number))
-            matrix.local_part.add_(self.parallel.local_part(matrix.weight, full_change))
+            matrix.parameter.add_(self.parallel.local_part(matrix.weight, full_change))
         for change in self.changes.values():
             change.grad = None
 
     def _gather_gradients(self) -> None:
         """Gather the full gradient of every matrix; only its owner keeps it."""
         for number, matrix in enumerate(self.matrices):
-            assert matrix.local_part.grad is not None
-            full_gradient = self.parallel.gather(matrix.weight, matrix.parameter, matrix.local_part.grad)
+            assert matrix.parameter.grad is not None
+            full_gradient = self.parallel.gather(matrix.weight, self.whole[matrix.parameter], matrix.parameter.grad)
             if number in self.changes:
                 self.changes[number].grad = full_gradient
 
@@ -265,26 +298,26 @@ class ShardedMuon:
         """Broadcast a full tensor of a matrix's shape from its owner; `full` is None on the other ranks."""
         matrix = self.matrices[number]
         if full is None:
-            values = matrix.local_part.new_empty(matrix.weight.memory_shape)
+            values = matrix.parameter.new_empty(matrix.weight.memory_shape)
         else:
             values = full.detach().contiguous()
         dist.broadcast(values, self._owner(number))
         return values
 
-    def momentum(self) -> dict[nn.Parameter, Tensor]:
-        """This rank's part of each matrix's momentum, by the net's parameter."""
-        full_momenta = self.muon.momentum()
+    def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
+        """This rank's part of each matrix's momentum."""
+        full_momenta = self.muon.state()["momentum"]
         local_momenta = {}
         for number, matrix in enumerate(self.matrices):
             owned = full_momenta[self.changes[number]] if number in self.changes else None
             full = self._broadcast(number, owned)
             local_momenta[matrix.parameter] = self.parallel.local_part(matrix.weight, full).clone()
-        return local_momenta
+        return {"momentum": local_momenta}
 
-    def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
+    def load_state(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         """Set the momentum of a parameter from each rank's part of it."""
         for number, matrix in enumerate(self.matrices):
             if matrix.parameter is parameter:
-                full = self.parallel.gather(matrix.weight, parameter, values.to(matrix.local_part.device))
+                full = self.parallel.gather(matrix.weight, self.whole[parameter], values.to(parameter.device))
                 if number in self.changes:
-                    self.muon.load_state(self.changes[number], full)
+                    self.muon.load_state(name, self.changes[number], full)

@@ -17,6 +17,7 @@ import optax
 from jax import Array
 
 from textmill.config import LoraConfig, TrainConfig
+from textmill.errors import TextmillError
 from textmill.models import Shape, Weight
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
@@ -74,7 +75,11 @@ class Optimizer:
 
     def __init__(self, shape: Shape, train: TrainConfig, lora: LoraConfig | None, precision: Any) -> None:
         """`precision` is that of Muon's orthogonalisation."""
-        self.train, self.rules, self.precision = train, rules_of(shape, train, lora), precision
+        if train.optimizer not in ("adamw", "muon"):
+            raise TextmillError(f"train.optimizer: the JAX engine has no {train.optimizer}; set engine.kind=torch")
+        self.train = train
+        self.rules = rules_of(shape, train, lora)
+        self.precision = precision
         trained = [weight for weight in weights_with_adapters(shape, lora) if self.rules[weight.name].trained]
         self.matrices = {weight.name: weight for weight in trained if train.optimizer == "muon" and weight.muon}
         self.rest = [weight.name for weight in trained if weight.name not in self.matrices]
