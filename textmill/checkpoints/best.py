@@ -1,4 +1,6 @@
-"""BestRule: which of a run's checkpoints is the best one, by the metric that `train.best` names."""
+"""BestRule: which of a run's checkpoints is the best one, by the metric that `train.best` names; and BestStep, which
+stops a run early when there was no better one for long.
+"""
 
 from __future__ import annotations
 

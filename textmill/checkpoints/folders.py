@@ -9,7 +9,7 @@
     RUN/best -> step-0000900
 
 `find_checkpoint` chooses an intact checkpoint of a run, `open_model` opens whatever a user names as a model. writing.py
-writes such a folder, pruning.py removes old ones.
+writes such a folder and removes old ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Write a checkpoint folder, all ranks together; folders.py shows what is in it and reads it."""
+"""Write a checkpoint folder, all ranks together, and remove old ones; folders.py shows what is in it and reads it.
+
+A `FilePlan` says which tensors go into which file, and which rank writes it. Three tensors of 3 GB on two ranks, with
+files of at most 5 GB: model-00001-of-00003.safetensors is written by rank 0, -00002- by rank 1, -00003- by rank 0.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results, repo
 from textmill.storage.files import find_damage, remove_folder, replace_folder, try_remove, write_bytes, write_json
 from textmill.storage.stages import MANIFEST
 from textmill.storage.tensor_files import SHARD_INDEX, Named, encode_safetensors
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Default for the most bytes of tensors in one file."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,6 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, entries_by_rank: list
     write_json(folder / OPTIMIZER_MANIFEST, {"files": optimizer_files})
     write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
     replace_folder(folder, final)
-
-
-MAX_FILE_BYTES = 5_000_000_000
-"""Default for the most bytes of tensors in one file."""
 
 
 class FilePlan:

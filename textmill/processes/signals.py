@@ -1,4 +1,4 @@
-"""Stop signals of training: the first stops after the current step, the second (unless SIGHUP) exits at once."""
+"""Stop signals of a run, and exiting with the right code even if library threads are still running."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from textmill.track.console import Console, Throughput, new_console
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, JsonLines, NoteLines, truncate_after
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
+ID_FILE = "id.txt"
 
 
 class Tracker(Protocol):
@@ -167,9 +168,6 @@ def _import_tracker(kind: str) -> Any:
 def _warn(name: str, error: Exception) -> None:
     text = " ".join(str(error).split()) or "no reason given"
     warn(f"{name} is switched off: {type(error).__name__}: {text}; training continues")
-
-
-ID_FILE = "id.txt"
 
 
 def read_or_create_id(folder: Path, name: str, start: int) -> str:

@@ -1,4 +1,6 @@
-"""metrics.jsonl: one line per logged step, with exact numbers."""
+"""metrics.jsonl: one line per logged step, with exact numbers; and notes.jsonl: every note of a run with its time
+(starts, resumes, saves, skipped updates) and the environment.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from textmill import __version__
 from textmill.storage.files import write_bytes
 
 METRICS_FILE = "metrics.jsonl"
+NOTES_FILE = "notes.jsonl"
+PACKAGES = ("torch", "jax", "deepspeed", "numpy", "tokenizers")
 
 
 class JsonLines:
@@ -76,10 +80,6 @@ def _read_step(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError):
         return None
     return step if isinstance(step, int) else None
-
-
-NOTES_FILE = "notes.jsonl"
-PACKAGES = ("torch", "jax", "deepspeed", "numpy", "tokenizers")
 
 
 class NoteLines:

@@ -1,7 +1,8 @@
-"""Fill in the settings that `train.preset=auto` leaves open, once net, tokens and length of the run are known.
+"""`train.preset=auto`: learning rates, batch, weight decay and warm-up by formula, for any size.
 
-The formulas are in auto_settings.py. This module finds out what they need: the number of parameters, the unique tokens
-of the text, and how many tokens the run will see.
+`fill_auto_preset` finds out what the formulas need, once net, tokens and length of the run are known: the number of
+parameters, the unique tokens of the text, and how many tokens the run will see. `auto_settings` and what follows are
+pure arithmetic, which the planner of `textmill new` uses too. docs/autopilot.md has the source of every constant.
 """
 
 from __future__ import annotations
@@ -20,6 +21,38 @@ from textmill.storage.files import read_json
 from textmill.storage.stages import Force
 from textmill.tokens.splits import Splits, open_splits
 from textmill.training.start import choose_shape
+
+MUON_RATE = 0.125
+"""Muon's learning rate is this divided by the square root of the width."""
+MUON_ADAMW_RATE = 0.01
+"""With Muon: AdamW's learning rate of embeddings, biases and LayerNorms."""
+ADAMW_RATE = 0.46
+ADAMW_MAX_RATE = 3e-3
+"""AdamW's learning rate is the first divided by the width, at most the second."""
+BATCH_TOKENS = 16_000
+BATCH_AT = 30e6
+BATCH_POWER = 0.3
+"""Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
+MIN_STEPS = 2000
+"""The batch is small enough for this many steps."""
+ADAMW_BATCH = 2
+"""AdamW's batch is this many times Muon's."""
+MAX_WEIGHT_DECAY = 3.2
+"""The highest weight decay that was the best in a measurement."""
+WARMUP = 0.05
+MAX_WARMUP_STEPS = 2000
+"""Warm-up: a fraction of the run, but not more than so many steps."""
+TARGET_EPOCHS = 2.6
+TARGET_POWER = 0.45
+"""Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
+power of its parameters per token."""
+MAX_EPOCHS = 25
+"""More epochs than this do not help a net of any size."""
+TOKENS_PER_PARAMETER = 11
+"""Tokens to train on for each parameter of a net that is so small for its text that these take less."""
+SMALL_NET = 1e7
+SMALL_NET_POWER = 0.4
+"""Nets below this many parameters are best with fewer tokens for each, by this power of their size."""
 
 
 def fill_auto_preset(config: RunConfig, force: Force = "no", processes: int = 1) -> RunConfig:
@@ -108,39 +141,6 @@ def _round_batch(samples: float, multiple: int) -> int:
     batch = max(1, round(samples / multiple)) * multiple
     step = max(multiple, math.lcm(multiple, 1 << max(0, batch.bit_length() - 4)))
     return max(step, round(batch / step) * step)
-
-
-MUON_RATE = 0.125
-"""Muon's learning rate is this divided by the square root of the width."""
-MUON_ADAMW_RATE = 0.01
-"""With Muon: AdamW's learning rate of embeddings, biases and LayerNorms."""
-ADAMW_RATE = 0.46
-ADAMW_MAX_RATE = 3e-3
-"""AdamW's learning rate is the first divided by the width, at most the second."""
-BATCH_TOKENS = 16_000
-BATCH_AT = 30e6
-BATCH_POWER = 0.3
-"""Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
-MIN_STEPS = 2000
-"""The batch is small enough for this many steps."""
-ADAMW_BATCH = 2
-"""AdamW's batch is this many times Muon's."""
-MAX_WEIGHT_DECAY = 3.2
-"""The highest weight decay that was the best in a measurement."""
-WARMUP = 0.05
-MAX_WARMUP_STEPS = 2000
-"""Warm-up: a fraction of the run, but not more than so many steps."""
-TARGET_EPOCHS = 2.6
-TARGET_POWER = 0.45
-"""Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
-power of its parameters per token."""
-MAX_EPOCHS = 25
-"""More epochs than this do not help a net of any size."""
-TOKENS_PER_PARAMETER = 11
-"""Tokens to train on for each parameter of a net that is so small for its text that these take less."""
-SMALL_NET = 1e7
-SMALL_NET_POWER = 0.4
-"""Nets below this many parameters are best with fewer tokens for each, by this power of their size."""
 
 
 @dataclass(frozen=True)

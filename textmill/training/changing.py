@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config.load import read_yaml
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.tokens.batches.blend import DataRange, Source
-from textmill.tokens.splits import Splits, hash_sources
+from textmill.tokens.batches.blend import DataRange
+from textmill.tokens.splits import Splits
 
 CHANGEABLE = (
     "train.learning_rate",
@@ -81,35 +80,16 @@ def change_dropout(shape: Shape, made_from: dict[str, Any]) -> Shape:
 
 def add_range(checkpoint: Checkpoint, before: dict[str, Any], after: dict[str, Any], data: Splits) -> Ranges:
     """The step ranges of a run whose settings change from `before` to `after` at the step of a checkpoint."""
-    ranges: Ranges = list(checkpoint.progress.get("ranges", []))
+    ranges: Ranges = list(checkpoint.progress["ranges"])
     if not ranges:
-        ranges = [{"step": 0, "settings": _settings_of(before, after, _sources_of(checkpoint, before, data))}]
+        ranges = [{"step": 0, "settings": _settings_of(before, checkpoint.progress["sources"])}]
     earlier = [step_range for step_range in ranges if step_range["step"] < checkpoint.step]
-    return [*earlier, {"step": checkpoint.step, "settings": _settings_of(after, after, data.sources)}]
+    return [*earlier, {"step": checkpoint.step, "settings": _settings_of(after, data.sources)}]
 
 
-def _settings_of(values: dict[str, Any], defaults: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
-    """The settings of a step range; one that is newer than the checkpoint is taken from `defaults`."""
-    settings = {name: values.get(name, defaults[name]) for name in defaults if can_change(name)}
-    return {**settings, TOKENS: [list(source) for source in sources]}
-
-
-def _sources_of(checkpoint: Checkpoint, before: dict[str, Any], data: Splits) -> list[Source]:
-    """The token stores of a checkpoint and their weights; older checkpoints have only the weights, in run.yaml."""
-    if recorded := checkpoint.progress.get("sources"):
-        return [(fingerprint, weight) for fingerprint, weight in recorded]
-    if before[TOKENS] == data.fingerprint:
-        return data.sources
-    tokens_section = read_yaml(checkpoint.folder / "run.yaml")[0].get("tokens") or {}
-    entries = [entry for entry in tokens_section.get("use") or [] if isinstance(entry, dict)]
-    weights = [float(entry.get("weight", 1.0)) for entry in entries]
-    sources = [(name, weight) for (name, _), weight in zip(data.sources, weights, strict=False)]
-    if len(weights) != len(data.sources) or hash_sources(sources) != before[TOKENS]:
-        raise TextmillError(
-            f"--change: {checkpoint.folder} was written by an older version, which did not record its token stores "
-            "one by one; only their weights can change; set the others back"
-        )
-    return sources
+def _settings_of(values: dict[str, Any], sources: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    """The settings of a step range; `sources` are the token stores and their weights."""
+    return {**{name: values[name] for name in values if can_change(name)}, TOKENS: [list(source) for source in sources]}
 
 
 def data_ranges(ranges: Ranges) -> list[DataRange]:

@@ -1,14 +1,18 @@
-"""Divergence checks: report skipped optimizer updates, and end the run when too many are skipped in a row."""
+"""Divergence checks: report skipped optimizer updates, end the run when too many are skipped in a row, and when the
+replicas of a weight differ between ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from textmill.checkpoints.best import VALID_LOSS
 from textmill.checkpoints.folders import list_checkpoints
+from textmill.engines import Engine, Step
+from textmill.engines.spikes import SpikeGuard
 from textmill.errors import EXIT_USER, AlreadyReported, TextmillError
 from textmill.processes.ranks import Ranks
 from textmill.track import Trackers
@@ -21,29 +25,10 @@ MAX_SPIKES = 20
 """The run ends after this many updates in a row were skipped because of a loss spike."""
 
 
-class Step(Protocol):
-    """The part of a step's result that is needed here."""
-
-    @property
-    def skipped(self) -> bool: ...
-    @property
-    def scale(self) -> float | None: ...
-
-
-class SpikeCounts(Protocol):
-    """The part of an engine's spike guard that is needed here."""
-
-    threshold: float
-
-    def counts(self) -> dict[str, int]:
-        """left: updates skipped so far; streak: skipped in a row; last: the step of the last one."""
-        ...
-
-
 class SkippedUpdates:
     """Checks each logged step for a skipped update. All ranks see the same numbers; only rank 0 reports."""
 
-    def __init__(self, run: Path, guard: SpikeCounts | None, first: bool) -> None:
+    def __init__(self, run: Path, guard: SpikeGuard | None, first: bool) -> None:
         """`first` is whether this is rank 0."""
         self.run = run
         self.guard = guard
@@ -135,13 +120,7 @@ def _at_scale(scale: float | None) -> str:
     return "" if scale is None else f" at a loss scale of {scale:,.0f}"
 
 
-class HasReplicas(Protocol):
-    """The part of an engine that is needed here."""
-
-    def replica_checksums(self) -> dict[str, int]: ...
-
-
-def check_replicas(ranks: Ranks, engine: HasReplicas, step: int, every: int) -> None:
+def check_replicas(ranks: Ranks, engine: Engine, step: int, every: int) -> None:
     """Every `every` steps, compare the checksums of all ranks; the error names the weight and the deviating rank."""
     if ranks.world == 1 or step % every:
         return

@@ -1,7 +1,8 @@
-"""The content of a run folder: what each checkpoint contains, and what is removed when a run starts or resumes.
+"""The content of a run folder: what is removed when a run starts or resumes, what each checkpoint contains, and the
+thread that writes it.
 
-`open_run_folder` is called once, before the first step; `take_snapshot` for every checkpoint, which training/saving.py
-then writes in a thread.
+`open_run_folder` is called once, before the first step; `take_snapshot` for every checkpoint, which `Saver` writes
+while training continues, one at a time, on all ranks together.
 """
 
 from __future__ import annotations
@@ -50,6 +51,35 @@ INDEX_FOLDER = "index"
 """The folder of large data indexes, which all ranks of a run share."""
 
 
+def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
+    """Clean the run folder, write run.yaml and open all trackers; their first lines describe engine and run length."""
+    run = config.folder_of("train")
+    clean_run_folder(run, start.step)
+    write_text(run / RUN_YAML, add_yaml_checksum(config.to_yaml()))
+    rules = rules_of(start.shape, config.train, config.model.lora)
+    trained = [weight for weight in weights_with_adapters(start.shape, config.model.lora) if rules[weight.name].trained]
+    flops_per_token = start.shape.flops_per_token(run_length.sample_length, trained)
+    flops_per_token += teacher_flops(config, run_length.sample_length)
+    trackers = open_trackers(
+        config.track,
+        run,
+        steps=run_length.steps if run_length.known else None,
+        start=start.step,
+        tokens=run_length.tokens_after,
+        flops_per_token=flops_per_token,
+        peak_flops=facts["peak_flops"],
+        settings=config.model_dump(mode="json") | {"environment": environment(), "fingerprints": _fingerprints(start)},
+    )
+    for line in start.new_changes:
+        warn(f"changed since step {start.step}: {line}")
+    if start.changed_now:
+        trackers.mark(start.step, "; ".join(describe_changes(start.ranges)[start.step]))
+    action = f"resumes from step {start.step:,}" if start.step else "starts"
+    trackers.note(f"train: {describe_engine(facts)}; {action}")
+    trackers.note(f"train: {run_length.describe()}")
+    return trackers
+
+
 def clean_run_folder(run: Path, step: int) -> None:
     """Remove stopped.json and, for a new run (step 0), everything of the run before.
 
@@ -85,6 +115,22 @@ def remove_replaced(run: Path, step: int, saved: int) -> None:
             remove_folder(folder)
 
 
+def describe_engine(facts: dict[str, Any]) -> str:
+    """Parameters, device, precision and micro-batch in one line; with LoRA or frozen weights, how many are trained."""
+    parameters = facts["parameters"]
+    trained = facts["trained"]
+    trained_part = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
+    processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
+    compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
+    device = f"{processes}{facts['device']} in {facts['precision']}"
+    return f"{parameters:,} parameters{trained_part} on {device}, micro-batch {facts['micro_batch']}{compiling}"
+
+
+def _fingerprints(start: Start) -> dict[str, Any]:
+    """What identifies the inputs of a run: its tokens, tokenizer and first weights."""
+    return {key: start.made_from.get(key) for key in ("tokens", "tokenizer", "model.init_from")}
+
+
 def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
     """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml and the tokenizer."""
     shape = start.shape
@@ -98,51 +144,6 @@ def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str,
     texts["run.yaml"] = config.to_yaml()
     texts.update(data.tokenizer.files(shape.positions))
     return {name: text.encode() for name, text in texts.items()}
-
-
-def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
-    """Clean the run folder, write run.yaml and open all trackers; their first lines describe engine and run length."""
-    run = config.folder_of("train")
-    clean_run_folder(run, start.step)
-    write_text(run / RUN_YAML, add_yaml_checksum(config.to_yaml()))
-    rules = rules_of(start.shape, config.train, config.model.lora)
-    trained = [weight for weight in weights_with_adapters(start.shape, config.model.lora) if rules[weight.name].trained]
-    flops_per_token = start.shape.flops_per_token(run_length.sample_length, trained)
-    flops_per_token += teacher_flops(config, run_length.sample_length)
-    trackers = open_trackers(
-        config.track,
-        run,
-        steps=run_length.steps if run_length.known else None,
-        start=start.step,
-        tokens=run_length.tokens_after,
-        flops_per_token=flops_per_token,
-        peak_flops=facts["peak_flops"],
-        settings=config.model_dump(mode="json") | {"environment": environment(), "fingerprints": _fingerprints(start)},
-    )
-    for line in start.new_changes:
-        warn(f"changed since step {start.step}: {line}")
-    if start.changed_now:
-        trackers.mark(start.step, "; ".join(describe_changes(start.ranges)[start.step]))
-    action = f"resumes from step {start.step:,}" if start.step else "starts"
-    trackers.note(f"train: {describe_engine(facts)}; {action}")
-    trackers.note(f"train: {run_length.describe()}")
-    return trackers
-
-
-def _fingerprints(start: Start) -> dict[str, Any]:
-    """What identifies the inputs of a run: its tokens, tokenizer and first weights."""
-    return {key: start.made_from.get(key) for key in ("tokens", "tokenizer", "model.init_from")}
-
-
-def describe_engine(facts: dict[str, Any]) -> str:
-    """Parameters, device, precision and micro-batch in one line; with LoRA or frozen weights, how many are trained."""
-    parameters = facts["parameters"]
-    trained = facts["trained"]
-    trained_part = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
-    processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
-    compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
-    device = f"{processes}{facts['device']} in {facts['precision']}"
-    return f"{parameters:,} parameters{trained_part} on {device}, micro-batch {facts['micro_batch']}{compiling}"
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,12 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
     )
 
 
+def open_saver(run: Path, train: TrainConfig, start: int, ranks: Ranks) -> Saver:
+    """The saver of a run that starts or resumes at step `start`, over a process group of its own."""
+    rule = train.checkpoints
+    return Saver(run, keep=rule.keep, keep_every=rule.keep_every, ranks=ranks.new_group(), start=start)
+
+
 class Saver:
     """Writes checkpoints in a thread; `ranks` must be a process group that nothing else uses.
 
@@ -281,9 +288,3 @@ class Saver:
                 reason = f"cannot write a checkpoint ({error.strerror}); earlier checkpoints are intact"
                 raise Interrupted(f"{self.run}: {reason}; free some disk space and run the command again") from None
             raise error
-
-
-def open_saver(run: Path, train: TrainConfig, start: int, ranks: Ranks) -> Saver:
-    """The saver of a run that starts or resumes at step `start`, over a process group of its own."""
-    rule = train.checkpoints
-    return Saver(run, keep=rule.keep, keep_every=rule.keep_every, ranks=ranks.new_group(), start=start)

@@ -1,7 +1,9 @@
-"""What a run starts from: the model's shape, its weights, and the settings and inputs that decide the result.
+"""What a run starts from: a checkpoint of its own (`choose_start`, `_resume`), or step 0 of a new run (`start_new_run`)
+with random weights, the model of `model.init_from`, or new LoRA adapters on it.
 
-A `Start` comes from new_run.py (step 0) or from resuming.py (a checkpoint of the run); setup.py loads it into the
-engine.
+Two kinds of settings are compared with those of a checkpoint. Those that decide the result (`describe_inputs`) must be
+equal, unless `--change` or `--force` is given. The others, such as intervals, the length of the run or the mesh, may
+change; what changed is recorded in progress.json (`_list_recorded_changes`).
 """
 
 from __future__ import annotations
@@ -58,173 +60,49 @@ from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_voc
 from textmill.track import check_trackers
 from textmill.training.changing import Ranges, add_range, can_change, change_dropout, check_changes, describe_changes
 
-
-def start_new_run(config: RunConfig, data: Splits) -> Start:
-    """The start of a new run."""
-    init_model = open_model(config.model.init_from) if config.model.init_from else None
-    shape = choose_shape(config, data, init_model)
-    _check_objective(config.train, shape)
-    _check_pairs(config, shape)
-    if init_model is not None:
-        warn(f"model.init_from: using {describe_init_model(init_model, str(config.model.init_from))}")
-        shape, weights = _adapt_init_model(init_model, shape, config, data)
-    else:
-        _check_fit(shape, config, data, None)
-        weights = initial_weights(shape, config.train.seed)
-    check_training_data(config.train, data, config.train.length or shape.positions, shape.vocab)
-    fingerprint = fingerprint_weights(init_model.folder) if init_model else None
-    start = Start(
-        step=0,
-        shape=shape,
-        weights=weights,
-        moments=[],
-        updates=0,
-        source=str(init_model.folder) if init_model else "the initial weights",
-        made_from=describe_inputs(config, data, shape, fingerprint),
-    )
-    if config.model.lora and init_model:
-        return _add_adapters(start, config.model.lora, init_model, config)
-    return start
+IMPORTED = "imported"
+"""The folder, inside that of the run, of the imported model."""
+FAMILY_SHA256 = "model.family_sha256"
+"""The checksum of the user's own family file, among the inputs of a run."""
 
 
-def _adapt_init_model(
-    init_model: Checkpoint, shape: Shape, config: RunConfig, data: Splits
-) -> tuple[Shape, Iterable[Named]]:
-    """The model of `model.init_from` with the blocks, vocabulary, positions and head that this run needs."""
-    transfer = transfer_vocabulary(init_model.tokenizer, data.tokenizer, shape.vocab)
-    weights: Iterable[Named] = init_model.weights()
-    if layers := config.model.init_layers:
-        weights = select_layer_weights(weights, shape, layers)
-        shape = select_layers(shape, layers)
-        print(f"train: {len(layers)} blocks of {read_shape(init_model.folder).layers}: {layers}", flush=True)
-    shape = _resize_shape(shape, data, init_model, transfer)
-    _check_fit(shape, config, data, init_model)
-    weights = resize_weights(weights, shape, transfer.kept, transfer.new)
-    if label_head_of(shape):
-        weights = replace_heads(weights, shape, config.train.seed)
-    return shape, weights
+@dataclass(frozen=True)
+class Start:
+    """The state from which a run starts or resumes."""
 
-
-def check_start(config: RunConfig) -> None:
-    """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
-    check_trackers(config.track)
-    check_teachers(config)
-    if config.tokenizer.use and not config.tokens.use:
-        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
-    family = open_family(config.model.family)
-    if config.model.init_from:
-        shape = read_shape(open_model(config.model.init_from).folder)
-        shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
-        chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
-        _check_length(config.train, chosen or shape.positions)
-    else:
-        shape = family.shape_of(config.model, vocab=1, eos_id=0)
-    if config.corpus.labels:
-        shape = with_label_head(shape, config.corpus.labels, ["", ""])
-    _check_objective(config.train, shape)
-    _check_pairs(config, shape)
-    rules_of(shape, config.train, config.model.lora)
-
-
-def _check_objective(train: TrainConfig, shape: Shape) -> None:
-    """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
-    layout = train.layout
-    pairs = train.masked.pairs
-    objective = open_family(shape.family).OBJECTIVE
-    layout_objectives = objectives_of(layout)
-    if layout == "labelled":
-        return  # the family has a head for it, or `with_label_head` refused it
-    if head := label_head_of(shape):
-        raise TextmillError(
-            f"model.init_from: was finetuned for {head[0]}, and train.layout={layout} needs a model that predicts "
-            "tokens; name the model that it was finetuned from"
-        )
-    if objective not in layout_objectives:
-        fitting_layout = "masked" if objective == "masked" else "packed"
-        raise TextmillError(
-            f"train.layout: {layout} has labels for {layout_objectives[0]}, but a {shape.family} is trained for "
-            f"{objective}; set train.layout={fitting_layout}, or another model.family"
-        )
-    if layout == "masked" and not getattr(shape, "masked_head", True):
-        raise TextmillError(
-            "model.init_from: the model has no head for masked tokens, so its masked training cannot go on; use a "
-            "folder of BertForMaskedLM or BertForPreTraining"
-        )
-    if layout == "masked" and pairs != "none" and not getattr(shape, "pair_head", False):
-        raise TextmillError(
-            f"train.masked.pairs: {pairs} needs a pair head, which this model does not have; "
-            "set train.masked.pairs=none, or model.shape.pair_head=true for a new model"
-        )
-
-
-def _check_pairs(config: RunConfig, shape: Shape) -> None:
-    """Refuse pairs of texts for a net that knows one segment."""
-    corpus = config.corpus
-    other = "use another model.init_from"
-    if config.train.layout == "masked" and (pairs := config.train.masked.pairs) != "none":
-        check_segments(shape, f"train.masked.pairs: {pairs}", f"set train.masked.pairs=none, or {other}")
-    if corpus.labels == "question-answering":
-        check_segments(shape, f"corpus.labels: {corpus.labels}", other)
-    if corpus.labels == "sequence-classification" and "+" in corpus.text_key:
-        check_segments(shape, f"corpus.text_key: {corpus.text_key}", f"name one text, or {other}")
-
-
-def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config: RunConfig) -> Start:
-    """Add new LoRA adapters; weights of the base that were resized are saved with them."""
-    folder = init_model.folder
-    if is_adapter(folder):
-        advice = f"textmill export {shlex.quote(str(folder))} export.folder=MERGED, then model.init_from=MERGED"
-        raise TextmillError(f"model.init_from: {folder} is an adapter itself; merge it first: {advice}")
-    weights = list(start.weights)
-    before = dict(known_weights(start.shape, init_model.weights()))
-    trained = {weight.name for weight in trained_with_adapters(start.shape, lora)}  # saved in any case
-    changed = [
-        (name, values) for name, values in weights if name not in trained and not np.array_equal(values, before[name])
-    ]
-    weights += initial_adapters(start.shape, lora, config.train.seed)
-    # A hub name works on every machine; a folder is recorded by its full path.
-    base = str(config.model.init_from)
-    if Path(base).is_dir():
-        base = str(folder.resolve())
-    return replace(start, weights=weights, base=base, changed_weights=changed)
-
-
-def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: VocabularyTransfer) -> Shape:
-    """The shape of `model.init_from` with the vocabulary and positions of this run.
-
-    A new vocabulary or a chat template also decides the end token.
-    """
-    if transfer.summary and transfer.kept is None:
-        print(f"train: {transfer.summary}", flush=True)
-    elif transfer.summary:  # a new vocabulary: intended, or tokenizer.use was forgotten
-        warn(transfer.summary)
-    before = read_shape(init_model.folder).positions
-    if shape.positions != before:
-        is_learned = any(weight.by_position for weight in weights_of(shape))
-        longer = "interpolated" if is_learned else "the net has no weights for them; it must learn the new ones"
-        method = longer if shape.positions > before else "the first ones"
-        print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
-    keeps_end = transfer.kept is None and data.tokenizer.chat is None
-    return replace(shape, vocab=transfer.rows, eos_id=shape.eos_id if keeps_end else data.tokenizer.eos_id)
-
-
-def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
-    """Check that the tokenizer and the sample length fit the model."""
-    if data.tokenizer.vocab > shape.vocab:
-        model = init_model.folder if init_model else "the model"
-        raise TextmillError(
-            f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
-            f"tokenize with the model's own tokenizer: tokenizer.use={init_model.folder if init_model else 'FOLDER'}"
-        )
-    _check_length(config.train, shape.positions)
-
-
-def _check_length(train: TrainConfig, positions: int) -> None:
-    if (train.length or 0) > positions:
-        raise TextmillError(
-            f"train.length: {train.length} is longer than the model's {positions} positions; lower it, or set "
-            f"model.shape.positions={train.length}"
-        )
+    step: int
+    shape: Shape
+    weights: Iterable[Named]
+    moments: Iterable[Named]
+    """The optimizer state; empty for a new run."""
+    updates: int
+    """Optimizer updates done so far, without skipped ones."""
+    source: str
+    """Where the weights come from, for error messages."""
+    made_from: dict[str, Any]
+    """Settings and inputs that decide the result; a resumed run must have the same ones."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Settings that were changed in mid-run, by step."""
+    new_changes: list[str] = field(default_factory=list)
+    """Those that were changed since the checkpoint, to be reported when the run resumes."""
+    ranges: list[dict[str, Any]] = field(default_factory=list)
+    """The settings of each step range, if some were changed with `--change`."""
+    changed_now: bool = False
+    """Whether the last of these ranges starts now."""
+    sources: list[Source] = field(default_factory=list)
+    """The token stores of the blend and their weights."""
+    base: str | None = None
+    """LoRA: the base model, by folder or hub name."""
+    changed_weights: list[Named] = field(default_factory=list)
+    """LoRA: full weights that differ from the base's, such as a resized embedding."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """fp16: the state of the loss scale."""
+    spikes: dict[str, Any] = field(default_factory=dict)
+    """`train.spikes.threshold`: the state of the spike guard."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """`train.best`: the best value of the metric so far, and how often it was measured since."""
+    run_length: dict[str, Any] = field(default_factory=dict)
+    """`train.minutes`: the number of steps that was computed."""
 
 
 def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice, change: bool = False) -> Start:
@@ -242,7 +120,7 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
     shape = choose_shape(config, data, checkpoint if config.model.init_from else None)
     fingerprint = _fingerprint_init_from(config.model.init_from, before["model.init_from"])
     after = describe_inputs(config, data, shape, fingerprint)
-    changes = list_changes(_with_normalized_targets(before, shape), after)
+    changes = list_changes(before, after)
     if not changes:
         return _resume(config, data, checkpoint)
     if change:
@@ -289,15 +167,6 @@ def _setting_of(line: str) -> str:
     return line.partition(" ")[0]
 
 
-def _with_normalized_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Recorded inputs whose LoRA targets, as older runs listed them, are written as today's."""
-    lora = before.get("model.lora")
-    if not lora:
-        return before
-    targets = normalized_targets(shape, LoraConfig(targets=lora["targets"]))
-    return {**before, "model.lora": {**lora, "targets": targets}}
-
-
 def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
     """The start from a checkpoint, with its optimizer state and all that it stores of the run so far."""
     progress = checkpoint.progress
@@ -313,11 +182,11 @@ def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
         made_from=progress["made_from"],
         changes=progress["changes"] + [{"step": checkpoint.step, "change": line} for line in changes],
         new_changes=changes,
-        loss_scale=progress.get("scaling", {}),
-        spikes=progress.get("spikes", {}),
-        run_length=progress.get("run_length", {}),
-        best=progress.get("best", {}),
-        ranges=progress.get("ranges", []),
+        loss_scale=progress["scaling"],
+        spikes=progress["spikes"],
+        run_length=progress["run_length"],
+        best=progress["best"],
+        ranges=progress["ranges"],
     )
     if config.model.lora is None:
         return start
@@ -385,8 +254,172 @@ def _fingerprint_init_from(init_from: str | None, recorded: str | None) -> str |
     return fingerprint
 
 
-IMPORTED = "imported"
-"""The folder, inside that of the run, of the imported model."""
+def start_new_run(config: RunConfig, data: Splits) -> Start:
+    """The start of a new run."""
+    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    shape = choose_shape(config, data, init_model)
+    _check_objective(config.train, shape)
+    _check_pairs(config, shape)
+    if init_model is not None:
+        warn(f"model.init_from: using {describe_init_model(init_model, str(config.model.init_from))}")
+        shape, weights = _adapt_init_model(init_model, shape, config, data)
+    else:
+        _check_fit(shape, config, data, None)
+        weights = initial_weights(shape, config.train.seed)
+    check_training_data(config.train, data, config.train.length or shape.positions, shape.vocab)
+    fingerprint = fingerprint_weights(init_model.folder) if init_model else None
+    start = Start(
+        step=0,
+        shape=shape,
+        weights=weights,
+        moments=[],
+        updates=0,
+        source=str(init_model.folder) if init_model else "the initial weights",
+        made_from=describe_inputs(config, data, shape, fingerprint),
+    )
+    if config.model.lora and init_model:
+        return _add_adapters(start, config.model.lora, init_model, config)
+    return start
+
+
+def _adapt_init_model(
+    init_model: Checkpoint, shape: Shape, config: RunConfig, data: Splits
+) -> tuple[Shape, Iterable[Named]]:
+    """The model of `model.init_from` with the blocks, vocabulary, positions and head that this run needs."""
+    transfer = transfer_vocabulary(init_model.tokenizer, data.tokenizer, shape.vocab)
+    weights: Iterable[Named] = init_model.weights()
+    if layers := config.model.init_layers:
+        weights = select_layer_weights(weights, shape, layers)
+        shape = select_layers(shape, layers)
+        print(f"train: {len(layers)} blocks of {read_shape(init_model.folder).layers}: {layers}", flush=True)
+    shape = _resize_shape(shape, data, init_model, transfer)
+    _check_fit(shape, config, data, init_model)
+    weights = resize_weights(weights, shape, transfer.kept, transfer.new)
+    if label_head_of(shape):
+        weights = replace_heads(weights, shape, config.train.seed)
+    return shape, weights
+
+
+def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: VocabularyTransfer) -> Shape:
+    """The shape of `model.init_from` with the vocabulary and positions of this run.
+
+    A new vocabulary or a chat template also decides the end token.
+    """
+    if transfer.summary and transfer.kept is None:
+        print(f"train: {transfer.summary}", flush=True)
+    elif transfer.summary:  # a new vocabulary: intended, or tokenizer.use was forgotten
+        warn(transfer.summary)
+    before = read_shape(init_model.folder).positions
+    if shape.positions != before:
+        is_learned = any(weight.by_position for weight in weights_of(shape))
+        longer = "interpolated" if is_learned else "the net has no weights for them; it must learn the new ones"
+        method = longer if shape.positions > before else "the first ones"
+        print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
+    keeps_end = transfer.kept is None and data.tokenizer.chat is None
+    return replace(shape, vocab=transfer.rows, eos_id=shape.eos_id if keeps_end else data.tokenizer.eos_id)
+
+
+def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config: RunConfig) -> Start:
+    """Add new LoRA adapters; weights of the base that were resized are saved with them."""
+    folder = init_model.folder
+    if is_adapter(folder):
+        advice = f"textmill export {shlex.quote(str(folder))} export.folder=MERGED, then model.init_from=MERGED"
+        raise TextmillError(f"model.init_from: {folder} is an adapter itself; merge it first: {advice}")
+    weights = list(start.weights)
+    before = dict(known_weights(start.shape, init_model.weights()))
+    trained = {weight.name for weight in trained_with_adapters(start.shape, lora)}  # saved in any case
+    changed = [
+        (name, values) for name, values in weights if name not in trained and not np.array_equal(values, before[name])
+    ]
+    weights += initial_adapters(start.shape, lora, config.train.seed)
+    # A hub name works on every machine; a folder is recorded by its full path.
+    base = str(config.model.init_from)
+    if Path(base).is_dir():
+        base = str(folder.resolve())
+    return replace(start, weights=weights, base=base, changed_weights=changed)
+
+
+def check_start(config: RunConfig) -> None:
+    """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
+    check_trackers(config.track)
+    check_teachers(config)
+    if config.tokenizer.use and not config.tokens.use:
+        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
+    family = open_family(config.model.family)
+    if config.model.init_from:
+        shape = read_shape(open_model(config.model.init_from).folder)
+        shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
+        chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
+        _check_length(config.train, chosen or shape.positions)
+    else:
+        shape = family.shape_of(config.model, vocab=1, eos_id=0)
+    if config.corpus.labels:
+        shape = with_label_head(shape, config.corpus.labels, ["", ""])
+    _check_objective(config.train, shape)
+    _check_pairs(config, shape)
+    rules_of(shape, config.train, config.model.lora)
+
+
+def _check_objective(train: TrainConfig, shape: Shape) -> None:
+    """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
+    layout = train.layout
+    pairs = train.masked.pairs
+    objective = open_family(shape.family).OBJECTIVE
+    layout_objectives = objectives_of(layout)
+    if layout == "labelled":
+        return  # the family has a head for it, or `with_label_head` refused it
+    if head := label_head_of(shape):
+        raise TextmillError(
+            f"model.init_from: was finetuned for {head[0]}, and train.layout={layout} needs a model that predicts "
+            "tokens; name the model that it was finetuned from"
+        )
+    if objective not in layout_objectives:
+        fitting_layout = "masked" if objective == "masked" else "packed"
+        raise TextmillError(
+            f"train.layout: {layout} has labels for {layout_objectives[0]}, but a {shape.family} is trained for "
+            f"{objective}; set train.layout={fitting_layout}, or another model.family"
+        )
+    if layout == "masked" and not getattr(shape, "masked_head", True):
+        raise TextmillError(
+            "model.init_from: the model has no head for masked tokens, so its masked training cannot go on; use a "
+            "folder of BertForMaskedLM or BertForPreTraining"
+        )
+    if layout == "masked" and pairs != "none" and not getattr(shape, "pair_head", False):
+        raise TextmillError(
+            f"train.masked.pairs: {pairs} needs a pair head, which this model does not have; "
+            "set train.masked.pairs=none, or model.shape.pair_head=true for a new model"
+        )
+
+
+def _check_pairs(config: RunConfig, shape: Shape) -> None:
+    """Refuse pairs of texts for a net that knows one segment."""
+    corpus = config.corpus
+    other = "use another model.init_from"
+    if config.train.layout == "masked" and (pairs := config.train.masked.pairs) != "none":
+        check_segments(shape, f"train.masked.pairs: {pairs}", f"set train.masked.pairs=none, or {other}")
+    if corpus.labels == "question-answering":
+        check_segments(shape, f"corpus.labels: {corpus.labels}", other)
+    if corpus.labels == "sequence-classification" and "+" in corpus.text_key:
+        check_segments(shape, f"corpus.text_key: {corpus.text_key}", f"name one text, or {other}")
+
+
+def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
+    """Check that the tokenizer and the sample length fit the model."""
+    if data.tokenizer.vocab > shape.vocab:
+        model = init_model.folder if init_model else "the model"
+        raise TextmillError(
+            f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
+            f"tokenize with the model's own tokenizer: tokenizer.use={init_model.folder if init_model else 'FOLDER'}"
+        )
+    _check_length(config.train, shape.positions)
+
+
+def _check_length(train: TrainConfig, positions: int) -> None:
+    if (train.length or 0) > positions:
+        raise TextmillError(
+            f"train.length: {train.length} is longer than the model's {positions} positions; lower it, or set "
+            f"model.shape.positions={train.length}"
+        )
 
 
 def use_imported_model(config: RunConfig, *, write: bool = True) -> RunConfig:
@@ -411,49 +444,6 @@ def _may_be_foreign(path: Path) -> bool:
         return path.is_file()
     runs = map(list_checkpoints, (path, path / "run"))
     return not is_adapter(path) and not any(path.glob("*.safetensors")) and not any(runs)
-
-
-FAMILY_SHA256 = "model.family_sha256"
-"""The checksum of the user's own family file, among the inputs of a run."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state from which a run starts or resumes."""
-
-    step: int
-    shape: Shape
-    weights: Iterable[Named]
-    moments: Iterable[Named]
-    """The optimizer state; empty for a new run."""
-    updates: int
-    """Optimizer updates done so far, without skipped ones."""
-    source: str
-    """Where the weights come from, for error messages."""
-    made_from: dict[str, Any]
-    """Settings and inputs that decide the result; a resumed run must have the same ones."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    """Settings that were changed in mid-run, by step."""
-    new_changes: list[str] = field(default_factory=list)
-    """Those that were changed since the checkpoint, to be reported when the run resumes."""
-    ranges: list[dict[str, Any]] = field(default_factory=list)
-    """The settings of each step range, if some were changed with `--change`."""
-    changed_now: bool = False
-    """Whether the last of these ranges starts now."""
-    sources: list[Source] = field(default_factory=list)
-    """The token stores of the blend and their weights."""
-    base: str | None = None
-    """LoRA: the base model, by folder or hub name."""
-    changed_weights: list[Named] = field(default_factory=list)
-    """LoRA: full weights that differ from the base's, such as a resized embedding."""
-    loss_scale: dict[str, float] = field(default_factory=dict)
-    """fp16: the state of the loss scale."""
-    spikes: dict[str, Any] = field(default_factory=dict)
-    """`train.spikes.threshold`: the state of the spike guard."""
-    best: dict[str, Any] = field(default_factory=dict)
-    """`train.best`: the best value of the metric so far, and how often it was measured since."""
-    run_length: dict[str, Any] = field(default_factory=dict)
-    """`train.minutes`: the number of steps that was computed."""
 
 
 def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None) -> Shape:
@@ -491,8 +481,6 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
     lora = config.model.lora.model_dump() if config.model.lora else None
     if lora and config.model.lora:
         lora["targets"] = normalized_targets(shape, config.model.lora)
-    if lora and not lora["dropout"]:
-        del lora["dropout"]  # runs older than lora.dropout still resume
     inputs = {
         "model.init_from": weights_fingerprint,
         "model.init_layers": config.model.init_layers or None,

@@ -37,6 +37,10 @@ TIMED_BATCHES = 3
 SAVED_BYTES = 12
 SAVE_SPEED = 1e9
 """Bytes of a trained weight in a checkpoint (the weight and two moments), and bytes written per second."""
+CHECKED_EXAMPLES = 2
+"""Examples of each task that are measured before the first step, to find mistakes then."""
+EVERY_TOKEN = ("packed", "padded", "features")
+"""Layouts in which every token has a loss, so that the loss of a token is that of its bytes."""
 
 
 class Validation:
@@ -132,10 +136,6 @@ class Validation:
         )
 
 
-CHECKED_EXAMPLES = 2
-"""Examples of each task that are measured before the first step, to find mistakes then."""
-
-
 class TrainingTasks:
     """The tasks of a run. The engine's weights are copied into a net of their own, which is freed after the tasks."""
 
@@ -211,10 +211,6 @@ class TrainingTasks:
         if self.start.base is not None:
             yield from read_base(Path(find_model_folder(self.start.base)), dict(self.start.changed_weights))
         yield from self.engine.weights()
-
-
-EVERY_TOKEN = ("packed", "padded", "features")
-"""Layouts in which every token has a loss, so that the loss of a token is that of its bytes."""
 
 
 def bits_factor(data: Splits, split: str, train: TrainConfig) -> float | None:

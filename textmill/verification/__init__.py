@@ -1,4 +1,6 @@
-"""The command verify: train a small copy of a parallel config on this machine and compare it with one process."""
+"""The command verify: train a small copy of a parallel config on this machine, compare it with one process, and name
+the likely cause of a difference.
+"""
 
 from __future__ import annotations
 

@@ -56,6 +56,9 @@ REPLACED_KEYS = (
     "scheduler",
 )
 """Keys of a user's DeepSpeed JSON that a small copy replaces."""
+MOST_TEACHERS = 2
+MOST_TOKENS = 10
+"""Most teachers of a small copy, and most tokens of `train.distil.top_k` there."""
 
 
 @dataclass(frozen=True)
@@ -263,11 +266,6 @@ def build_batches(config: RunConfig) -> Iterator[Batch]:
         if config.train.packed.isolate_documents:
             documents = 1 + (np.arange(LENGTH)[None] >= random.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
         yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)
-
-
-MOST_TEACHERS = 2
-MOST_TOKENS = 10
-"""Most teachers of a small copy, and most tokens of `train.distil.top_k` there."""
 
 
 def shrink_distil(distil: DistilConfig) -> DistilConfig:
