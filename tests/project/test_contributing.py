@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -16,7 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import textmill.commands
 import textmill.config.usage
 import textmill.corpus.formats
+import textmill.engines.optimizers
 import textmill.evaluation.tasks
+from tests.support.engine_runs import batch_of, config_of, started
 from textmill.cli import main
 from textmill.commands import table
 from textmill.config import TokenizerConfig
@@ -111,3 +114,23 @@ def test_add_a_data_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     bad = [json.loads(line) for line in (tmp_path / "corpus" / "quarantine.jsonl").read_text("utf-8").splitlines()]
     assert {row["place"] for row in bad} == {"line 4"}
     monkeypatch.delitem(sys.modules, "textmill.corpus.formats.fortune")
+
+
+def test_add_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = code_blocks("add-an-optimizer.md")
+    (tmp_path / "lion_torch.py").write_text(file, encoding="utf-8")
+    folders = [*textmill.engines.optimizers.__path__, str(tmp_path)]
+    monkeypatch.setattr(textmill.engines.optimizers, "__path__", folders)
+    importlib.invalidate_caches()
+    config = config_of("torch", learning_rate=1e-3, weight_decay=0.0)
+    train = config.train.model_copy(update={"optimizer": "lion"})
+    engine = started(config.model_copy(update={"train": train}))
+    matrix = "transformer.h.0.mlp.c_fc.weight"
+    before = dict(engine.weights())[matrix].copy()
+    losses = [engine.train_step(batch_of(0), 0, 1e-3).loss]
+    change = np.abs(dict(engine.weights())[matrix] - before)
+    assert change == pytest.approx(1e-3, rel=1e-2), "every number moves by the learning rate"
+    losses += [engine.train_step(batch_of(step), step, 1e-3).loss for step in range(1, 40)]
+    assert losses[-1] < losses[0] - 0.3
+    assert any("momentum" in name and matrix in name for name, _ in engine.moments())
+    monkeypatch.delitem(sys.modules, "textmill.engines.optimizers.lion_torch")
