@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.clean import languages
-from textmill.corpus.clean.cleaner import Cleaner, check_packages, is_blocked, registered_name
+from textmill.corpus.clean.cleaner import Cleaner, check_packages
 from textmill.corpus.clean.filters import (
     character_fractions,
     find_words,
+    is_blocked,
+    registered_name,
     repeated_line_fraction,
     repeated_ngram_fraction,
     split_words,

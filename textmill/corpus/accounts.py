@@ -46,7 +46,7 @@ def _empty_counts() -> Counts:
 
 def _add(total: Counts, counts_to_add: Counts) -> None:
     for key in ("records", "kept", "quarantined", "quarantined_bytes"):
-        total[key] += counts_to_add.get(key, 0)  # chunks of an older version have no bytes
+        total[key] += counts_to_add.get(key, 0)
     for key in ("changed", "dropped"):
         total[key] = dict(sorted((Counter(total[key]) + Counter(counts_to_add[key])).items()))
 

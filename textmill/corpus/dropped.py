@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from textmill.corpus.chunk_task import ChunkTask
-from textmill.corpus.shards import new_shard, open_shard
+from textmill.corpus.shards import new_shard, open_shard, take_rows
 from textmill.storage.files import read_json
 
 SCHEMA = pa.schema(
@@ -68,7 +68,7 @@ def write_dropped(task: ChunkTask) -> None:
                 writer.add(_to_table(batch, source, batch["rule"]))
         repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
         if len(repeats):
-            texts = _take(task.path("parquet"), ["text", "id"], repeats["row"])
+            texts = take_rows(task.path("parquet"), ["text", "id"], repeats["row"])
             rules = pa.array([NEAR if is_near else EXACT for is_near in repeats["near"].tolist()], pa.string())
             repeated_sources = pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string())
             repeated_ids = pa.array(_repeated_ids(task.folder / "work", repeats), pa.string())
@@ -77,7 +77,7 @@ def write_dropped(task: ChunkTask) -> None:
         if task.config.decontaminate and task.config.decontaminate_action == "drop":
             rows = task.read_contaminated()
             if len(rows):
-                texts = _take(task.path("parquet"), ["text", "id"], rows)
+                texts = take_rows(task.path("parquet"), ["text", "id"], rows)
                 writer.add(_to_table(texts, source, pa.array([CONTAMINATED] * len(rows), pa.string())))
 
 
@@ -94,22 +94,7 @@ def _repeated_ids(work: Path, repeats: NDArray[Any]) -> list[str]:
     ids = [""] * len(repeats)
     for chunk in np.unique(repeats["chunk"]).tolist():
         places = np.flatnonzero(repeats["chunk"] == chunk)
-        repeated = _take(work / f"{chunk:05d}.parquet", ["id"], repeats["other"][places])
+        repeated = take_rows(work / f"{chunk:05d}.parquet", ["id"], repeats["other"][places])
         for place, id_ in zip(places.tolist(), repeated["id"].to_pylist(), strict=True):
             ids[place] = id_
     return ids
-
-
-def _take(path: Path, columns: list[str], rows: NDArray[np.int64]) -> pa.Table:
-    """Some rows of a shard, in the order that they are named."""
-    with open_shard(path) as shard:
-        tables = []
-        start = 0
-        for group in range(shard.num_row_groups):
-            count = shard.metadata.row_group(group).num_rows
-            group_rows = np.unique(rows[(rows >= start) & (rows < start + count)])
-            if len(group_rows):
-                table = shard.read_row_group(group, columns, use_threads=False)
-                tables.append(table.take(pa.array(group_rows - start)))
-            start += count
-    return pa.concat_tables(tables).take(pa.array(np.searchsorted(np.unique(rows), rows)))

@@ -26,6 +26,56 @@ GROUP_BYTES = 16 << 20
 GROUP_ROWS = 1 << 16
 """A row group ends at this many bytes or rows."""
 BATCH_ROWS = 1024
+CACHED_GROUPS = 4
+"""Row groups kept in memory."""
+
+
+def open_corpus(folder: Path | str, split: Split | None = None) -> Corpus:
+    """Open the prepared corpus in a folder: one split, or all splits in order."""
+    folder = Path(folder)
+    open_manifest(folder, "prepare")
+    return Corpus([path for name in ([split] if split else SPLITS) for path in list_shards(folder, name)])
+
+
+class Corpus(Sequence[Document]):
+    """Documents by position; a row group is read when it is first needed."""
+
+    def __init__(self, shards: list[Path]) -> None:
+        self.shards = shards
+        self._groups: list[tuple[Path, int]] = []
+        rows = []
+        for path in shards:
+            for group, count in enumerate(count_group_rows(path)):
+                self._groups.append((path, group))
+                rows.append(count)
+        self._group_ends: NDArray[np.int64] = np.cumsum(rows, dtype=np.int64)
+        self._cached_columns = lru_cache(maxsize=CACHED_GROUPS)(self._read_columns)
+
+    def __len__(self) -> int:
+        return int(self._group_ends[-1]) if len(self._group_ends) else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"document {index} is out of range; the corpus has {len(self):,}")
+        group = int(np.searchsorted(self._group_ends, position, side="right"))
+        row = position - (int(self._group_ends[group - 1]) if group else 0)
+        return Document(*(column[row].as_py() for column in self._cached_columns(group)))
+
+    def __iter__(self) -> Iterator[Document]:
+        for path in self.shards:
+            yield from read_documents(path)
+
+    def _read_columns(self, group: int) -> list[Any]:
+        path, number = self._groups[group]
+        (table,) = read_groups(path, [number], ["text", "source", "id"])
+        return [table.column(name) for name in ("text", "source", "id")]
 
 
 def shard_name(split: Split, number: int) -> str:
@@ -52,6 +102,18 @@ def read_texts(path: Path) -> Iterator[list[str]]:
     """Yield the texts of a shard, in batches."""
     for batch in _batches(path, ["text"]):
         yield batch.column(0).to_pylist()
+
+
+def read_places(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the source and id of each document, without reading the texts."""
+    for batch in _batches(path, ["source", "id"]):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def count_documents(path: Path) -> int:
+    """The number of documents in a shard."""
+    with open_shard(path) as shard:
+        return int(shard.metadata.num_rows)
 
 
 def count_group_rows(path: Path) -> list[int]:
@@ -83,16 +145,19 @@ def read_groups(
                 yield pa.Table.from_batches([next(batches)])
 
 
-def count_documents(path: Path) -> int:
-    """The number of documents in a shard."""
+def take_rows(path: Path, columns: list[str], rows: NDArray[np.int64]) -> pa.Table:
+    """Some rows of a shard, in the order that they are named."""
     with open_shard(path) as shard:
-        return int(shard.metadata.num_rows)
-
-
-def read_places(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the source and id of each document, without reading the texts."""
-    for batch in _batches(path, ["source", "id"]):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        tables = []
+        start = 0
+        for group in range(shard.num_row_groups):
+            count = shard.metadata.row_group(group).num_rows
+            group_rows = np.unique(rows[(rows >= start) & (rows < start + count)])
+            if len(group_rows):
+                table = shard.read_row_group(group, columns, use_threads=False)
+                tables.append(table.take(pa.array(group_rows - start)))
+            start += count
+    return pa.concat_tables(tables).take(pa.array(np.searchsorted(np.unique(rows), rows)))
 
 
 @contextmanager
@@ -120,11 +185,23 @@ def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
 
 def _check_columns(path: Path, shard: pq.ParquetFile, columns: list[str]) -> list[str]:
     names: list[str] = shard.schema_arrow.names
-    # The first version's shards have no "meta", and plain text has no "messages".
-    missing = set(columns) - {*names, "meta", "messages"}
+    missing = set(columns) - {*names, "messages"}  # only conversations have messages
     if missing:
         raise TextmillError(f"{path}: not a corpus shard; found the columns {names}; missing: {sorted(missing)}")
     return names
+
+
+@contextmanager
+def new_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd") -> Iterator[ShardWriter]:
+    """Open a new shard for writing; the file is written atomically."""
+    options: dict[str, Any] = {"compression": compression, "write_statistics": False, "write_page_checksum": True}
+    with (
+        atomic_writer(path) as stream,
+        pq.ParquetWriter(stream, schema, use_dictionary=["source"], **options) as writer,
+    ):
+        shard = ShardWriter(writer)
+        yield shard
+        shard.flush()
 
 
 class ShardWriter:
@@ -150,70 +227,3 @@ class ShardWriter:
             table = pa.concat_tables(self.pending).combine_chunks()
             self.writer.write_table(table, row_group_size=max(table.num_rows, 1))
             self.pending = []
-
-
-@contextmanager
-def new_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd") -> Iterator[ShardWriter]:
-    """Open a new shard for writing; the file is written atomically."""
-    options: dict[str, Any] = {"compression": compression, "write_statistics": False, "write_page_checksum": True}
-    with (
-        atomic_writer(path) as stream,
-        pq.ParquetWriter(stream, schema, use_dictionary=["source"], **options) as writer,
-    ):
-        shard = ShardWriter(writer)
-        yield shard
-        shard.flush()
-
-
-CACHED_GROUPS = 4
-"""Row groups kept in memory."""
-
-
-class Corpus(Sequence[Document]):
-    """Documents by position; a row group is read when it is first needed."""
-
-    def __init__(self, shards: list[Path]) -> None:
-        self.shards = shards
-        self._groups: list[tuple[Path, int]] = []
-        rows = []
-        for path in shards:
-            with open_shard(path) as shard:
-                for group in range(shard.num_row_groups):
-                    self._groups.append((path, group))
-                    rows.append(shard.metadata.row_group(group).num_rows)
-        self._group_ends: NDArray[np.int64] = np.cumsum(rows, dtype=np.int64)
-        self._cached_columns = lru_cache(maxsize=CACHED_GROUPS)(self._read_columns)
-
-    def __len__(self) -> int:
-        return int(self._group_ends[-1]) if len(self._group_ends) else 0
-
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"document {index} is out of range; the corpus has {len(self):,}")
-        group = int(np.searchsorted(self._group_ends, position, side="right"))
-        row = position - (int(self._group_ends[group - 1]) if group else 0)
-        return Document(*(column[row].as_py() for column in self._cached_columns(group)))
-
-    def __iter__(self) -> Iterator[Document]:
-        for path in self.shards:
-            yield from read_documents(path)
-
-    def _read_columns(self, group: int) -> list[Any]:
-        path, number = self._groups[group]
-        with open_shard(path) as shard:
-            table = shard.read_row_group(number, columns=["text", "source", "id"], use_threads=False)
-        return [table.column(name) for name in ("text", "source", "id")]
-
-
-def open_corpus(folder: Path | str, split: Split | None = None) -> Corpus:
-    """Open the prepared corpus in a folder: one split, or all splits in order."""
-    folder = Path(folder)
-    open_manifest(folder, "prepare")
-    return Corpus([path for name in ([split] if split else SPLITS) for path in list_shards(folder, name)])

@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
-from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
-from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
-
 from textmill.errors import TextmillError
 from textmill.runners import Result, Shard
+from textmill.runners.on_local import end_with_parent
 
 if TYPE_CHECKING:
     from textmill.config import BeamRunner
@@ -42,8 +40,8 @@ def _is_needed(record: logging.LogRecord) -> bool:
 logging.getLogger().addFilter(_is_needed)  # Beam logs it there, not in a logger of its own
 try:
     import apache_beam as beam
-    from apache_beam.options.pipeline_options import PipelineOptions
-
+    from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+    from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 except ImportError:
     raise TextmillError("runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'") from None
 finally:
@@ -62,8 +60,33 @@ GRACE_SECONDS = 10.0
 
 def new_runner(config: BeamRunner) -> PipelineRunner:
     """The runner of `runner.kind: beam`."""
-    check_options(config.options)
+    _check_options(config.options)
     return PipelineRunner(tuple(config.options), config.shared_folder)
+
+
+def _check_options(options: list[str]) -> None:
+    """Refuse what Beam's own parser does not know, which Beam would ignore, and what its validator finds."""
+    usage = StringIO()
+    try:
+        with redirect_stderr(usage):
+            parsed = PipelineOptions(options)
+            engine = parsed.view_as(StandardOptions).runner or ""
+            if "." in engine:  # a runner outside of Beam's list defines its options in its own module
+                import_module(engine.rpartition(".")[0])
+            known = parsed.get_all_options()
+            unknown = sorted(set(parsed.get_all_options(retain_unknown_options=True)) - set(known))
+    except SystemExit:
+        reason = usage.getvalue().strip().splitlines()[-1].partition("error: ")[2]
+        raise TextmillError(f"runner.options: {reason}; correct it") from None
+    except ImportError as error:
+        raise TextmillError(f"runner.options: --runner={engine}: {error}; install what it needs") from None
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(known), n=1)
+        advice = f"did you mean --{near[0]}?" if near else "remove it"
+        raise TextmillError(f"runner.options: Beam has no option --{unknown[0]}; {advice}")
+    # Beam asks for the class of the runner, which exists only where its packages are installed.
+    if problems := PipelineOptionsValidator(parsed, type(engine.rpartition(".")[2] or "None", (), {})()).validate():
+        raise TextmillError(f"runner.options: {' '.join(problems)} Set what is missing for --runner={engine}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,7 @@ def _run_pipeline(
     step: _ShardStep, pending: list[tuple[int, bytes]], options: list[str], reader: connection.Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
-    threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(reader,), daemon=True).start()
     threading.excepthook = partial(_record_worker_death, step.folder)
     logging.getLogger().setLevel(logging.ERROR)
     try:
@@ -174,11 +197,6 @@ def _record_worker_death(folder: str, _: object) -> None:
     """Report a dead worker: Beam's thread for it fails, and the worker may have died before it wrote its file."""
     if os.path.isdir(folder):
         (Path(folder) / DEAD_WORKER_FILE).touch()
-
-
-def _end_with_parent(reader: connection.Connection) -> None:
-    connection.wait([reader])  # nothing is ever sent; wait returns when the other end is closed
-    os._exit(1)
 
 
 def _has_lost_worker(folder: str, process: BaseProcess) -> bool:
@@ -287,28 +305,3 @@ def _summarise_error(error: Exception) -> str:
     """The type and last line of an error; Beam's messages contain full tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:500]}" if lines else type(error).__name__
-
-
-def check_options(options: list[str]) -> None:
-    """Refuse what Beam's own parser does not know, which Beam would ignore, and what its validator finds."""
-    usage = StringIO()
-    try:
-        with redirect_stderr(usage):
-            parsed = PipelineOptions(options)
-            engine = parsed.view_as(StandardOptions).runner or ""
-            if "." in engine:  # a runner outside of Beam's list defines its options in its own module
-                import_module(engine.rpartition(".")[0])
-            known = parsed.get_all_options()
-            unknown = sorted(set(parsed.get_all_options(retain_unknown_options=True)) - set(known))
-    except SystemExit:
-        reason = usage.getvalue().strip().splitlines()[-1].partition("error: ")[2]
-        raise TextmillError(f"runner.options: {reason}; correct it") from None
-    except ImportError as error:
-        raise TextmillError(f"runner.options: --runner={engine}: {error}; install what it needs") from None
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(known), n=1)
-        advice = f"did you mean --{near[0]}?" if near else "remove it"
-        raise TextmillError(f"runner.options: Beam has no option --{unknown[0]}; {advice}")
-    # Beam asks for the class of the runner, which exists only where its packages are installed.
-    if problems := PipelineOptionsValidator(parsed, type(engine.rpartition(".")[2] or "None", (), {})()).validate():
-        raise TextmillError(f"runner.options: {' '.join(problems)} Set what is missing for --runner={engine}")

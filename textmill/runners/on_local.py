@@ -191,9 +191,10 @@ def _start_worker(reader: connection.Connection) -> None:
     # Ctrl-C and the end of a terminal reach all processes of the group; only the parent handles them.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+    Thread(target=end_with_parent, args=(reader,), daemon=True).start()
 
 
-def _end_with_parent(reader: connection.Connection) -> None:
+def end_with_parent(reader: connection.Connection) -> None:
+    """Exit when the parent closes its end of the pipe, or exits itself."""
     connection.wait([reader])  # nothing is ever sent; wait returns when the other end is closed
     os._exit(1)

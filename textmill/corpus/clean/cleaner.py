@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +11,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.clean.filters import (
     character_fractions,
     find_words,
+    is_blocked,
     repeated_line_fraction,
     repeated_ngram_fraction,
 )
@@ -46,32 +45,21 @@ class Cleaner:
 
     def clean(self, text: str, url: str | None = None) -> str | None:
         """The cleaned text, or None if a filter dropped it."""
-        if self._count_drop("url" if self._is_blocked(url) else None):
-            return None
-        text = self._apply_rules(text, self.changed)
-        return None if self._count_drop(self._failed_filter(text)) else text
+        turns = self.clean_turns((("", text),), url)
+        return None if turns is None else turns[0][1]
 
     def clean_turns(self, turns: tuple[Turn, ...], url: str | None = None) -> tuple[Turn, ...] | None:
         """The cleaned turns, or None. Rules see each turn by itself; filters see the joined text."""
-        if self._count_drop("url" if self._is_blocked(url) else None):
+        config = self.config
+        is_checked = url is not None and (config.block_domains or config.block_extensions)
+        if is_checked and is_blocked(url or "", config.block_domains, config.block_extensions):
+            self._count_drop("url")
             return None
         changed: Counter[str] = Counter()
-        turns = tuple((role, self._apply_rules(text, changed)) for role, text in turns)
+        settings = {"markers": partial(break_at_markers, markers=config.newline_markers)}
+        turns = tuple((role, clean(text, config.rules, changed, settings)) for role, text in turns)
         self.changed.update(changed.keys())
         return None if self._count_drop(self._failed_filter("\n".join(text for _, text in turns))) else turns
-
-    def _apply_rules(self, text: str, changed: Counter[str]) -> str:
-        return clean(
-            text,
-            self.config.rules,
-            changed,
-            {"markers": partial(break_at_markers, markers=self.config.newline_markers)},
-        )
-
-    def _is_blocked(self, url: str | None) -> bool:
-        domains = self.config.block_domains
-        extensions = self.config.block_extensions
-        return url is not None and bool(domains or extensions) and is_blocked(url, domains, extensions)
 
     def _count_drop(self, reason: str | None) -> bool:
         if reason:
@@ -121,39 +109,3 @@ class Cleaner:
         if not self.config.languages:
             return None
         return None if detect_language(text)[0] in self.config.languages else "language"
-
-
-_ADDRESS = re.compile(
-    r"https?://(?:[^\s/?#@]*@)?([^\s/?#:@]+\.[^\s/?#:@.]+|\[[0-9a-f:.]+\])\.?(?::\d+)?(/[^\s?#]*)?(?:[?#]\S*)?",
-    re.IGNORECASE,
-)
-_IP = re.compile(r"[\d.]+")
-_SECOND_LEVEL = frozenset("ac co com edu gen go gob gov gouv gv k12 mil ne net nom or org re".split())
-
-
-def is_blocked(url: str, domains: Collection[str], extensions: Collection[str]) -> bool:
-    """True if the URL is not http(s), or its site or file extension is blocked.
-
-    A domain with a dot (`example.com`) blocks that host and its subdomains. One without (`example`) blocks the
-    registered name under any top-level domain: example.org, www.example.co.uk.
-    """
-    found = _ADDRESS.fullmatch(url.strip())
-    if not found:
-        return True
-    host = found[1].lower()
-    path = (found[2] or "").lower()
-    if path.endswith(tuple(extensions)):
-        return True
-    if registered_name(host) in domains:
-        return True
-    labels = host.split(".")
-    return any(".".join(labels[start:]) in domains for start in range(len(labels) - 1))
-
-
-def registered_name(host: str) -> str:
-    """The label before the public suffix: `bbc` for www.bbc.co.uk; '' for an IP address."""
-    if _IP.fullmatch(host) or host.startswith("["):
-        return ""
-    labels = host.split(".")
-    ending = 2 if len(labels) > 2 and len(labels[-1]) == 2 and labels[-2] in _SECOND_LEVEL else 1
-    return labels[-1 - ending] if len(labels) > ending else ""

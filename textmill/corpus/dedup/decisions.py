@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from textmill.corpus.dedup.near_duplicates import (
 )
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.dropped import REPEAT_DTYPE
-from textmill.corpus.shards import open_shard
+from textmill.corpus.shards import take_rows
 from textmill.corpus.source import Source
 from textmill.corpus.split import assign_splits
 from textmill.errors import TextmillError
@@ -42,8 +42,6 @@ SHOWN_PAIRS = 100
 """Near-duplicate pairs written to near_duplicates.jsonl."""
 PREVIEW_CHARACTERS = 200
 """Characters of each text in that file."""
-PREVIEW_BATCH = 64
-"""Documents read at a time for that file."""
 MAX_DOCUMENTS = 2**32
 """The most documents that near-duplicate search can number."""
 
@@ -89,17 +87,18 @@ def decide_documents(
     for task, mask in zip(tasks, masks, strict=True):
         write_bytes(task.path("exact"), [mask.tobytes()])
     pair_files = _find_near_duplicates(tasks, config, run)
-    numbering = _DocumentNumbers(tasks, [int(mask.sum()) for mask in masks])
-    is_kept = _choose_kept(pair_files, numbering, masks, splits)
-    for chunk, (start, stop) in enumerate(pairwise(numbering.starts.tolist())):
+    is_kept = _choose_kept(pair_files, tasks, masks, splits)
+    # The number of each chunk's first document: 3, 0 and 2 documents start at 0, 3 and 3; the last entry is their sum.
+    starts = np.cumsum([0, *(mask.sum() for mask in masks)])
+    for chunk, (start, stop) in enumerate(pairwise(starts.tolist())):
         near_duplicates = np.flatnonzero(masks[chunk])[~is_kept[start:stop]]
         splits[chunk][near_duplicates] = -1
         if len(near_duplicates):
             dropped[chunk]["near_duplicate"] = len(near_duplicates)
     if config.keep_dropped:
-        near_repeats = find_near_repeats(pair_files, is_kept, numbering.starts[:-1], masks)
+        near_repeats = find_near_repeats(pair_files, is_kept, starts[:-1], masks)
         repeats = [np.concatenate([exact, near]) for exact, near in zip(repeats, near_repeats, strict=True)]
-    pairs = list(_preview_pairs(_first_pairs(pair_files), numbering, masks, is_kept))
+    pairs = _preview_pairs(pair_files, tasks, starts, masks, is_kept)
     return Decisions(splits, dropped, pairs, repeats)
 
 
@@ -110,7 +109,7 @@ def _assign_splits(task: ChunkTask, declared: Split | None) -> NDArray[np.int8]:
     return np.full(len(digests), SPLITS.index(declared), np.int8)
 
 
-class _LazyDigests(Sequence[NDArray[np.uint8]]):
+class _LazyDigests(Sequence[Any]):
     """The digests of all chunks; each chunk is read when needed, so that not all are in memory."""
 
     def __init__(self, tasks: Sequence[ChunkTask]) -> None:
@@ -119,30 +118,8 @@ class _LazyDigests(Sequence[NDArray[np.uint8]]):
     def __len__(self) -> int:
         return len(self.tasks)
 
-    @overload
-    def __getitem__(self, index: int) -> NDArray[np.uint8]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[NDArray[np.uint8]]: ...
-    def __getitem__(self, index: int | slice) -> NDArray[np.uint8] | Sequence[NDArray[np.uint8]]:
-        return _LazyDigests(self.tasks[index]) if isinstance(index, slice) else self.tasks[index].read_digests()
-
-
-class _DocumentNumbers:
-    """Numbers the documents that are left after exact deduplication, over all chunks.
-
-    Chunks with 3, 0 and 2 documents: starts [0, 3, 3, 5]; document 4 is position 1 of chunk 2.
-    """
-
-    def __init__(self, tasks: Sequence[ChunkTask], counts: Sequence[int]) -> None:
-        self.tasks = tasks
-        self.starts = np.cumsum([0, *counts])
-
-    def by_chunk(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield (chunk, positions in that chunk) for sorted document numbers; chunks without any are skipped."""
-        numbers_by_chunk = np.split(numbers, np.searchsorted(numbers, self.starts[1:-1]))
-        for chunk, chunk_numbers in enumerate(numbers_by_chunk):
-            if len(chunk_numbers):
-                yield chunk, chunk_numbers - self.starts[chunk]
+    def __getitem__(self, index: Any) -> Any:
+        return self.tasks[index].read_digests()
 
 
 def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run: RunTasks) -> list[Path]:
@@ -174,62 +151,47 @@ def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run:
 
 def _choose_kept(
     pair_files: Sequence[Path],
-    numbering: _DocumentNumbers,
+    tasks: Sequence[ChunkTask],
     masks: Sequence[NDArray[np.bool_]],
     splits: Sequence[NDArray[np.int8]],
 ) -> NDArray[np.bool_]:
     """For each document left after exact deduplication, whether it is kept."""
     pairs = (np.fromfile(path, PAIR_DTYPE) for path in pair_files)
     number_pairs = (np.stack((block["first"], block["second"]), axis=1).astype(np.int64) for block in pairs)
-    clusters = smallest_members(int(numbering.starts[-1]), number_pairs)
-    lengths = (np.fromfile(task.path("lengths"), np.int64) for task in numbering.tasks)
+    clusters = smallest_members(sum(int(mask.sum()) for mask in masks), number_pairs)
+    lengths = (np.fromfile(task.path("lengths"), np.int64) for task in tasks)
     unique_splits = (split[mask] for split, mask in zip(splits, masks, strict=True))
     return keep_one_per_cluster(clusters, zip(lengths, unique_splits, strict=True))
 
 
-def _first_pairs(pair_files: Sequence[Path]) -> NDArray[Any]:
-    pairs = np.zeros(0, PAIR_DTYPE)
-    for path in pair_files:
-        if len(pairs) < SHOWN_PAIRS:
-            pairs = np.concatenate((pairs, np.fromfile(path, PAIR_DTYPE, SHOWN_PAIRS - len(pairs))))
-    return pairs
-
-
 def _preview_pairs(
-    pairs: NDArray[Any], numbering: _DocumentNumbers, masks: Sequence[NDArray[np.bool_]], is_kept: NDArray[np.bool_]
-) -> Iterator[dict[str, Any]]:
-    """The rows of near_duplicates.jsonl."""
+    pair_files: Sequence[Path],
+    tasks: Sequence[ChunkTask],
+    starts: NDArray[np.int64],
+    masks: Sequence[NDArray[np.bool_]],
+    is_kept: NDArray[np.bool_],
+) -> list[dict[str, Any]]:
+    """The rows of near_duplicates.jsonl: the first pairs."""
+    blocks = [np.fromfile(path, PAIR_DTYPE, SHOWN_PAIRS) for path in pair_files]
+    pairs = np.concatenate([np.zeros(0, PAIR_DTYPE), *blocks])[:SHOWN_PAIRS]
     numbers = np.unique(np.concatenate((pairs["first"], pairs["second"]))).astype(np.int64)
+    chunks = np.searchsorted(starts, numbers, side="right") - 1
     previews: dict[int, dict[str, Any]] = {}
-    for chunk, positions in numbering.by_chunk(numbers):
-        task = numbering.tasks[chunk]
-        rows = _read_previews(task.path("parquet"), np.flatnonzero(masks[chunk])[positions])
-        for position, (text, location) in zip(positions.tolist(), rows, strict=True):
-            number = position + int(numbering.starts[chunk])
+    for chunk in np.unique(chunks).tolist():
+        numbers_here = numbers[chunks == chunk]
+        rows = np.flatnonzero(masks[chunk])[numbers_here - starts[chunk]]
+        found = take_rows(tasks[chunk].path("parquet"), ["text", "id"], rows).to_pylist()
+        for number, row in zip(numbers_here.tolist(), found, strict=True):
             previews[number] = {
-                "file": task.chunk.source.name,
-                "place": location,
+                "file": tasks[chunk].chunk.source.name,
+                "place": row["id"],
                 "kept": bool(is_kept[number]),
-                "text": text,
+                "text": row["text"][:PREVIEW_CHARACTERS],
             }
-    for first, second, similarity in pairs.tolist():
-        yield {"jaccard": round(similarity, 4), "first": previews[first], "second": previews[second]}
-
-
-def _read_previews(path: Path, documents: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
-    """Yield the start and the place of some documents of a chunk.
-
-    The main process does this, so it reads only a few documents at a time.
-    """
-    rows_read = 0
-    with open_shard(path) as cleaned:
-        for batch in cleaned.iter_batches(PREVIEW_BATCH, columns=["text", "id"], use_threads=False):
-            is_in_batch = (documents >= rows_read) & (documents < rows_read + batch.num_rows)
-            for row in (documents[is_in_batch] - rows_read).tolist():
-                yield batch.column(0)[row].as_py()[:PREVIEW_CHARACTERS], batch.column(1)[row].as_py()
-            rows_read += batch.num_rows
-            if rows_read > documents[-1]:
-                break
+    return [
+        {"jaccard": round(similarity, 4), "first": previews[first], "second": previews[second]}
+        for first, second, similarity in pairs.tolist()
+    ]
 
 
 def find_exact_repeats(digests: Sequence[NDArray[np.uint8]], keep: Sequence[NDArray[np.bool_]]) -> list[NDArray[Any]]:
