@@ -1,4 +1,8 @@
-"""Detect the text encoding of a file from its first bytes."""
+"""Detect the text encoding of a file from its first bytes.
+
+Detectors such as charset-normalizer always name an encoding, and the same bytes are valid in many. Here only Unicode is
+assumed; an older encoding is suggested if the text would consist of the letters of a language that is written in it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All cleaning rules, in the order in which they run."""
+"""All cleaning rules, pure functions of a text; RULES has them in the order in which they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Split text into one sentence per line, by the punctuation of many scripts."""
+"""Split text into one sentence per line, by the punctuation of many scripts.
+
+Rules and no model: it must keep up with the other cleaning rules, in any language and without a download.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Read CSV and TSV files; a quoted field may span lines, and after a stray quote reading goes on at the next line."""
+"""Read CSV and TSV files; a quoted field may span lines, and after a stray quote reading goes on at the next line.
+
+The delimiter, the quotes and the header are detected from a sample. `csv.Sniffer` is not used: it takes any character
+for a delimiter, and one stray quote misleads it.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,11 @@ from textmill.errors import TextmillError
 
 MAX_ROW_BYTES = 16 << 20
 """A row that spans lines and is longer than this was opened by a stray quote; a row of one line may be longer."""
+DELIMITERS = ",;\t|"
+SAMPLE_ROWS = 200
+MAX_NAME = 64
+"""A longer cell in the first row is data, not the name of a column."""
+_NUMBER = re.compile(r"[-+]?[\d.,:/ -]*\d[\d.,:/ %-]*")
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
@@ -144,6 +153,11 @@ def _column_names(row: list[str], dialect: Dialect, fields: TextFields) -> list[
     return names
 
 
+def column_names(count: int) -> list[str]:
+    """The names of columns without a header; a single column is the text."""
+    return [f"column{number}" for number in range(1, count + 1)] if count > 1 else ["text"]
+
+
 def _text(field: str) -> str:
     try:
         field.encode()
@@ -153,13 +167,6 @@ def _text(field: str) -> str:
             describe_encoding_error(raw, ord(field[error.start]) & 0xFF, len(field[: error.start].encode()))
         ) from None
     return field
-
-
-DELIMITERS = ",;\t|"
-SAMPLE_ROWS = 200
-MAX_NAME = 64
-"""A longer cell in the first row is data, not the name of a column."""
-_NUMBER = re.compile(r"[-+]?[\d.,:/ -]*\d[\d.,:/ %-]*")
 
 
 @dataclass(frozen=True)
@@ -220,11 +227,6 @@ def detect_dialect(
     dialect = Dialect(delimiter, _uses_quotes(lines, delimiter) if quoting is None else quoting, header=True)
     rows = dialect.parse(lines)
     return replace(dialect, header=not rows or _is_header(rows, text_key))
-
-
-def column_names(count: int) -> list[str]:
-    """The names of columns without a header; a single column is the text."""
-    return [f"column{number}" for number in range(1, count + 1)] if count > 1 else ["text"]
 
 
 def _agreement(lines: Sequence[str], delimiter: str) -> float:

@@ -1,4 +1,8 @@
-"""Read lists of web addresses: each line is a page, downloaded only if `corpus.download` is set."""
+"""Read lists of web addresses: each line is a page, downloaded only if `corpus.download` is set.
+
+Most of it is manners and safety that no HTTP library has of its own: robots.txt, one request at a time per host, a
+limit on bytes and on time, and no redirect from the internet into this network. urllib does the rest.
+"""
 
 from __future__ import annotations
 
