@@ -102,7 +102,7 @@ OPTIONS = {
     "dropout": "model.shape.dropout=0.1",
     "muon": "train.optimizer=muon train.muon.adamw_rate_factor=0.3",
     "accumulate": "engine.micro_batch=2 model.shape.dropout=0.1",
-    "recompute": "engine.recompute=1 model.shape.dropout=0.1",
+    "recompute": "engine.activation_checkpointing=1 model.shape.dropout=0.1",
     "losses": "train.z_loss=1e-3 train.label_smoothing=0.1 train.loss=sample_mean",
     "average": "train.average.memory=10",
     "multi-token": "train.multi_token.weight=0.5",

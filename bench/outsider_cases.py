@@ -138,7 +138,11 @@ def random_config(dice: random.Random) -> dict[str, Any]:
     shape["dropout"] = dice.choice([0.0, 0.1])
     sample: dict[str, Any] = {"max_tokens": dice.randint(1, 40), "temperature": dice.choice([0.0, 0.7, 2.0])}
     sample |= dice.choice([{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"beams": 2}, {"repetition_penalty": 1.3}])
-    engine = {"device": "cpu", "precision": dice.choice(["fp32", "bf16"]), "recompute": dice.choice([0, 1])}
+    engine = {
+        "device": "cpu",
+        "precision": dice.choice(["fp32", "bf16"]),
+        "activation_checkpointing": dice.choice([0, 1]),
+    }
     return {"train": train, "model": {"shape": shape}, "sample": sample, "engine": engine}
 
 

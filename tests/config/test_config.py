@@ -309,7 +309,10 @@ def test_mistakes_of_a_section_with_kinds(runner: object, message: str) -> None:
             r"engine\.deepspeed_overrides: found 5; give keys with values below it$",
         ),
         ({"xyzabc": 1}, r"the keys of 'engine' are kind, (?!.*\bkind\b).*\bmesh\.shard\b"),
-        ("cuda", r"engine: found 'cuda'; give keys such as kind, micro_batch, recompute, timeout below it$"),
+        (
+            "cuda",
+            r"engine: found 'cuda'; give keys such as kind, micro_batch, activation_checkpointing, timeout below it$",
+        ),
     ],
 )
 def test_mistakes_name_the_keys_of_the_kind(engine: object, message: str) -> None:
@@ -319,12 +322,14 @@ def test_mistakes_name_the_keys_of_the_kind(engine: object, message: str) -> Non
 
 def test_another_kind_keeps_the_settings_it_knows() -> None:
     """A run.yaml has every key of the kind it was trained with."""
-    before = yaml.safe_load(RunConfig(engine=JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))).to_yaml())
+    before = yaml.safe_load(
+        RunConfig(engine=JaxEngine(micro_batch=4, activation_checkpointing=1, mesh=JaxMesh(shard=2))).to_yaml()
+    )
     assert build_config(merge_trees(before, parse_settings(["engine.kind=torch"]))).engine == TorchEngine(
-        micro_batch=4, recompute=1, mesh=MeshConfig(shard=2)
+        micro_batch=4, activation_checkpointing=1, mesh=MeshConfig(shard=2)
     )
     assert build_config(merge_trees(before, parse_settings(["engine.kind=jax"]))).engine == JaxEngine(
-        micro_batch=4, recompute=1, mesh=JaxMesh(shard=2)
+        micro_batch=4, activation_checkpointing=1, mesh=JaxMesh(shard=2)
     )
     with pytest.raises(TextmillError, match=r"engine\.kind: found 'caffe'; choose one of"):
         build_config(merge_trees(before, parse_settings(["engine.kind=caffe"])))

@@ -21,7 +21,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "8 replicas": (8, {}, {}),
     "8 shards": (8, {"shard": 8}, {}),
     "8 shards, kept": (8, {"shard": 8, "keep_gathered": True}, {}),
-    "8 shards, recomputed": (8, {"shard": 8}, {"recompute": 1}),
+    "8 shards, recomputed": (8, {"shard": 8}, {"activation_checkpointing": 1}),
     "tensor 8": (8, {"tensor": 8, "sequence_parallel": False}, {}),
     "sequence 8": (8, {"tensor": 8}, {}),
     "sequence 8, llama": (8, {"tensor": 8}, {"family": "llama"}),

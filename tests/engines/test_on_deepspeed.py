@@ -76,7 +76,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     }
     if has_fp16():
         runs["fp16"] = {"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, HALF_STEPS]}
-    runs["recompute"] = {"engine": {"zero": 3, "micro_batch": 2, "recompute": 1}, "steps": [0, 5]}
+    runs["recompute"] = {"engine": {"zero": 3, "micro_batch": 2, "activation_checkpointing": 1}, "steps": [0, 5]}
     offload = {"offload_optimizer": "cpu", "offload_weights": "cpu"}
     runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
     runs["dropout"] = {"engine": {"zero": 2, "micro_batch": 2}, "steps": [0, 5], "dropout": 0.2}

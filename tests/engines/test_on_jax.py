@@ -115,7 +115,7 @@ def test_dropout_documents_and_losses_match_the_torch_engine() -> None:
         "freeze": ["wpe"],
         "layer_decay": 0.7,
     }
-    torch, jax = (engine_of(kind, dropout=0.2, train=train, recompute=1) for kind in KINDS)
+    torch, jax = (engine_of(kind, dropout=0.2, train=train, activation_checkpointing=1) for kind in KINDS)
     wanted = losses_of(torch, range(12), documents=True)
     assert losses_of(jax, range(12), documents=True) == pytest.approx(wanted, rel=2e-6)
     assert losses_of(engine_of("torch", train=train), range(1), documents=True) != wanted[:1], "dropout is on"

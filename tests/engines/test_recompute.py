@@ -19,7 +19,7 @@ def deep(recompute: int, **options: Any) -> RunConfig:
     config = config_of("torch", **options)
     shape = config.model.shape.model_copy(update={"layers": 5})  # type: ignore[union-attr]
     assert isinstance(shape, ShapeConfig)
-    engine = config.engine.model_copy(update={"recompute": recompute})
+    engine = config.engine.model_copy(update={"activation_checkpointing": recompute})
     return config.model_copy(update={"model": ModelConfig(size="nano", shape=shape), "engine": engine})
 
 

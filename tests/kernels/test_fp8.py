@@ -333,7 +333,7 @@ def test_the_loss_and_its_gradients(smoothing: float, z: float) -> None:
 def in_fp8(recompute: int = 0, **options: Any) -> RunConfig:
     config = config_of("torch", **options)
     return config.model_copy(
-        update={"engine": config.engine.model_copy(update={"precision": "fp8", "recompute": recompute})}
+        update={"engine": config.engine.model_copy(update={"precision": "fp8", "activation_checkpointing": recompute})}
     )
 
 

@@ -137,7 +137,13 @@ def test_planted_bugs_are_found(
 def test_a_correct_config_passes_and_a_wrong_one_fails_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["verify", "quickstart", "engine.precision=fp32", "engine.recompute=1", "train.loss=sample_mean"]
+    command = [
+        "verify",
+        "quickstart",
+        "engine.precision=fp32",
+        "engine.activation_checkpointing=1",
+        "train.loss=sample_mean",
+    ]
     assert main(command) == 0
     output = capsys.readouterr().out
     assert "replicate 2 gives the numbers of one process" in output

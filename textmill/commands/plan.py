@@ -56,7 +56,7 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
         "machine": _describe_target(target),
         "parameters": parameters_by_part(shape, config.model.lora),
         "trained": _count(trained),
-        "memory": _describe_memory(config.engine.recompute, shape, estimate),
+        "memory": _describe_memory(config.engine.activation_checkpointing, shape, estimate),
         "fits": fits,
         "settings_that_fit": [
             {"settings": one.settings, "total": one.estimate.memory.total, "host": one.estimate.host} for one in near
@@ -111,7 +111,9 @@ def _describe_work(
     if target.here and estimate.memory.total <= target.usable and config.plan.probe_steps:
         speed: Speed | None = probe_speed(config, shape, estimate)
     else:
-        speed = stated_speed(config.plan.mfu, config.engine.recompute, target, flops_per_token * step_tokens)
+        speed = stated_speed(
+            config.plan.mfu, config.engine.activation_checkpointing, target, flops_per_token * step_tokens
+        )
     steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
     run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
@@ -342,7 +344,7 @@ def communication_of(
     if mesh.tensor > 1:
         ring = (mesh.tensor - 1) / mesh.tensor
         tokens = passes * estimate.micro_batch * length
-        sums = 4 * shape.layers + (2 * shape.layers if engine.recompute else 0) + 2
+        sums = 4 * shape.layers + (2 * shape.layers if engine.activation_checkpointing else 0) + 2
         sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
         # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
         shared = _count(weight for weight in trained if weight.split is None)
@@ -618,14 +620,16 @@ def _options(config: RunConfig, own_devices: int, micro_batch: int) -> Iterator[
     for times in MORE_DEVICES:
         devices = own_devices * times
         more = {"plan.devices": devices} if times > 1 else {}
-        for recompute in dict.fromkeys((config.engine.recompute, 1)):
-            checkpointing = {"engine.recompute": 1} if recompute != config.engine.recompute else {}
+        for recompute in dict.fromkeys((config.engine.activation_checkpointing, 1)):
+            checkpointing = (
+                {"engine.activation_checkpointing": 1} if recompute != config.engine.activation_checkpointing else {}
+            )
             for micro in _halvings(micro_batch):
                 # Named even if it stays: `auto` might choose another one with the other settings.
                 smaller = {"engine.micro_batch": micro} if micro != config.engine.micro_batch else {}
                 base = {**more, **checkpointing, **smaller}
                 far = 2.0 * math.log2(times) + len(checkpointing) + 0.4 * math.log2(micro_batch / micro)
-                engine = {"recompute": recompute, "micro_batch": micro}
+                engine = {"activation_checkpointing": recompute, "micro_batch": micro}
                 yield from _meshes(config, base, engine, devices, far)
 
 

@@ -22,7 +22,7 @@ class EngineSection(Section):
     micro_batch: int | Literal["auto"] = changeable("auto")
     """Samples per device in one forward and backward pass; the rest of the batch is gradient accumulation.
     auto: as many as the memory estimate of `textmill plan` allows."""
-    recompute: int = changeable(0, ge=0)
+    activation_checkpointing: int = changeable(0, ge=0)
     """Activation checkpointing: recompute activations in the backward pass, this many blocks at a time; 0: keep all.
     Same results, less memory."""
     timeout: float = changeable(600.0, gt=0)

@@ -97,7 +97,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
                 net = build_net(shape, config.model.lora)
         else:
             net = new_net(shape, device, config.model.lora)
-        net.recompute = section.recompute
+        net.recompute = section.activation_checkpointing
         teachers = open_teachers(config.train, shape, device, precision)
         module = LossModule(net, config.train, precision, section.zero == 0, teachers)
         adam = _build_adam(net, config.train)

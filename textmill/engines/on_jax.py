@@ -82,7 +82,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
     precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[name])
     head_width = getattr(shape, "head_width", shape.width // shape.heads)
     fused = devices[0].platform == "gpu" and name == "bf16" and head_width % 8 == 0 and head_width <= 128
-    options = net.NetOptions(precision, engine.recompute, fused, config.model.lora)
+    options = net.NetOptions(precision, engine.activation_checkpointing, fused, config.model.lora)
     if (micro_batch := engine.micro_batch) == "auto":
         micro_batch = largest_micro_batch(config, shape, devices[0], shardings, precision)
     xla = {**(ON_GPU if devices[0].platform == "gpu" else {}), **(DETERMINISTIC if engine.deterministic else {})}

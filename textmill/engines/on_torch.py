@@ -108,7 +108,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
         micro_batch = largest_micro_batch(
             config, net, parallel, device, precision, compiled=compiled, compile_requested=compile_requested
         )
-    net.recompute = engine.recompute
+    net.recompute = engine.activation_checkpointing
     if engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
@@ -558,7 +558,7 @@ def largest_micro_batch(
         ATTENTION_BYTES[stays_compiled],
         precision.itemsize,
         mesh,
-        config.engine.recompute,
+        config.engine.activation_checkpointing,
     )
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))

@@ -194,7 +194,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
         "device": "cpu",
         "compile": False,
         "precision": precision,
-        "recompute": min(config.engine.recompute, LAYERS),
+        "activation_checkpointing": min(config.engine.activation_checkpointing, LAYERS),
     }
     known = {key: value for key, value in engine.items() if key in type(config.engine).model_fields}
     return config.model_copy(

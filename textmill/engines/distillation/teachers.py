@@ -64,8 +64,8 @@ def _check_hidden(engine: EngineConfig) -> None:
         conflict = (
             f"engine.mesh.tensor={engine.mesh.tensor}, whose processes divide these states; set one of them to 0 or 1"
         )
-    elif engine.recompute:
-        conflict = f"engine.recompute={engine.recompute}; set one of them to 0"
+    elif engine.activation_checkpointing:
+        conflict = f"engine.activation_checkpointing={engine.activation_checkpointing}; set one of them to 0"
     if conflict:
         raise TextmillError(f"train.distil.hidden: does not work with {conflict}")
 

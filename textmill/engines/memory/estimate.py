@@ -106,12 +106,14 @@ class Estimator:
             compiled = is_compiled(config, mesh, device)
             per_channel = JAX_ACTIVATION_BYTES if isinstance(engine, JaxEngine) else ACTIVATION_BYTES[compiled]
             per_weight = ATTENTION_BYTES[compiled]
-            return sample_activations(self.shape, length, per_channel, per_weight, itemsize, mesh, engine.recompute)
+            return sample_activations(
+                self.shape, length, per_channel, per_weight, itemsize, mesh, engine.activation_checkpointing
+            )
         # Imported here: it is needed for plans for a CPU only.
 
-        key = ("sample", length, precision, engine.recompute)
+        key = ("sample", length, precision, engine.activation_checkpointing)
         if key not in self._states:
-            traced = saved_per_sample(self.shape, length, DTYPES[precision], engine.recompute)
+            traced = saved_per_sample(self.shape, length, DTYPES[precision], engine.activation_checkpointing)
             self._states[key] = State(0, 0, 0, round(traced))
         return self._states[key].buffers / mesh.tensor
 
