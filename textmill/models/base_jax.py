@@ -6,6 +6,7 @@ width, R rank of an adapter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from jax import Array
 
 from textmill.checkpoints.adapters import LORA_A, LORA_B
 from textmill.config import LoraConfig
-from textmill.kernels.dropout_jax import drop
 from textmill.models.lora import dropout_sites
 
 Weights = dict[str, Array]
@@ -210,3 +210,27 @@ def document_mask(documents_NT: Array | None, *, causal: bool = True) -> Array |
 def causal_mask(length: int) -> Array:
     """Each token attends to itself and to those before it."""
     return jnp.tril(jnp.ones((length, length), bool))
+
+
+# Dropout: the same hash as in kernels/dropout_torch.py, so the same elements are dropped.
+
+PRIME = 0x9E3779B1
+FIRST = 0x85EBCA6B
+SECOND = 0xC2B2AE35
+
+
+def drop(x: Array, fraction: float, keys_N: Array | None, site: int) -> Array:
+    """Zero a fraction of x [samples, ...] and scale up the rest; no dropout without keys."""
+    if keys_N is None or fraction == 0:
+        return x
+    counters = jnp.arange(math.prod(x.shape[1:]), dtype=jnp.uint32).reshape(x.shape[1:])
+    keys = _mix(keys_N + jnp.uint32(site * PRIME % (1 << 32))).reshape(-1, *[1] * (x.ndim - 1))
+    keep = (_mix(counters * (keys | 1) + keys) >> 8) >= jnp.uint32(int(fraction * (1 << 24)))
+    return x * keep * (1 / (1 - fraction))
+
+
+def _mix(x: Array) -> Array:
+    """Murmur3's finaliser on 32-bit integers."""
+    x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
+    x = (x ^ (x >> 13)) * jnp.uint32(SECOND)
+    return x ^ (x >> 16)
