@@ -22,9 +22,13 @@ def launched_kernels(root: Path) -> set[str]:
     found = set()
     for file in root.glob("textmill/**/*.py"):
         module = ".".join(file.relative_to(root).with_suffix("").parts)
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree = ast.parse(file.read_text())
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        kernels = {one.name for one in functions if "triton.jit" in map(ast.unparse, one.decorator_list)}
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                found |= {f"{module}.{node.func.value.id}"} if isinstance(node.func.value, ast.Name) else set()
+                name = ast.unparse(node.func.value)
+                found |= {f"{module}.{name}"} if name in kernels else set()
     return found
 
 
