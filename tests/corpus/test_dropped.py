@@ -89,7 +89,10 @@ def test_show(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "rules that dropped any: duplicate, near_duplicate, short" in capsys.readouterr().err
 
 
-def test_show_says_how_to_keep_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_how_to_keep_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
     assert main(["prepare", str(folder / "a.yaml")]) == 2
     (folder / "a.yaml").write_text("corpus: {sources: [a.jsonl], split: [1]}\n", encoding="utf-8")
     assert main(["prepare", str(folder / "a.yaml")]) == 0

@@ -93,10 +93,10 @@ class Optimizer:
             self.weights.append((weight, part))
             members.setdefault(optimizer_of(weight, train), []).append(Member(weight, part, rule))
         self.parameters = list(self.local_parts)
-        self.whole = {part: parameter for parameter, part in self.local_parts.items()}
+        self.full_parameters = {part: parameter for parameter, part in self.local_parts.items()}
         """The net's parameter of each part."""
         self.rules: dict[str, UpdateRule] = {
-            name: open_optimizer(name).new_optimizer(group, train, parallel, self.whole, compiled=compiled)
+            name: open_optimizer(name).new_optimizer(group, train, parallel, self.full_parameters, compiled=compiled)
             for name, group in sorted(members.items(), key=lambda item: item[0] == ADAMW)
         }
         """That of `train.optimizer`, then AdamW's."""
@@ -144,7 +144,7 @@ class Optimizer:
             return
         for _, rule in sorted(self.rules.items(), key=lambda item: item[0] != ADAMW):  # a checkpoint has AdamW's first
             for name, state in rule.state().items():
-                yield name, {self.whole[part]: values for part, values in state.items()}
+                yield name, {self.full_parameters[part]: values for part, values in state.items()}
 
     def load_state(self, name: str, weight: Weight, parameter: nn.Parameter, values: Tensor, count: int) -> None:
         """Set a parameter's state of one name after `count` updates; `values` is this rank's part."""

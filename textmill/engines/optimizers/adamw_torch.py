@@ -42,7 +42,7 @@ def new_optimizer(
     members: list[Member],
     train: TrainConfig,
     parallel: Parallel,
-    whole: dict[nn.Parameter, nn.Parameter],
+    full_parameters: dict[nn.Parameter, nn.Parameter],
     *,
     compiled: bool,
 ) -> AdamW:

@@ -66,14 +66,14 @@ def new_optimizer(
     members: list[Member],
     train: TrainConfig,
     parallel: Parallel,
-    whole: dict[nn.Parameter, nn.Parameter],
+    full_parameters: dict[nn.Parameter, nn.Parameter],
     *,
     compiled: bool,
 ) -> Muon | ShardedMuon:
     """Muon, or Muon over matrices of which each rank has a part."""
     if _is_whole(parallel):
         return Muon(members, train.muon.momentum, compiled=compiled)
-    return ShardedMuon(members, whole, parallel, train.muon.momentum, compiled=compiled)
+    return ShardedMuon(members, full_parameters, parallel, train.muon.momentum, compiled=compiled)
 
 
 def _is_whole(parallel: Parallel) -> bool:
@@ -247,15 +247,15 @@ class ShardedMuon:
     def __init__(
         self,
         matrices: list[Member],
-        whole: dict[nn.Parameter, nn.Parameter],
+        full_parameters: dict[nn.Parameter, nn.Parameter],
         parallel: Parallel,
         momentum: float,
         *,
         compiled: bool,
     ) -> None:
-        """`matrices` have this rank's parts of them, `whole` the net's parameter of each part."""
+        """`matrices` have this rank's parts of them, `full_parameters` the net's parameter of each part."""
         self.matrices = matrices
-        self.whole = whole
+        self.full_parameters = full_parameters
         self.parallel = parallel
         self.world = dist.get_world_size()
         self.changes: dict[int, nn.Parameter] = {}
@@ -290,7 +290,9 @@ class ShardedMuon:
         """Gather the full gradient of every matrix; only its owner keeps it."""
         for number, matrix in enumerate(self.matrices):
             assert matrix.parameter.grad is not None
-            full_gradient = self.parallel.gather(matrix.weight, self.whole[matrix.parameter], matrix.parameter.grad)
+            full_gradient = self.parallel.gather(
+                matrix.weight, self.full_parameters[matrix.parameter], matrix.parameter.grad
+            )
             if number in self.changes:
                 self.changes[number].grad = full_gradient
 
@@ -318,6 +320,6 @@ class ShardedMuon:
         """Set the momentum of a parameter from each rank's part of it."""
         for number, matrix in enumerate(self.matrices):
             if matrix.parameter is parameter:
-                full = self.parallel.gather(matrix.weight, self.whole[parameter], values.to(parameter.device))
+                full = self.parallel.gather(matrix.weight, self.full_parameters[parameter], values.to(parameter.device))
                 if number in self.changes:
                     self.muon.load_state(name, self.changes[number], full)
