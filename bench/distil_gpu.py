@@ -221,7 +221,7 @@ def compare_loss(options: argparse.Namespace) -> None:
             predictions,
             train,
             report,
-            starts_backward=True,
+            gradient_is_one=True,
             compiled=not options.small,
         )
 

@@ -101,7 +101,7 @@ def open_engine_step(
         RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape
     )
     engine.load(initial_weights(shape, 1), [], 0, "start")
-    return new_step(engine, random_batch(batch, options["length"])), engine.facts()["device"]
+    return new_step(engine, random_batch(batch, options["length"])), engine.describe()["device"]
 
 
 def open_plain_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Callable[[int], Any], str]:

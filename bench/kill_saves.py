@@ -99,7 +99,7 @@ def check_run(run: Path, kilobytes: int) -> int:
 
 def _assert_same(found: Checkpoint, expected: Snapshot) -> None:
     assert found.progress == expected.progress
-    for now, before in ((found.weights(), expected.weights), (found.moments(), expected.moments)):
+    for now, before in ((found.weights(), expected.weights), (found.optimizer_state(), expected.optimizer_state)):
         for (name, values), (named, others) in zip(sorted(now), sorted(before), strict=True):
             assert name == named
             assert np.array_equal(values, others), f"{found.folder}: {name} is mixed"

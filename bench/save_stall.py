@@ -45,12 +45,12 @@ def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int =
         saver = Saver(Path(folder), keep=1, keep_every=None)
         for number in range(1, SAVES + 1):
             started = time.perf_counter()
-            saver.save(Snapshot(number, list(engine.weights()), list(engine.moments()), {"step": number}, {}))
+            saver.save(Snapshot(number, list(engine.weights()), list(engine.optimizer_state()), {"step": number}, {}))
             stalls.append(time.perf_counter() - started)
             during_save += [time_step(engine, tokens, 100 + step) for step in range(3)]
             saver.wait()
     step, stall = statistics.median(without_save), statistics.median(stalls)
-    facts, fraction = engine.facts(), stall / (step * save_every)
+    facts, fraction = engine.describe(), stall / (step * save_every)
     print(
         f"{size}, {facts['parameters']:,} parameters on {facts['device']}: {1000 * step:.1f} ms per step, "
         f"{1000 * statistics.median(during_save):.1f} ms during a save; a save stalls training for "

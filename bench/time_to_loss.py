@@ -45,7 +45,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from textmill.config import ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
-from textmill.engines import Engine, Sums, open_engine
+from textmill.engines import Engine, EvalSums, open_engine
 from textmill.models import initial_weights, open_family
 from textmill.schedules import lr_at
 from textmill.tokens.batches.batch import Batch
@@ -144,7 +144,7 @@ def batch_at(tokens: Any, starts: Any, first: int, settings: dict[str, Any], siz
 
 def evaluate(engine: Engine, valid: Any, settings: dict[str, Any]) -> float:
     """Return the mean loss of the validation windows."""
-    windows, sums = settings["valid"] // settings["length"], Sums(0.0, 0, 0)
+    windows, sums = settings["valid"] // settings["length"], EvalSums(0.0, 0, 0)
     size, starts = min(64, windows), np.arange(windows) * settings["length"]
     for step in range(windows // size):
         sums = sums + engine.eval_step(batch_at(valid, starts, step * size, settings, size))
@@ -219,7 +219,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
     engine, config = open_initial_engine(settings)
     for size in sizes:
         float(engine.train_step(first_batch(size), 0, 0.0).loss)
-    curve = Curve(describe(settings, seconds, engine.facts()["parameters"]), compiling)
+    curve = Curve(describe(settings, seconds, engine.describe()["parameters"]), compiling)
     spent, step, samples = 0.0, 0, 0
     for fraction in map(float, settings["evaluations"].split(",")):
         started, before = time.perf_counter(), spent

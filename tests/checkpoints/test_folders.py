@@ -81,7 +81,7 @@ def test_a_written_checkpoint_reads_back(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, found.valid_loss) == (7, 1.25)
     assert equal(found.weights(), wanted.weights)
-    assert equal(found.moments(), wanted.moments)
+    assert equal(found.optimizer_state(), wanted.optimizer_state)
 
 
 def test_safetensors_reads_our_file(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_run_resumes_from_a_checkpoint_with_an_optimizer_state(
     assert best is not None
     assert best.step == 10, "its weights are intact"
     with pytest.raises(TextmillError, match=r"resume from a step that has one \(--step 5\), or start a new run"):
-        list(best.moments())
+        list(best.optimizer_state())
     (first / "optimizer.manifest.json").unlink()
     with pytest.raises(TextmillError, match=f"is lost; start a new run from its weights: model.init_from={last}"):
         find_checkpoint(tmp_path, to_resume=True)
@@ -243,7 +243,7 @@ def test_retention(tmp_path: Path) -> None:
     assert best.step == 30
     assert by_number is not None
     with pytest.raises(TextmillError, match=r"has no optimizer state: it was pruned, .* \(--step 60 or 70\)"):
-        list(by_number.moments())
+        list(by_number.optimizer_state())
     with pytest.raises(TextmillError, match="no checkpoint of step 50; found 30, 40, 60, 70"):
         find_checkpoint(tmp_path, 50)
 
@@ -320,7 +320,7 @@ def test_a_large_checkpoint_is_sharded(tmp_path: Path) -> None:
     found = find_checkpoint(tmp_path)
     assert found is not None
     assert equal(found.weights(), weights)
-    assert equal(found.moments(), moments)
+    assert equal(found.optimizer_state(), moments)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(values.nbytes for _, values in weights)
     for name in sorted(names):
@@ -360,7 +360,7 @@ def test_every_rank_writes_its_files_and_a_failing_rank_ends_all(tmp_path: Path)
     found = find_checkpoint(tmp_path)
     assert found is not None
     assert equal(found.weights(), list(values.items()))
-    assert equal(found.moments(), list(moments.items()))
+    assert equal(found.optimizer_state(), list(moments.items()))
     outcomes = in_threads(3, lambda ranks: work(ranks, 2))
     assert [type(fault) for _, fault in outcomes] == [AlreadyReported, KeyError, AlreadyReported]
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]

@@ -24,7 +24,7 @@ MEMORY = 3.0
 
 
 def raw_of(engine: Engine) -> dict[str, Any]:
-    return {name.removeprefix("raw/"): values for name, values in engine.moments() if name.startswith("raw/")}
+    return {name.removeprefix("raw/"): values for name, values in engine.optimizer_state() if name.startswith("raw/")}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_engine_with_an_average_resumes_bitwise(optimizer: str) -> None:
     straight = started(config)
     run(straight, range(4))
     straight.eval_step(batch_of(4))  # a save often follows an evaluation
-    weights, moments = list(straight.weights()), list(straight.moments())
+    weights, moments = list(straight.weights()), list(straight.optimizer_state())
     again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights, moments, straight.updates(), "saved")
     assert run(again, range(4, 8)) == run(straight, range(4, 8))

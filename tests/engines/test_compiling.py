@@ -200,10 +200,10 @@ def test_a_batch_ramp_up_is_compiled_for_one_size() -> None:
             update={"train": TrainConfig(batch=8, batch_rampup=[4, 4, 100], length=8)}
         )
         engine = config.engine.model_copy(update={"compile": compiled, "micro_batch": "auto"})
-        assert started(config.model_copy(update={"engine": engine})).facts()["micro_batch"] == size
+        assert started(config.model_copy(update={"engine": engine})).describe()["micro_batch"] == size
 
 
 def test_the_first_log_line_reports_compiling() -> None:
-    facts: dict[str, Any] = started(config_of("torch")).facts()
+    facts: dict[str, Any] = started(config_of("torch")).describe()
     assert describe_engine(facts).endswith(", micro-batch 8")
     assert describe_engine(facts | {"compiling": "compiled so"}).endswith(", micro-batch 8, compiled so")

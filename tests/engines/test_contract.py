@@ -135,7 +135,7 @@ def test_a_saved_engine_resumes_bitwise(kind: str) -> None:
     straight = started(config)
     run(straight, range(4))
     weights = [(name, values.copy()) for name, values in straight.weights()]
-    moments, updates = list(straight.moments()), straight.updates()
+    moments, updates = list(straight.optimizer_state()), straight.updates()
     assert updates == 4
     later = run(straight, range(4, 9))
     family = open_family(config.model.family)
@@ -157,8 +157,8 @@ def test_adapters_match_the_torch_engine(kind: str) -> None:
     assert wanted != run(
         started(config_of("torch", dropout=0.1, lora=LORA.model_copy(update={"dropout": 0.0}))), range(6)
     ), "it drops"
-    weights, moments = dict(engine.weights()), dict(engine.moments())
-    for found, values in ((weights, torch_.weights()), (moments, torch_.moments())):
+    weights, moments = dict(engine.weights()), dict(engine.optimizer_state())
+    for found, values in ((weights, torch_.weights()), (moments, torch_.optimizer_state())):
         expected = dict(values)
         assert found.keys() == expected.keys()
         for name, one in expected.items():
@@ -166,8 +166,8 @@ def test_adapters_match_the_torch_engine(kind: str) -> None:
     assert weights.keys() == {name.removeprefix("m/") for name in moments if name.startswith("m/")}
     assert all(".lora_" in name for name in weights)
     assert all(values.any() for values in weights.values()), "each has learnt"
-    assert [engine.facts()[key] for key in ("parameters", "trained")] == [
-        torch_.facts()[key] for key in ("parameters", "trained")
+    assert [engine.describe()[key] for key in ("parameters", "trained")] == [
+        torch_.describe()[key] for key in ("parameters", "trained")
     ]
     shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
     again = open_engine(config, shape)
@@ -202,7 +202,7 @@ def test_clipping_bounds_the_update(kind: str) -> None:
     free, clipped = started(config_of(kind, clip=0.0)), started(config_of(kind, clip=1e-3))
     one, other = free.train_step(batch_of(0), 0, 1e-2), clipped.train_step(batch_of(0), 0, 1e-2)
     assert one.norm == pytest.approx(other.norm, rel=1e-6), "the norm is that before clipping"
-    first = {name.removeprefix("m/"): values for name, values in clipped.moments() if name.startswith("m/")}
+    first = {name.removeprefix("m/"): values for name, values in clipped.optimizer_state() if name.startswith("m/")}
     norm = np.sqrt(sum(float((values.astype(np.float64) ** 2).sum()) for values in first.values())) / (1 - 0.9)
     assert norm == pytest.approx(1e-3, rel=1e-3)
 
@@ -222,7 +222,7 @@ def test_a_non_finite_gradient_skips_the_update(kind: str) -> None:
     engine = started(config_of(kind))
     run(engine, range(2))
     weights = [(name, values.copy()) for name, values in engine.weights()]
-    moments, updates = list(engine.moments()), engine.updates()
+    moments, updates = list(engine.optimizer_state()), engine.updates()
     broken = [(name, np.full_like(values, np.inf) if name.endswith(LAST_NORMS) else values) for name, values in weights]
     engine.load(broken, moments, updates, "broken")
     step = engine.train_step(batch_of(3), 3, 1e-2)
@@ -230,7 +230,7 @@ def test_a_non_finite_gradient_skips_the_update(kind: str) -> None:
     assert engine.updates() == updates
     for (name, values), (_, before) in zip(engine.weights(), broken, strict=True):
         assert np.array_equal(values, before), name
-    for (name, values), (_, before) in zip(engine.moments(), moments, strict=True):
+    for (name, values), (_, before) in zip(engine.optimizer_state(), moments, strict=True):
         assert np.array_equal(values, before), name
 
 

@@ -28,9 +28,9 @@ def test_the_optimizer_state_is_known_before_the_first_step(optimizer: str, free
     """Memory for the copies that a save takes is had then."""
     engine: Any = started(config_of("torch", optimizer=optimizer, freeze=freeze))
     stated = sorted(math.prod(weight.shape) for weight in engine.optimizer.state_weights())
-    assert not list(engine.moments())
+    assert not list(engine.optimizer_state())
     run(engine, range(1))
-    assert sorted(values.size for _, values in engine.moments()) == stated
+    assert sorted(values.size for _, values in engine.optimizer_state()) == stated
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -39,13 +39,13 @@ def test_frozen_weights_stay_and_a_resume_is_bitwise(optimizer: str) -> None:
     straight = started(config)
     first = weights_of(straight)
     run(straight, range(3))
-    weights, moments = weights_of(straight), list(straight.moments())
+    weights, moments = weights_of(straight), list(straight.optimizer_state())
     stays = {name for name, values in weights.items() if np.array_equal(values, first[name])}
     assert stays == {
         name for name in first if name.startswith(("transformer.wte", "transformer.h.0.")) or name.endswith(".bias")
     }
     assert {name.partition("/")[2] for name, _ in moments} == set(first) - stays
-    facts = straight.facts()
+    facts = straight.describe()
     assert facts["trained"] == sum(first[name].size for name in set(first) - stays)
     assert facts["parameters"] == sum(values.size for values in first.values())
 
@@ -61,7 +61,7 @@ def test_only_matrices_under_muon() -> None:
     engine = started(config_of("torch", optimizer="muon", freeze=["wte", "wpe", "*ln_*", "*.bias"]))
     losses = run(engine, range(3))
     assert engine.updates() == 3
-    assert {name.partition("/")[0] for name, _ in engine.moments()} == {"momentum"}
+    assert {name.partition("/")[0] for name, _ in engine.optimizer_state()} == {"momentum"}
     assert losses[2] != losses[0]
 
 
@@ -124,7 +124,7 @@ def test_adapters_are_saved_even_if_frozen() -> None:
     first = weights_of(straight)
     assert len(first) == 2 * 4 * 2
     run(straight, range(3))
-    kept, moments = weights_of(straight), list(straight.moments())
+    kept, moments = weights_of(straight), list(straight.optimizer_state())
     assert {name for name, values in kept.items() if np.array_equal(values, first[name])} == {
         name for name in first if ".h.0." in name
     }

@@ -13,7 +13,7 @@ from tests.support.engine_runs import MAKE
 from tests.support.weights import noisy_weights
 from textmill.config import CorpusConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.engines import Engine, open_engine
-from textmill.engines.heads_torch import open_heads
+from textmill.engines.heads_torch import forward_heads
 from textmill.engines.micro_batches import micro_batches, token_weights
 from textmill.errors import TextmillError
 from textmill.models import open_family, with_label_head
@@ -100,7 +100,9 @@ def test_loss_and_gradients_equal_transformers(task: str, norm: str, lengths: tu
     tokens = int((batch.labels != IGNORED).sum())
     weights, total = token_weights(batch, "token_mean", tokens, len(lengths)), 0.0
     for _, part in micro_batches(batch, net, 2, CPU, weights=weights):
-        loss, reported = open_heads(net, part, torch.float32).training_loss(TrainConfig(), None, starts_backward=True)
+        loss, reported = forward_heads(net, part, torch.float32).training_loss(
+            TrainConfig(), None, gradient_is_one=True
+        )
         loss.backward()
         total += float(reported)
     assert total == pytest.approx(wanted.item(), abs=1e-5)

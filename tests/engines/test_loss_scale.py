@@ -110,7 +110,7 @@ def test_a_saved_engine_resumes_bitwise(monkeypatch: pytest.MonkeyPatch) -> None
     config = in_fp16(dropout=0.1)
     straight = started(config)
     run(straight, range(20))
-    weights, moments = list(straight.weights()), list(straight.moments())
+    weights, moments = list(straight.weights()), list(straight.optimizer_state())
     updates, scaling = straight.updates(), straight.scaling()
     assert 0 < updates < 20
     later = [straight.train_step(batch_of(step), step, 1e-2) for step in range(20, 40)]

@@ -61,7 +61,7 @@ def test_loss_and_gradients(
     assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no gradient"
     assert x.grad[::5].abs().max() == 0, "tokens without a label have no gradient"
     x.grad = head.grad = None
-    again = summed_loss(x, head, weighted, formula, starts_backward=True)
+    again = summed_loss(x, head, weighted, formula, gradient_is_one=True)
     again.backward()  # type: ignore[no-untyped-call]
     assert relative_difference(x.grad, grad_x) < bound
     assert relative_difference(head.grad, grad_head) < bound

@@ -103,7 +103,7 @@ def test_losses_and_gradients_equal_transformers(kind: str, norm: str) -> None:
     gradients = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
     norm_of_all = np.sqrt(sum(float((one.astype(np.float64) ** 2).sum()) for one in gradients.values()))
     assert step.norm == pytest.approx(norm_of_all, rel=1e-5)
-    for name, values in engine.moments():
+    for name, values in engine.optimizer_state():
         if name.startswith("m/"):
             wanted = gradients[name.removeprefix("m/")]
             assert np.abs(values / 0.1 - wanted).max() < 1e-5 * norm_of_all, name
@@ -132,7 +132,7 @@ def test_micro_batches_equal_one_batch_and_a_saved_engine_resumes_bitwise(kind: 
     engine = started(config)
     parts = steps_of(engine, range(2))
     weights = [(name, values.copy()) for name, values in engine.weights()]
-    moments = list(engine.moments())
+    moments = list(engine.optimizer_state())
     later = steps_of(engine, range(2, 4))
     for found, wanted in zip(parts + later, whole, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)

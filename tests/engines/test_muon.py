@@ -106,7 +106,7 @@ def test_a_saved_engine_resumes_bitwise() -> None:
     config = config_of("torch", dropout=0.1, optimizer="muon")
     straight = started(config)
     run(straight, range(4))
-    weights, moments = [(name, values.copy()) for name, values in straight.weights()], list(straight.moments())
+    weights, moments = [(name, values.copy()) for name, values in straight.weights()], list(straight.optimizer_state())
     shapes = {name: values.shape for name, values in weights}
     kinds = {name.partition("/")[0] for name, _ in moments}
     assert kinds == {"m", "v", "momentum"}
@@ -125,13 +125,15 @@ def test_a_saved_engine_resumes_bitwise() -> None:
 def test_a_non_finite_gradient_skips_the_update() -> None:
     engine = started(config_of("torch", optimizer="muon"))
     run(engine, range(2))
-    weights, moments = [(name, values.copy()) for name, values in engine.weights()], list(engine.moments())
+    weights, moments = [(name, values.copy()) for name, values in engine.weights()], list(engine.optimizer_state())
     broken = [
         (name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights
     ]
     engine.load(broken, moments, 2, "broken")
     assert engine.train_step(batch_of(3), 3, 1e-2).skipped
-    for (name, values), (_, before) in zip([*engine.weights(), *engine.moments()], [*broken, *moments], strict=True):
+    for (name, values), (_, before) in zip(
+        [*engine.weights(), *engine.optimizer_state()], [*broken, *moments], strict=True
+    ):
         assert np.array_equal(values, before), name
 
 
@@ -251,7 +253,7 @@ def test_a_compiled_net_trains_like_the_cpu(micro_batch: int) -> None:
     # Of the rest a gradient that is nothing but rounding moves AdamW as far as any other.
     matrices = "c_attn.weight", "c_proj.weight", "c_fc.weight"
     for (name, one), (same, other) in zip(
-        [*here.weights(), *here.moments()], [*there.weights(), *there.moments()], strict=True
+        [*here.weights(), *here.optimizer_state()], [*there.weights(), *there.optimizer_state()], strict=True
     ):
         assert (same, other.shape) == (name, one.shape)
         if name.endswith(matrices):

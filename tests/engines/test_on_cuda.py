@@ -135,7 +135,7 @@ def test_fp8_is_near_and_learns(monkeypatch: pytest.MonkeyPatch, family: str, co
 
 def test_auto_takes_the_gpu_in_bf16() -> None:
     config = config_of("torch").model_copy(update={"engine": TorchEngine()})
-    facts = started(config).facts()
+    facts = started(config).describe()
     assert facts["device"].startswith("cuda")
     assert facts["precision"] in ("bfloat16", "float32")
 
@@ -146,7 +146,7 @@ def test_a_resume_is_bitwise(precision: str) -> None:
     try:
         straight = started(config)
         run(straight, range(4))
-        weights, moments = list(straight.weights()), list(straight.moments())
+        weights, moments = list(straight.weights()), list(straight.optimizer_state())
         later = run(straight, range(4, 9))
         shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
         again = open_engine(config, shape)
@@ -159,7 +159,7 @@ def test_a_resume_is_bitwise(precision: str) -> None:
 def test_a_non_finite_gradient_skips_the_update() -> None:
     engine = started(on_gpu())
     run(engine, range(2))
-    weights, moments = list(engine.weights()), list(engine.moments())
+    weights, moments = list(engine.weights()), list(engine.optimizer_state())
     broken = [
         (name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights
     ]
@@ -176,6 +176,6 @@ def test_a_save_allocates_no_host_memory(optimizer: str) -> None:
     run(engine, range(1))
     engine.pinned_buffers.close()
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
-    held = [*engine.weights(), *engine.moments()]
+    held = [*engine.weights(), *engine.optimizer_state()]
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
     assert len(held) > 20

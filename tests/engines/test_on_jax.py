@@ -85,19 +85,19 @@ def test_fifty_steps_match_torch_and_checkpoints_are_interchangeable() -> None:
     assert wanted[-1] < 0.8 * wanted[0]
     assert losses_of(jax, range(50)) == pytest.approx(wanted, rel=2e-6)
     # What JAX ends with is what torch ends with, by name, and either goes on from it.
-    held = {"": dict(jax.weights()), "moments": dict(jax.moments())}
+    held = {"": dict(jax.weights()), "moments": dict(jax.optimizer_state())}
     assert jax.updates() == torch.updates() == 50
-    for name, values in [*torch.weights(), *torch.moments()]:
+    for name, values in [*torch.weights(), *torch.optimizer_state()]:
         other = held["moments" if name.startswith(("m/", "v/")) else ""][name]
         # The key's bias has no gradient but noise, which Adam makes as large as any other.
         close = np.abs(other - values).max() < 1e-4 * max(1e-6, np.abs(values).max())
         assert close or "c_attn.bias" in name, name
     again = engine_of("torch")
     again.load(held[""].items(), held["moments"].items(), 50, "what JAX saved")
-    for one, other in ((again.weights(), held[""]), (again.moments(), held["moments"])):
+    for one, other in ((again.weights(), held[""]), (again.optimizer_state(), held["moments"])):
         assert all(np.array_equal(values, other[name]) for name, values in one), "bit for bit, through both layouts"
     third = engine_of("jax")
-    third.load(again.weights(), again.moments(), again.updates(), "what torch took over")
+    third.load(again.weights(), again.optimizer_state(), again.updates(), "what torch took over")
     later = losses_of(torch, range(50, 60))
     assert losses_of(again, range(50, 60)) == pytest.approx(later, rel=1e-5)
     assert [loss.hex() for loss in losses_of(third, range(50, 55))] == [
@@ -119,7 +119,7 @@ def test_dropout_documents_and_losses_match_the_torch_engine() -> None:
     wanted = losses_of(torch, range(12), documents=True)
     assert losses_of(jax, range(12), documents=True) == pytest.approx(wanted, rel=2e-6)
     assert losses_of(engine_of("torch", train=train), range(1), documents=True) != wanted[:1], "dropout is on"
-    assert {name for name, _ in jax.moments()} == {name for name, _ in torch.moments()}
+    assert {name for name, _ in jax.optimizer_state()} == {name for name, _ in torch.optimizer_state()}
     one, other = torch.eval_step(batch_of(99, documents=True)), jax.eval_step(batch_of(99, documents=True))
     assert (other.loss_tokens, other.correct) == (one.loss_tokens, one.correct)
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
@@ -132,7 +132,7 @@ def test_bf16_is_near_fp32_and_near_torch() -> None:
     found = losses_of(jax, range(20))
     assert found == pytest.approx(wanted, rel=2e-2)
     assert found != wanted
-    assert jax.facts()["precision"] == "bfloat16"
+    assert jax.describe()["precision"] == "bfloat16"
     assert all(values.dtype == np.float32 for _, values in jax.weights())
 
 
@@ -141,9 +141,9 @@ def test_muon_matches_torch() -> None:
     train = {"optimizer": "muon", "muon": {"adamw_rate_factor": 0.5, "momentum": 0.8}}
     torch, jax = (engine_of(kind, train=train) for kind in KINDS)
     assert losses_of(jax, range(15)) == pytest.approx(losses_of(torch, range(15)), rel=5e-3)
-    assert [name for name, _ in jax.moments()] == [name for name, _ in torch.moments()]
-    first = {name: values for name, values in torch.moments() if name.startswith("momentum/")}
-    for name, values in jax.moments():
+    assert [name for name, _ in jax.optimizer_state()] == [name for name, _ in torch.optimizer_state()]
+    first = {name: values for name, values in torch.optimizer_state() if name.startswith("momentum/")}
+    for name, values in jax.optimizer_state():
         if name in first:
             assert np.abs(values - first[name]).max() < 5e-2 * np.abs(first[name]).max(), name
 
@@ -239,7 +239,7 @@ def on_four_devices() -> None:
         options = {"micro_batch": 1, "mesh": JaxMesh(**sizes), "train": {"clip": 0.5}}
         engine: Any = engine_of("jax", **options)
         first = losses_of(engine, range(10))
-        held, moments = list(engine.weights()), list(engine.moments())
+        held, moments = list(engine.weights()), list(engine.optimizer_state())
         found["losses"][name] = first + losses_of(engine, range(10, 20))
         matrix = engine.params["transformer.h.0.mlp.c_fc.weight"]
         found["parts"][name] = matrix.addressable_shards[0].data.size / matrix.size
@@ -281,7 +281,7 @@ def test_two_processes_give_the_losses_of_one() -> None:
         assert one["losses"] == pytest.approx(wanted, rel=1e-6)
         assert one["loss_tokens"] == sums.loss_tokens
         assert one["loss"] == pytest.approx(sums.loss, rel=1e-5)
-    names = sorted(name for name, _ in [*torch.weights(), *torch.moments()])
+    names = sorted(name for name, _ in [*torch.weights(), *torch.optimizer_state()])
     assert sorted(outputs[0]["names"] + outputs[1]["names"]) == names, (
         "each keeps its own half, and both together have all"
     )
@@ -306,7 +306,7 @@ def as_one_of_two() -> int:
     losses = [engine.train_step(rows_of(batch_of(step), engine.samples_of(ROWS)), step, 1e-2).loss for step in range(5)]
     sums = engine.eval_step(batch_of(7))
     kept = list(engine.weights(lambda name: len(name) % 2 == ranks.rank))
-    names = [name for name, _ in [*kept, *engine.moments(lambda name: len(name) % 2 == ranks.rank)]]
+    names = [name for name, _ in [*kept, *engine.optimizer_state(lambda name: len(name) % 2 == ranks.rank)]]
     norms = {name: float(np.abs(values).sum()) for name, values in kept}
     print(
         json.dumps(

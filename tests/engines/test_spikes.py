@@ -87,7 +87,7 @@ def test_a_spike_skips_the_update_and_is_saved(kind: str) -> None:
     first = losses_of(guarded, range(BAD))
     saved = (
         [(name, values.copy()) for name, values in guarded.weights()],
-        list(guarded.moments()),
+        list(guarded.optimizer_state()),
         guarded.updates(),
         "saved",
     )

@@ -345,9 +345,9 @@ def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     near = config_of("torch")
     near = near.model_copy(update={"engine": near.engine.model_copy(update={"precision": "bf16"})})
     wanted, engine = run(started(near), range(12), unequal=False), started(in_fp8())
-    assert engine.facts()["precision"] == "float8"
+    assert engine.describe()["precision"] == "float8"
     first = run(engine, range(6), unequal=False)
-    weights, moments = list(engine.weights()), list(engine.moments())
+    weights, moments = list(engine.weights()), list(engine.optimizer_state())
     losses = first + run(engine, range(6, 12), unequal=False)
     assert losses == pytest.approx(wanted, rel=2e-2)
     assert losses != wanted

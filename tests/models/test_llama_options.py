@@ -195,7 +195,7 @@ def test_the_loss_falls_and_a_saved_engine_resumes_bitwise(name: str) -> None:
     before = engine.eval_step(batch_of(0))
     for step in range(6):
         engine.train_step(batch_of(0), step, 1e-2)
-    other.load(list(engine.weights()), list(engine.moments()), engine.updates(), "saved")
+    other.load(list(engine.weights()), list(engine.optimizer_state()), engine.updates(), "saved")
     assert engine.eval_step(batch_of(0)).loss < 0.9 * before.loss
     for step in range(6, 9):
         losses = [float(one.train_step(batch_of(step), step, 1e-2).loss) for one in (engine, other)]

@@ -132,5 +132,5 @@ def test_add_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert change == pytest.approx(1e-3, rel=1e-2), "every number moves by the learning rate"
     losses += [engine.train_step(batch_of(step), step, 1e-3).loss for step in range(1, 40)]
     assert losses[-1] < losses[0] - 0.3
-    assert any("momentum" in name and matrix in name for name, _ in engine.moments())
+    assert any("momentum" in name and matrix in name for name, _ in engine.optimizer_state())
     monkeypatch.delitem(sys.modules, "textmill.engines.optimizers.lion_torch")

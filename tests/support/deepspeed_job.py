@@ -41,7 +41,9 @@ def do_run(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             moments = [(name, values) for name, values in state.items() if not name.startswith(("w:", "updates"))]
             engine.load(weights, moments, int(state["updates"]), "saved")
             same = all(np.array_equal(dict(weights)[name], values) for name, values in engine.weights())
-            same = same and all(np.array_equal(dict(moments)[name], values) for name, values in engine.moments())
+            same = same and all(
+                np.array_equal(dict(moments)[name], values) for name, values in engine.optimizer_state()
+            )
         else:
             engine.load(first_of(config, shape), [], 0, "the first weights")
             same = True
@@ -53,7 +55,10 @@ def do_run(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             def kept(_: str) -> bool:
                 return ranks.first
 
-            state = {**{f"w:{name}": values for name, values in engine.weights(kept)}, **dict(engine.moments(kept))}
+            state = {
+                **{f"w:{name}": values for name, values in engine.weights(kept)},
+                **dict(engine.optimizer_state(kept)),
+            }
             if ranks.first:
                 np.savez(run["save"], updates=engine.updates(), **state)
             ranks.barrier()

@@ -117,7 +117,7 @@ def stepped(engine: Engine, steps: range, family: str) -> list[tuple[float, floa
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """Return the full weights and moments, as in a checkpoint."""
-    return dict(engine.weights()) | dict(engine.moments())
+    return dict(engine.weights()) | dict(engine.optimizer_state())
 
 
 def resumed(config: RunConfig, state: dict[str, Any], ranks: Any = None) -> Engine:
@@ -137,7 +137,7 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
         "sums": [[one.loss, one.loss_tokens, one.correct] for one in sums],
         "first": stepped(engine, range(1), family),
     }
-    gradients = {name: values / 0.1 for name, values in engine.moments() if name.startswith("m/")}
+    gradients = {name: values / 0.1 for name, values in engine.optimizer_state() if name.startswith("m/")}
     numbers["losses"] = stepped(engine, range(1, SAVED), family)
     state = state_of(engine)
     numbers["losses"] += stepped(engine, range(SAVED, STEPS), family)

@@ -131,7 +131,9 @@ def test_a_run_does_not_exceed_its_epochs(clock: Clock) -> None:
     assert fitting_steps(planned(max_epochs=25), 2, 1e6, 80.0, NO_COSTS) == 250
     assert fitting_steps(planned(max_epochs=25), 2, 98.0, 80.0, NO_COSTS) == 100
     assert (
-        planned(max_epochs=25).longest.steps == planned(max_epochs=25).with_measured_steps(100, 2).longest.steps == 250
+        planned(max_epochs=25).train_with_all_steps.steps
+        == planned(max_epochs=25).with_measured_steps(100, 2).train_with_all_steps.steps
+        == 250
     )
     assert [planned(minutes=None, max_epochs=2.5, steps=steps).steps for steps in (20, 30)] == [20, 25]
 

@@ -50,7 +50,7 @@ class Checkpoint:
         """The weights in transformers' names and layout; an adapter is merged into its base."""
         return read_weights(self.folder)
 
-    def moments(self) -> Iterator[Named]:
+    def optimizer_state(self) -> Iterator[Named]:
         """The optimizer state by weight name: m/NAME, v/NAME, momentum/NAME, raw/NAME; an error if it is missing."""
         if not has_optimizer_state(self.folder):
             raise TextmillError(_describe_missing_state(self.folder))

@@ -26,16 +26,16 @@ MAX_FILE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of one checkpoint in host memory: the weights and moments that this rank writes."""
+    """The content of one checkpoint in host memory: the weights and optimizer state that this rank writes."""
 
     step: int
     weights: Iterable[Named]
-    moments: Iterable[Named]
+    optimizer_state: Iterable[Named]
     progress: dict[str, Any]
     files: dict[str, bytes]
     """Other files by name: config.json, run.yaml, the tokenizer."""
     file_plans: tuple[FilePlan, FilePlan] | None = None
-    """Plans for weights and moments of all ranks; None if this process has all of them."""
+    """Plans for weights and optimizer state of all ranks; None if this process has all of them."""
 
 
 def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = SINGLE_PROCESS) -> Path:
@@ -44,8 +44,10 @@ def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = SINGLE_PROCES
     folder = run / f"{final.name}.tmp-new"
     if snapshot.file_plans is None:
         weight_plan, weights = plan_files("model", snapshot.weights)
-        moment_plan, moments = plan_files("optimizer", snapshot.moments)
-        snapshot = replace(snapshot, weights=weights, moments=moments, file_plans=(weight_plan, moment_plan))
+        state_plan, optimizer_state = plan_files("optimizer", snapshot.optimizer_state)
+        snapshot = replace(
+            snapshot, weights=weights, optimizer_state=optimizer_state, file_plans=(weight_plan, state_plan)
+        )
     try:
         entries_by_rank = gather_results(ranks, lambda: _write_own_files(folder, snapshot, ranks))
         gather_results(ranks, lambda: _commit(folder, final, snapshot, entries_by_rank, ranks) if ranks.first else None)
@@ -64,7 +66,7 @@ def _write_own_files(folder: Path, snapshot: Snapshot, ranks: Ranks) -> list[dic
     report = partial(report_each, ranks)
     return [
         write_planned_files(folder, weight_plan, snapshot.weights, report),
-        write_planned_files(folder, moment_plan, snapshot.moments, report),
+        write_planned_files(folder, moment_plan, snapshot.optimizer_state, report),
     ]
 
 

@@ -25,9 +25,9 @@ from textmill.tokens.batches.batch import Batch
 __all__ = [
     "MANY_CORES",
     "Engine",
+    "EvalSums",
     "NameFilter",
     "Step",
-    "Sums",
     "all_names",
     "format_compile_time",
     "open_engine",
@@ -102,21 +102,21 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Sums:
+class EvalSums:
     """Sums over the loss tokens of a batch, over all processes."""
 
     loss: float
     loss_tokens: int
     correct: int
-    others: dict[str, Sums] = field(default_factory=dict)
+    others: dict[str, EvalSums] = field(default_factory=dict)
     """The same of other heads, by name: pair."""
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: EvalSums) -> EvalSums:
         tokens = self.loss_tokens + other.loss_tokens
         names = {**self.others, **other.others}
-        none = Sums(0.0, 0, 0)
+        none = EvalSums(0.0, 0, 0)
         others = {name: self.others.get(name, none) + other.others.get(name, none) for name in names}
-        return Sums(self.loss + other.loss, tokens, self.correct + other.correct, others)
+        return EvalSums(self.loss + other.loss, tokens, self.correct + other.correct, others)
 
 
 class Engine(Protocol):
@@ -137,7 +137,7 @@ class Engine(Protocol):
         """One optimizer step on this process's samples; `step` is part of the seed of dropout."""
         ...
 
-    def eval_step(self, batch: Batch) -> Sums:
+    def eval_step(self, batch: Batch) -> EvalSums:
         """Loss of a batch without dropout or gradients; each process gets the full batch and computes its own part."""
         ...
 
@@ -149,7 +149,7 @@ class Engine(Protocol):
         """
         ...
 
-    def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+    def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """The optimizer state, like `weights`: m/NAME and v/NAME of AdamW, momentum/NAME of Muon.
 
         If `train.average` is set, also raw/NAME: the weights that training continues with.
@@ -182,7 +182,7 @@ class Engine(Protocol):
         """Optimizer updates done so far, without skipped ones."""
         ...
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Device, precision, micro-batch, parameters and peak FLOP/s, for the first log line and the metrics."""
         ...
 

@@ -1,6 +1,6 @@
 """The losses of a micro-batch: the cross-entropy of the head, that of a pair head, or that of a finetuned head.
 
-Engines call `open_heads(net, micro_batch, ...)`, which runs the net, then `training_loss` or, in evaluation, `sums`.
+Engines call `forward_heads(net, micro_batch, ...)`, which runs the net, then `training_loss` or, in evaluation, `sums`.
 
 Shapes in names: N samples, K labels of a sample, M tokens, E width, C classes.
 """
@@ -30,7 +30,7 @@ from textmill.models.base_torch import BaseNet, CompiledParts
 from textmill.tokens.batches.batch import IGNORED
 
 
-def open_heads(
+def forward_heads(
     net: BaseNet,
     micro_batch: MicroBatch,
     precision: torch.dtype,
@@ -74,7 +74,7 @@ class HeadStates:
         self.x_ME = net.head_input(x_ME).to(precision)
 
     def training_loss(
-        self, train: TrainConfig, tensor: TensorParallel | None, *, starts_backward: bool
+        self, train: TrainConfig, tensor: TensorParallel | None, *, gradient_is_one: bool
     ) -> tuple[Tensor, Tensor]:
         """The loss for the backward pass, and what to report: the labels' loss, and all of `term_names` behind it.
 
@@ -82,9 +82,9 @@ class HeadStates:
         """
         terms: list[Tensor] = []
         if self.teachers:
-            loss, label_loss, terms = self._distillation_loss(self.teachers, train, tensor, starts_backward)
+            loss, label_loss, terms = self._distillation_loss(self.teachers, train, tensor, gradient_is_one)
         else:
-            loss = self._label_loss(train, tensor, starts_backward)
+            loss = self._label_loss(train, tensor, gradient_is_one)
             label_loss = loss.detach()
         if self.pair_losses is not None and self.micro_batch.pair_weights is not None:
             pair_loss = (self.pair_losses * self.micro_batch.pair_weights.flatten()).sum()
@@ -92,7 +92,7 @@ class HeadStates:
             terms = [pair_loss.detach(), *terms]
         return loss, torch.stack([label_loss, *terms]) if terms else label_loss
 
-    def _label_loss(self, train: TrainConfig, tensor: TensorParallel | None, starts_backward: bool) -> Tensor:
+    def _label_loss(self, train: TrainConfig, tensor: TensorParallel | None, gradient_is_one: bool) -> Tensor:
         """The weighted sum of the cross-entropy of all labels."""
         net = self.net
         labels = self._weighted_labels()
@@ -100,7 +100,7 @@ class HeadStates:
         if tensor:
             return tensor_parallel_loss(self.x_ME, net.head, labels, formula, tensor, net.head_bias)
         return summed_loss(
-            self.x_ME, net.head, labels, formula, bias_V=net.head_bias, fp8=net.fp8, starts_backward=starts_backward
+            self.x_ME, net.head, labels, formula, bias_V=net.head_bias, fp8=net.fp8, gradient_is_one=gradient_is_one
         )
 
     def _weighted_labels(self) -> WeightedLabels:
@@ -118,7 +118,7 @@ class HeadStates:
         teachers: Teachers | CachedTeachers,
         train: TrainConfig,
         tensor: TensorParallel | None,
-        starts_backward: bool,
+        gradient_is_one: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
         net = self.net
@@ -136,7 +136,7 @@ class HeadStates:
             targets.output,
             train,
             sums,
-            starts_backward=starts_backward,
+            gradient_is_one=gradient_is_one,
             bias_V=net.head_bias,
             compiled=self.compiled is not None,
             tensor=tensor,
@@ -189,7 +189,7 @@ class LabelStates:
         self.correct_M = logits_MC.argmax(1) == labels_M
 
     def training_loss(
-        self, train: TrainConfig, tensor: TensorParallel | None, *, starts_backward: bool
+        self, train: TrainConfig, tensor: TensorParallel | None, *, gradient_is_one: bool
     ) -> tuple[Tensor, Tensor]:
         """The loss for the backward pass, and what to report; each tensor-parallel rank has a part of the loss."""
         assert self.micro_batch.weights is not None
@@ -211,7 +211,7 @@ def new_report(names: Sequence[str], device: torch.device) -> Tensor:
     return torch.zeros((1 + len(names),) if names else (), device=device)
 
 
-def split_reported(total: Tensor, names: Sequence[str], pairs: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def split_loss_terms(total: Tensor, names: Sequence[str], pairs: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
     """The labels' loss and the other terms by name, from sums of what `training_loss` reports."""
     if not names:
         return total, {}

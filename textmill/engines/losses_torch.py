@@ -69,15 +69,15 @@ def summed_loss(
     *,
     bias_V: Tensor | None = None,
     fp8: bool = False,
-    starts_backward: bool = False,
+    gradient_is_one: bool = False,
 ) -> Tensor:
     """The weighted sum of the labelled tokens' losses.
 
     With `fp8` the logits are an fp8 matmul; their gradient stays in bf16, since rounding so wide a matrix would need
-    another pass. `starts_backward`: this loss is what `backward` is called on, so its gradient is 1.
+    another pass. `gradient_is_one`: this loss is what `backward` is called on, so its gradient is 1.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels, formula, fp8, starts_backward, bias_V
+        x_ME, head_VE, labels, formula, fp8, gradient_is_one, bias_V
     )
     return loss
 
@@ -112,7 +112,7 @@ class GradientInForward(torch.autograd.Function):
         x_ME: Tensor,
         head_VE: Tensor,
         compute_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
-        starts_backward: bool,
+        gradient_is_one: bool,
         bias_V: Tensor | None,
         chunk: int | None = None,
     ) -> Tensor:
@@ -120,7 +120,7 @@ class GradientInForward(torch.autograd.Function):
 
         `chunk` is the most tokens of a chunk, if it is not to be as large as usual.
         """
-        ctx.starts_backward = starts_backward
+        ctx.gradient_is_one = gradient_is_one
         head = head_VE.to(x_ME.dtype)
         grad_x = torch.empty_like(x_ME)
         grad_head = (
@@ -142,7 +142,7 @@ class GradientInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients: tuple[Tensor | None, ...] = ctx.saved_tensors
-        if not ctx.starts_backward:
+        if not ctx.gradient_is_one:
             gradients = tuple(None if one is None else one.mul_(gradient) for one in gradients)
         grad_x, grad_head, grad_bias = gradients
         return grad_x, grad_head, *[None] * (len(ctx.needs_input_grad) - 3), grad_bias
@@ -157,7 +157,7 @@ class _SummedLoss(GradientInForward):
         labels: WeightedLabels,
         formula: LossFormula,
         fp8: bool,
-        starts_backward: bool,
+        gradient_is_one: bool,
         bias_V: Tensor | None,
     ) -> Tensor:
         head8 = quantize_rows(head_VE) if fp8 else None
@@ -173,7 +173,7 @@ class _SummedLoss(GradientInForward):
             return (losses_M * chunk_labels.weights_M).sum(), logits_MV
 
         chunk = CAPPED_TOKENS if formula.cap and x_ME.is_cuda else None
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V, chunk)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, gradient_is_one, bias_V, chunk)
 
 
 def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list[slice]:
@@ -312,7 +312,7 @@ class _TensorParallelLoss(GradientInForward):
         labels: WeightedLabels,
         formula: LossFormula,
         tensor: TensorParallel,
-        starts_backward: bool,
+        gradient_is_one: bool,
         bias_V: Tensor | None,
     ) -> Tensor:
         begin = tensor.rank * len(head_VE)
@@ -341,4 +341,4 @@ class _TensorParallelLoss(GradientInForward):
             full_MV.zero_()[:, : gradients_MV.shape[1]] = gradients_MV
             return (losses_M.where(labelled, 0) * weight_M).sum(), full_MV
 
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, gradient_is_one, bias_V)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from textmill.engines import Sums
+from textmill.engines import EvalSums
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import copy_to_device
@@ -264,7 +264,7 @@ def part_of(batch: Batch, ranks: int, rank: int) -> Batch:
     return Batch(**fields)
 
 
-def sums_of_all_ranks(sums: list[float], batch: Batch, ranks: Ranks, copies: int = 1) -> Sums:
+def sums_of_all_ranks(sums: list[float], batch: Batch, ranks: Ranks, copies: int = 1) -> EvalSums:
     """The result of an evaluation from the sums of each rank's part of the batch; `copies` as in `count_labels`."""
     counts = [int((batch.labels != IGNORED).sum()), *count_pairs(batch)]
     totals = [total / copies for total in ranks.all_reduce([*sums, *counts])]
@@ -272,7 +272,7 @@ def sums_of_all_ranks(sums: list[float], batch: Batch, ranks: Ranks, copies: int
     return named_sums(totals[: len(sums)], loss_tokens, pairs)
 
 
-def named_sums(totals: list[float], tokens: int, pairs: list[int]) -> Sums:
+def named_sums(totals: list[float], tokens: int, pairs: list[int]) -> EvalSums:
     """The result of an evaluation from totals over all ranks; pairs are left out if the batch has no labels of them."""
-    others = {PAIR: Sums(totals[2], pairs[0], round(totals[3]))} if pairs else {}
-    return Sums(totals[0], tokens, round(totals[1]), others)
+    others = {PAIR: EvalSums(totals[2], pairs[0], round(totals[3]))} if pairs else {}
+    return EvalSums(totals[0], tokens, round(totals[1]), others)

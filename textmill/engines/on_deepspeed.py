@@ -25,10 +25,10 @@ from torch._C._distributed_c10d import HashStore
 from textmill.config import EngineConfig, RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import attention_order, autocast, open_device, peak_flops_of, torch_dtype
-from textmill.engines import NameFilter, Sums, all_names
+from textmill.engines import EvalSums, NameFilter, all_names
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, open_teachers
-from textmill.engines.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
+from textmill.engines.heads_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
 from textmill.engines.memory.parts import deepspeed_micro_batch
 from textmill.engines.micro_batches import (
     MicroBatch,
@@ -205,7 +205,7 @@ class OnDeepSpeed:
                 total /= factor
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
-                label_loss, terms = split_reported(total, self.terms, pairs)
+                label_loss, terms = split_loss_terms(total, self.terms, pairs)
                 spike = self.guard.is_spike(self.guard.state, label_loss) if self.guard else None
                 # DeepSpeed skips an update only if the gradient is not finite, so a spike makes it so.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
@@ -236,7 +236,7 @@ class OnDeepSpeed:
         return norm
 
     @torch.no_grad()
-    def eval_step(self, batch: Batch) -> Sums:
+    def eval_step(self, batch: Batch) -> EvalSums:
         """Loss of this rank's part of a batch by micro-batches, without dropout; then an all-reduce."""
         check_fields(batch, self.net.shape)
         batch = part_of(batch, self.ranks.world, self.ranks.rank)
@@ -250,7 +250,7 @@ class OnDeepSpeed:
         """Host copies of the fp32 master weights; with LoRA, of the adapters only."""
         return self._host_copies(None, "", wanted)
 
-    def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+    def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of Adam's moments; none before the first update."""
         for kind in STATE if self.updates() else ():
             yield from self._host_copies(kind, f"{kind}/", wanted)
@@ -313,7 +313,7 @@ class OnDeepSpeed:
         if not parameter.requires_grad and weight.name in self.saved:
             self.frozen[parameter] = values
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Device, precision and sizes."""
         return {
             "device": str(self.device),
@@ -353,7 +353,7 @@ class LossModule(nn.Module):
         micro_batch = MicroBatch(*tensors)  # type: ignore[arg-type]
         device = micro_batch.inputs.device
         with autocast(device, self.precision) if self.mixed else nullcontext(), attention_order(device):
-            heads = open_heads(
+            heads = forward_heads(
                 self.net,
                 micro_batch,
                 self.precision,
@@ -361,7 +361,7 @@ class LossModule(nn.Module):
             )
         if micro_batch.weights is None:
             return heads.sums()
-        return heads.training_loss(self.train_config, None, starts_backward=False)
+        return heads.training_loss(self.train_config, None, gradient_is_one=False)
 
 
 @dataclass(frozen=True)

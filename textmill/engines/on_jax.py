@@ -24,7 +24,7 @@ from jax.experimental.multihost_utils import process_allgather
 from textmill.config import EngineConfig, JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_by_name
-from textmill.engines import NameFilter, Sums, all_names, format_compile_time
+from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time
 from textmill.engines.distillation.loss_jax import Teachers, cosine_loss, distillation_loss
 from textmill.engines.distillation.teachers import teacher_bytes, terms_of
 from textmill.engines.losses_jax import chunk_tokens, loss_and_correct, summed_loss, token_weights
@@ -214,7 +214,7 @@ class OnJax:
             terms.pop(PAIR_LOSS, None)
         return JaxStep(loss, norm, tokens, note=note, term_values=terms)
 
-    def eval_step(self, batch: Batch) -> Sums:
+    def eval_step(self, batch: Batch) -> EvalSums:
         """Loss of a batch by micro-batches, without dropout."""
         parts = self._micro_batches(part_of(batch, self.ranks.world, self.ranks.rank), None)
         sums = [
@@ -229,7 +229,7 @@ class OnJax:
         saved = {weight.name: self.params[weight.name] for weight in saved_weights(self.shape, self.options.lora)}
         return self._host_copies(saved, "", wanted)
 
-    def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+    def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the optimizer state; none before the first update."""
         for kind in self.optimizer.kinds() if self.updates() else []:
             yield from self._host_copies(self.state[kind], f"{kind}/", wanted)
@@ -274,7 +274,7 @@ class OnJax:
                 moment = np.zeros(self.params[name].shape, np.float32) if moment is None else moment
                 self.state[kind][name] = self.shardings.place(name, moment)
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Device, precision and sizes."""
         count = self.shardings.mesh.size
         peak = peak_flops_by_name(self.device.device_kind)

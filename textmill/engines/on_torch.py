@@ -21,11 +21,11 @@ from torch import Tensor
 
 from textmill.config import EngineConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.devices import attention_order, autocast, check_fp8, open_device, peak_flops_of, torch_dtype
-from textmill.engines import NameFilter, Sums, all_names, format_compile_time, shortest_compiled_run
+from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time, shortest_compiled_run
 from textmill.engines.distillation.teachers import teacher_bytes
 from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.ema_torch import RAW, Average
-from textmill.engines.heads_torch import join_sums, new_report, open_heads, split_reported, term_names
+from textmill.engines.heads_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
 from textmill.engines.memory.parts import (
     ACTIVATION_BYTES,
     ATTENTION_BYTES,
@@ -192,7 +192,7 @@ class OnTorch:
             pair_weight=1 / max([1, *pairs]),
         )
         loss_scale = self.scaler.scale if self.scaler else None
-        loss, terms = split_reported(self._accumulate_gradients(parts, loss_scale, monitor), self.terms, pairs)
+        loss, terms = split_loss_terms(self._accumulate_gradients(parts, loss_scale, monitor), self.terms, pairs)
         norm = self._update_or_skip(loss, loss_scale, step, lr)
         return TorchStep(loss, norm, loss_tokens, loss_scale, terms=terms)
 
@@ -249,13 +249,13 @@ class OnTorch:
         with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
                 micro_batch = MicroBatch(*tensors)  # type: ignore[arg-type]
-                heads = open_heads(self.net, micro_batch, self.precision, self.compiled, self.teachers)
-            loss, reported = heads.training_loss(self.train, self.parallel.tensor, starts_backward=True)
+                heads = forward_heads(self.net, micro_batch, self.precision, self.compiled, self.teachers)
+            loss, reported = heads.training_loss(self.train, self.parallel.tensor, gradient_is_one=True)
             loss.backward()  # type: ignore[no-untyped-call]
         return reported
 
     @torch.no_grad()
-    def eval_step(self, batch: Batch) -> Sums:
+    def eval_step(self, batch: Batch) -> EvalSums:
         """Loss of this rank's part of a batch by micro-batches, without dropout; then an all-reduce."""
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=True)
@@ -263,7 +263,7 @@ class OnTorch:
         sums_by_micro_batch = []
         for _, micro_batch in micro_batches(batch, self.net, self.micro_batch, self.device):
             with autocast(self.device, self.precision):
-                heads = open_heads(self.net, micro_batch, self.precision)
+                heads = forward_heads(self.net, micro_batch, self.precision)
             sums_by_micro_batch.append(heads.sums(self.parallel.tensor))
         self.parallel.reshard()
         return sums_of_all_ranks(join_sums(sums_by_micro_batch), batch, self.ranks, copies=self.parallel.mesh.tensor)
@@ -278,7 +278,7 @@ class OnTorch:
             local_parts[parameter] = averaged.get(parameter, self.parallel.local(parameter))
         return checkpoint_tensors(self.net, local_parts, wanted=wanted, gather=self.parallel.gather)
 
-    def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+    def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the optimizer state; none before the first update."""
         for kind, state in self.optimizer.states():
             yield from checkpoint_tensors(self.net, state, f"{kind}/", wanted, self.parallel.gather)
@@ -325,7 +325,7 @@ class OnTorch:
             else:
                 self.optimizer.load_state(kind, weight, parameter, part, updates)
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Device, precision and sizes."""
         precision = "float8" if self.net.fp8 else str(self.precision).removeprefix("torch.")
         return {

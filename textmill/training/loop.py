@@ -93,7 +93,7 @@ def train(
             if ranks.first:
                 print(f"train: done already: {format_path(run)} ({reason})")
             return run
-        with_steps = config.model_copy(update={"train": run_length.longest})
+        with_steps = config.model_copy(update={"train": run_length.train_with_all_steps})
         engine = run_on_all(ranks, lambda: build_engine(with_steps, start, ranks, resources))
         run_on_all(ranks, keep_folder)  # from here on a failed run leaves its folder
         with StopSignals() as stop_signals:
@@ -157,8 +157,8 @@ def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitS
     engine = open_engine(config, start.shape, ranks)
     resources.callback(engine.close)
     weights = report_each(ranks, start.weights)
-    moments = report_each(ranks, start.moments)
-    engine.load(weights, moments, start.updates, start.source, start.loss_scale)
+    optimizer_state = report_each(ranks, start.optimizer_state)
+    engine.load(weights, optimizer_state, start.updates, start.source, start.loss_scale)
     if engine.guard:
         engine.guard.load_state(start.spikes)
     return engine
@@ -187,7 +187,7 @@ class Training:
 
     def run_steps(self, batches: Batches, started: float, evaluates: bool) -> None:
         """Run all remaining steps."""
-        open_folder = partial(open_run_folder, self.config, self.run_length, self.start, self.engine.facts())
+        open_folder = partial(open_run_folder, self.config, self.run_length, self.start, self.engine.describe())
         self.trackers = open_folder() if self.first else Trackers()
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
         first = self.start.step + 1

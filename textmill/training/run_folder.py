@@ -213,7 +213,7 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
     return Snapshot(
         step=state.step,
         weights=[(prefix + name, values) for name, values in weights],
-        moments=list(engine.moments(moment_plan.add)),
+        optimizer_state=list(engine.optimizer_state(moment_plan.add)),
         progress=state.progress(engine),
         files=files,
         file_plans=(weight_plan, moment_plan),

@@ -55,7 +55,7 @@ class RunLength:
         return self.train.steps if self.known else self.max_steps
 
     @property
-    def longest(self) -> TrainConfig:
+    def train_with_all_steps(self) -> TrainConfig:
         """The settings with the most steps that the run may have; the same when it is resumed, since the engine decides
         with them whether to compile."""
         most = self.train.steps if self.train.minutes is None else self.max_steps

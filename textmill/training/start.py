@@ -73,7 +73,7 @@ class Start:
     step: int
     shape: Shape
     weights: Iterable[Named]
-    moments: Iterable[Named]
+    optimizer_state: Iterable[Named]
     """The optimizer state; empty for a new run."""
     updates: int
     """Optimizer updates done so far, without skipped ones."""
@@ -176,7 +176,7 @@ def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
         step=checkpoint.step,
         shape=choose_shape(config, data, checkpoint),
         weights=checkpoint.weights(),
-        moments=checkpoint.moments() if updates else [],
+        optimizer_state=checkpoint.optimizer_state() if updates else [],
         updates=updates,
         source=str(checkpoint.folder),
         made_from=progress["made_from"],
@@ -272,7 +272,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
         step=0,
         shape=shape,
         weights=weights,
-        moments=[],
+        optimizer_state=[],
         updates=0,
         source=str(init_model.folder) if init_model else "the initial weights",
         made_from=describe_inputs(config, data, shape, fingerprint),

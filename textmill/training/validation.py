@@ -15,7 +15,7 @@ from textmill.checkpoints.adapters import read_base
 from textmill.checkpoints.best import open_best_step
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, TrainConfig
-from textmill.engines import Engine, Sums
+from textmill.engines import Engine, EvalSums
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer, list_metrics
 from textmill.evaluation.tasks import open_tasks
@@ -95,7 +95,7 @@ class Validation:
     def _measure_valid(self) -> dict[str, float]:
         """The loss and the accuracy; nothing if the split is empty."""
         batches = itertools.islice(self._batches(), self.config.train.evaluate_batches)
-        sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
+        sums = sum((self.engine.eval_step(batch) for batch in batches), EvalSums(0.0, 0, 0))
         if not sums.loss_tokens:
             return {}
         heads = {"valid": sums, **{f"valid_{name}": head_sums for name, head_sums in sums.others.items()}}
@@ -114,7 +114,7 @@ class Validation:
 
     def costs(self) -> Costs:
         """How long an evaluation and a save take, from a few batches and from the number of weights."""
-        save_seconds = SAVED_BYTES * self.engine.facts()["trained"] / SAVE_SPEED
+        save_seconds = SAVED_BYTES * self.engine.describe()["trained"] / SAVE_SPEED
         batches = list(itertools.islice(self._batches(), 1 + TIMED_BATCHES))
         for batch in batches[:1]:  # not timed: it may compile
             self.engine.eval_step(batch)

@@ -38,7 +38,7 @@ def distillation_loss(
     train: TrainConfig,
     report: Tensor,
     *,
-    starts_backward: bool = False,
+    gradient_is_one: bool = False,
     bias_V: Tensor | None = None,
     compiled: bool = False,
     tensor: TensorParallel | None = None,
@@ -52,7 +52,7 @@ def distillation_loss(
     # A compiler cannot join collectives.
     comparison = _Comparison(terms_of(train), vocab, columns, compiled and tensor is None)
     loss: Tensor = _DistillationLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels, teachers, comparison, report, starts_backward, bias_V
+        x_ME, head_VE, labels, teachers, comparison, report, gradient_is_one, bias_V
     )
     return loss
 
@@ -96,7 +96,7 @@ class _DistillationLoss(GradientInForward):
         teachers: TeacherOutput,
         comparison: _Comparison,
         report: Tensor,
-        starts_backward: bool,
+        gradient_is_one: bool,
         bias_V: Tensor | None,
     ) -> Tensor:
         terms, vocab, columns, compiled = comparison
@@ -122,7 +122,7 @@ class _DistillationLoss(GradientInForward):
             return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], gradient_MV
 
         chunk = chunk_tokens(vocab, compiled=compiled) if x_ME.is_cuda else None
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, starts_backward, bias_V, chunk)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, gradient_is_one, bias_V, chunk)
 
 
 @lru_cache
