@@ -50,7 +50,7 @@ def test_a_step_sends_and_holds_what_the_plan_says(name: str) -> None:
         with Collectives() as collectives:
             _ = engine.train_step(batch_of_rank(), 0, 1e-3).loss
         weights = sum(engine.parallel.local(parameter).nbytes for parameter in engine.net.parameters())
-        states = engine.optimizer.rules["adamw"].state().values()
+        states = engine.optimizer.optimizers["adamw"].state().values()
         moments = sum(one.nbytes for state in states for one in state.values())
     sent = sum(one.sent for one in collectives.found)
     assert sent == pytest.approx(planned, rel=0, abs=SMALL)

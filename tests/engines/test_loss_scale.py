@@ -14,7 +14,7 @@ from textmill.config import RunConfig
 from textmill.devices import torch_dtype
 from textmill.engines import on_torch as scaling_torch
 from textmill.engines import open_engine
-from textmill.engines.on_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, LossScaler
+from textmill.engines.on_torch import FIRST_SCALE, HYSTERESIS, LOWEST_SCALE, WINDOW, LossScaler
 from textmill.models import open_family
 
 
@@ -65,7 +65,7 @@ def test_the_scale_follows_the_formula(window: int, share: float, steps: int, mo
 
 
 def test_constants_are_those_of_megatron() -> None:
-    assert (FIRST, LOWEST, WINDOW, HYSTERESIS) == (2**32, 1, 1000, 2)
+    assert (FIRST_SCALE, LOWEST_SCALE, WINDOW, HYSTERESIS) == (2**32, 1, 1000, 2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -76,7 +76,7 @@ def test_fp16_is_close_to_fp32_once_the_scale_fits(optimizer: str, monkeypatch: 
     assert 5 < early < 24, "2**32 is more than fp16 holds, and halving finds what it does hold"
     assert engine.updates() == 24 - sum(step.skipped for step in steps)
     assert [step.scale for step in steps[:3]] == [2**32, 2**32, 2**31]
-    monkeypatch.setattr(scaling_torch, "FIRST", 2.0**12)
+    monkeypatch.setattr(scaling_torch, "FIRST_SCALE", 2.0**12)
     exact, near = started(config_of("torch", optimizer=optimizer)), started(in_fp16(optimizer=optimizer))
     pairs = [
         (one.train_step(batch_of(n), n, 1e-2), other.train_step(batch_of(n), n, 1e-2))
@@ -93,7 +93,7 @@ def test_the_loss_scale_prevents_underflow(monkeypatch: pytest.MonkeyPatch) -> N
     """Gradients of a loss spread over many tokens are below fp16's smallest number; with a scale they are there."""
     norms = {}
     for scale in (1.0, 2.0**12):
-        monkeypatch.setattr(scaling_torch, "FIRST", scale)
+        monkeypatch.setattr(scaling_torch, "FIRST_SCALE", scale)
         engine = started(in_fp16(clip=0.0))
         shares = np.full((8, LENGTH), 1e-8, np.float32)
         monkeypatch.setattr("textmill.engines.on_torch.token_weights", lambda *given, shares=shares: shares)

@@ -109,7 +109,7 @@ def test_a_spike_skips_the_update_and_is_saved(kind: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_muon_and_fp16_skip_spikes_too(precision: Literal["fp32", "fp16"], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.engines.on_torch.FIRST", 256.0)
+    monkeypatch.setattr("textmill.engines.on_torch.FIRST_SCALE", 256.0)
     section = TorchEngine(device="cpu", precision=precision)
     with torch.backends.mkldnn.flags(enabled=False):  # it is slow in fp16 on a CPU without it
         engine = started(config_of("torch", optimizer="muon", **SETTINGS).model_copy(update={"engine": section}))

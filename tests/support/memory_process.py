@@ -26,7 +26,7 @@ def config_with(mesh: str, optimizer: str) -> RunConfig:
 def held_bytes(engine: Any) -> dict[str, int]:
     """The bytes of weights, gradients and optimizer state that an engine has in a step, summed over its tensors."""
     optimizer, seen = engine.optimizer, {}
-    adamw = optimizer.rules["adamw"]
+    adamw = optimizer.optimizers["adamw"]
     update = adamw.step
 
     def counted(*arguments: Any) -> None:
@@ -38,8 +38,8 @@ def held_bytes(engine: Any) -> dict[str, int]:
     local = [engine.parallel.local(parameter) for parameter in engine.net.parameters()]
     seen["weights"] = sum(part.nbytes for part in local)
     seen["optimizer"] = sum(values.nbytes for state in adamw.state().values() for values in state.values())
-    if "muon" in optimizer.rules:
-        muon = optimizer.rules["muon"]
+    if "muon" in optimizer.optimizers:
+        muon = optimizer.optimizers["muon"]
         if isinstance(muon, ShardedMuon):
             seen["optimizer"] += sum(change.nbytes for change in muon.changes.values())
             muon = muon.muon

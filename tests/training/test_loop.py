@@ -189,7 +189,7 @@ def test_fp16_resumes_with_its_loss_scale(root: Path) -> None:
 
 
 def test_divergence_at_the_lowest_loss_scale_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.engines.on_torch.FIRST", 16.0)
+    monkeypatch.setattr("textmill.engines.on_torch.FIRST_SCALE", 16.0)
     wild = (
         "engine.precision=fp16",
         "train.learning_rate=1e30",

@@ -163,12 +163,12 @@ class Engine(Protocol):
     def load(
         self,
         weights: Iterable[Named],
-        moments: Iterable[Named],
+        optimizer_state: Iterable[Named],
         updates: int,
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Load weights, moments (none if `updates` is 0), the number of updates and the loss scaler's state.
+        """Load weights, optimizer state (none if `updates` is 0), the number of updates and the loss scaler's state.
 
         `where` is the source that error messages name.
         """

@@ -49,7 +49,7 @@ from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, to_checkpoint
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import count_with_adapters, saved_weights
-from textmill.models.nets_torch import build_net, fill, host_copy, match_moments, new_net, parameters_of
+from textmill.models.nets_torch import build_net, fill, host_copy, match_optimizer_state, new_net, parameters_of
 from textmill.processes.ranks import Ranks
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
@@ -291,12 +291,12 @@ class OnDeepSpeed:
     def load(
         self,
         weights: Iterable[Named],
-        moments: Iterable[Named],
+        optimizer_state: Iterable[Named],
         updates: int,
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Load weights and moments in checkpoint names and layout; each rank keeps its shards."""
+        """Load weights and optimizer state in checkpoint names and layout; each rank keeps its shards."""
         if scaling and self.scaling():
             scaler = self.engine.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_hysteresis = float(scaling["scale"]), max(1, int(scaling["left"]))
@@ -305,7 +305,7 @@ class OnDeepSpeed:
         fill(self.net, weights, where, self._store)
         self.masters.update_net()
         self.masters.reset_moments(updates)
-        for kind, _, parameter, values in match_moments(self.net, moments if updates else [], where):
+        for kind, _, parameter, values in match_optimizer_state(self.net, optimizer_state if updates else [], where):
             self.masters.write(parameter, values, kind)
 
     def _store(self, weight: Weight, parameter: nn.Parameter, values: Tensor) -> None:

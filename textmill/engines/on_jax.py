@@ -254,18 +254,18 @@ class OnJax:
     def load(
         self,
         weights: Iterable[Named],
-        moments: Iterable[Named],
+        optimizer_state: Iterable[Named],
         updates: int,
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Load weights and moments in checkpoint names and layout."""
+        """Load weights and optimizer state in checkpoint names and layout."""
         laid_out = lay_out_weights(self.known.values(), self.shape, weights, where)
         placed = {weight.name: self.shardings.place(weight.name, values) for weight, values in laid_out}
         self.params = {name: placed[name] for name in self.known}
         known = self.known
-        moments = moments if updates else ()
-        loaded = {name: lay_out_weight(known[name.partition("/")[2]], values, where) for name, values in moments}
+        state = optimizer_state if updates else ()
+        loaded = {name: lay_out_weight(known[name.partition("/")[2]], values, where) for name, values in state}
         self.state = {"count": self.shardings.replicate(np.int32(updates))}
         for kind, names in self.optimizer.kinds().items():
             self.state[kind] = {}

@@ -56,7 +56,7 @@ from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet, CompiledParts, compile_parts
 from textmill.models.lora import count_with_adapters, saved_weights
-from textmill.models.nets_torch import checkpoint_tensors, fill, match_moments, new_net, parameters_of
+from textmill.models.nets_torch import checkpoint_tensors, fill, match_optimizer_state, new_net, parameters_of
 from textmill.processes.ranks import Ranks
 from textmill.runners.on_local import usable_cores
 from textmill.storage import faults
@@ -72,12 +72,6 @@ DEFAULT_PEAK = 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
 COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
 """Names of the base classes of compile errors, in torch and in Triton."""
-FIRST = 2.0**32
-LOWEST = 1.0
-WINDOW = 1000
-"""Steps in a row without an overflow after which the scale doubles."""
-HYSTERESIS = 2
-"""Overflows since the last doubling after which each further one halves the scale."""
 
 
 def new_ranks(engine: EngineConfig) -> Ranks:
@@ -302,12 +296,12 @@ class OnTorch:
     def load(
         self,
         weights: Iterable[Named],
-        moments: Iterable[Named],
+        optimizer_state: Iterable[Named],
         updates: int,
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Load weights and moments in checkpoint names and layout, and the loss scaler's state."""
+        """Load weights and optimizer state in checkpoint names and layout, and the loss scaler's state."""
         parallel = self.parallel
         fill(
             self.net,
@@ -318,7 +312,9 @@ class OnTorch:
         self.average.reset()
         if self.scaler and scaling:
             self.scaler.load_state(scaling)
-        for kind, weight, parameter, values in match_moments(self.net, moments if updates else [], where):
+        for kind, weight, parameter, values in match_optimizer_state(
+            self.net, optimizer_state if updates else [], where
+        ):
             part = parallel.local_part(weight, values)
             if kind == RAW:
                 self.average.load_raw(parameter, part)
@@ -395,11 +391,21 @@ class TorchStep:
         return self._numbers.values()[-1] if self._scaled else None
 
 
+FIRST_SCALE = 2.0**32
+"""The loss scale of the first step."""
+LOWEST_SCALE = 1.0
+"""The loss scale does not fall below this."""
+WINDOW = 1000
+"""Steps in a row without an overflow after which the scale doubles."""
+HYSTERESIS = 2
+"""Overflows since the last doubling after which each further one halves the scale."""
+
+
 class LossScaler:
     """Megatron's dynamic loss scaler."""
 
     def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(FIRST, device=device)
+        self.scale = torch.tensor(FIRST_SCALE, device=device)
         self.good, self.left = torch.tensor(0, device=device), torch.tensor(HYSTERESIS, device=device)
 
     def update(self, finite: Tensor) -> None:
@@ -409,7 +415,7 @@ class LossScaler:
         grows = good == WINDOW
         shrinks = ~finite & (left <= 0)
         self.scale = torch.where(
-            grows, self.scale * 2, torch.where(shrinks, (self.scale / 2).clamp_min(LOWEST), self.scale)
+            grows, self.scale * 2, torch.where(shrinks, (self.scale / 2).clamp_min(LOWEST_SCALE), self.scale)
         )
         self.good, self.left = torch.where(grows, 0, good), torch.where(grows, HYSTERESIS, left)
 

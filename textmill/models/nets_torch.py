@@ -101,10 +101,10 @@ def fill(
                 parameter.copy_(tensor)
 
 
-def match_moments(
+def match_optimizer_state(
     net: BaseNet, named: Iterable[Named], where: str
 ) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
-    """For each optimizer moment: its kind, its weight and parameter, and its values in memory layout."""
+    """For each tensor of optimizer state: its kind, its weight and parameter, and its values in memory layout."""
     parameters = parameters_of(net)
     for name, values in named:
         kind, _, weight_name = name.partition("/")

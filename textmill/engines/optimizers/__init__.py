@@ -6,7 +6,7 @@ Such a file has
     takes             whether it updates a weight; AdamW updates those that it does not take
     adamw_rate        AdamW's learning rate for these, as a factor of `train.learning_rate`
     state_bytes       bytes of the state of its weights on this rank
-    new_optimizer     builds an `UpdateRule` for its weights
+    new_optimizer     builds a `WeightsOptimizer` for its weights
 
 `Optimizer.step` makes the gradients equal on tensor-parallel ranks, computes their norm over all ranks, clips, and
 calls the step of each. Parameter groups (weight decay, learning-rate factors, frozen weights) come from
@@ -42,7 +42,7 @@ class Member(NamedTuple):
     rule: Rule
 
 
-class UpdateRule(Protocol):
+class WeightsOptimizer(Protocol):
     """The update of some weights and their state."""
 
     def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
@@ -95,12 +95,12 @@ class Optimizer:
         self.parameters = list(self.local_parts)
         self.full_parameters = {part: parameter for parameter, part in self.local_parts.items()}
         """The net's parameter of each part."""
-        self.rules: dict[str, UpdateRule] = {
+        self.optimizers: dict[str, WeightsOptimizer] = {
             name: open_optimizer(name).new_optimizer(group, train, parallel, self.full_parameters, compiled=compiled)
             for name, group in sorted(members.items(), key=lambda item: item[0] == ADAMW)
         }
         """That of `train.optimizer`, then AdamW's."""
-        self.adamw_rate = open_optimizer(train.optimizer).adamw_rate(train) if len(self.rules) > 1 else 1.0
+        self.adamw_rate = open_optimizer(train.optimizer).adamw_rate(train) if len(self.optimizers) > 1 else 1.0
         self.trained = sum(math.prod(weight.shape) for weight, _ in self.weights)
         """The number of trained parameters."""
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
@@ -123,8 +123,8 @@ class Optimizer:
         updated = torch.isfinite(norm) if spike is None else torch.isfinite(norm) & ~spike
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
         gradient_factor = clip if loss_scale is None else clip / loss_scale
-        for name, rule in self.rules.items():
-            rule.step(lr * self.adamw_rate if name == ADAMW else lr, gradient_factor, updated, self.done)
+        for name, optimizer in self.optimizers.items():
+            optimizer.step(lr * self.adamw_rate if name == ADAMW else lr, gradient_factor, updated, self.done)
         self.done += updated
         for parameter, local_part in self.local_parts.items():
             parameter.grad = local_part.grad = None
@@ -142,14 +142,15 @@ class Optimizer:
         """The optimizer state by name, of each parameter of the net; none before the first update."""
         if not self.count():
             return
-        for _, rule in sorted(self.rules.items(), key=lambda item: item[0] != ADAMW):  # a checkpoint has AdamW's first
-            for name, state in rule.state().items():
+        # A checkpoint has AdamW's state first.
+        for _, optimizer in sorted(self.optimizers.items(), key=lambda item: item[0] != ADAMW):
+            for name, state in optimizer.state().items():
                 yield name, {self.full_parameters[part]: values for part, values in state.items()}
 
     def load_state(self, name: str, weight: Weight, parameter: nn.Parameter, values: Tensor, count: int) -> None:
         """Set a parameter's state of one name after `count` updates; `values` is this rank's part."""
         self.done.fill_(count)
-        self.rules[optimizer_of(weight, self.train)].load_state(name, self.local_parts[parameter], values)
+        self.optimizers[optimizer_of(weight, self.train)].load_state(name, self.local_parts[parameter], values)
 
 
 def trained_of(net: BaseNet, train: TrainConfig) -> list[Member]:

@@ -144,11 +144,11 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, lr: float, clip: Tensor, finite: Tensor, done: Tensor | None = None) -> None:
-        """One update with gradients x `clip`; skipped if `finite` is false. Does not wait for the device."""
+    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor | None = None) -> None:
+        """One update with gradients x `gradient_factor`, none if `updated` is false; does not wait for the device."""
         for key, stack in self.stacks.items():
-            steps = orthogonalise(stack.gather(clip, finite))
-            stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(key.columns), finite)
+            steps = orthogonalise(stack.gather(gradient_factor, updated))
+            stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(key.columns), updated)
 
     def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
         """The momentum of each parameter, in its own layout."""
@@ -181,16 +181,16 @@ class Stack:
         # On a CPU without bf16 units, bf16 takes minutes where fp32 takes seconds.
         self.precision = torch.bfloat16 if self.momenta.is_cuda else torch.float32
 
-    def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
+    def gather(self, gradient_factor: Tensor, updated: Tensor) -> Tensor:
         """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
         grads = self._stacked([matrix.parameter.grad for matrix in self.matrices])  # type: ignore[misc]
-        return divide_by_norm(self.blend(self.momenta, grads, self.beta, clip, finite, self.precision))
+        return divide_by_norm(self.blend(self.momenta, grads, self.beta, gradient_factor, updated, self.precision))
 
-    def apply(self, steps: Tensor, lr: float, step_size: float, finite: Tensor) -> None:
+    def apply(self, steps: Tensor, lr: float, step_size: float, updated: Tensor) -> None:
         """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
         for decay, views in self.decays.items():
-            torch._foreach_mul_(views, torch.where(finite, 1 - lr * decay, 1.0))
-        scaled = (steps.float() * (torch.where(finite, step_size, 0.0) * self.rates)).unsqueeze(1).unbind()
+            torch._foreach_mul_(views, torch.where(updated, 1 - lr * decay, 1.0))
+        scaled = (steps.float() * (torch.where(updated, step_size, 0.0) * self.rates)).unsqueeze(1).unbind()
         views = [matrix.view(matrix.parameter.detach()) for matrix in self.matrices]
         torch._foreach_sub_(views, [matrix.unstacked(one) for matrix, one in zip(self.matrices, scaled, strict=True)])
 
@@ -220,10 +220,12 @@ def _build_stack(
     return Stack(matrices, momentum, compiled=compiled)
 
 
-def _blend(momenta: Tensor, grads: Tensor, beta: float, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
+def _blend(
+    momenta: Tensor, grads: Tensor, beta: float, gradient_factor: Tensor, updated: Tensor, precision: torch.dtype
+) -> Tensor:
     """Update the momenta in place; return Nesterov's look-ahead in this precision."""
-    grads = torch.where(finite, grads * clip, 0.0)
-    momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - beta), momenta))
+    grads = torch.where(updated, grads * gradient_factor, 0.0)
+    momenta.copy_(torch.where(updated, momenta.lerp(grads, 1 - beta), momenta))
     return grads.lerp(momenta, beta).to(precision)
 
 
@@ -272,15 +274,15 @@ class ShardedMuon:
         return number % self.world
 
     @torch.no_grad()
-    def step(self, lr: float, clip: Tensor, finite: Tensor, done: Tensor) -> None:
+    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
         """Muon's update of this rank's part of every matrix."""
         self._gather_gradients()
         for change in self.changes.values():
             change.zero_()
-        self.muon.step(lr, clip, finite)
+        self.muon.step(lr, gradient_factor, updated)
         for number, matrix in enumerate(self.matrices):
             decay = lr * matrix.rule.rate * matrix.rule.decay
-            matrix.parameter.mul_(torch.where(finite, 1 - decay, 1.0))
+            matrix.parameter.mul_(torch.where(updated, 1 - decay, 1.0))
             full_change = self._broadcast(number, self.changes.get(number))
             matrix.parameter.add_(self.parallel.local_part(matrix.weight, full_change))
         for change in self.changes.values():

@@ -102,18 +102,18 @@ def _locate_tile(layouts, matrix, R, C, SIDE: tl.constexpr):  # type: ignore[no-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    layouts, gradients, momenta, stack, tile_norms, clip, finite, R, C, gradient_weight, SIDE: tl.constexpr
+    layouts, gradients, momenta, stack, tile_norms, gradient_factor, updated, R, C, gradient_weight, SIDE: tl.constexpr
 ):
     """Update a tile of a momentum; write Nesterov's look-ahead into the stack, and the norm of this tile."""
     matrix = tl.program_id(1).to(tl.int64)
     is_tall, first_matrix, rows, columns, row_exists, column_exists, offsets = _locate_tile(layouts, matrix, R, C, SIDE)
     exists = row_exists[:, None] & column_exists[None, :]
-    is_finite = tl.load(finite)
+    is_updated = tl.load(updated)
     momentum_tile = momenta + first_matrix.to(tl.int64) * R * C + offsets
     momentum = tl.load(momentum_tile, mask=exists, other=0.0)
     gradient = tl.load(load_pointer(gradients, matrix) + offsets, mask=exists, other=0.0)
-    gradient = tl.where(is_finite, gradient * tl.load(clip), 0.0)
-    momentum = tl.where(is_finite, momentum + (gradient - momentum) * gradient_weight, momentum)
+    gradient = tl.where(is_updated, gradient * tl.load(gradient_factor), 0.0)
+    momentum = tl.where(is_updated, momentum + (gradient - momentum) * gradient_weight, momentum)
     tl.store(momentum_tile, momentum, mask=exists)
     look_ahead = (momentum - (momentum - gradient) * gradient_weight).to(stack.dtype.element_ty)
     rounded = look_ahead.to(tl.float32)
@@ -141,7 +141,7 @@ def _divide(stack, norms, matrix_size, min_norm, BLOCK_SIZE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply(  # type: ignore[no-untyped-def]
-    layouts, rules, weights, steps, finite, R, C, lr, step_size, SIDE: tl.constexpr
+    layouts, rules, weights, steps, updated, R, C, lr, step_size, SIDE: tl.constexpr
 ):
     """Decay a tile of a weight and apply its step; both are small, so they are summed before they are subtracted.
 
@@ -160,7 +160,7 @@ def _apply(  # type: ignore[no-untyped-def]
         step = tl.load(stacked + rows[:, None] * C + columns[None, :], mask=exists, other=0.0)
     decay = weight * (lr * tl.load(rules + matrix * 2 + 1))
     change = decay + step.to(tl.float32) * (step_size * tl.load(rules + matrix * 2))
-    tl.store(weight_tile, tl.where(tl.load(finite), weight - change, weight), mask=exists)
+    tl.store(weight_tile, tl.where(tl.load(updated), weight - change, weight), mask=exists)
 
 
 class FusedStack:
@@ -199,7 +199,7 @@ class FusedStack:
         self.known_addresses: tuple[int, ...] = ()
         """Addresses of weights and gradients at the last step."""
 
-    def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
+    def gather(self, gradient_factor: Tensor, updated: Tensor) -> Tensor:
         """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
         (R, C), device = self.shape, self.flat_momenta.device
         gradients = [_to_kernel_format(parameter.grad) for parameter in self.parameters]
@@ -212,8 +212,8 @@ class FusedStack:
             self.flat_momenta,
             stack,
             tile_norms,
-            clip,
-            finite,
+            gradient_factor,
+            updated,
             R,
             C,
             self.gradient_weight,
@@ -225,7 +225,7 @@ class FusedStack:
         _divide[blocks, self.matrix_count](stack, norms, R * C, self.min_norm, BLOCK_SIZE=BLOCK, num_warps=WARPS)
         return stack
 
-    def apply(self, steps: Tensor, lr: float, step_size: float, finite: Tensor) -> None:
+    def apply(self, steps: Tensor, lr: float, step_size: float, updated: Tensor) -> None:
         """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
         # Converted to floats: an integer would compile another kernel.
         _apply[self.grid](
@@ -233,7 +233,7 @@ class FusedStack:
             self.rules,
             self.weight_addresses,
             steps,
-            finite,
+            updated,
             *self.shape,
             float(lr),
             float(step_size),
