@@ -1,4 +1,6 @@
-"""What every family guarantees: transformers' logits, exact layouts, initial weights from seed and name only."""
+"""GPT-2: transformers' logits, exact layouts, initial weights from seed and name only.
+
+The contract of all families is tests/engines/test_contract.py."""
 
 from __future__ import annotations
 

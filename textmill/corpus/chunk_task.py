@@ -8,6 +8,11 @@ The files of chunk 12 in the folder `work`:
     00012.filtered        pass 1, with corpus.keep_dropped: documents that a filter dropped
     00012.hits            pass 1, with corpus.decontaminate: documents and the n-grams of evaluation data in them
     00012.read.json       the counts of pass 1, written last
+    00012.exact           with corpus.dedup=near: a byte per document, 0 if it is an exact duplicate
+    00012.bands           ... the MinHash band hashes of the others, band by band
+    00012.lengths         ... the lengths of their texts, written after the band hashes
+    00012.sets            ... the shingle sets of those in a candidate pair
+    00012.ends            ... where each set ends, written last
     00012.splits          a byte per document: the index of its split, -1 if it is dropped
     00012.repeats         with corpus.keep_dropped: which document each duplicate repeats
     00012.contaminated    with corpus.decontaminate: the rows of contaminated documents

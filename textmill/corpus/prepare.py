@@ -1,10 +1,11 @@
 """The command `prepare`: build the corpus folder from the sources.
 
     1. find the sources, split them into chunks (sources.py); stop here if the folder is up to date
-    2. pass 1, each chunk in parallel: read, clean and filter the records, hash the documents (`clean_chunk`)
+    2. pass 1, each chunk in parallel: read, clean and filter the records, hash the documents (`clean_chunk`);
+       then write quarantine.jsonl, and stop if too many records could not be read
     3. decide for all documents together: split, exact and near-duplicates (dedup/), contamination (decontamination.py)
     4. pass 2, each chunk in parallel: write the kept documents, a Parquet shard per split (`write_chunk`)
-    5. write account.json, quarantine.jsonl and the manifest; remove intermediate files; rename the folder
+    5. write account.json and the manifest; remove intermediate files; rename the folder
 
 The folder then has train-00000.parquet, train-00001.parquet ..., valid-00000.parquet ..., one per chunk and split.
 chunk_task.py lists the intermediate files.

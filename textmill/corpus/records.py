@@ -1,7 +1,7 @@
 """Read the records of a source chunk as documents or bad records, in constant memory.
 
 A record that cannot be read does not end the command: it goes to quarantine.jsonl, with its place and the reason. Only
-too many of them do (`check_quarantine`).
+too many of them do (`corpus.max_unreadable`).
 """
 
 from __future__ import annotations

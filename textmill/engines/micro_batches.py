@@ -6,7 +6,7 @@ A masked model predicts few tokens, so its head is computed at these alone. Of t
     labels     [[7, 9], [5, -]]
     positions  [[1, 3], [4, 5]]    counted over all tokens of the micro-batch, so that sample 2 begins at 4
 
-All but `MicroBatch` is numpy, which the JAX engine uses too.
+All but `MicroBatch`, `micro_batches` and `dropout_keys_of` is numpy, which the JAX engine uses too.
 
 Shapes in names: N samples, T tokens, K labelled tokens of a sample, P labelled pairs of a sample.
 """

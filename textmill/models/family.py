@@ -21,7 +21,7 @@ class Shape(Protocol):
 
     @property
     def family(self) -> str:
-        """The family's own name, which config.json has as model_type."""
+        """The NAME of its family."""
         ...
 
     @property
@@ -93,9 +93,9 @@ class Family(Protocol):
     """
 
     NAME: str
-    """The name that config.json has as model_type."""
+    """The family's name: its folder, or in a file of your own also the model_type of config.json."""
     OBJECTIVE: str
-    """What the net is trained for: next_token (causal)."""
+    """What the net is trained for: next_token or masked; only next_token models generate text."""
     BATCH_FIELDS: frozenset[str]
     """Optional fields of a Batch that the net or its loss uses: documents, types, pair_labels, weights."""
 
