@@ -90,7 +90,13 @@ def test_run_yaml_and_manifests_of_a_run_are_checked(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match=r"run\.yaml is missing"):
         check(str(tmp_path))
     text = add_yaml_checksum("folder: .\n")
-    for damaged in (text.replace("folder", "golder"), text.replace("SHA", "SHB"), text.replace("#", "c"), text[:-9]):
+    for damaged in (
+        text.replace("folder", "golder"),
+        text.replace("SHA", "SHB"),
+        text.replace("#", "c"),
+        text[:-9],
+        "folder: .\n",
+    ):
         (tmp_path / "run.yaml").write_text(damaged, encoding="utf-8")
         with pytest.raises(TextmillError, match=r"run\.yaml does not match"):
             check(str(tmp_path))

@@ -167,6 +167,7 @@ def test_loading_is_complete_after_a_kill(
     path = database.write_config("load.json", COLLECTIONS=["loaded"])
     for name, count in (("a", 95), ("b", 30)):
         lines = [json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(count)]
+        lines[20:20] = ["not json\n", "\n", "[1]\n"] if name == "a" else []
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     monkeypatch.setattr(mongo_export, "WRITE_BLOCK", 10)
     real, calls = mongo_export._insert, []

@@ -174,6 +174,7 @@ def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
         assert chunk.source.address.endswith("db_config.json")
+        assert chunk.source.snapshot == snapshot
         for number in range(chunk.start, chunk.stop):
             yield (
                 BadRecord("c", f"idx {number}", "gone", b"")

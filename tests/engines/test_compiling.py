@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,3 +209,9 @@ def test_the_first_log_line_reports_compiling() -> None:
     facts: dict[str, Any] = started(config_of("torch")).describe()
     assert describe_engine(facts).endswith(", micro-batch 8")
     assert describe_engine(facts | {"compiling": "compiled so"}).endswith(", micro-batch 8, compiled so")
+
+
+def test_importing_an_engine_does_not_load_the_compiler() -> None:
+    """Loading it takes seconds, and fails where DeepSpeed has replaced tensor classes."""
+    code = "import sys, textmill.engines.on_torch; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

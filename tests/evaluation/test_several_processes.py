@@ -82,6 +82,7 @@ def test_each_rank_gets_the_results_of_one_process(
         return token_log_likelihoods(*given, **named)
 
     alone = measure(scorer)
+    assert scorer.sum_losses(store, length=24, stride=7, sample=windows, seed=4).loss != alone[1].loss
     monkeypatch.setattr(scorer_torch, "token_log_likelihoods", count)
     measure(scorer)
     rows, computed[:] = sum(computed), []

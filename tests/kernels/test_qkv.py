@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,3 +37,14 @@ def test_values_and_gradients_equal_a_split_linear_layer() -> None:
 
 def test_the_op_passes_torchs_opcheck() -> None:
     torch.library.opcheck(join_heads, tuple(lay(torch.randn, 2, 3, 5, 4) for lay in LAYOUTS.values()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bf16_gradients_are_joined_bit_by_bit_and_summed_in_fp32(layout: str) -> None:
+    torch.manual_seed(4)
+    parts = [LAYOUTS[layout](lambda *sizes: torch.randn(*sizes, dtype=torch.bfloat16), 2, 3, 29, 32) for _ in range(3)]
+    joined, sums = join_heads(*parts)
+    wanted = torch.stack([part.transpose(1, 2) for part in parts], 3).flatten(2).flatten(0, 1)
+    assert torch.equal(joined, wanted)
+    assert sums.dtype == torch.float32
+    assert (sums.double() - wanted.double().sum(0)).norm() <= 1e-5 * wanted.double().abs().sum(0).norm()

@@ -111,7 +111,12 @@ def test_no_pickle() -> None:
         where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ImportFrom) and node.module == "textmill.conversion.torch_files":
             assert name_of(path).startswith("textmill/conversion/"), where
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if name_of(path) == "textmill/conversion/torch_files.py":
+            if is_call and ast.unparse(node.func) == "torch.load":
+                assert "pickle_module" in [keyword.arg for keyword in node.keywords], where
+            elif is_call:
+                assert not ast.unparse(node.func).startswith("pickle."), where
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,8 @@ async def two_ends() -> AsyncIterator[tuple[ModelProcess, MessageSocket]]:
     await model.connect()
     yield model, there
     process.kill()
-    there.socket.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):  # a test may have done it
+        there.socket.shutdown(socket.SHUT_RDWR)
     await model.close(0)
     process.communicate()
 
@@ -69,6 +70,21 @@ def test_a_request_that_cannot_be_sent_keeps_no_place() -> None:
             assert (await asyncio.to_thread(worker.receive))[:2] == ["submit", number]
 
     asyncio.run(submit())
+
+
+def test_cancelling_at_a_closed_socket_does_nothing() -> None:
+    async def cancel() -> Done | None:
+        async with two_ends() as (model, worker):
+            chunks = asyncio.Queue[TextChunk]()
+            number = model.submit(REQUEST, chunks.put_nowait)
+            worker.socket.shutdown(socket.SHUT_RDWR)
+            done = (await asyncio.wait_for(chunks.get(), LONGEST)).done
+            model.cancel(number)
+        return done
+
+    done = asyncio.run(cancel())
+    assert done is not None
+    assert done.reason == "error"
 
 
 def test_unread_requests_are_kept_in_order_without_blocking() -> None:

@@ -98,7 +98,7 @@ def measure_choices(
     card = {
         **data.card,
         "protocol": protocol,
-        **sample_card(len(items), len(every), settings),
+        **sample_card(len(items), len(every)),
         "candidates": len(pairs),
         "normalisation": "acc: none; acc_norm: characters; acc_bytes: UTF-8 bytes",
         "interval": "95%, Wilson",

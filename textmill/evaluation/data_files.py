@@ -191,6 +191,6 @@ def sample(items: list[T], config: EvaluateConfig) -> list[T]:
     return [items[number] for number in chosen]
 
 
-def sample_card(count: int, total: int, config: EvaluateConfig) -> dict[str, Any]:
+def sample_card(count: int, total: int) -> dict[str, Any]:
     """What the protocol card says about the number of examples."""
     return {"examples": count, **({"of": total, "seed": SAMPLE_SEED} if count < total else {})}

@@ -33,7 +33,7 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
     card = {
         **data.card,
         "protocol": "last word of each text",
-        **sample_card(len(texts), len(every), settings),
+        **sample_card(len(texts), len(every)),
         "normalisation": "accuracy: every token of the last word is the likeliest; perplexity: per last word; "
         "last_token: only the text's last token, given all before it",
         "interval": "95%, Wilson; of perplexities from the mean loss",

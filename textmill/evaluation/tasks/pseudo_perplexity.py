@@ -30,14 +30,14 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
         texts = sample(every, settings)
         encoded = [ids for _, ids in scorer.encode_pairs([("", text) for text in texts])]
         octets = sum(len(text.encode()) for text in texts)
-        card = {**data.card, **sample_card(len(texts), len(every), settings)}
+        card = {**data.card, **sample_card(len(texts), len(every))}
         return _measure(scorer, [np.array(ids, np.int64) for ids in encoded], card, octets)
     with entry.open_tokens() as tokens:
         sequences = [ids for ids in _sequences(tokens, scorer.tokenizer.eos_id) if len(ids)]
         chosen = sample(sequences, settings)
         octets = tokens.counts.get("bytes", 0) if len(chosen) == len(sequences) else 0
         origin = {"text": list(settings.text)} if settings.text else {"split": settings.split}
-        card = {**origin, **sample_card(len(chosen), len(sequences), settings)}
+        card = {**origin, **sample_card(len(chosen), len(sequences))}
         return _measure(scorer, chosen, card, octets)
 
 
