@@ -2,12 +2,24 @@
 
 PYTHON ?= python3
 ARGS ?=
+COMMA := ,
 
 VENV := .venv
 BIN := $(VENV)/bin
 # torch is pinned in every pip call: with a range only, pip may take a much larger build.
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := -m pip install --disable-pip-version-check --constraint constraints.txt $(TORCH)
+PIP_LOG := $(VENV)/pip.log
+# $(call install,PYTHON,PACKAGES): a terminal shows in one line what pip does; if it fails, all of its output is shown.
+install = { $(1) $(PIP) $(2) 2>&1; echo "exit code $$?"; } | { \
+	: > $(PIP_LOG); \
+	while read -r word rest; do \
+		echo "$$word $$rest" >> $(PIP_LOG); \
+		case $$word in Collecting|Downloading|Building|Installing) \
+			if [ -t 1 ]; then printf '\r\033[K  %.100s' "$$word $$rest"; fi ;; esac; \
+	done; \
+	if [ -t 1 ]; then printf '\r\033[K'; fi; \
+	if [ "$$(tail -n 1 $(PIP_LOG))" != "exit code 0" ]; then cat $(PIP_LOG) >&2; exit 1; fi; }
 
 # Benchmarks that need no argument, GPU or other program, and take a few minutes; run the others by name.
 BENCH ?= bench/batches.py bench/clean.py bench/near_duplicates.py bench/first_step.py bench/generate.py \
@@ -30,7 +42,7 @@ demo: $(VENV)/core ## train a small model on Shakespeare and generate text, in t
 test: lint ## lint, then test every capability once, in a few minutes (ARGS='-k name' selects tests)
 	@$(PYTEST) -m 'not long' $(ARGS)
 
-test-long: $(VENV)/dev ## run the other tests: kills, all layouts, servers, browser, recipes, fuzzing
+test-long: $(VENV)/long ## run the other tests: kills, all layouts, servers, browser, recipes, fuzzing
 	@$(PYTEST) -m long $(ARGS)
 
 lint: $(VENV)/dev ## check style, types and import contracts
@@ -53,7 +65,7 @@ wheel: $(VENV)/dev ## build a wheel in dist/ and test it in an empty environment
 	@try=$$(mktemp -d) && trap 'rm -rf "$$try"' EXIT && \
 	echo "installing $$(ls dist/*.whl) into an empty environment" && \
 	$(BIN)/python -m venv "$$try/venv" && \
-	"$$try/venv/bin/python" $(PIP) dist/*.whl && \
+	$(call install,"$$try/venv/bin/python",dist/*.whl) && \
 	cd "$$try" && PATH="$$try/venv/bin:$$PATH" && \
 	textmill --help > /dev/null && \
 	textmill run quickstart train.steps=2 train.warmup=0
@@ -73,19 +85,25 @@ $(VENV)/made:
 	@touch $@
 
 $(VENV)/core: pyproject.toml constraints.txt textmill/__init__.py | $(VENV)/made
-	@echo "installing textmill and its dependencies into $(VENV) (a few minutes, once; pip shows what it downloads)"
-	@$(BIN)/python $(PIP) hatchling
-	@$(BIN)/python $(PIP) --no-build-isolation --editable .
+	@echo "installing torch into $(VENV) (0.7 GB, once)"
+	@$(call install,$(BIN)/python,hatchling)
+	@echo "installing textmill and its other dependencies into $(VENV) (0.3 GB, once)"
+	@$(call install,$(BIN)/python,--no-build-isolation --editable .)
 	@touch $@
 
 # DeepSpeed is built from source against the installed torch; its kernels are compiled when they are first used.
 $(VENV)/dev: $(VENV)/core
-	@echo "installing the test tools into $(VENV) (a minute or two, once)"
-	@$(BIN)/python $(PIP) setuptools wheel
-	@DS_BUILD_OPS=0 $(BIN)/python $(PIP) --no-build-isolation --editable '.[dev]'
+	@echo "installing the test tools into $(VENV) (1.9 GB, once)"
+	@$(call install,$(BIN)/python,setuptools wheel)
+	@export DS_BUILD_OPS=0; $(call install,$(BIN)/python,--no-build-isolation --editable '.[dev]')
+	@touch $@
+
+$(VENV)/long: $(VENV)/dev
+	@echo "installing what only the long tests need into $(VENV) (0.5 GB, once)"
+	@$(call install,$(BIN)/python,--no-build-isolation --editable '.[dev$(COMMA)long]')
 	@touch $@
 
 $(VENV)/docs: $(VENV)/core
 	@echo "installing mkdocs and its theme into $(VENV) (once)"
-	@$(BIN)/python $(PIP) --no-build-isolation --editable '.[docs]'
+	@$(call install,$(BIN)/python,--no-build-isolation --editable '.[docs]')
 	@touch $@

@@ -1,11 +1,16 @@
 """The regret of `textmill new`: its untouched defaults against tuned trials and nanoGPT, on the same text and minutes.
 
     python bench/autopilot.py CELL FOLDER [data=FOLDER] [nanogpt=FOLDER] [device=cpu] [seeds=3] [trials=N] [minutes=N]
-                              [forecast=0.5,4]
 
 CELL is a name from CELLS. data: the folder with the text files. nanogpt: a copy of nanoGPT, run with three learning
-rates (rates=...). forecast: also run the defaults with so many times the minutes, to check the forecasts.
+rates (rates=...).
 What is finished is kept in FOLDER/results.json, and the same command continues.
+
+    python bench/autopilot.py nanogpt-split FOLDER data=FOLDER [seeds=1] [minutes=1] ['also=KEY=VALUE ...;...']
+
+trains on the first nine tenths of Shakespeare, as nanoGPT does, and prints the seconds from the start to each stage and
+to the first steps, the settings, and bits per byte of the last tenth, which nothing else reads. also: each further run
+has the same data and seed 1, with these settings changed.
 
 Bits per byte are those of the test split, by `textmill evaluate`, in windows of the plan's length; settings are chosen
 on the valid split. Regret: the mean of the defaults over the seeds, minus the best tuned run or the best of nanoGPT.
@@ -29,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from textmill.config import RunConfig
 from textmill.tokens.store import open_store
@@ -46,10 +52,13 @@ class Cell:
     max_bytes: float = math.inf
     source: str = ""
     """The beginning of a document's `source`."""
+    held_out: float = 0.0
+    """This last part of a text file is kept for evaluation."""
 
 
 CELLS = {
     "tiny": Cell("tinyshakespeare/input.txt", 0.6, 1, 2e5),
+    "nanogpt-split": Cell("tinyshakespeare/input.txt", 1, 0, held_out=0.1),
     "english-1mb-cpu": Cell("tinyshakespeare/input.txt", 5, 8),
     "korean-12mb-cpu": Cell("ko.jsonl.xz", 5, 8, 12e6, "korean-assembly"),
     "korean-12mb": Cell("ko.jsonl.xz", 1, 12, 12e6, "korean-assembly"),
@@ -101,7 +110,15 @@ class Bench:
         self.trials = int(options.get("trials", self.cell.trials))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.text, self.path = self.folder / "text.jsonl", self.folder / "results.json"
-        write_text(self.text, Path(options["data"]), self.cell)
+        self.held_out = self.folder / "held_out.txt"
+        if self.cell.held_out:
+            self.text = self.folder / "text.txt"
+            data = (Path(options["data"]) / self.cell.file).read_bytes()
+            size = int((1 - self.cell.held_out) * len(data))
+            self.text.write_bytes(data[:size])
+            self.held_out.write_bytes(data[size:])
+        else:
+            write_text(self.text, Path(options["data"]), self.cell)
         self.results: dict[str, Any] = json.loads(self.path.read_text()) if self.path.is_file() else {}
 
     def once(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -127,8 +144,9 @@ class Bench:
         return [f"engine.device={self.options['device']}"] if "device" in self.options else []
 
     def test_bits(self, where: str, *settings: str) -> float:
-        """Bits per byte of the test split."""
-        out = self.textmill("evaluate", where, "evaluate.split=test", "--json", *self.device, *settings)
+        """Bits per byte of the test split, or of the part that was kept."""
+        text = f"evaluate.text={self.held_out}" if self.cell.held_out else "evaluate.split=test"
+        out = self.textmill("evaluate", where, text, "--json", *self.device, *settings)
         bits: float = json.loads(out.splitlines()[-1])["model"]["bits_per_byte"]
         return bits
 
@@ -136,28 +154,64 @@ class Bench:
         """What `new` and `run` give with nothing changed but the seed."""
         root = self.folder / name
         shutil.rmtree(root, ignore_errors=True)  # of a call that was stopped: its time would be wrong
-        expected = self.textmill("new", str(root), "--text", str(self.text), "--minutes", f"{minutes:g}")
+        self.textmill("new", str(root), "--text", str(self.text), "--minutes", f"{minutes:g}")
         start = time.monotonic()
-        out = self.textmill("run", str(root), f"train.seed={seed}", *self.device)
+        self.textmill("run", str(root), f"train.seed={seed}", *self.device)
         seconds = time.monotonic() - start
-        found = re.findall(r"in ([\d.]+) min: about (\d+\.\d+) (more|less)", expected)
-        changes = {at: float(change) * (-1 if way == "less" else 1) for at, change, way in found}
-        after = re.search(r"half the training time: about (\d+\.\d+).*four times: about (\d+\.\d+)", out)
         return {
             "bits": self.test_bits(str(root)),
             "seconds": seconds,
             "minutes": minutes,
             "last_minus_best": self.last_minus_best(root),
-            "forecast_changes": changes,
-            "forecast_after": [float(one) for one in after.groups()] if after else None,
         }
 
-    def last_minus_best(self, root: Path) -> float:
+    def last_minus_best(self, root: Path, run: str = "run") -> float:
         """How much worse the last valid loss is than the lowest one, in bits per byte."""
-        rows = map(json.loads, (root / "run" / "metrics.jsonl").read_text().splitlines())
+        rows = map(json.loads, (root / run / "metrics.jsonl").read_text().splitlines())
         losses = [row["valid_loss"] for row in rows if row.get("valid_loss") is not None]
         valid = json.loads((root / "tokens" / "manifest.json").read_text())["splits"]["valid"]
         return float((losses[-1] - min(losses)) * valid["tokens"] / valid["bytes"] / math.log(2))
+
+    def run_timed(self, seed: int, settings: str) -> dict[str, Any]:
+        """One run, with the seconds from the start of `run` until each stage and the first steps."""
+        root = self.folder / "default-1"
+        run = root / f"run-{len(self.results)}"
+        began = time.monotonic()
+        if not root.exists():
+            self.textmill("new", str(root), "--text", str(self.text), "--minutes", f"{self.minutes:g}")
+        new_seconds = time.monotonic() - began
+        words = [f"train.folder={run}", f"train.seed={seed}", *settings.split(), *self.device]
+        command = [sys.executable, "-u", "-m", "textmill", "run", str(root), *words]
+        began = time.monotonic()
+        stages = {}
+        with (
+            (self.folder / "log").open("a") as log,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                if found := re.match(r"\[\d/6\] \w+|step +\d+(?=/)|train: \d.* steps", line):
+                    stages[found.group()] = round(time.monotonic() - began, 1)
+        seconds = time.monotonic() - began
+        if process.returncode:
+            sys.exit((self.folder / "log").read_text()[-2000:])
+        steps = [name for name in stages if name.startswith("step")]
+        kept = {name: at for name, at in stages.items() if name not in steps[2:-1]}
+        last_minus_best = self.last_minus_best(root, run.name)
+        written = yaml.safe_load((root / "textmill.yaml").read_text())
+        planned = {name: written[name] for name in ("model", "train", "tokenizer")}
+        bits = self.test_bits(str(run))
+        return {
+            "bits": bits,
+            "new_seconds": round(new_seconds, 1),
+            "seconds": round(seconds, 1),
+            "minutes": self.minutes,
+            "last_minus_best": last_minus_best,
+            "at": kept,
+            "settings": settings,
+            "planned": planned,
+        }
 
     def run_tuned(self) -> dict[str, Any]:
         """The best settings of trials of full length, then one run with them."""
@@ -236,25 +290,19 @@ class Bench:
         worst = max(defaults, key=lambda one: abs(one["seconds"] - 60 * one["minutes"]))
         lines.append(f"| last checkpoint minus best | {max(one['last_minus_best'] for one in defaults):.4f} |")
         lines.append(f"| seconds of the command, of {60 * worst['minutes']:.0f} | {worst['seconds']:.0f} |")
-        for key, one in found.items():
-            if key.startswith("times-"):
-                change, factor = one["bits"] - mean, float(key.removeprefix("times-"))
-                before = defaults[0]["forecast_changes"].get(f"{one['minutes']:g}", 0.0)
-                after = defaults[0]["forecast_after"]
-                calibrated = f"{after[factor > 1] - one['bits']:+.3f}" if after and factor in (0.5, 4.0) else "-"
-                lines.append(
-                    f"| {factor:g} x the minutes: change, error of `new`'s forecast, of `run`'s | "
-                    f"{change:+.3f}, {float(before) - change:+.3f}, {calibrated} |"
-                )
         return "\n".join(lines)
 
     def run(self) -> None:
         """Everything that is not finished yet, then the table."""
+        if self.cell.held_out:
+            runs = [(seed, "") for seed in range(1, int(self.options.get("seeds", "1")) + 1)]
+            runs += [(1, settings) for settings in self.options.get("also", "").split(";") if settings]
+            for seed, settings in runs:
+                name = f"seed {seed} {settings}".strip()
+                self.once(name, lambda seed=seed, settings=settings: self.run_timed(seed, settings))  # type: ignore[misc]
+            return
         for seed in range(1, int(self.options.get("seeds", "3")) + 1):
             self.once(f"default-{seed}", lambda seed=seed: self.run_default(f"default-{seed}", self.minutes, seed))  # type: ignore[misc]
-        for factor in filter(None, self.options.get("forecast", "").split(",")):
-            name, minutes = f"times-{float(factor):g}", float(factor) * self.minutes
-            self.once(name, lambda name=name, minutes=minutes: self.run_default(name, minutes, 1))  # type: ignore[misc]
         if self.trials:
             self.once("tuned", self.run_tuned)
         for rate in self.options.get("rates", RATES).split(",") if "nanogpt" in self.options else []:

@@ -30,7 +30,7 @@ from typing import Any
 from autopilot import CELLS, write_text
 
 from textmill.config import RunConfig
-from textmill.planning.trials import first_changes
+from textmill.planning.trials import candidates
 from textmill.planning.tuning import current_settings
 from textmill.where import open_where
 
@@ -112,7 +112,12 @@ class Lanes:
     def trials(self, config: RunConfig) -> dict[str, dict[str, Any]]:
         """Changes by name."""
         shape = {"model.shape.layers": 0, "model.shape.heads": 0}
-        found = [one for one, same in first_changes(current_settings(config)) if same or not self.on_gpu]
+        found = [
+            ladder[0]  # the nearest value of a setting in one direction
+            for candidate in candidates(current_settings(config))
+            for ladder in candidate.ladders
+            if candidate.same_speed or not self.on_gpu
+        ]
         if not self.on_gpu:
             found += [{"tokenizer.vocab": round(config.tokenizer.vocab * factor)} for factor in (0.5, 2, 4)]
         named = {

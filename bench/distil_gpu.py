@@ -32,7 +32,7 @@ from engines_gpu import VOCAB, measure_steps
 from numpy.typing import NDArray
 from torch import Tensor
 
-from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import DistilConfig, ModelConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.engines import open_engine
 from textmill.engines.distillation.loss_torch import Prediction, TeacherOutput, distillation_loss
@@ -86,7 +86,7 @@ def open_engine_step(teacher: str, shape: Any, batches: list[Batch], options: ar
     distil = DistilConfig(teachers=[teacher], temperature=TEMPERATURE, kl=KL, labels=LABELS)
     train = TrainConfig(batch=options.batch, length=options.length, learning_rate=1e-4, distil=distil)
     section = TorchEngine(compile=not options.small, micro_batch=options.batch, precision=options.precision)
-    engine = open_engine(RunConfig(model=ModelConfig(size="small"), train=train, engine=section), shape)
+    engine = open_engine(section, train, shape)
     engine.load(initial_weights(shape, 1), [], 0, "start")
 
     class Loss:

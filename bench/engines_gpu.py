@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from textmill.config import JaxEngine, ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config import JaxEngine, ModelConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import peak_flops_by_name
 from textmill.engines import Engine, open_engine
@@ -97,9 +97,7 @@ def open_engine_step(
     common = {"micro_batch": batch, "precision": options["precision"], "device": options["device"]}
     on_gpu = {"compile": True} if kind == "torch" and options["device"] != "cpu" else {}
     section: Any = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}[kind]
-    engine = open_engine(
-        RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape
-    )
+    engine = open_engine(section(**common, **on_gpu), train, shape)
     engine.load(initial_weights(shape, 1), [], 0, "start")
     return new_step(engine, random_batch(batch, options["length"])), engine.describe()["device"]
 

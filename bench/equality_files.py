@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -91,10 +92,11 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
-    """All tensors of a file of torch.save, which textmill itself wrote a moment ago."""
+    """All tensors of a file of torch.save; Megatron's have a Namespace too."""
     import torch
 
-    return dict(_flatten("", torch.load(path, weights_only=False)))
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return dict(_flatten("", torch.load(path, weights_only=True)))
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

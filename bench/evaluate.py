@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import TokenizerConfig, TorchEngine
-from textmill.corpus.sources import bundled_corpora
+from textmill.corpus.find_sources import bundled_corpora
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.tasks.wikitext import rolling_pairs
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer

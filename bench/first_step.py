@@ -43,7 +43,7 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10,
     family, device = open_family("gpt2"), open_device("auto")
     shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0, length=length)
     ids = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
-    ours = open_engine(config, shape)
+    ours = open_engine(config.engine, config.train, shape, config.model.lora)
     ours.load(initial_weights(shape, 1), [], 0, "start")
     tokens = Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
     results = [ours.train_step(tokens, 0, 1e-4)]

@@ -1,9 +1,12 @@
 """Generation speed on a GPU, compared with transformers' `generate` in the same run.
 
+    python bench/generate_gpu.py sampling
     python bench/generate_gpu.py [new tokens] [texts] [alone] [server] [tiny] [llama]
 
 GPT-2 124M, or a Llama of that size, with random weights, bf16, prompts of 128 tokens, 256 new tokens.
 
+sampling only ours, GPT-2 and Llama: greedy, and sampled with four sets of rules, one text and 64; the fraction of the
+         greedy rate, and whether the GPU's texts are those of the CPU's formulas
 texts    one and 64 texts, greedy and sampled, compared with transformers' default cache and its compiled static cache;
          time to the first token
 alone    the same without transformers
@@ -22,19 +25,31 @@ import re
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from decode_step import open_random_generator
 from generate import Ids, compare, new_tokenizer, open_both, our_tokens, random_prompts, their_tokens
 from load_server import serving, write_model
 from serve_rate import measure_scheduler
 
-from textmill.config import SIZES, ModelConfig
+from textmill.config import SIZES, ModelConfig, SampleConfig
+from textmill.generation import sampling
 from textmill.generation.generator import Generator
 from textmill.models import open_family
 
 PROMPT = 128
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 0.8, "top_k": 50},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k, top_p, min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+}
+SAME_STEPS = 20
 
 
 def main() -> None:
@@ -46,6 +61,9 @@ def main() -> None:
         return
     new = next((int(one) for one in arguments if one.isdigit()), 8 if tiny else 256)
     device = torch.device("cuda" if cuda else "cpu")
+    if "sampling" in arguments:
+        measure_sampling(new, cuda)
+        return
     family = next((one for one in arguments if one in SIZES), "gpt2")
     ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny, family)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {new} new tokens")
@@ -71,6 +89,44 @@ def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
             )
         compare(random_prompts(batch, PROMPT), new, methods)
         print(f"  batch {batch:>3}  first token after {first_token(ours, random_prompts(batch, PROMPT)) * 1e3:.1f} ms")
+
+
+def measure_sampling(new: int, cuda: bool) -> None:
+    """Compare sampled with greedy texts of both families, without another program."""
+    print(torch.cuda.get_device_name() if cuda else "CPU, two small layers", f"torch {torch.__version__}, {new} tokens")
+    for family in ("gpt2", "llama"):
+        generator = open_random_generator(cuda, family)
+        for batch in (1, 64):
+            prompts = [[id_ % generator.tokenizer.vocab for id_ in ids] for ids in random_prompts(batch, PROMPT)]
+            methods = {name: partial(our_tokens, generator, new=new, **settings) for name, settings in SAMPLED.items()}
+            print(family)
+            rates = compare(prompts, new, methods)
+            for name, rate in rates.items():
+                print(f"  {family} batch {batch:>3}  {name:<28}{rate / rates['greedy']:.3f} of greedy", flush=True)
+        check_kernels(generator)
+
+
+def check_kernels(generator: Generator) -> None:
+    """Print how many ids the kernels and torch's operations choose alike, for each set of rules."""
+    rows, vocab = 1000, generator.tokenizer.vocab
+    dice = torch.Generator(generator.device).manual_seed(1)
+    logits_NV = 3 * torch.randn(rows, vocab, generator=dice, device=generator.device)
+    for name, settings in SAMPLED.items():
+        samples = [SampleConfig(seed=seed, **{"temperature": 0.0, **settings}) for seed in range(rows)]
+        states = [sampling.SamplingState(sample, ()) for sample in samples]
+        rules = sampling.collect_rules(states, generator.device)
+        equal = 0
+        for step in range(SAME_STEPS):
+            for state in states:
+                state.new_tokens = step
+            found_N = sampling.choose_next_ids(logits_NV, states, rules)
+            equal += int((found_N == _by_torch(logits_NV, states, rules)).sum())
+        print(f"  {name:<28}{equal:,} of {rows * SAME_STEPS:,} ids are those of torch's operations", flush=True)
+
+
+def _by_torch(logits_NV: Any, states: Any, rules: Any) -> Any:
+    with patch.object(sampling, "can_run_kernels", lambda _: False):
+        return sampling.choose_next_ids(logits_NV, states, rules)
 
 
 def measure_server(ours: Generator, new: int, tiny: bool, family: str) -> None:

@@ -2,7 +2,7 @@
 
     python bench/kernel_gains.py [--list] [--only PATTERN ...] [--device cpu] [--json FILE] [--rounds 4] [--seconds 500]
 
-A setting is a training step (GPT-2 124M and 350M, Llama 124M, BERT base; packed documents, fp8, Muon) or a decoding
+A setting is a training step (GPT-2 124M and 350M, Llama 124M, BERT base; fp8, Muon) or a decoding
 step (one text and 64, greedy and sampled). In each, `base` is textmill as it is, and every variant is the same with one
 thing switched off, so that torch's own operations, compiled where the net is compiled, do the work. All variants of a
 setting run in one process in turns; the medians of the rounds are compared.
@@ -95,16 +95,6 @@ def no_residual() -> Patches:
         return norm(x_NTE), residual(x_NTE)
 
     return {"textmill.models.gpt2.net_torch:norm_and_residual": norm_and_residual}
-
-
-def no_qkv() -> Patches:
-    """Queries, keys and values as views of a plain linear layer's output."""
-    layers = import_module(LAYERS)
-
-    def split_heads(x_NTE: Tensor, layer: Any, head_width: int, context: Any) -> Any:
-        return layers.split_qkv(layers.linear(x_NTE, layer, context), head_width)
-
-    return {"textmill.models.gpt2.net_torch:split_heads": split_heads}
 
 
 def no_tuned_matmuls() -> Patches:
@@ -206,7 +196,6 @@ OF_GPT2 = [
     *COMMON,
     Variant("residual-in-matmul", no_residual),
     Variant("norm-kernel", no_norm_kernel),
-    Variant("qkv-projection", no_qkv),
     Variant("bias-gelu", no_bias_gelu),
     Variant("all-linears", plain_linears),
     Variant("all", lambda: {**plain_linears(), **no_bias_gelu(), **compiled_cross_entropy()}),
@@ -214,7 +203,6 @@ OF_GPT2 = [
 TRAINING: dict[str, tuple[dict[str, Any], list[Variant]]] = {
     "gpt2-small": ({"size": "small", "batch": 64}, OF_GPT2),
     "gpt2-medium": ({"size": "medium", "batch": 32}, OF_GPT2),
-    "gpt2-documents": ({"size": "small", "batch": 64, "document_tokens": 300}, [Variant("qkv-projection", no_qkv)]),
     "gpt2-fp8": (
         {"size": "small", "batch": 64, "precision": "fp8"},
         [Variant("fp8-kernels", no_fp8_kernels), Variant("fp8", dict, rebuild=True, options={"precision": "bf16"})],
@@ -256,7 +244,7 @@ class TrainingSteps:
     """Steps of the torch engine; variants that need no engine of their own share that of `base`."""
 
     def __init__(self, options: dict[str, Any], tiny: bool) -> None:
-        given = {"family": "gpt2", "length": 1024, "precision": "bf16", "optimizer": "adamw", "document_tokens": 0}
+        given = {"family": "gpt2", "length": 1024, "precision": "bf16", "optimizer": "adamw"}
         self.options = given | options
         self.per_round = 3 if tiny else 8
         self.number = 0
@@ -293,9 +281,9 @@ class TrainingSteps:
 
     def _engine(self, options: dict[str, Any]) -> tuple[Any, Callable[[int], Any]]:
         from engines_gpu import new_step
-        from train_gpu import make_batch, pack_documents
+        from train_gpu import make_batch
 
-        from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
+        from textmill.config import ModelConfig, TorchEngine, TrainConfig
         from textmill.engines import open_engine
         from textmill.models import initial_weights, open_family
 
@@ -312,9 +300,9 @@ class TrainingSteps:
             precision=options["precision"],
             device="cpu" if self.tiny else "auto",
         )
-        opened = open_engine(RunConfig(model=model, train=train, engine=engine), shape)
+        opened = open_engine(engine, train, shape)
         opened.load(initial_weights(shape, 1), [], 0, "start")
-        batch = pack_documents(make_batch(options["batch"], options), options["document_tokens"])
+        batch = make_batch(options["batch"], options)
         return opened, new_step(opened, batch)
 
 

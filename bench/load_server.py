@@ -101,7 +101,8 @@ def memory_mb(pid: int) -> float:
 
 def child_processes(pid: int) -> list[int]:
     """Return a process's children: the model process."""
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # a thread may have started it
+    return [int(one) for path in lists for one in path.read_text().split()]
 
 
 async def call(port: int, method: str, path: str, body: bytes = b"") -> tuple[str, str]:

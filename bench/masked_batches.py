@@ -17,7 +17,7 @@ import numpy as np
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from textmill.config import MaskedConfig, TokenizerConfig
-from textmill.corpus.sources import bundled_corpora
+from textmill.corpus.find_sources import bundled_corpora
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.masked import MaskedLayout
 from textmill.tokens.batches.masking import masked_tokens_of

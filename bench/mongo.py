@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.mongo_process import MongoProcess, named_server
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.formats import mongo
 from textmill.corpus.source import SourceChunk
-from textmill.corpus.sources import find_sources
 
 NAMES = ("web", "books", "news")
 INSERT_BLOCK = 5000

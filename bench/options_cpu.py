@@ -49,21 +49,12 @@ TABLE = [
     "tied:",
     "tied, value embeddings:set=value_embeddings:1",
     f"the same, {FAST}:set=value_embeddings:1/{FAST}",
-    "tied, no gate, relu2:set=gated:false,activation:relu2",
-    "tied, embeddings again:set=embedding_residual:true",
     "untied:set=untied:true",
-    "untied, embeddings again:set=untied:true,embedding_residual:true",
-    "untied, zeros:set=untied:true,zero_init:true",
-    "untied, softcap:set=untied:true,logit_softcap:15",
     f"untied, {FAST}:set=untied:true/{FAST}",
     "untied, factor 24:set=untied:true/embedding_rate_factor=24",
     f"untied, {FAST}, qk_norm:set=untied:true,qk_norm:true/{FAST}",
-    f"untied, {FAST}, embeddings again:set=untied:true,embedding_residual:true/{FAST}",
-    f"untied, {FAST}, no gate, relu2:set=untied:true,gated:false,activation:relu2/{FAST}",
     f"untied, {FAST}, value embeddings:set=untied:true,value_embeddings:1/{FAST}",
     f"untied, {FAST}, value embeddings, qk_norm:set=untied:true,value_embeddings:1,qk_norm:true/{FAST}",
-    f"untied, {FAST}, zeros:set=untied:true,zero_init:true/{FAST}",
-    f"untied, {FAST}, softcap:set=untied:true,logit_softcap:15/{FAST}",
 ]
 
 

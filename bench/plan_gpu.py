@@ -77,8 +77,8 @@ def measure(name: str, steps: int, small: bool, lock: Path) -> dict[str, Any]:
     """The plan for a setting and what its steps take, in this process."""
     config, shape = config_of(SETTINGS[name], small)
     target = target_of(config.plan, config.engine)
-    estimate = Estimator(shape).estimate(config, 1, target.device)
-    engine = open_engine(config, shape)
+    estimate = Estimator(shape, config.train, config.model.lora).estimate(config.engine, 1, target.device)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora)
     lora = config.model.lora
     weights: Any = initial_weights(shape, 1)
     engine.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "start")

@@ -35,7 +35,7 @@ def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int =
     config = RunConfig(model=ModelConfig(size=size), train=TrainConfig(batch=batch, length=length))
     family = open_family(config.model.family)
     shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0, length=length)
-    engine = open_engine(config, shape)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora)
     engine.load(initial_weights(shape, 1), [], 0, "the first weights")
     ids = np.random.default_rng(1).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
     tokens = Batch(inputs=ids[:, :-1], labels=ids[:, 1:], samples=np.arange(batch))

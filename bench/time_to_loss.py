@@ -178,7 +178,7 @@ def open_initial_engine(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     config = RunConfig(model=model, train=train, engine=engine)
     family = open_family(settings["family"])
     net = family.shape_of(config.model, vocab=settings["vocab"], eos_id=settings["vocab"] - 1, length=length)
-    opened = open_engine(config, net)
+    opened = open_engine(config.engine, config.train, net, config.model.lora)
     opened.load(initial_weights(net, settings["seed"]), [], 0, "start")
     return opened, train
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from engines_gpu import VOCAB, measure_steps, new_step, random_batch, read_options
 
-from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config import ModelConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
@@ -57,8 +57,7 @@ def open_engine_step(shape: Any, size: str, batch: int, options: dict[str, Any])
     """Return a step of the torch engine."""
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"])
     engine = TorchEngine(compile=bool(options["compile"]), micro_batch=batch, precision=options["precision"])
-    model = ModelConfig(family=options["family"], size=size)
-    opened = open_engine(RunConfig(model=model, train=train, engine=engine), shape)
+    opened = open_engine(engine, train, shape)
     opened.load(initial_weights(shape, 1), [], 0, "start")
     return new_step(opened, pack_documents(make_batch(batch, options), int(options["document_tokens"])))
 

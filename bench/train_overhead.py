@@ -47,7 +47,7 @@ def measure_engine(config: RunConfig, folder: Path) -> float:
     length = config.train.length or start.shape.positions
     batches = open_batches(config.train, data, length=length, folder=folder)
     ready = [batches.batch_at(step, slice(0, config.train.batch)) for step in range(8)]
-    engine = open_engine(config, start.shape)
+    engine = open_engine(config.engine, config.train, start.shape, config.model.lora)
     engine.load(initial_weights(start.shape, 1), [], 0, "start")
     for step in range(WARM):
         last = engine.train_step(ready[step % 8], step, lr_at(step, config.train))

@@ -51,7 +51,7 @@ def measure(size: str, zero: int, path: Path) -> None:
 
     with closing(open_ranks(config.engine)) as ranks:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with closing(open_engine(config, shape, ranks)) as engine:
+        with closing(open_engine(config.engine, config.train, shape, config.model.lora, ranks)) as engine:
             engine.load(initial_weights(shape, 1), [], 0, "the first weights")
             for step in range(2):
                 ids = np.random.default_rng(step).integers(0, 50257, (1, LENGTH + 1), dtype=np.int32)

@@ -14,11 +14,12 @@ from typing import Any, get_args
 from textmill.commands.table import COMMANDS, Command
 from textmill.config import RunConfig, Section
 from textmill.config.keys import all_fields, describe_type, section_types, suggest_key
-from textmill.config.other_names import ADVICE, OTHER_NAMES
+from textmill.config.other_names import RULES, is_reason, target_of
 
 DOCS = Path(__file__).parent
 TOPICS = {
     "new": "autopilot",
+    "from": "from",
     "run": "index",
     "prepare": "corpus",
     "fit-tokenizer": "tokenizers",
@@ -64,11 +65,15 @@ OPTIONS = {
         gradient_checkpointing torch_compile deepspeed fsdp report_to run_name resume_from_checkpoint
         load_best_model_at_end metric_for_best_model early_stopping_patience dataloader_num_workers push_to_hub
         label_smoothing_factor local_rank do_train do_eval model_name_or_path config_name tokenizer_name
-        tokenizer_type train_file validation_file file_path data_file dump_file dump_path block_size cache_dir
-        preprocessing_num_workers tokenized_datasets grouped_tokenized_datasets token_counts token_counts_dump
-        vocab_size alpha_ce alpha_clm alpha_cos alpha_mlm student_type student_config student_pretrained_weights
-        teacher_type teacher_name ref_model_type dump_checkpoint layers freeze_pos_embs mlm config_path gpus
-        master_addr master_port nnodes node_rank nproc_per_node""",
+        train_file validation_file block_size cache_dir preprocessing_num_workers tokenized_datasets
+        grouped_tokenized_datasets gpus master_addr master_port nnodes node_rank nproc_per_node""",
+    "distillation": """adam_epsilon alpha_ce alpha_clm alpha_cos alpha_mlm alpha_mse checkpoint_interval config_path
+        data_file dump_checkpoint dump_file dump_path file_path force fp16 freeze_pos_embs freeze_token_type_embds gpus
+        gradient_accumulation_steps group_by_size initializer_range layers learning_rate local_rank log_interval
+        master_addr master_port max_grad_norm mlm mlm_mask_prop mlm_smoothing n_epoch n_gpu nnodes node_rank
+        nproc_per_node ref_model_type restrict_ce_to_mask seed student_config student_pretrained_weights student_type
+        teacher_name teacher_type temperature token_counts token_counts_dump tokenizer_name tokenizer_type vocab_size
+        warmup_prop weight_decay word_keep word_mask word_rand""",
     "megatron-deepspeed": """append-eod batch-size cache-dir checkpoint-activations checkpoint-num-layers clip-grad
         cloze-eval data-path dataset-impl datasets deep-init deepspeed deepspeed_config disable-pip-version-check
         distributed-backend eval-interval eval-iters fp16 fp32-embedding global-batch-size global-option cpp_ext
@@ -91,8 +96,8 @@ OPTIONS = {
         wandb-username""",
 }
 """The options of each tool, by the page that leads from it to textmill."""
-MEANINGS = {"start": "`sample.prompt`", "dropout": "`model.shape.dropout`"}
-"""Options whose name means something else in other tools."""
+TOOLS = {"megatron-deepspeed": "megatron", "hf-trainer": "hf", "jax-lm-training": "jax-lm", "distillation": "distil"}
+"""Tools whose page has another name."""
 BEGIN, END = "<!-- options: written by docs/generate.py -->", "<!-- end of options -->"
 
 
@@ -220,22 +225,24 @@ def _title(page: str) -> str:
 
 def options_table(tool: str) -> str:
     """The options of a tool and what textmill has instead."""
-    rows = [f"| `{option}` | {counterpart(option)} |" for option in sorted(set(OPTIONS[tool].split()))]
+    name = TOOLS.get(tool, tool)
+    rows = [f"| `{option}` | {counterpart(option, name)} |" for option in sorted(set(OPTIONS[tool].split()))]
     return "\n".join([BEGIN, "", "| option | textmill |", "|---|---|", *rows, "", END])
 
 
-def counterpart(option: str) -> str:
+def counterpart(option: str, tool: str) -> str:
     """Our key for an option of another tool, or what to do instead."""
-    name = option.replace("-", "_")
-    if name in MEANINGS:
-        return MEANINGS[name]
-    if name in OTHER_NAMES:
-        return f"`{OTHER_NAMES[name]}`"
-    if name in ADVICE:
-        return _cell(ADVICE[name])
-    if any(key.rpartition(".")[2] == name for key, _ in all_fields()):
-        return f"`{suggest_key(name).split(chr(39))[1]}`"
-    raise ValueError(f"{option}: add it to OTHER_NAMES or ADVICE")
+    target = target_of(option, tool)
+    if target is None:
+        if any(key.rpartition(".")[2] == option.replace("-", "_") for key, _ in all_fields()):
+            return f"`{suggest_key(option).split(chr(39))[1]}`"
+        raise ValueError(f"{option}: add it to textmill/config/other_names.py")
+    if is_reason(target):
+        return _cell(target)
+    if target.startswith("@"):
+        key, note = RULES[target[1:]]
+        return f"`{key}`: {_cell(note)}"
+    return f"`{target}`"
 
 
 def pages() -> dict[Path, str]:

@@ -118,6 +118,15 @@ def forked_processes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_readers() -> Iterator[None]:
+    """`export` asks no other library in a process of its own, which takes seconds; tests/conversion/test_readers.py
+    does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("textmill.conversion.readers.check_with_reader", lambda *_: [])
+        yield
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

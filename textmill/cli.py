@@ -19,19 +19,23 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from textmill.commands.table import COMMANDS, Command, Flag
+from textmill.commands.table import COMMANDS, Command, Flag, load_function
 from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError, explain_os_error
 from textmill.processes.output import OutputLost, exit_code_of, protect_output
 from textmill.processes.signals import run_and_exit
 
 USAGE = "textmill COMMAND WHERE [section.key=value ...] [--flag]"
 WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face model folder, or the name of a recipe."
+SPINS = "1000"
+"""How often an idle OpenMP thread looks for work before it sleeps, some 50 microseconds. By default threads look for it
+much longer, which makes a step up to a hundred times slower if other programs use the cores (bench/LOG.md)."""
 SHOWN_ARGUMENTS = 3
 """How many of too many arguments an error repeats."""
 
 
 def command() -> NoReturn:
     """The program `textmill`. Only a command whose result is its output ends when nobody reads that."""
+    sys.argv[1:] = _take_local_rank(sys.argv[1:])
     asks_for_help = len(sys.argv) < 2 or bool({"-h", "--help"} & set(sys.argv))
     row = None if asks_for_help else COMMANDS.get(sys.argv[1])
     output = protect_output(result_is_output=row is None or row.result_is_output)
@@ -41,9 +45,11 @@ def command() -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     started = time.perf_counter()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
     try:
         try:
-            code = _run(sys.argv[1:] if argv is None else argv, started)
+            code = _run(_take_local_rank(sys.argv[1:] if argv is None else argv), started)
             print(end="", flush=True)
             return code
         except TextmillError as error:
@@ -59,6 +65,14 @@ def main(argv: list[str] | None = None) -> int:
             return _report(failure)
         print("textmill: stopped; finished work is saved, the same command resumes from there", file=sys.stderr)
         return EXIT_STOPPED
+
+
+def _take_local_rank(argv: list[str]) -> list[str]:
+    """The arguments without `--local_rank=N`, which the launchers of DeepSpeed and older torch add in front of them."""
+    if argv and (given := re.fullmatch(r"--local[-_]rank=(\d+)", argv[0])):
+        os.environ.setdefault("LOCAL_RANK", given[1])
+        return argv[1:]
+    return argv
 
 
 def _report(error: TextmillError) -> int:
@@ -99,6 +113,10 @@ def _run(argv: list[str], started: float) -> int:
     if "--help" in rest or "-h" in rest:
         print(command_help(name, every="--all" in rest))
         return EXIT_DONE
+    for flag in COMMANDS[name].flags:
+        if flag.function and flag.name in rest:
+            print(load_function(flag.function)())
+            return EXIT_DONE
     from textmill.processes.signals import handled_signals
 
     for number in {signal.SIGTERM, signal.SIGHUP} & set(handled_signals()):
@@ -123,7 +141,7 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
     texts_by_flag: dict[str, list[str]] = {}
     remaining = iter(argv)
     for argument in remaining:
-        if argument.startswith("-"):
+        if argument.startswith("-") and argument != "-":
             typed_name, equals, text = argument.partition("=")
             if typed_name not in flags:
                 raise TextmillError(_flag_advice(typed_name, name, row))
@@ -135,7 +153,7 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
                 if not text:
                     raise TextmillError(f"{flag.name}: needs a value: {flag.summary}")
             texts_by_flag.setdefault(flag.name, []).append(text)
-        elif re.match(r"^[A-Za-z_][\w.]*=", argument) and not os.path.exists(argument):
+        elif name != "from" and re.match(r"^[A-Za-z_][\w.]*=", argument) and not os.path.exists(argument):
             settings.append(argument)
         else:
             arguments.append(argument)
@@ -151,19 +169,23 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
 def _flag_advice(typed_name: str, name: str, row: Command) -> str:
     """The error for a flag that the command does not have, with the setting or flag that was probably meant."""
     from textmill.config.keys import suggest_key
-    from textmill.config.other_names import ADVICE, OTHER_NAMES
+    from textmill.config.other_names import describe_target, is_reason, target_of
 
     flags = [*(flag.name for flag in row.flags), "--help"]
-    if any(flag.name == typed_name for command in COMMANDS.values() for flag in command.flags):
+    target = target_of(typed_name)
+    if name == "from":
+        return f"{typed_name}: unknown flag; put the whole command in quotes: {_usage(name)}"
+    if (target is None or is_reason(target)) and any(
+        flag.name == typed_name for command in COMMANDS.values() for flag in command.flags
+    ):
         return f"{typed_name}: '{name}' does not take it; it takes {', '.join(flags)}"
-    typed_key = typed_name.lstrip("-").replace("-", "_")
-    key = OTHER_NAMES.get(typed_key)
-    if key is None and (near := difflib.get_close_matches(typed_name, flags, n=1, cutoff=0.7)):
+    if target is None and (near := difflib.get_close_matches(typed_name, flags, n=1, cutoff=0.7)):
         return f"{typed_name}: unknown flag; did you mean '{near[0]}'?"
-    if typed_key in ADVICE:
-        return f"{typed_name}: unknown flag; {ADVICE[typed_key]}"
-    advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {suggest_key(typed_key)}"
-    return f"{typed_name}: unknown flag; {advice}"
+    if target is None:
+        typed_key = typed_name.lstrip("-").replace("-", "_")
+        return f"{typed_name}: unknown flag; settings are written section.key=value; {suggest_key(typed_key)}"
+    is_key = target[0] != "@" and "=" not in target and not is_reason(target)
+    return f"{typed_name}: unknown flag; {f'write {target}=VALUE' if is_key else describe_target(target)}"
 
 
 def _value(flag: Flag, texts: list[str]) -> object:
@@ -196,7 +218,10 @@ def _call(name: str, row: Command, arguments: list[str], settings: list[str], fl
         raise TextmillError(f"{name}: takes no settings, found '{settings[0]}'; leave it out")
     if row.opens is not None:
         config = _open_config(name, row, arguments[0], settings, flag_values)
-        row.load()(config, *values[1:], **flag_values)
+        rest: list[Any] = values[1:]
+        if "[WHERE ...]" in row.arguments:
+            rest = [[_open_other(argument, settings) for argument in values[1]]]
+        row.load()(config, *rest, **flag_values)
     elif row.takes_settings:
         row.load()(*values, settings=settings, **flag_values)
     else:
@@ -229,7 +254,7 @@ def _excess_advice(name: str, row: Command, excess: list[str]) -> str:
     repeated = next((flag for flag in row.flags if flag.kind == "texts"), None)
     if repeated and excess and all(os.path.exists(argument) for argument in excess):
         return f"a pattern after {repeated.name} needs quotes: {repeated.name} {repeated.example}"
-    if excess and name in ("generate", "fill"):
+    if excess and name == "generate":
         return f"a prompt is written sample.prompt={shlex.quote(' '.join(excess))}"
     return f"write: {_usage(name)}"
 
@@ -246,6 +271,8 @@ def _open_config(name: str, row: Command, argument: str, settings: list[str], fl
     """The config of WHERE; the folder of a checkpoint sets the value of --step."""
     from textmill.where import open_where
 
+    if row.opens == "model" and (kind := next((one for one in settings if one.startswith("engine.kind=")), None)):
+        raise TextmillError(f"{kind}: '{name}' runs the model with torch, whatever it was trained with; leave it out")
     where = open_where(argument, settings)
     if where.bare_model and row.opens != "model":
         raise TextmillError(
@@ -259,6 +286,13 @@ def _open_config(name: str, row: Command, argument: str, settings: list[str], fl
             )
         flag_values["step"] = where.step
     return where.config
+
+
+def _open_other(argument: str, settings: list[str]) -> Any:
+    """What a WHERE after the first one is; it has the same settings."""
+    from textmill.where import open_where
+
+    return open_where(argument, settings)
 
 
 def _usage(name: str) -> str:
@@ -284,14 +318,15 @@ def help_text() -> str:
 def command_help(name: str, every: bool = False) -> str:
     """What `textmill COMMAND --help` prints: its usage, its flags, and the settings that matter most, or `every` one
     that it reads."""
-    from textmill.config.keys import section_help, short_help
+    from textmill.config.keys import keys_help, section_help, short_help
 
     row = COMMANDS[name]
-    lines = [_usage(name) + (" [section.key=value ...]" if row.sections else ""), f"  {row.summary}", ""]
+    lines = [_usage(name) + (" [section.key=value ...]" if row.settings else ""), f"  {row.summary}", ""]
     lines += [f"  {flag.name:<10} {flag.summary}" for flag in row.flags] + [f"  {'--help':<10} print this help"]
-    if not row.sections:
+    if not row.settings:
         return "\n".join(lines)
     lines += [f"  {'--all':<10} with --help: every setting that it reads", "", WHERE_HELP, ""]
     if every:
-        return "\n".join([*lines, *map(section_help, ("folder", *row.sections))])
+        sections = map(section_help, ("folder", *row.sections))
+        return "\n".join([*lines, *sections, *([keys_help(row.keys.split())] if row.keys else [])])
     return "\n".join([*lines, short_help(row.settings.split())])

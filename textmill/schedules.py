@@ -28,12 +28,12 @@ def decay_end(train: TrainConfig) -> float:
 
 
 def lr_at(
-    step: int, train: TrainConfig, decay_from: int = 0, samples_before: Callable[[int], int] | None = None
+    step: int, train: TrainConfig, decay_start: float | None = None, samples_before: Callable[[int], int] | None = None
 ) -> float:
     """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule.
 
-    A decay that ends with the run does not start before the step `decay_from`. `samples_before` returns how many
-    samples are before a step; without it, all steps have `train.batch`.
+    A decay that ends with the run starts at `decay_start`, without it after the warm-up. `samples_before` returns how
+    many samples are before a step; without it, all steps have `train.batch`.
     """
     warmup = warmup_steps(train)
     low = train.min_learning_rate
@@ -46,21 +46,21 @@ def lr_at(
         return low + (high - low) * _log_rise(step, warmup)
     if train.schedule == "inverse_sqrt":
         return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
-    start = warmup if train.decay_steps or train.decay_samples else max(warmup, decay_from)
+    start = warmup if decay_start is None or train.decay_steps or train.decay_samples else decay_start
     if step < start:
         return high
     decayed = float(step - start)
     decay_length = decay_end(train) - start
     if train.decay_samples and samples_before:  # counted in samples, since steps have different batch sizes
-        decayed = samples_before(step) - samples_before(start)
-        decay_length = train.decay_samples - samples_before(start)
+        decayed = samples_before(step) - samples_before(warmup)
+        decay_length = train.decay_samples - samples_before(warmup)
     return low + (high - low) * DECAYS[train.schedule](decayed, decay_length, train)
 
 
-def multi_token_weight_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
-    """The weight of multi-token prediction in step `step`; it falls linearly from `decay_from` on."""
+def multi_token_weight_at(step: int, train: TrainConfig, decay_start: float = 0) -> float:
+    """The weight of multi-token prediction in step `step`; it falls linearly from `decay_start` on."""
     end = MULTI_TOKEN_UNTIL * train.steps
-    return train.multi_token.weight * (1 - _fraction(max(0, step - decay_from), end - decay_from))
+    return train.multi_token.weight * (1 - _fraction(max(0, step - decay_start), end - decay_start))
 
 
 def _log_rise(step: int, warmup: int) -> float:
@@ -92,8 +92,9 @@ def _constant(step: float, steps: float, train: TrainConfig) -> float:
 
 
 def _stable(step: float, steps: float, train: TrainConfig) -> float:
-    """Constant, then linear decay over the last fraction of the steps (warmup-stable-decay)."""
-    decay_steps = max(1, round(train.stable.decay_fraction * steps))
+    """Constant, then linear decay over the last `train.stable.decay_fraction` of the run (warmup-stable-decay)."""
+    whole = train.decay_samples or decay_end(train)
+    decay_steps = min(steps, max(1, round(train.stable.decay_fraction * whole)))
     return 1 - _fraction(max(0, step - (steps - decay_steps)), decay_steps)
 
 

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from textmill.config.load import (
     read_yaml,
     resolve_paths,
 )
-from textmill.config.model import is_family_file
+from textmill.config.model import is_family_file, is_own_file
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.remote_folders import fetch, is_url
@@ -59,8 +60,21 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
-def open_where(where: str, settings: list[str]) -> Where:
-    """The config of WHERE; `settings` (section.key=value) override its values."""
+Settings = Sequence[str] | Mapping[str, Any]
+"""Settings that override those of WHERE: ["train.steps=9"], or in Python {"train.steps": 9}."""
+
+
+def open_config(where: RunConfig | str | Path, settings: Settings = ()) -> RunConfig:
+    """The config that a function of Python gets: a config, or WHERE as on the command line."""
+    if isinstance(where, RunConfig):
+        if settings:
+            raise TextmillError("settings: override those of a WHERE, found a RunConfig, which is complete already")
+        return where
+    return open_where(str(where), settings).config
+
+
+def open_where(where: str, settings: Settings) -> Where:
+    """The config of WHERE; `settings` override its values."""
     if is_url(where):
         return _from_copy(fetch(where), where, settings)
     path = Path(where)
@@ -78,7 +92,7 @@ def open_where(where: str, settings: list[str]) -> Where:
     raise TextmillError(f"{where}: no such file or folder; {advice}")
 
 
-def _from_file(path: Path, settings: list[str]) -> Where:
+def _from_file(path: Path, settings: Settings) -> Where:
     if path.suffix not in (".yaml", ".yml"):
         advice = _advise_import(path) if path.suffix in MODEL_FILES else "text goes into corpus.sources"
         raise TextmillError(f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder; {advice}")
@@ -90,7 +104,7 @@ def _from_file(path: Path, settings: list[str]) -> Where:
 
 
 def _config_of(
-    tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None
+    tree: Tree, settings: Settings, file: Path | None = None, lines: dict[str, int] | None = None
 ) -> RunConfig:
     """The config of a tree that was read from `file`, in which `settings` override values.
 
@@ -98,6 +112,7 @@ def _config_of(
     """
     overrides = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
     _refuse_recorded_code(overrides, tree, file)
+    tree = _without_recorded_parts(tree, file)
     has_numbers = isinstance(_model_value(overrides, "shape"), dict)
     if has_numbers and isinstance(_model_value(tree, "shape"), str):
         raise TextmillError(
@@ -121,25 +136,35 @@ def _refuse_recorded_code(overrides: Tree, tree: Tree, file: Path | None) -> Non
         )
 
 
+def _without_recorded_parts(tree: Tree, file: Path | None) -> Tree:
+    """The tree of a run.yaml without files of code that only training uses: the user has to name them again to train
+    on, and everything else works without them."""
+    train = tree.get("train")
+    if file is None or file.name != "run.yaml" or not isinstance(train, dict):
+        return tree
+    kept = {key: value for key, value in train.items() if not (isinstance(value, str) and is_own_file(value))}
+    return {**tree, "train": kept}
+
+
 def _model_value(tree: Tree, key: str) -> Any:
     """The value of `model.KEY` in a tree; None if it is not set."""
     model = tree.get("model")
     return model.get(key) if isinstance(model, dict) else None
 
 
-def _from_copy(copy: Path, url: str, settings: list[str]) -> Where:
+def _from_copy(copy: Path, url: str, settings: Settings) -> Where:
     """The config of a model that was copied from a URL; a YAML file there is not the user's own, and may name code."""
     if copy.is_file():
         raise TextmillError(f"{url}: is a file; name the URL of a run, a checkpoint or a model folder")
     return _from_folder(copy, settings)
 
 
-def _from_project(folder: Path, settings: list[str]) -> Where:
+def _from_project(folder: Path, settings: Settings) -> Where:
     project = folder / PROJECT_YAML
     return _from_file(project, settings) if project.is_file() else _from_folder(folder, settings)
 
 
-def _from_folder(folder: Path, settings: list[str]) -> Where:
+def _from_folder(folder: Path, settings: Settings) -> Where:
     folder = folder.resolve()
     if (folder / "progress.json").is_file():
         return _from_checkpoint(folder, settings)
@@ -161,7 +186,7 @@ def _advise_import(path: Path) -> str:
     return f"to use the model here: textmill import {shlex.quote(str(path))} OUT, then name OUT"
 
 
-def _from_checkpoint(folder: Path, settings: list[str]) -> Where:
+def _from_checkpoint(folder: Path, settings: Settings) -> Where:
     """A checkpoint inside its run is one step of the run; one that was copied elsewhere is a bare model."""
     step = re.match(r"^step-(\d+)$", folder.name)
     if step and (folder.parent / "run.yaml").is_file():

@@ -16,4 +16,4 @@ set -uo pipefail
 }
 hosts=$1
 shift
-exec deepspeed --hostfile "$hosts" --no_local_rank --module textmill train "$@" engine.kind=deepspeed
+exec deepspeed --hostfile "$hosts" --module textmill train "$@" engine.kind=deepspeed

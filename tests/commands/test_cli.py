@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["train", "nowhere.yaml"], "nowhere.yaml: no such file or folder"),
         (["train", "quikstart"], "did you mean 'quickstart'?"),
         (["train", "quickstart", "--lr", "3"], "--lr: unknown flag; write train.learning_rate=VALUE"),
-        (["train", "quickstart", "--batch-size=3"], "--batch-size: unknown flag; write train.batch=VALUE"),
+        (["train", "quickstart", "--batch-size=3"], "--batch-size: unknown flag; textmill calls it 'train.batch'"),
         (["train", "quickstart", "--json"], "--json: 'train' does not take it; it takes --force, --step"),
         (["train", "quickstart", "--step", "soon"], "--step: found 'soon'; give a number, latest or best"),
         (["train", "quickstart", "--step"], "--step: needs a value"),
@@ -94,6 +95,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
             "--force: cannot be used together with --step; use one of them",
         ),
         (["new", "x", "--text", "quickstart", "train.steps=3"], "new: takes no settings, found 'train.steps=3'"),
+        (["serve", "quickstart", "engine.kind=deepspeed"], "engine.kind=deepspeed: 'serve' runs the model with torch"),
         (["merge"], "merge: needs OUT A B ..., found none; write: textmill merge OUT A B ..."),
         (["recipes", "x"], "recipes: needs no argument, found 1: x; write: textmill recipes"),
         (["show", "quickstart", "--step", "best"], "--step: found 'best'; give the number of a step"),
@@ -337,3 +339,29 @@ def test_help_imports_no_heavy_package() -> None:
     code = f"import sys; from textmill.cli import main; main(['--help']); {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("word", ["--local_rank=3", "--local-rank=3"])
+def test_the_rank_of_a_launcher_is_taken(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert main([word, "--version"]) == 0
+    assert os.environ.pop("LOCAL_RANK") == "3"
+    assert capsys.readouterr().out.startswith("textmill ")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([word, "--version"]) == 0
+    assert os.environ["LOCAL_RANK"] == "1", "what the launcher sets in the environment counts"
+
+
+@pytest.mark.parametrize(("name", "value", "spins"), [("TZ", "UTC", "1000"), ("OMP_WAIT_POLICY", "active", None)])
+def test_waiting_threads_leave_the_cores_to_other_programs(
+    name: str, value: str, spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libgomp reads this when torch is imported, unless the user says how threads wait."""
+    for one in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(one, "")  # so that the test restores it
+        monkeypatch.delenv(one)
+    monkeypatch.setenv(name, value)
+    assert main(["--help"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

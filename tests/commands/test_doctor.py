@@ -113,10 +113,10 @@ def test_sources(tmp_path: Path) -> None:
     assert "none.txt" in missing.found
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some text")
-    (tmp_path / "texts" / "b.docx").write_bytes(b"PK")
+    (tmp_path / "texts" / "b.png").write_bytes(b"\x89PNG")
     partly = doctor.check_sources(CorpusConfig(sources=[str(tmp_path / "texts")]), tmp_path / "out")
     assert partly.level == ADVICE
-    assert "b.docx" in partly.found
+    assert "b.png" in partly.found
     assert doctor.check_sources(config_of({}, tmp_path).corpus, tmp_path).level == ADVICE
     for name in ("renamed.txt", "damaged.jsonl.gz"):
         (tmp_path / name).write_bytes(b"PK\x03\x04")

@@ -180,3 +180,13 @@ def test_a_busy_cpu_is_reported(
     monkeypatch.setattr("os.cpu_count", lambda: all_cores)
     _warn_of_busy_machine(machine)
     assert ("the machine is busy (30 running processes, 2 cores)" in capsys.readouterr().err) == busy
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf"])
+def test_minutes_that_are_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], minutes: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine", "--text", "tinyshakespeare", "--minutes", minutes]) == 2
+    assert f"--minutes: found {minutes}; give a number above 0" in capsys.readouterr().err
+    assert not Path("mine").exists()

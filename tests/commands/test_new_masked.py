@@ -76,13 +76,20 @@ def test_a_llama_has_the_size_that_was_planned(machine: MachineProfile, size: in
 
 
 @pytest.mark.parametrize(
-    ("machine", "minutes", "family"),
-    [(TWO_CORES, 5, "llama"), (H200, 5, "llama"), (H200, 0.8, "gpt2")],
-    ids=["cpu", "compiled", "not compiled"],
+    ("machine", "size", "minutes", "family"),
+    [
+        (TWO_CORES, 10**8, 5, "llama"),
+        (H200, 10**8, 5, "llama"),
+        (H200, 10**8, 0.8, "gpt2"),
+        (H200, 10**7, 1, "llama"),
+        (H200, 10**6, 0.8, "llama"),
+    ],
+    ids=["cpu", "compiled", "not compiled", "not compiled, repeated", "not compiled, repeated often"],
 )
-def test_the_family_is_chosen_for_the_machine(machine: MachineProfile, minutes: float, family: str) -> None:
-    plan = plan_for(TextProfile(10**8, 10**4, 0.0, BYTES, {"Latin": 1.0}), machine, minutes)
-    assert auto_family(machine, plan) == family
+def test_the_family_is_chosen_for_text_and_machine(
+    machine: MachineProfile, size: int, minutes: float, family: str
+) -> None:
+    assert auto_family(TextProfile(size, 10**4, 0.0, BYTES, {"Latin": 1.0}), machine, minutes) == family
 
 
 @pytest.mark.long

@@ -11,9 +11,10 @@ import pytest
 from bench.kill_train import train_arguments
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
-from textmill.commands.plan import communication_of, trained_weights
+from textmill.commands.plan import OLD_GPUS, communication_of, trained_weights
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
+from textmill.devices import GPU_GB, PEAK_FLOPS, peak_flops_by_name
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.models import open_family
 from textmill.storage.tensor_files import read_model
@@ -141,7 +142,9 @@ def test_data_parallel_gradients_are_sent_twice_around_the_ring() -> None:
         model=ModelConfig(size="nano"), train=TrainConfig(batch=8), engine=TorchEngine(mesh=MeshConfig(replicate=4))
     )
     shape = open_family("gpt2").shape_of(config.model, vocab=128, eos_id=0)
-    estimate = Estimator(shape).estimate(config, 4, Device(True, 1 << 34, "bf16"))
+    estimate = Estimator(shape, config.train, config.model.lora).estimate(
+        config.engine, 4, Device(True, 1 << 34, "bf16")
+    )
     sent = communication_of(config.engine, trained_weights(shape, config.train, None), shape, estimate, 256)
     assert sent == {"data parallel: gradients": 2 * 3 * 4 * shape.parameters / 4}
 
@@ -197,3 +200,9 @@ def test_a_given_tokenizer_and_teachers_count(planned: Any, tmp_path_factory: py
     assert cached["memory"]["buffers"] < taught["memory"]["buffers"]
     # 64 ids and 65 numbers of two bytes for each token, and 8 bytes for each sample of 1024.
     assert cached["disk"]["teacher_cache"] == pytest.approx(cached["tokens"] * (2 * 64 + 2 * 65 + 8 / 1024))
+
+
+def test_every_gpu_is_found_by_its_product_name() -> None:
+    assert PEAK_FLOPS.keys() == GPU_GB.keys() > OLD_GPUS.keys()
+    for name, rate in PEAK_FLOPS.items():
+        assert peak_flops_by_name(f"NVIDIA {name} 16GB") == rate, "a name that begins another one comes after it"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,11 @@ from textmill.where import open_where
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_a_function_that_takes_what_its_row_says(name: str) -> None:
     row = COMMANDS[name]
-    # `import` is a word of Python itself.
-    function = getattr(textmill, {"import": "import_model"}.get(name, name.replace("-", "_")))
+    # `import` and `from` are words of Python itself.
+    function = getattr(textmill, {"import": "import_model", "from": "translate"}.get(name, name.replace("-", "_")))
     assert row.python_name in dir(textmill)
     arguments = ["config"] if row.opens is not None else list(row.arguments)
-    options = {flag.parameter: flag.value for flag in row.flags}
+    options = {flag.parameter: flag.value for flag in row.flags if not flag.function}
     if row.opens is None and row.takes_settings:
         options["settings"] = []
     inspect.signature(function).bind(*arguments, **options)
@@ -48,6 +50,29 @@ def test_all_stages_in_python(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(textmill.generate(config)[0], str)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = textmill.trian
+    Path("base.yaml").write_text(config.to_yaml())
+    textmill.train("base.yaml", settings={"train.steps": 3})
+    assert textmill.evaluate("mine", step=3)["model"]["bits_per_byte"] > 0
+    own_tokens = {"tokens.use": ["mine/tokens"], "tokenizer.use": "mine/tokenizer", "train.folder": "again"}
+    textmill.train("base.yaml", settings=own_tokens)
+    first, second = (Path(run, "metrics.jsonl").read_text().splitlines()[0] for run in ("mine/run", "again"))
+    assert json.loads(first)["bits_per_byte"] == json.loads(second)["bits_per_byte"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: textmill.train("nothing.yaml"), "nothing.yaml: no such file or folder"),
+        (lambda: textmill.train("quickstart", settings={"train.stpes": 3}), "train.stpes: no such key; did you mean"),
+        (lambda: textmill.train("quickstart", settings={"train.steps": "x"}), "train.steps: found 'x'; give a whole"),
+        (lambda: textmill.RunConfig(train={"stpes": 3}), "train.stpes: no such key; did you mean 'train.steps'?"),
+        (lambda: textmill.train(textmill.RunConfig(), settings={"train.steps": 3}), "settings: override those of"),
+    ],
+)
+def test_mistakes_in_python_are_those_of_the_command_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TextmillError) as caught:
+        call()
+    assert str(caught.value).startswith(message)
 
 
 def test_new_writes_a_config(tiny_texts: Path) -> None:

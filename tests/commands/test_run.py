@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from itertools import pairwise
@@ -83,6 +84,53 @@ QUICK = [
     "runner.workers=1",
     "sample.max_tokens=3",
 ]
+
+
+UNUSABLE = {
+    "engine.mesh={tensor: 3}": "engine.mesh: .* needs 3 processes, found 1",
+    "engine.device=cuda:99": "engine.device: 'cuda:99' is not available",
+    "engine.precision=fp8 engine.device=cpu": "engine.precision: fp8 needs a GPU",
+    "engine.kind=jax engine.mesh.tensor=3 engine.device=cpu": "engine.mesh: .* need 3 devices",
+    "engine.kind=jax model.family=llama model.shape.value_embeddings=1": "has no JAX net; set engine.kind=torch",
+    "engine.kind=deepspeed train.optimizer=adamw train.learning_rate=1e-3 engine.deepspeed_config=none.json": (
+        "none.json is not readable"
+    ),
+    "train.distil.teachers=[./none]": "none: no such folder",
+    "tokenizer.use=./none": "tokenizer.use: .*none",
+    "train.folder=texts/english.txt": "cannot be created",
+    "tokens.folder=texts/english.txt/tokens": "is a file\\); set another tokens.folder",
+    "train.batch=100000000000": "train.batch: .* GB; lower it",
+    "train.layout=chat": "set tokenizer.chat=default",
+    "train.layout=features": "set tokens.kind=features",
+    "tokens.level=sentence": "set it, or tokens.level=document",
+    "model.family=bert model.size=tiny train.layout=masked tokenizer.kind=wordpiece": "pairs=next needs; set corpus",
+    "train.tasks=[pairs:none.jsonl]": "none.jsonl: no such file",
+    "train.best.metric=lambada/accuracy": "train.best.metric: .* set train.tasks",
+    "model.family=bert model.size=tiny train.layout=masked train.masked.pairs=none tokenizer.kind=wordpiece "
+    "train.masked.counts=none.json": "none.json: file not found",
+    "evaluate.tasks=[lambada:none.jsonl]": "none.jsonl: no such file",
+    "evaluate.tasks=[lambada]": "lambada needs a file",
+    "evaluate.tasks=[pseudo_perplexity]": "predicts the next token",
+    "evaluate.text=[none.txt]": "evaluate.text: no file",
+    "sample.prompts_file=none.txt": "none.txt: no such file",
+}
+"""Settings of one later stage each that cannot work, and the error."""
+
+
+def test_what_a_later_stage_cannot_use_is_refused_before_anything_is_written(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    settings = [one for one in QUICK if one != "engine.device=cpu"]
+    before = sorted(Path().rglob("*"))
+    for wrong, error in UNUSABLE.items():
+        given = [wrong] if "{" in wrong else wrong.split()
+        where = ["run", "quickstart", "corpus.sources=texts", "folder=mill", *settings, *given]
+        assert main(where) == 2, wrong
+        streams = capsys.readouterr()
+        assert re.search(error, streams.err), f"{wrong}: {streams.err}"
+        assert "[1/6]" not in streams.out, wrong
+        assert sorted(Path().rglob("*")) == before, wrong
 
 
 def printed_commands(out: str) -> list[list[str]]:

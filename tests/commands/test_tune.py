@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,10 @@ def test_a_killed_search_continues_where_it_was(
     from textmill.planning import tuning
 
     real, calls = tuning.train, []
+    # A trial takes 3.5 seconds of this clock, and loading what all use takes none: half a minute is 8 trials.
+    clock = SimpleNamespace(monotonic=lambda: 3.5 * sum(config.train.steps != 1 for config in calls))
+    monkeypatch.setattr(tuning, "time", clock)
+    monkeypatch.setattr(import_module("textmill.commands.tune"), "time", clock)
 
     def train(config: Any, **more: Any) -> Path:
         calls.append(config)
@@ -54,6 +60,7 @@ def test_a_killed_search_continues_where_it_was(
     assert main(["tune", ".", "--minutes", "0.5"]) == 0
     after = json.loads(Path("tune/trials.json").read_text())
     assert after["trials"][:3] == trials
+    assert len(after["trials"]) == 8
     assert len(calls) == len(after["trials"]) + 3  # two calls that load, and the interrupted one
     assert after["unit"] == "bits per byte"
     # A learning rate of 0.001 is far too low for six steps, so a higher one is kept.

@@ -11,7 +11,7 @@ import yaml
 
 from textmill.cli import main
 from textmill.config.keys import all_fields, section_types
-from textmill.config.other_names import OTHER_NAMES
+from textmill.config.other_names import OPTIONS, is_reason
 
 DICE = random.Random(150)
 LEAVES = [(key, field) for key, field in all_fields() if not section_types(field.annotation) and "." in key]
@@ -85,7 +85,7 @@ def typo(key: str) -> str:
                 word[:place] + "x" + word[place:],
             ]
         )
-        if wrong not in OTHER_NAMES and wrong not in unclear | {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
+        if wrong not in OPTIONS and wrong not in unclear | {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
             return f"{head}.{wrong}"
 
 
@@ -94,14 +94,16 @@ def wrong_value(field: Any) -> Any:
     return DICE.choice([{"a": 1}, [[1]], {"b": []}])
 
 
+FOREIGN = sorted(
+    word
+    for word, target in OPTIONS.items()
+    if target[0] != "@" and not is_reason(target) and word not in {leaf.rpartition(".")[2] for leaf, _ in LEAVES}
+)
 CASES: list[tuple[str, str, Any, str]] = (
     [("typo", typo(key), 1, key) for key, _ in DICE.sample(LEAVES, 50)]
     + [("type", key, wrong_value(field), key) for key, field in DICE.sample(LEAVES, 40)]
     + [("impossible", key, value, key.split(".")[-1]) for key, value in IMPOSSIBLE]
-    + [
-        ("foreign", f"train.{word}", 1, OTHER_NAMES[word])
-        for word in DICE.sample(sorted(set(OTHER_NAMES) - {"seed", "dtype"}), 12)
-    ]
+    + [("foreign", f"train.{word}", 1, OPTIONS[word].partition("=")[0]) for word in DICE.sample(FOREIGN, 12)]
 )
 
 

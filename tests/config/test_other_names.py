@@ -8,7 +8,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.config.keys import all_fields, suggest_key
-from textmill.config.other_names import ADVICE, OTHER_NAMES
+from textmill.config.other_names import BY_TOOL, RULES, TARGETS, VALUES, describe_target, is_reason, target_of
 
 OPTIONS = """
 --alpha_ce --alpha_clm --alpha_cos --alpha_mlm --append-eod --batch-size --block_size --cache-dir --cache_dir
@@ -56,22 +56,29 @@ SAME_NAME = r"did you mean '[\w.]+\.{leaf}'\?"
 def test_no_option_gets_a_wrong_suggestion(option: str) -> None:
     """Advice is from the tables, or names a key with the very same last word: likeness of letters is not meaning."""
     name = option.lstrip("-").replace("-", "_")
-    advice = suggest_key(name)
-    if name in OTHER_NAMES:
-        assert advice == f"textmill calls it '{OTHER_NAMES[name]}'"
-    elif name in ADVICE:
-        assert advice == ADVICE[name]
+    target = target_of(name)
+    if target is None:
+        assert re.fullmatch(SAME_NAME.format(leaf=name), suggest_key(name)), suggest_key(name)
     else:
-        assert re.fullmatch(SAME_NAME.format(leaf=name), advice), advice
+        assert suggest_key(name) == describe_target(target)
 
 
-def test_tables_name_keys_that_exist_and_do_not_overlap() -> None:
+def test_the_table_names_keys_that_exist_and_each_option_once() -> None:
     known = {name for name, _ in all_fields()}
-    assert set(OTHER_NAMES.values()) <= known
-    assert not set(OTHER_NAMES) & set(ADVICE)
-    for text in ADVICE.values():
-        keys = re.findall(r"\b(?:corpus|tokenizer|tokens|model|train|engine|evaluate)\.[a-z_.]+\b", text)
-        assert set(keys) <= known, text
+    for targets in (TARGETS, *BY_TOOL.values()):
+        options = " ".join(targets.values()).split()
+        assert len(options) == len(set(options))
+        for target in targets:
+            if target.startswith("@"):
+                assert target[1:] in RULES
+            elif is_reason(target):
+                keys = re.findall(
+                    r"\b(?:corpus|tokenizer|tokens|model|train|engine|evaluate|track)\.[a-z_.]+\b", target
+                )
+                assert set(keys) <= known, target
+            else:
+                assert target.partition("=")[0] in known
+    assert {key for key, _ in RULES.values()} | set(VALUES) <= known
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,15 @@ def test_tables_name_keys_that_exist_and_do_not_overlap() -> None:
         ("--use-tfrecords", "train.layout=masked"),
         ("--nproc_per_node=2", "torchrun"),
         ("--lr=1", "write train.learning_rate=VALUE"),
+        ("--vocab", "write tokenizer.use=VALUE"),
+        ("--enable_bos", "write tokens.prepend_begin=VALUE"),
+        ("--freeze_pos_embs", "write train.freeze=wpe"),
+        ("--gradient_accumulation_steps=16", "batch per GPU x accumulation x GPUs"),
+        ("--validation_file=v.txt", "'corpus.source_splits': such as valid.txt:valid"),
+        ("--eval-dataset-paths=x", "write tokens.use_valid=VALUE"),
+        ("--tr_ratio=0.95", "such as 95,5,0"),
+        ("--wandb_dir=x", "track.project"),
+        ("--config_train=x", "mongo:db_config.json"),
     ],
 )
 def test_the_command_line_says_it(option: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,4 +113,4 @@ def test_letters_alone_are_not_enough_for_a_suggestion() -> None:
 
 def test_the_advice_for_a_subset_of_a_dataset_is_a_source() -> None:
     """As docs/corpus.md has it: NAME may have a slash itself."""
-    assert "[hf:NAME:SUBSET]" in str(suggest_key("dataset_sub_name"))
+    assert "hf:NAME:SUBSET:SPLIT" in suggest_key("dataset_sub_name")

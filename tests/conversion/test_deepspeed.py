@@ -200,7 +200,7 @@ def test_any_damage_is_reported_in_one_line(
     )
     model.parent.mkdir()
     dice, messages, wrong = random.Random(7), [], (*WRONG, torch.zeros(3), torch.Size([2, 10**30]), Placeholder())
-    for number in range(200):
+    for number in range(100):
         config, tag = dict(CONFIG), b"tag"
         held: dict[Path, Any] = {model: whole, optim: {"optimizer_state_dict": {**aligned, **masters[number // 4 % 2]}}}
         if number % 4 < 2:
@@ -220,4 +220,4 @@ def test_any_damage_is_reported_in_one_line(
         shutil.rmtree(tmp_path.with_name("out"), ignore_errors=True)
         # An import that succeeds warns that there is no tokenizer.
         assert (code, messages[-1].count("\n")) in ((0, 1), (2, 1)), messages[-1]
-    assert len(set(messages)) > 40
+    assert len(set(messages)) > 20

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
-from tests.conversion.test_import import write_llmc
+from tests.conversion.test_import import flax_params, write_llmc
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.conversion.formats import KINDS, open_format
@@ -27,6 +28,10 @@ def sound_folder(root: Path, kind: str) -> Path:
         if kind == "hf":  # pickled weights next to the rest
             (root / "sound/model.safetensors").unlink()
             torch.save(AutoModelForCausalLM.from_pretrained(source).state_dict(), root / "sound/pytorch_model.bin")
+    elif kind == "flax":
+        net = AutoModelForCausalLM.from_pretrained(source)
+        net.config.save_pretrained(root / "sound")
+        (root / "sound" / "flax_model.msgpack").write_bytes(msgpack.packb(flax_params(net)))
     else:
         (root / "sound").mkdir()
         write_llmc(root / "sound" / "gpt2.bin", AutoModelForCausalLM.from_pretrained(source), half=False)
@@ -44,7 +49,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["gguf", "nanogpt"])
 def test_a_few_damaged_files(kind: str, tmp_path: Path) -> None:
-    fuzz(sound_folder(tmp_path, kind), kind, 12)
+    fuzz(sound_folder(tmp_path, kind), kind, 6)
 
 
 @pytest.mark.long

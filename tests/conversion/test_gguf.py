@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from tests.conftest import ROOT
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.conversion.compare import TEXTS
-from textmill.conversion.formats.gguf import read
+from textmill.conversion.formats.gguf import modelfile, read
 from textmill.conversion.model import Hints
 from textmill.errors import TextmillError
 from textmill.models.nets_torch import open_net
+from textmill.tokens.vocabulary.foreign_files import add_special_around
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 pytest.importorskip("gguf", reason="needs the extra export")
 
@@ -115,6 +118,25 @@ def test_every_type_runs_in_llama_cpp_and_is_read_as_the_package_reads_it(tmp_pa
     assert net.shape.vocab == len(weights["transformer.wte.weight"])
 
 
+def test_a_quantised_model_is_judged_on_text_with_a_bound_of_its_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "model", korean_tokenizer(), loud=8.0, width=64)
+
+    def export(precision: str, *more: str) -> int:
+        out = tmp_path / f"{precision}{len(more)}"
+        settings = [f"export.folder={out}", "export.kind=gguf", f"export.precision={precision}", *more]
+        return main(["export", str(folder), *settings])
+
+    assert export("q8_0") == 0
+    assert "(bound 0.02) on " in capsys.readouterr().out
+    assert export("q8_0", "export.max_divergence=1e-7") == 2
+    assert "use export.precision=fp16, or raise export.max_divergence" in capsys.readouterr().err
+    assert export("q4_0") == 2
+    assert "(bound 0.5)" in capsys.readouterr().err
+    assert export("q4_0", "export.max_divergence=20") == 0
+
+
 def _as_fp32(folder: Path, tmp_path: Path) -> Path:
     assert main(["export", str(folder), f"export.folder={tmp_path / 'fp32'}", "export.kind=gguf"]) == 0
     return tmp_path / "fp32"
@@ -140,6 +162,74 @@ def test_the_chat_template_and_the_modelfile(tmp_path: Path) -> None:
         '{{ .Content }}<|endoftext|>{{ end }}{{ end }}<|assistant|>"""'
     )
     assert lines[2:] == ["PARAMETER num_ctx 96", 'PARAMETER stop "<|endoftext|>"']
+
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\\nYou are a mill<|im_end|>\\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA_3 = (
+    "{% for message in messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ "
+    "message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ message['content'] + eos_token}}{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}"
+    "{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
+)
+LAST_ONLY = "{{ messages[-1]['content'] }}{% if add_generation_prompt %}:{% endif %}"
+GO_CHATML = (
+    'TEMPLATE """{{ if ne (index .Messages 0).Role "system" }}<|im_start|>system\nYou are a mill<|im_end|>\n{{ end }}'
+    '{{ range .Messages }}{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+    '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n'
+    '{{ else if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n{{ end }}{{ end }}'
+    '<|im_start|>assistant\n"""'
+)
+GO_LLAMA_3 = (
+    'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}<|start_header_id|>user<|end_header_id|>\n\n'
+    '{{ .Content }}<|eot_id|>{{ else if eq .Role "assistant" }}<|start_header_id|>assistant<|end_header_id|>\n\n'
+    '{{ .Content }}<|eot_id|>{{ else if eq .Role "system" }}<|start_header_id|>system<|end_header_id|>\n\n'
+    '{{ .Content }}<|eot_id|>{{ end }}{{ end }}<|start_header_id|>assistant<|end_header_id|>\n\n"""'
+)
+GO_MISTRAL = (
+    'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}[INST] {{ .Content }} [/INST]'
+    '{{ else if eq .Role "assistant" }}{{ .Content }}<|endoftext|>{{ end }}{{ end }}"""'
+)
+GO_GEMMA = (
+    'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}<start_of_turn>user\n{{ .Content }}<end_of_turn>\n'
+    '{{ else if eq .Role "assistant" }}<start_of_turn>model\n{{ .Content }}<end_of_turn>\n{{ end }}{{ end }}'
+    '<start_of_turn>model\n"""'
+)
+
+
+@pytest.mark.parametrize(
+    ("jinja", "go"),
+    [(CHATML, GO_CHATML), (LLAMA_3, GO_LLAMA_3), (MISTRAL, GO_MISTRAL), (GEMMA, GO_GEMMA), (LAST_ONLY, None)],
+)
+def test_the_modelfile_has_the_template_of_another_model(jinja: str, go: str | None) -> None:
+    inner = korean_tokenizer().inner
+    inner.add_special_tokens(["<s>", "<|im_end|>", "<|eot_id|>"])
+    add_special_around(inner, "<s>", None)
+    tokenizer = TextTokenizer(inner, 0, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}, jinja=jinja)
+    written = modelfile("a.gguf", SimpleNamespace(positions=96), tokenizer)
+    if go is None:
+        assert 'TEMPLATE "' not in written
+        assert "cannot be written" in written
+    else:
+        assert f"FROM ./a.gguf\n{go}\nPARAMETER num_ctx 96\n" in written
+    assert ('PARAMETER stop "<|im_end|>"' in written) == (jinja == CHATML)
 
 
 @pytest.mark.parametrize(

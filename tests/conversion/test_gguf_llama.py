@@ -14,7 +14,7 @@ from tests.conversion.test_gguf import ask_llama_cpp, greedy
 from tests.support.model_folders import TEXT, korean_tokenizer
 from tests.support.weights import noisy_weights
 from textmill.cli import main
-from textmill.conversion import gguf_llama
+from textmill.conversion import gguf_models
 from textmill.conversion.formats.gguf import read
 from textmill.conversion.model import Hints
 from textmill.errors import TextmillError
@@ -102,10 +102,10 @@ def test_factors_of_published_llama_3_models_are_recognised(tmp_path: Path) -> N
     folder, out = write_model(tmp_path / "model", changes), tmp_path / "out"
     assert main(["export", str(folder), f"export.folder={out}", "export.kind=gguf"]) == 0
     file, whole = tmp_path / "theirs.gguf", (out / "out.gguf").read_bytes()
-    file.write_bytes(whole.replace(gguf_llama.SCALING.encode(), b"x" * len(gguf_llama.SCALING)))
+    file.write_bytes(whole.replace(gguf_models.SCALING.encode(), b"x" * len(gguf_models.SCALING)))
     assert read(file, Hints()).shape == read_shape(folder)
     other = gguf.GGUFReader(file).tensors
-    start = next(tensor.data_offset for tensor in other if tensor.name == gguf_llama.FACTORS)
+    start = next(tensor.data_offset for tensor in other if tensor.name == gguf_models.FACTORS)
     damaged = bytearray(file.read_bytes())
     damaged[start : start + 4] = np.float32(7).tobytes()
     file.write_bytes(damaged)
@@ -154,14 +154,14 @@ def test_keys_of_other_files_are_refused(keys: dict[str, Any], message: str) -> 
     }
     named = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in given.items()}}
     with pytest.raises(TextmillError, match=message):
-        gguf_llama.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))
+        gguf_models.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))
 
 
 def test_yarns_options_of_other_files_are_read() -> None:
-    names = {theirs: CONFIG[ours] for theirs, ours in gguf_llama.NUMBERS.items() if ours in CONFIG}
+    names = {theirs: CONFIG[ours] for theirs, ours in gguf_models.NUMBERS["llama"].items() if ours in CONFIG}
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 24, "yarn_beta_fast": 16.0}
     given = {**names, **{f"rope.scaling.{key}": value for key, value in scaling.items()}}
     named = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in given.items()}}
-    shape = gguf_llama.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))
+    shape = gguf_models.shape_of(named, {"token_embd.weight": np.empty((64, 420))}, Path("their.gguf"))
     wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "beta_fast": 16.0}
     assert json.loads(shape.rotary_scaling) == wanted

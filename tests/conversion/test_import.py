@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import textmill
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
 from textmill.cli import main
-from textmill.storage.tensor_files import read_model
+from textmill.storage.tensor_files import read_model, read_tensors
 
 IDS = torch.from_numpy(np.random.default_rng(2).integers(0, 300, (2, 16)))
 
@@ -34,6 +35,55 @@ def transformers_net() -> Any:
 def same_weights(one: Path, other: Path) -> bool:
     before, after = dict(read_model(one)), dict(read_model(other))
     return before.keys() == after.keys() and all(np.array_equal(values, after[name]) for name, values in before.items())
+
+
+def pack_array(values: Any) -> msgpack.ExtType:
+    """As flax's serialization writes an array; one of several parts as a dict."""
+    parts = msgpack.packb((values.shape, values.dtype.name, values.tobytes()), use_bin_type=True)
+    return msgpack.ExtType(1, parts)
+
+
+def flax_params(net: Any) -> dict[str, Any]:
+    """The parameters by flax's names: kernels the other way round than torch's, the embedding in two parts."""
+    tree: dict[str, Any] = {}
+    for name, tensor in net.transformer.state_dict().items():
+        *parents, leaf = name.split(".")
+        values = tensor.numpy()
+        is_kernel = leaf == "weight" and "c_" in name
+        leaf = "kernel" if is_kernel else leaf
+        leaf = {"weight": "embedding" if parents[0] in ("wte", "wpe") else "scale"}.get(leaf, leaf)
+        inner = tree
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[leaf] = pack_array(np.ascontiguousarray(values.T if is_kernel else values))
+        if name == "wte.weight":
+            chunks = {str(number): pack_array(part) for number, part in enumerate(np.split(values.ravel(), 2))}
+            shape = {"0": values.shape[0], "1": values.shape[1]}
+            inner[leaf] = {"__msgpack_chunked_array__": True, "shape": shape, "chunks": chunks}
+    return {"transformer": tree}
+
+
+def test_flax_and_bare_torch_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """flax_model.msgpack, the training state checkpoint_N, and model.bin of extract_gpt2_layers.py."""
+    net = transformers_net()
+    folder = tmp_path / "artifacts"
+    net.config.save_pretrained(folder)
+    state = {"step": 7, "params": flax_params(net), "opt_state": {"0": {"count": 7}}}
+    (folder / "flax_model.msgpack").write_bytes(msgpack.packb(state["params"]))
+    (tmp_path / "checkpoint_7").write_bytes(msgpack.packb(state))
+    torch.save(net.state_dict(), tmp_path / "model.bin")
+    config = str(folder / "config.json")
+    assert main(["import", str(folder), str(tmp_path / "one")]) == 0
+    for number, name in enumerate(("checkpoint_7", "model.bin")):
+        out = tmp_path / f"imported-{number}"
+        assert main(["import", str(tmp_path / name), str(out)]) == 2
+        assert f"{name}: has no config.json next to it; import it with --config" in capsys.readouterr().err
+        assert main(["import", str(tmp_path / name), str(out), "--config", config]) == 0
+        assert same_weights(tmp_path / "one", out)
+    assert np.array_equal(logits(tmp_path / "one"), net(IDS).logits.detach().numpy())
+    (folder / "flax_model.msgpack").write_bytes(msgpack.packb(state)[:99])
+    assert main(["import", str(folder), str(tmp_path / "two")]) == 2
+    assert "not a complete file of flax" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["gguf", "nanogpt", "deepspeed"])
@@ -192,3 +242,39 @@ def test_training_starts_from_a_gguf_file(tmp_path: Path, capsys: pytest.Capture
     assert main(train) == 2
     assert "not a readable GGUF file" in capsys.readouterr().err
     assert not (tmp_path / "mine" / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["gguf", "nanogpt", "onnx", "pytorch_model.bin", "deepspeed", "megatron"])
+def test_a_count_of_layers_beyond_the_file_is_refused_before_anything_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Building the list of weights of so many layers would take hours."""
+    source, out = write_folder(tmp_path / "source", korean_tokenizer()), tmp_path / "out"
+    if kind == "pytorch_model.bin":
+        out.mkdir()
+        tensors = {name: torch.tensor(values) for name, values in read_tensors(source / "model.safetensors")}
+        torch.save(tensors, out / kind)
+        (out / "config.json").write_text((source / "config.json").read_text())
+    else:
+        assert main(["export", str(source), f"export.folder={out}", f"export.kind={kind}"]) == 0
+    many = 10**9
+    if kind == "gguf":
+        data = (out / "out.gguf").read_bytes()
+        place = data.index(b"gpt2.block_count") + len(b"gpt2.block_count") + 4  # after the type of the number
+        (out / "out.gguf").write_bytes(data[:place] + many.to_bytes(4, "little") + data[place + 4 :])
+    elif kind in ("nanogpt", "megatron"):
+        file = next(out.rglob("*.pt"))
+        tree = torch.load(file, weights_only=False)
+        if kind == "nanogpt":
+            tree["model_args"]["n_layer"] = many
+        else:
+            tree["args"].num_layers = many
+        torch.save(tree, file)
+    else:
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, "n_layer": many}))
+    if kind == "megatron":
+        (out / "config.json").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert main(["import", str(out), str(tmp_path / "back")]) == 2
+    assert "1,000,000,000 layers" in capsys.readouterr().err

@@ -11,11 +11,11 @@ import pytest
 
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.formats import csv as csv_format
 from textmill.corpus.inspection import describe_layouts
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
-from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 from textmill.errors import TextmillError
 
 

@@ -19,8 +19,8 @@ from textmill.corpus import prepare as prepare_module
 from textmill.corpus.chunk_task import ChunkTask
 from textmill.corpus.dedup import clusters as dedup
 from textmill.corpus.dedup.clusters import exact_keep_masks, keep_one_per_cluster, smallest_members
+from textmill.corpus.find_sources import find_sources, split_into_chunks
 from textmill.corpus.prepare import clean_chunk
-from textmill.corpus.sources import find_sources, split_into_chunks
 
 # Few different halves, so that rows often agree in one half only.
 HALF = st.sampled_from([bytes(8), b"\x00" * 7 + b"\x01", b"\xff" * 8, b"\x01" + bytes(7)])
@@ -121,7 +121,7 @@ def test_memory_of_reading_is_constant(tmp_path: Path, monkeypatch: pytest.Monke
             stream.writelines(json.dumps({"text": f"{number:500}"}) + "\n" for number in range(count))
         config = CorpusConfig(sources=[str(folder / "texts.jsonl.gz")])
         (chunk,) = split_into_chunks(find_sources(config.sources), config.documents)
-        task = ChunkTask(chunk, config, folder)
+        task = ChunkTask(0, (chunk,), ("texts",), config, folder)
         peaks.append(peak_memory(lambda task=task: clean_chunk(task)))  # type: ignore[misc]
         assert len(task.read_digests()) == count
     assert peaks[2] < peaks[1] + 9_000 * 16

@@ -13,6 +13,7 @@ import pytest
 from textmill.cli import main
 from textmill.config import CorpusConfig, RunConfig
 from textmill.config.corpus import PresetName
+from textmill.corpus import find_sources, records
 from textmill.corpus.dropped import read_dropped
 from textmill.corpus.prepare import prepare
 from textmill.storage.stages import find_stage_damage
@@ -23,7 +24,8 @@ FILES = {"a.jsonl": [LONG, "no", OTHER, LONG], "b.jsonl": [LONG + "Indeed.", OTH
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(find_sources, "FILE_BYTES", records.CHUNK_BYTES)  # a chunk for each file
     for name, texts in FILES.items():
         (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return tmp_path

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from textmill.config import CorpusConfig
 from textmill.corpus import records, streams
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.formats import json as json_format
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import format_from_name
-from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 
 NIKL = {
     "id": "N1",

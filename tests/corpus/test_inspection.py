@@ -11,8 +11,8 @@ import pytest
 
 from textmill.config import CorpusConfig
 from textmill.corpus.encodings import detect_encoding, suggest_encoding
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.inspection import RecordFacts, inspect_records
-from textmill.corpus.sources import find_sources
 
 PROSE = "A short sentence about nothing in particular, number {}."
 KOREAN = "아무 내용도 없는 짧은 문장입니다. 번호는 {} 번입니다.\n"

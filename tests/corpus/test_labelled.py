@@ -11,8 +11,8 @@ import pytest
 
 from textmill.cli import main
 from textmill.config import CorpusConfig
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.labelled import Example, read_examples, read_split
-from textmill.corpus.sources import find_sources
 from textmill.storage.files import read_json
 
 SEQUENCES, WORDS, ANSWERS = "sequence-classification", "token-classification", "question-answering"

@@ -20,10 +20,10 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 from tests.support.mongo_process import open_database
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.formats import mongo
 from textmill.corpus.formats.mongo import open_server
 from textmill.corpus.source import SourceChunk
-from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError, warn
 
 
@@ -91,7 +91,7 @@ def test_request_is_repeated_when_the_server_stops_answering(
 
         (source,) = find_sources([f"mongo:{path}"])
         monkeypatch.setattr(mongo, "warn", printed)
-        for row in mongo.read(SourceChunk(0, source, 0, 600), CorpusConfig()):
+        for row in mongo.read(SourceChunk(source, 0, 600), CorpusConfig()):
             assert isinstance(row, Document)
             seen.append(row.text)
             if len(seen) == 200:

@@ -14,12 +14,12 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 from tests.support.mongo_process import MongoDatabase, open_database
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources, source_state, split_into_chunks
 from textmill.corpus.formats import mongo
 from textmill.corpus.formats.mongo import PROBES, read
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.corpus.source import Source
-from textmill.corpus.sources import find_sources, source_state, split_into_chunks
 from textmill.errors import TextmillError
 
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from bench.near_duplicates import measure, truth_set
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
-from textmill.corpus.dedup import minhash, near_duplicates
+from textmill.corpus import find_sources, records
+from textmill.corpus.dedup import decisions, minhash, near_duplicates
 from textmill.corpus.dedup import near_duplicates as near
 from textmill.corpus.dedup.clusters import Clusters, exact_keep_masks
 from textmill.corpus.dedup.minhash import (
@@ -30,7 +31,6 @@ from textmill.corpus.dedup.minhash import (
     choose_bands,
     distinct,
     jaccard,
-    recall_at,
     shingle,
     shingle_set,
     sketch,
@@ -88,7 +88,7 @@ def test_long_text_is_shingled_in_segments(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
 def test_bands_reach_the_recall(threshold: float) -> None:
     bands, rows = choose_bands(threshold)
-    assert recall_at(threshold, bands, rows) >= MIN_RECALL
+    assert 1 - (1 - threshold**rows) ** bands >= MIN_RECALL, "the probability of at least one equal band"
     assert bands * rows <= MAX_SKETCH_SIZE
 
 
@@ -208,6 +208,7 @@ def test_exact_duplicate_in_train_is_kept(shards: list[list[tuple[int, int]]], m
 
 def prepare_near(texts: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, **corpus: Any) -> Path:
     monkeypatch.chdir(place)
+    monkeypatch.setattr(find_sources, "FILE_BYTES", records.CHUNK_BYTES)  # a chunk for each file
     os.makedirs("texts", exist_ok=True)
     for part in range(3):
         rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[part::3])
@@ -266,8 +267,9 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setattr(near_duplicates, "SORT_BYTES_PER_DOCUMENT", 100_000)
     monkeypatch.setattr(near_duplicates, "MAX_TASK_HASHES", 1000)
+    monkeypatch.setattr(decisions, "MEMORY", 1 << 20)
     monkeypatch.setattr(near, "BLOCK_DOCUMENTS", 7)
-    assert content(prepare(config_of("little", dedup_memory=1))) == one
+    assert content(prepare(config_of("little"))) == one
 
 
 def test_words_and_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
+from textmill.corpus import find_sources, inputs, records
 from textmill.corpus import prepare as prepare_module
-from textmill.corpus import records
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
@@ -65,7 +65,13 @@ def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = account["by_source"]["texts/lines.jsonl"]
     assert lines.pop("changed") == {"spaces": 1}
     assert lines.pop("quarantined_bytes") == len('{"body": "no text"}\n') + len(b"\xff\xff\n")
-    assert lines == {"records": 8, "kept": 2, "dropped": {"duplicate": 1, "empty": 2, "short": 1}, "quarantined": 2}
+    assert lines == {
+        "files": 1,
+        "records": 8,
+        "kept": 2,
+        "dropped": {"duplicate": 1, "empty": 2, "short": 1},
+        "quarantined": 2,
+    }
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     found = documents(folder)
     for split in SPLITS:
@@ -124,7 +130,7 @@ def test_done_already(workspace: Path, capsys: pytest.CaptureFixture[str], monke
     count = json.loads((folder / "account.json").read_text())["kept"]
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "hash_file", lambda path: pytest.fail(f"{path} was read again"))
+        patch.setattr(inputs, "hash_file", lambda path: pytest.fail(f"{path} was read again"))
         assert prepare(config_of(workers=2, max_unreadable=0.4)) == folder
     assert capsys.readouterr().out == f"prepare: done already: out/corpus ({count} documents)\n"
     os.utime("texts/english.txt", ns=(1, 1))
@@ -231,6 +237,7 @@ def test_file_that_changes_while_it_is_read(workspace: Path, monkeypatch: pytest
 
 
 def test_full_disk_is_reported_and_resumed_from(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_sources, "FILE_BYTES", records.CHUNK_BYTES)  # a chunk for each file
     expected = file_contents(prepare(config_of("whole")))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", FailAfter(12))
@@ -283,7 +290,8 @@ def test_crash_at_every_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -
     assert point > 15
 
 
-def test_killed_and_run_again(workspace: Path) -> None:
+def test_killed_and_run_again(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_sources, "FILE_BYTES", records.CHUNK_BYTES)  # a chunk for each file, as in the job
     rng = random.Random(5)
     os.mkdir("big")
     for number in range(6):

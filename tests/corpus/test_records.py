@@ -17,8 +17,8 @@ from textmill.config import CorpusConfig
 from textmill.corpus import document as sections
 from textmill.corpus import records
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.records import BadRecord
-from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 
 TEXT = st.text(st.sampled_from("ab가é𝄞 \t\n\n\r"), max_size=400)
 

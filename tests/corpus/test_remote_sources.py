@@ -20,10 +20,10 @@ import textmill.corpus.formats
 from textmill.config import CorpusConfig, RunConfig
 from textmill.config.load import resolve_paths
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source, SourceChunk
-from textmill.corpus.sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.errors import TextmillError
 
 LINES = [f"{number} satır" for number in range(200)]

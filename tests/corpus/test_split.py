@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS
-from textmill.corpus.split import assign_split, assign_splits, declared_splits, text_digest
+from textmill.corpus.split import (
+    assign_split,
+    assign_splits,
+    declared_splits,
+    split_from_name,
+    split_records,
+    split_sources,
+    text_digest,
+)
 from textmill.errors import TextmillError
 
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("  \t\nab")))
@@ -91,3 +100,76 @@ def test_splits_are_declared_by_file_folder_and_pattern(word: str, named: list[i
 def test_declaration_without_a_source_is_refused(word: str) -> None:
     with pytest.raises(TextmillError, match="no source matches"):
         declared_splits(["data/a.jsonl"], {word: "test"})
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train-00000-of-00002.parquet", "train"),
+        ("wikitext.test-00000", "test"),
+        ("ValidATION", "valid"),
+        ("news_dev.jsonl", "valid"),
+        ("my-gpt2_val2_text", "valid"),
+        ("test_clean", "test"),
+        ("latest.txt", None),
+        ("contest-trains.txt", None),
+        ("train_test.txt", None),
+        ("news.jsonl", None),
+    ],
+)
+def test_the_split_of_a_name(name: str, split: str | None) -> None:
+    assert split_from_name(name) == split
+
+
+def splits_of(names: list[str], **corpus: object) -> list[tuple[float, ...]]:
+    return split_sources(names, names, CorpusConfig.model_validate(corpus)).ratios
+
+
+def test_sources_keep_their_own_splits() -> None:
+    every = (90.0, 5.0, 5.0)
+    data = ["hf:wiki:raw:train", "hf:wiki:raw:validation", "hf:wiki:raw:test", "more.txt"]
+    assert splits_of(data) == [(90.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), every]
+    assert splits_of(data, own_splits=False) == [every] * 4
+    saved = ["train/data-0.arrow", "test/data-0.arrow"]
+    assert splits_of(saved) == [(90.0, 5.0, 0.0), (0.0, 0.0, 1.0)], "valid is taken out of train"
+    assert splits_of(saved, source_splits={"test/*": "valid"}) == [(90.0, 0.0, 0.0), (0.0, 1.0, 0.0)]
+    assert splits_of(["hf:test-set:v1:train", "dev/train.txt"]) == [(90.0, 5.0, 0.0)] * 2
+    assert splits_of(["mongo:db_train.json", "mongo:db_test.json"])[1] == (0.0, 0.0, 1.0)
+
+
+def test_an_evaluation_split_without_a_train_split_is_named() -> None:
+    found = split_sources(["a.txt", "x/test.txt"], ["a.txt", "x/test.txt"], CorpusConfig())
+    assert found.ratios == [(90.0, 5.0, 5.0)] * 2
+    assert "x/test.txt is named after the test split" in found.notes[0]
+    assert "corpus.source_splits=test.txt:test" in found.notes[0]
+    assert not found.names
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=300), st.sampled_from([(90, 5, 5), (80, 20, 0), (1, 0, 0)]))
+def test_a_record_is_cut_into_parts_with_a_gap(lengths: list[int], ratios: tuple[float, ...]) -> None:
+    cuts = np.array(lengths) * np.where(np.arange(len(lengths)) == 0, -1, 1)
+    splits, is_gap = split_records(cuts, np.zeros((len(cuts), 16), np.uint8), ratios)
+    assert splits.tolist() == sorted(splits.tolist()), "train, then valid, then test"
+    if len(set(splits.tolist())) == 1:
+        assert not is_gap.any()
+        return
+    first = int(np.argmax(splits > 0))
+    assert is_gap[first - 1]
+    assert not is_gap[first:].any()
+    assert not is_gap[0]
+    for index, ratio in enumerate(ratios):
+        share = np.sum(np.array(lengths)[splits == index]) / sum(lengths)
+        assert abs(share - ratio / sum(ratios)) <= max(lengths) / sum(lengths)
+
+
+def test_each_record_is_cut_and_a_short_one_is_whole() -> None:
+    cuts = np.tile([-10, *[10] * 99], 3).tolist() + [-10, 10] * 100
+    digests = np.random.default_rng(1).integers(0, 256, (len(cuts), 16), np.uint8)
+    splits, is_gap = split_records(np.array(cuts), digests, (90, 5, 5))
+    for record in range(3):
+        part = splits[record * 100 : record * 100 + 100]
+        assert np.bincount(part).tolist() == [90, 5, 5]
+        assert np.flatnonzero(is_gap[record * 100 : record * 100 + 100]).tolist() == [89]
+    short = splits[300:].reshape(-1, 2)
+    assert (short[:, 0] == short[:, 1]).all()
+    assert set(short[:, 0].tolist()) == {0, 1, 2}

@@ -23,8 +23,8 @@ import zstandard
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
+from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.records import BadRecord
-from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
@@ -222,3 +222,14 @@ def test_a_line_of_100_mb(tmp_path: Path) -> None:
     data = b'{"text": "short"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "last"}\n'
     found = texts(read(tmp_path / "a.jsonl", data))
     assert [len(text) for text in found] == [5, 100_000_000, 4]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_unmarked_utf_16_among_files_of_an_older_encoding(tmp_path: Path, encoding: str) -> None:
+    """In cp1252 each of its bytes is a character, so that it would become `M e r i d i a n`."""
+    path = tmp_path / "a.txt"
+    path.write_bytes("Meridian, and more words of a plain text".encode(encoding))
+    (chunk,) = split_into_chunks(find_sources([str(path)], encoding="cp1252"), "section")
+    (found,) = read_records(chunk, CorpusConfig())
+    assert isinstance(found, Document)
+    assert found.text == "Meridian, and more words of a plain text"

@@ -17,19 +17,7 @@ from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.blend import BatchSizes
 
-LAST_NORMS = (
-    "ln_f.weight",
-    "layers.1.norm_2.weight",
-    "layer.1.output.LayerNorm.weight",
-    "1.post_attention_layernorm.weight",
-)
-
-
-@pytest.mark.long_with("jax")
-def test_the_loss_falls(kind: str) -> None:
-    losses = run(started(config_of(kind)), range(40), unequal=False)
-    assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02), "at the start every token is as likely"
-    assert losses[-1] < 3.0
+LAST_NORMS = ("ln_f.weight", "layer.1.output.LayerNorm.weight", "1.post_attention_layernorm.weight")
 
 
 def logits_of(config: RunConfig, engine: Engine, ids: torch.Tensor) -> torch.Tensor:
@@ -68,8 +56,7 @@ def test_the_first_loss_matches_the_formula(kind: str, loss: str) -> None:
 
 
 @pytest.mark.long_with("jax")
-@pytest.mark.parametrize("loss", ["token_mean", "sample_mean"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("loss", "dropout"), [("token_mean", 0.2), ("sample_mean", 0.0)])
 def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, dropout: float) -> None:
     whole = run(started(config_of(kind, loss=loss, dropout=dropout)), range(5))
     for micro_batch in (1, 4):
@@ -139,7 +126,9 @@ def test_a_saved_engine_resumes_bitwise(kind: str) -> None:
     assert updates == 4
     later = run(straight, range(4, 9))
     family = open_family(config.model.family)
-    again = open_engine(config, family.shape_of(config.model, vocab=VOCAB, eos_id=0))
+    again = open_engine(
+        config.engine, config.train, family.shape_of(config.model, vocab=VOCAB, eos_id=0), config.model.lora
+    )
     again.load(weights, moments, updates, "saved")
     assert [loss.hex() for loss in run(again, range(4, 9))] == [loss.hex() for loss in later]
     for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):
@@ -170,7 +159,7 @@ def test_adapters_match_the_torch_engine(kind: str) -> None:
         torch_.describe()[key] for key in ("parameters", "trained")
     ]
     shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
-    again = open_engine(config, shape)
+    again = open_engine(config.engine, config.train, shape, config.model.lora)
     again.load({**dict(first_of(config, shape)), **weights}.items(), moments.items(), 6, "saved")
     assert [loss.hex() for loss in run(again, range(6, 8))] == [loss.hex() for loss in run(engine, range(6, 8))]
 
@@ -240,17 +229,19 @@ def test_evaluation_sums(kind: str) -> None:
     assert sums.loss_tokens == int((batch_of(0).labels != IGNORED).sum())
     assert sums.loss / sums.loss_tokens == pytest.approx(engine.train_step(batch_of(0), 0, 0.0).loss, rel=1e-6)
     assert 0 <= sums.correct <= sums.loss_tokens
-    run(engine, range(60), unequal=False)
-    learnt = engine.eval_step(batch_of(59, unequal=False))
+    run(engine, range(20), unequal=False)
+    learnt = engine.eval_step(batch_of(19, unequal=False))
     assert learnt.correct > sums.correct
 
 
-def test_a_field_that_the_family_does_not_use_raises_an_error(kind: str) -> None:
-    engine = started(config_of(kind))
-    batch = replace(batch_of(0), weights=np.zeros((ROWS, LENGTH), np.float32))
-    with pytest.raises(TextmillError, match=r"the batches have weights, which the model family \w+ does not use"):
+def test_a_field_that_the_family_does_not_use_raises_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(kind)
+    engine = started(config)
+    batch = replace(batch_of(0), documents=np.ones((ROWS, LENGTH), np.int32))
+    monkeypatch.setattr(open_family(config.model.family), "BATCH_FIELDS", frozenset())
+    with pytest.raises(TextmillError, match=r"the batches have documents, which the model family \w+ does not use"):
         engine.train_step(batch, 0, 0.0)
-    with pytest.raises(TextmillError, match="weights"):
+    with pytest.raises(TextmillError, match="documents"):
         engine.eval_step(batch)
 
 

@@ -12,8 +12,10 @@ import pytest
 
 from tests.support.damage import mutated
 from textmill.config import RunConfig, TrainConfig
+from textmill.config.deepspeed_json import read_user_config
 from textmill.config.engines import DeepSpeedEngine
-from textmill.engines.deepspeed_config import build_json, fill_unset, read_user_config
+from textmill.config.load import parse_settings
+from textmill.engines.deepspeed_config import build_json, fill_unset
 from textmill.errors import TextmillError
 
 # The JSON in dsGPT2's README: fp16, a logarithmic warm-up and a decay to a tenth.
@@ -87,7 +89,9 @@ def built(
     section = fill_unset(config.engine, user)
     assert section.zero != "auto"
     found = section.precision if section.precision != "auto" else auto
-    return section, build_json(config, section, user, world=world, micro_batch=micro, precision=found, block=BLOCK)
+    return section, build_json(
+        section, config.train, user, world=world, micro_batch=micro, precision=found, block=BLOCK
+    )
 
 
 def test_our_settings_become_deepspeed_keys(tmp_path: Path) -> None:
@@ -173,6 +177,17 @@ def test_a_json_that_contradicts_our_settings_is_refused(
     with pytest.raises(TextmillError) as refused:
         built(tmp_path, {**DSGPT2, **user}, {**OURS, **ours}, micro=650, **engine)
     assert all(part in str(refused.value) for part in parts), refused.value
+
+
+def test_all_differences_are_in_one_error_with_the_settings_that_end_them(tmp_path: Path) -> None:
+    with pytest.raises(TextmillError) as refused:
+        built(tmp_path, {**DSGPT2, "torch_autocast": {"enabled": True}}, {"batch": 13, "warmup": 0}, micro=13)
+    differing = "batch clip learning_rate min_learning_rate betas weight_decay schedule warmup_shape warmup decay_steps"
+    settings = re.findall(r"(train\.\w+)=(\S+(?: [\d.]+\])?)", str(refused.value).partition("set ")[2])
+    assert sorted(key for key, _ in settings) == sorted({f"train.{name}" for name in differing.split()})
+    assert "torch_autocast.enabled is true" in str(refused.value)
+    agreeing = parse_settings([f"{key}={value.rstrip(';')}" for key, value in settings])["train"]
+    built(tmp_path, DSGPT2, {**agreeing, "steps": 300000}, micro=650)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_a_step_sends_and_holds_what_the_plan_says(name: str) -> None:
     world, mesh, settings = MESHES[name]
     config = config_of(mesh, world, **settings)
     shape = shape_of(config)
-    estimate = Estimator(shape).estimate(config, world, Device(False, 1 << 34, "fp32"))
+    estimate = Estimator(shape, config.train, config.model.lora).estimate(
+        config.engine, world, Device(False, 1 << 34, "fp32")
+    )
     trained = trained_weights(shape, config.train, config.model.lora)
     planned = sum(communication_of(config.engine, trained, shape, estimate, config.train.length).values())
     with fake_ranks(world):

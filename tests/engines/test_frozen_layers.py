@@ -49,7 +49,7 @@ def test_frozen_weights_stay_and_a_resume_is_bitwise(optimizer: str) -> None:
     assert facts["trained"] == sum(first[name].size for name in set(first) - stays)
     assert facts["parameters"] == sum(values.size for values in first.values())
 
-    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
+    again = open_engine(config.engine, config.train, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights.items(), moments, straight.updates(), "saved")
     assert again.updates() == 3
     assert run(again, range(3, 6)) == run(straight, range(3, 6))
@@ -116,7 +116,7 @@ def test_adapters_are_saved_even_if_frozen() -> None:
     base = list(initial_weights(shape, 5))
 
     def engine_of(adapters: Any, moments: Any, updates: int) -> Engine:
-        engine = open_engine(config, shape)
+        engine = open_engine(config.engine, config.train, shape, config.model.lora)
         engine.load([*base, *adapters], moments, updates, "given")
         return engine
 

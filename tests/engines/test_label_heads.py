@@ -122,7 +122,7 @@ def engine_of(task: str, kind: str = "torch", micro_batch: int = ROWS) -> Engine
     tokens = {"overlap": 4}
     config = RunConfig(corpus=corpus, tokens=tokens, model=ModelConfig(family="bert"), train=train, engine=engine)
     shape = shape_of(task, dropout=0.1)
-    opened = open_engine(config, shape)
+    opened = open_engine(config.engine, config.train, shape, config.model.lora)
     opened.load(noisy_weights(shape), [], 0, "the first weights")
     return opened
 

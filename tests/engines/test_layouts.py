@@ -176,7 +176,7 @@ def test_a_mesh_that_does_not_divide_is_refused_with_sizes_that_do(
         tree[section][name] = value
     config = RunConfig(**tree)
     with pytest.raises(TextmillError, match=message):
-        mesh_of(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0), world)
+        mesh_of(config.engine, config.train, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0), world)
 
 
 def test_the_advice_for_a_net_with_one_head_of_keys_gives_a_net_that_divides() -> None:
@@ -191,5 +191,5 @@ def test_the_advice_for_a_net_with_one_head_of_keys_gives_a_net_that_divides() -
 def test_replicate_defaults_to_the_remaining_processes() -> None:
     config = config_of({"shard": 2, "tensor": 2})
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
-    assert mesh_of(config, shape, 8) == Mesh(2, 2, 2, sequence=True)
+    assert mesh_of(config.engine, config.train, shape, 8) == Mesh(2, 2, 2, sequence=True)
     assert max(map(processes_of, LAYOUTS)) == 4

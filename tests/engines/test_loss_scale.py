@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, run, started
+from tests.support.engine_runs import LENGTH, batch_of, config_of, started
 from textmill.config import RunConfig
 from textmill.devices import torch_dtype
 from textmill.engines import on_torch as scaling_torch
-from textmill.engines import open_engine
 from textmill.engines.on_torch import FIRST_SCALE, HYSTERESIS, LOWEST_SCALE, WINDOW, LossScaler
-from textmill.models import open_family
 
 
 @pytest.fixture(autouse=True)
@@ -102,28 +100,6 @@ def test_the_loss_scale_prevents_underflow(monkeypatch: pytest.MonkeyPatch) -> N
     exact = engine.train_step(batch_of(0), 0, 0.0).norm
     assert norms[2.0**12] == pytest.approx(exact, rel=2e-2)
     assert norms[1.0] < 0.8 * exact
-
-
-def test_a_saved_engine_resumes_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through overflows, a doubling, and a save between them."""
-    monkeypatch.setattr(scaling_torch, "WINDOW", 4)
-    config = in_fp16(dropout=0.1)
-    straight = started(config)
-    run(straight, range(20))
-    weights, moments = list(straight.weights()), list(straight.optimizer_state())
-    updates, scaling = straight.updates(), straight.scaling()
-    assert 0 < updates < 20
-    later = [straight.train_step(batch_of(step), step, 1e-2) for step in range(20, 40)]
-    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
-    again.load(weights, moments, updates, "saved", scaling)
-    repeated = [again.train_step(batch_of(step), step, 1e-2) for step in range(20, 40)]
-    assert [(one.loss.hex(), one.norm.hex(), one.scale) for one in repeated] == [
-        (one.loss.hex(), one.norm.hex(), one.scale) for one in later
-    ]
-    assert len({one.scale for one in later}) > 1
-    assert again.scaling() == straight.scaling()
-    for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):
-        assert np.array_equal(one, other), name
 
 
 def test_other_precisions_have_no_loss_scale() -> None:

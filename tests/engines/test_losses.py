@@ -19,27 +19,11 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
-    ("smoothing", "z", "lean", "cap"),
-    [
-        (0.0, 0.0, 0, 0),
-        (0.1, 0.0, 0, 0),
-        (0.0, 1e-2, 0, 0),
-        (0.2, 1e-3, 0, 0),
-        (0.0, 0.5, 16, 0),
-        (0.2, 0.5, 16, 0),
-        (0.0, 0.0, 0, 3.0),
-        (0.2, 1e-3, 0, 3.0),
-        (0.2, 0.5, 16, 20.0),
-    ],
+    ("smoothing", "z", "lean"),
+    [(0.0, 0.0, 0), (0.1, 0.0, 0), (0.0, 1e-2, 0), (0.2, 1e-3, 0), (0.0, 0.5, 16), (0.2, 0.5, 16)],
 )
 def test_loss_and_gradients(
-    device: str,
-    dtype: torch.dtype,
-    smoothing: float,
-    z: float,
-    lean: float,
-    cap: float,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a lean some tokens have a denominator whose log is far below zero: there the square's grad outweighs the
     loss's own."""
@@ -48,10 +32,10 @@ def test_loss_and_gradients(
     x, head, labels, weights = given(23 if INTERPRETED else 73, dtype, device, lean)
     x.requires_grad_()
     head.requires_grad_()
-    weighted, formula = WeightedLabels(labels, weights), LossFormula(VOCAB, smoothing, z, cap)
+    weighted, formula = WeightedLabels(labels, weights), LossFormula(VOCAB, smoothing, z)
     loss = summed_loss(x, head, weighted, formula)
     (3 * loss).backward()  # type: ignore[no-untyped-call]
-    wanted, grad_x, grad_head = exact(x.detach(), head.detach(), labels, weights, smoothing, z, cap)
+    wanted, grad_x, grad_head = exact(x.detach(), head.detach(), labels, weights, smoothing, z)
     assert x.grad is not None
     assert head.grad is not None
     assert float(loss.detach()) == pytest.approx(wanted.item(), rel=1e-6 if dtype == torch.float32 else 1e-3)

@@ -43,7 +43,7 @@ def config_of(kind: str, *, micro_batch: int = ROWS, **shape: Any) -> RunConfig:
 
 def started(config: RunConfig) -> Engine:
     shape = open_family("bert").shape_of(config.model, vocab=VOCAB, eos_id=3)
-    engine = open_engine(config, shape)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora)
     engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     return engine
 
@@ -136,7 +136,7 @@ def test_micro_batches_equal_one_batch_and_a_saved_engine_resumes_bitwise(kind: 
     later = steps_of(engine, range(2, 4))
     for found, wanted in zip(parts + later, whole, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
-    again = open_engine(config, open_family("bert").shape_of(config.model, vocab=VOCAB, eos_id=3))
+    again = open_engine(config.engine, config.train, open_family("bert").shape_of(config.model, vocab=VOCAB, eos_id=3))
     again.load(weights, moments, 2, "saved")
     assert steps_of(again, range(2, 4)) == later
 
@@ -146,8 +146,8 @@ def test_without_pairs(kind: str) -> None:
     batch = masked_batch(0, pairs=False)
     with_head, without = started(config_of(kind)), started(config_of(kind, pair_head=False))
     steps = [engine.train_step(batch, 0, 1e-2) for engine in (with_head, without)]
-    assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-7)
-    assert steps[0].norm == pytest.approx(steps[1].norm, rel=1e-6)
+    assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-6)
+    assert steps[0].norm == pytest.approx(steps[1].norm, rel=1e-5)
     assert [one.terms for one in steps] == [{}, {}]
     assert not with_head.eval_step(batch).others
     assert len(list(with_head.weights())) == len(list(without.weights())) + 4
@@ -195,7 +195,7 @@ def test_few_positions_reach_the_head() -> None:
 def test_other_families_refuse_pairs() -> None:
     config = config_of("torch").model_copy(update={"model": ModelConfig(size="nano", shape=ShapeConfig(layers=1))})
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
-    engine = open_engine(config, shape)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora)
     engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     with pytest.raises(TextmillError, match=r"types, pair_labels, which the model family gpt2 does not use"):
         engine.train_step(replace(masked_batch(0), documents=None), 0, 1e-2)

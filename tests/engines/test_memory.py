@@ -42,7 +42,7 @@ def shape_of(config: RunConfig, vocab: int = VOCAB) -> Any:
 )
 def test_one_process_holds_the_estimated_bytes(settings: dict[str, Any]) -> None:
     config = layout_config({}, **settings)
-    state = state_on_mesh(config, shape_of(config), Mesh())
+    state = state_on_mesh(config.train, shape_of(config), None, Mesh())
     assert parts_of(state) == held_bytes(layout_started(config))
     assert state.buffers == 0
 
@@ -63,7 +63,7 @@ def test_each_rank_holds_at_most_the_estimated_bytes(
     config = config_with(mesh, optimizer)
     shape = shape_of(config)
     first, second = (rank[f"{mesh} {optimizer}"] for rank in two_ranks)
-    state = parts_of(state_on_mesh(config, shape, mesh_of(config, shape, 2)))
+    state = parts_of(state_on_mesh(config.train, shape, None, mesh_of(config.engine, config.train, shape, 2)))
     assert state == first
     assert all(state[kind] >= second[kind] for kind in KINDS)
 
@@ -73,7 +73,8 @@ def test_deepspeed_holds_the_estimated_bytes() -> None:
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"zero": 2})})
     engine: Any = started(config)
     _ = engine.train_step(batch_of(0), 0, 1e-3).loss
-    zero, state = engine.engine.optimizer, state_deepspeed.state_on_mesh(config, engine.net.shape, Mesh(), 4)
+    zero = engine.engine.optimizer
+    state = state_deepspeed.state_on_ranks(config.engine, config.train, engine.net.shape, None, 1, 4)
     moments = [values for one in zero.optimizer.state.values() for values in one.values() if values.dim()]
     masters = sum(values.nbytes for values in zero.single_partition_of_fp32_groups)
     assert state.weights == sum(parameter.nbytes for parameter in engine.net.parameters())
@@ -84,7 +85,9 @@ def test_a_sharded_jax_mesh_divides_the_state_of_one_device() -> None:
     config = config_of("jax", lora=LORA)
     config = config.model_copy(update={"engine": JaxEngine(mesh=JaxMesh(shard=2), micro_batch=4)})
     shape = shape_of(config)
-    one, two = (state_jax.state_on_mesh(config, shape, Mesh(shard=shards)) for shards in (1, 2))
+    one, two = (
+        state_jax.state_on_mesh(config.train, shape, config.model.lora, Mesh(shard=shards)) for shards in (1, 2)
+    )
     assert one.weights / 2 <= two.weights < 0.51 * one.weights, "all but a few biases are divided"
     assert two.gradients == one.gradients / 2
     assert two.optimizer == 2 * two.gradients
@@ -114,7 +117,7 @@ def on_gpu(size: str, batch: int, memory: int = 140, **settings: Any) -> Estimat
     """The estimate of a run in bf16 on one GPU."""
     train = TrainConfig(batch=batch, length=1024, **settings)
     config = RunConfig(model=ModelConfig(size=size), train=train, engine=TorchEngine(micro_batch=batch))
-    return Estimator(shape_of(config, 50257)).estimate(config, 1, Device(True, memory << 30, "bf16"))
+    return Estimator(shape_of(config, 50257), train).estimate(config.engine, 1, Device(True, memory << 30, "bf16"))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,9 @@ def test_small_nets_stand_for_a_deep_one() -> None:
         train=TrainConfig(batch=64),
         engine=TorchEngine(mesh=MeshConfig(shard=8, tensor=4), micro_batch=1),
     )
-    estimator, device = Estimator(shape_of(config, 50257)), Device(True, 16 << 30, "bf16")
-    assert estimator.estimate(config, 32, device).memory == estimator.estimate(config, 32, device, exact=False).memory
+    estimator, device = Estimator(shape_of(config, 50257), config.train), Device(True, 16 << 30, "bf16")
+    exact = estimator.estimate(config.engine, 32, device)
+    assert exact.memory == estimator.estimate(config.engine, 32, device, exact=False).memory
 
 
 def test_activation_checkpointing_keeps_the_stream_and_one_block() -> None:

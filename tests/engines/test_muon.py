@@ -115,7 +115,7 @@ def test_a_saved_engine_resumes_bitwise() -> None:
         assert values.shape == shapes[of]
         assert (kind == "momentum") == (of.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))), name
     later = run(straight, range(4, 9))
-    again = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
+    again = open_engine(config.engine, config.train, open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0))
     again.load(weights, moments, straight.updates() - 5, "saved")
     assert [loss.hex() for loss in run(again, range(4, 9))] == [loss.hex() for loss in later]
     for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):

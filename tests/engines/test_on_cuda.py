@@ -149,7 +149,7 @@ def test_a_resume_is_bitwise(precision: str) -> None:
         weights, moments = list(straight.weights()), list(straight.optimizer_state())
         later = run(straight, range(4, 9))
         shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
-        again = open_engine(config, shape)
+        again = open_engine(config.engine, config.train, shape, config.model.lora)
         again.load(weights, moments, 4, "saved")
         assert run(again, range(4, 9)) == later
     finally:

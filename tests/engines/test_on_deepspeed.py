@@ -219,6 +219,14 @@ def test_settings_that_deepspeed_rejects_are_a_one_line_error(zero: int, tree: d
         assert "\n" not in str(refused.value)
 
 
+def test_keys_without_an_effect_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {"activation_checkpointing": {"cpu_checkpointing": True}, "steps_per_print": 7}
+    (tmp_path / "ds_config.json").write_text(json.dumps(tree))
+    engine = {"zero": 0, "micro_batch": 4, "deepspeed_config": str(tmp_path / "ds_config.json")}
+    do_run({"engine": engine, "steps": [0, 1]}, SingleProcess())
+    assert "ds_config.json: ignored: activation_checkpointing, because" in capsys.readouterr().out
+
+
 def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(TextmillError, match=r"needs DeepSpeed; run: pip install .*textmill\[deepspeed\]"):

@@ -55,7 +55,7 @@ def config_of(
 def started(config: RunConfig, ranks: Ranks | None = None) -> Engine:
     """An engine whose weights begin at the same numbers."""
     net = GPT2.shape_of(config.model, vocab=VOCAB, eos_id=0)
-    engine = open_engine(config, net, ranks)
+    engine = open_engine(config.engine, config.train, net, config.model.lora, ranks)
     engine.load(first_of(config, net), [], 0, "the first weights")
     return engine
 

@@ -98,7 +98,9 @@ def test_a_spike_skips_the_update_and_is_saved(kind: str) -> None:
     assert guarded.guard.counts() == {"left": 1, "streak": 1, "last": BAD + 1}
     assert guarded.updates() == BAD
     after = losses_of(guarded, range(BAD + 1, BAD + 8))
-    other = open_engine(config, open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0))
+    other = open_engine(
+        config.engine, config.train, open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
+    )
     assert other.guard is not None
     for steps, expected in ((range(BAD + 1, BAD + 8), after), (range(BAD, BAD + 8), [spike.loss.hex(), *after])):
         other.load(*saved)

@@ -134,17 +134,12 @@ def test_each_task_finds_its_examples(tmp_path: Path, task: str) -> None:
     assert found == {Path(entry.rpartition(":")[2]).name: {"examples": 1, "too_short": 0, "found": 1, "documents": 1}}
 
 
-def test_marked_documents_stay_and_dropped_ones_are_listed(tmp_path: Path) -> None:
+def test_dropped_documents_are_listed(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [{"text": SECRET}, {"text": "too short"}])
-    (tmp_path / "mark").mkdir()
-    marked = prepare(config_of(tmp_path / "mark", [HARMLESS, SECRET], [str(data)], decontaminate_action="mark"))
-    table = pq.read_table(next(marked.glob("train-*.parquet")))
-    assert table["text"].to_pylist() == [HARMLESS, SECRET]
-    assert table["meta"].to_pylist() == [None, '{"contaminated": true}']
-    (found,) = read_json(marked / "account.json")["contamination"].values()
-    assert found == {"examples": 2, "too_short": 1, "found": 1, "documents": 1}
     config = config_of(tmp_path, [HARMLESS, SECRET], [str(data)], keep_dropped=True)
     folder = prepare(config)
+    (found,) = read_json(folder / "account.json")["contamination"].values()
+    assert found == {"examples": 2, "too_short": 1, "found": 1, "documents": 1}
     assert [(row["rule"], row["text"]) for row in read_dropped(folder)] == [("contaminated", SECRET)]
     modified = (folder / "manifest.json").stat().st_mtime_ns
     prepare(config)

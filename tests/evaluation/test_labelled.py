@@ -18,6 +18,7 @@ from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_sco
 from textmill.tokens.labelled import Sample
 
 
+@pytest.mark.long  # scikit-learn comes with lm-eval, which only the long tests install
 @pytest.mark.parametrize("classes", [2, 3, 7])
 @pytest.mark.parametrize("seed", range(4))
 def test_classes_have_the_metrics_of_scikit_learn(classes: int, seed: int) -> None:

@@ -107,15 +107,15 @@ def test_shared_contexts_and_packed_rows_change_nothing(
 
 def test_a_short_context_is_not_shared_by_everything() -> None:
     """Attention is quadratic: windows that happen to start after the same token must not end in one row."""
-    trees = build_trees([([1], [number] * 64) for number in range(100)], end=9, positions=64)
+    trees = build_trees([([1], [number] * 64) for number in range(100)], first=9, positions=64)
     assert max(tree.tokens for tree in trees) <= 256
     assert sum(len(tree.branches) for tree in trees) == 100
-    four = build_trees([([1] * 900, [number] * 100) for number in range(4)], end=9, positions=1024)
+    four = build_trees([([1] * 900, [number] * 100) for number in range(4)], first=9, positions=1024)
     assert len(four) == 1
 
 
 def test_a_shared_context_is_read_once() -> None:
-    trees = build_trees([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([], [5])], end=9, positions=8)
+    trees = build_trees([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([], [5])], first=9, positions=8)
     assert [(tree.context, list(tree.branches), tree.tokens) for tree in trees] == [
         ((1, 2, 3), [(4,), (5, 6)], 4),
         ((9,), [(5,)], 1),
@@ -133,7 +133,7 @@ def test_every_target_token_is_predicted_once(sizes: list[tuple[int, list[int]]]
         shared = list(itertools.islice(ids, context))
         pairs += [(shared, list(itertools.islice(ids, length))) for length in continuations]
     seen: list[tuple[int, int, int]] = []
-    for packed in pack(build_trees(pairs, end=0, positions=40), row_tokens=row_tokens, batch_tokens=100):
+    for packed in pack(build_trees(pairs, first=0, positions=40), row_tokens=row_tokens, batch_tokens=100):
         rows = fill_rows(packed, pad=0)
         before = rows.ids_NT.ravel()[rows.places_M].tolist()
         positions = rows.positions_NT.ravel()[rows.places_M].tolist()

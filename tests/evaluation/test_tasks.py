@@ -20,7 +20,7 @@ from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import measured_task
-from textmill.evaluation.metrics import mean_loss_interval, proportion_interval
+from textmill.evaluation.metrics import mean_loss_interval, proportion_interval, t_quantile
 from textmill.evaluation.task import Score
 from textmill.evaluation.tasks import lambada
 from textmill.evaluation.tasks.wikitext import count_spaced_words, detokenize
@@ -178,8 +178,9 @@ def test_intervals_of_known_numbers() -> None:
     """Wilson's interval of 8 in 10 (R: binom::binom.wilson), and the standard error of a mean."""
     assert proportion_interval(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
     losses = [1.0, 2.0, 4.0, 5.0]
-    half = 1.959964 * np.std(losses, ddof=1) / 2
-    assert mean_loss_interval(losses, [1, 1, 1, 1]) == pytest.approx((3 - half, 3 + half))
+    half = 3.182446 * np.std(losses, ddof=1) / 2  # the quantile of Student's t with 3 degrees of freedom
+    assert mean_loss_interval(losses, [1, 1, 1, 1]) == pytest.approx((3 - half, 3 + half), abs=0.002 * half)
+    assert [t_quantile(freedom) for freedom in (9, 19, 100)] == pytest.approx([2.262157, 2.093024, 1.983972], rel=1e-4)
     assert mean_loss_interval([1.0], [5]) is None
 
 

@@ -66,6 +66,7 @@ def test_packing_keeps_every_token_once(lengths: list[int], row_tokens: int, bat
     assert sorted(seen) == list(range(len(lengths)))
 
 
+@pytest.mark.long
 def test_a_pretrained_encoder_gives_transformers_embeddings() -> None:
     import transformers
 
@@ -88,7 +89,7 @@ def test_a_pretrained_encoder_gives_transformers_embeddings() -> None:
 @pytest.mark.long
 def test_a_pretrained_encoder_gives_the_embeddings_of_sentence_transformers(tmp_path: Path) -> None:
     """Folders of old and of new versions say the same in other files; import keeps what they say."""
-    library = pytest.importorskip("sentence_transformers", reason="needs the extra dev")
+    library = pytest.importorskip("sentence_transformers", reason="needs the extra long")
     theirs = library.SentenceTransformer(str(pretrained_encoder()))
     wanted = theirs.encode(SENTENCES)
     theirs.save(str(tmp_path / "new"))
@@ -196,12 +197,28 @@ def test_what_cannot_be_embedded_is_one_line(
     assert "no text; write: textmill embed MODEL 'a text'" in capsys.readouterr().err
 
 
+def test_fill_takes_texts_as_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bert(tmp_path)
+    capsys.readouterr()
+    folder = [str(tmp_path), "engine.device=cpu"]
+    texts = ["the [MASK]", "a [MASK] of"]
+    assert main(["fill", *folder, *texts, "--json"]) == 0
+    filled = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["prompt"] for one in filled] == texts
+    for words, message in [
+        (["no mask"], "TEXT: 'no mask' has no [MASK]"),
+        ([*texts, "sample.prompt=x"], "one of them"),
+    ]:
+        assert main(["fill", *folder, *words]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_folder_without_tokenizer_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_bert(tmp_path)
     capsys.readouterr()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
-    for words in (["embed", str(tmp_path), "a"], ["fill", str(tmp_path), "sample.prompt=a [MASK]"]):
+    for words in (["embed", str(tmp_path), "a"], ["fill", str(tmp_path), "a [MASK]"]):
         assert main(words) == 2
         errors = capsys.readouterr().err
         assert str(tmp_path) in errors

@@ -138,8 +138,8 @@ def test_cancelled_late_and_too_many_requests() -> None:
     wait_for(lambda: len(found) == 3, lambda: found)
     reasons = {name: chunk.done.reason for name, chunk in found.items() if chunk.done}
     assert reasons == {"large": "cancelled", "late": "timeout", "waiting": "stop"}
-    assert encoder.stats()["cancelled"] == 1
-    assert encoder.stats()["active"] == 0
+    assert encoder.stats().cancelled == 1
+    assert encoder.stats().active == 0
     encoder.close(LONGEST)
 
 

@@ -60,14 +60,14 @@ def test_json_has_one_line_per_sample(config: RunConfig, capsys: pytest.CaptureF
 def test_prompt_file_gives_one_line_per_sample(
     config: RunConfig, generator: Generator, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["The mill", "물레방아", "", "Değirmen"] * 12
+    prompts = ["The mill", "물레방아", "", "Değirmen"] * 3
     lines = [json.dumps({"prompt": prompt, "id": 1}) if name.endswith("jsonl") else prompt for prompt in prompts]
     (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     sample = SampleConfig(prompts_file=str(tmp_path / name), max_tokens=6, count=2, seed=5, batch=4)
     texts = generate(config.model_copy(update={"sample": sample}))
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in printed] == [prompt for prompt in prompts for _ in range(2)]
-    assert [line["seed"] for line in printed] == list(range(5, 5 + 96))
+    assert [line["seed"] for line in printed] == list(range(5, 5 + 24))
     alone = [generator.sample(line["prompt"], SampleConfig(max_tokens=6, seed=line["seed"])).text for line in printed]
     assert [line["text"] for line in printed] == texts == alone
 
@@ -82,7 +82,9 @@ def test_only_a_newline_ends_a_prompt(tmp_path: Path, name: str, monkeypatch: py
     file.write_bytes("".join(f"{line}\r\n" for line in lines).encode("utf-8-sig"))
     with file.open(encoding="utf-8") as piped:
         monkeypatch.setattr(sys, "stdin", piped)
-        assert find_prompts(SampleConfig(prompts_file=str(file) if name else None)) == prompts
+        found = find_prompts(SampleConfig(prompts_file=str(file) if name else None))
+    assert [prompt for prompt, _ in found] == prompts
+    assert [place.rpartition(":")[2] for _, place in found] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,8 @@ def test_only_a_newline_ends_a_prompt(tmp_path: Path, name: str, monkeypatch: py
         ("a.jsonl", b"[1\n", {}, "a.jsonl:1: is not a prompt"),
         ("a.txt", b"\xff\xfe", {}, "cannot be read"),
         ("a.txt", b"", {}, "is empty"),
+        ("a.txt", b"x\n" + b"mill " * 200 + b"\n", {}, r"a.txt:2: [0-9,]+ tokens; the model's context is 96"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\\ud800"}\n', {}, "a.jsonl:2: has a lone surrogate"),
         ("a.txt", b"x", {"prompt": "y"}, "set one of them"),
         ("a.txt", None, {}, "a.txt: no such file"),
     ],
@@ -103,6 +107,16 @@ def test_file_without_prompts_is_refused(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(TextmillError, match=match):
         generate(config.model_copy(update={"sample": SampleConfig(prompts_file=str(tmp_path / name), **more)}))
+
+
+def test_empty_text_of_a_chat_model_points_to_chat(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("textmill.generation.open_template", lambda _: object())
+    for text in ("a text", ""):
+        monkeypatch.setattr(Generator, "stream", lambda *_, text=text: iter([text]))
+        assert generate(config) == [text] * 3
+        assert ("use textmill chat" in capsys.readouterr().err) == (not text)
 
 
 def test_json_says_why_a_text_ended(

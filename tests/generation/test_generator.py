@@ -130,17 +130,6 @@ def test_seed_decides_the_text(generator: Generator) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_sample_does_not_depend_on_other_samples(generator: Generator, top_p: float) -> None:
-    sample = SampleConfig(seed=11, max_tokens=12, temperature=1.0, top_p=top_p, repetition_penalty=1.1)
-    together = generator.texts(["The mill"] * 34, sample)
-    alone = [
-        "".join(generator.stream("The mill", sample.model_copy(update={"seed": 11 + number}))) for number in range(34)
-    ]
-    assert together == alone
-    assert len(set(together)) > 25
-
-
 def test_continuation_does_not_depend_on_other_prompts(generator: Generator) -> None:
     prompts = ["The mill", "물", "", "The wheel turns", "The mill"]
     sample = SampleConfig(seed=3, max_tokens=20)

@@ -235,25 +235,62 @@ def test_nan_logits_give_no_token_and_do_not_affect_other_rows(bad: float, tempe
     assert next_ids(logits, states) == [full[0], None, full[2]]
 
 
-def test_top_k_threshold_ignores_disallowed_tokens() -> None:
-    """The top_k thresholds for the kernels, against numpy's sort; a row without top_k has none."""
-    states = [sampling.SamplingState(SampleConfig(temperature=0.7, top_k=k, min_tokens=5), (3, 4)) for k in (5, 0, 40)]
-    rules, scores = (
-        sampling.collect_rules(states, torch.device("cpu")),
-        torch.randn(3, 50, generator=torch.Generator().manual_seed(1)),
-    )
-    assert rules.top_k_only is not None
-    found = rules.top_k_only.kth_logit(scores, torch.tensor([[3, 4]] * 3))
-    assert found is not None
-    left = np.sort(np.delete(scores.numpy(), [3, 4], 1), 1)[:, ::-1]
-    assert found.tolist() == [left[0, 4], -np.inf, left[2, 39]]
-    assert (
-        sampling.collect_rules(
-            [*states, sampling.SamplingState(SampleConfig(temperature=0.0), (3,))], torch.device("cpu")
-        ).top_k_only
-        is None
-    )
-    assert (
-        sampling.collect_rules([sampling.SamplingState(SampleConfig(top_p=0.9), (3,))], torch.device("cpu")).top_k_only
-        is None
-    )
+CAPTURED = [
+    *([SampleConfig(temperature=0), SampleConfig(temperature=0, min_tokens=9)] * 2),
+    *([SampleConfig(seed=5, top_p=0.8), SampleConfig(seed=6, top_k=5, min_p=0.1), SampleConfig(temperature=0)] * 2),
+    *([SampleConfig(seed=7, temperature=2.0, min_tokens=9)] * 3),
+]
+
+
+def test_captured_sampling_chooses_what_the_kernels_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that grow, shrink and change their rules, with a graph that runs the work again. The kernels are the
+    formulas of the CPU, row by row; logits are at one address for each padded size."""
+    memory = torch.zeros(8, V)
+    graphs = []
+
+    class Graph:
+        def __init__(self, work: Any) -> None:
+            graphs.append(work)
+            self.replay = work
+
+    def kernels(logits: Any, banned: Any, settings: Any, uniforms: Any) -> Any:
+        changed = logits.clone()
+        for row in range(len(logits)):
+            for id_ in [] if banned is None else banned[row].tolist():
+                if id_ >= 0:
+                    changed[row, id_] = -torch.inf
+        if settings is None:
+            return changed.argmax(1)
+        chosen = []
+        for row, temperature in enumerate(settings.temperatures_N.tolist()):
+            one = changed[row][None]
+            if temperature == 0:
+                chosen.append(int(one.argmax()))
+                continue
+            one = sampling.apply_temperature(one, column(temperature))
+            if settings.top_k_N is not None and settings.top_k_N[row]:
+                one = sampling.keep_top_k(one, settings.top_k_N[row][None, None], int(settings.top_k_N[row]))
+            if settings.top_p_N is not None and settings.top_p_N[row] < 1:
+                one = sampling.keep_top_p(one, settings.top_p_N[row][None, None])
+            one = one.masked_fill(one < settings.least_N[row], -torch.inf)
+            chosen.append(int(sampling.sample_ids(one, uniforms[row : row + 1])))
+        return torch.tensor(chosen)
+
+    monkeypatch.setattr(sampling, "_run_kernels", kernels)
+    captured = sampling.CapturedSampling(lambda: lambda work, undo: (Graph(work), work()), 6)
+    dice = torch.Generator().manual_seed(4)
+    for begin, end in ((0, 3), (0, 4), (3, 8), (4, 10), (5, 6), (4, 7), (8, 13), (0, 3)):
+        samples = CAPTURED[begin:end]
+        states = states_of(torch.randint(0, V, (len(samples), T), generator=dice), *samples)
+        rules = sampling.collect_rules(states, memory.device)
+        for _ in range(3):
+            memory[:] = torch.randn(memory.shape, generator=dice) * 3
+            logits = memory[: len(samples)]
+            wanted = sampling.choose_next_ids(logits, states, rules)
+            monkeypatch.setattr(sampling, "can_run_kernels", lambda _: True)
+            assert torch.equal(sampling.choose_next_ids(logits, states, rules, captured), wanted)
+            monkeypatch.undo()
+            monkeypatch.setattr(sampling, "_run_kernels", kernels)
+            for state in states:
+                state.new_tokens += 1
+    assert len(graphs) < 8, "equal sizes and rules share a graph"

@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.support.waiting import LONGEST, wait_for
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation import scheduler as scheduling
+from textmill.generation.encoder import EncoderThread
 from textmill.generation.generator import Generator
-from textmill.generation.requests import Done, QueueFull, Request, Token
+from textmill.generation.requests import Done, EmbedRequest, ModelStats, QueueFull, Request, Token
 from textmill.generation.scheduler import PREFILL_SECONDS, Scheduler
 
 LONG = SampleConfig(max_tokens=10**9, min_tokens=10**9)
-PATIENCE = 60.0
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Reader:
         self.events.put(event)
 
     def next(self) -> Token | Done:
-        self.seen.append(self.events.get(timeout=PATIENCE))
+        self.seen.append(self.events.get(timeout=LONGEST))
         return self.seen[-1]
 
     def done(self) -> Done:
@@ -68,13 +71,6 @@ def request(generator: Generator, prompt: str = "The mill", sample: SampleConfig
     return generator.new_request(prompt, sample)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
 def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
     dice, tokenizer = random.Random(4), generator.tokenizer
     prompts = [
@@ -101,7 +97,7 @@ def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
             frequency_penalty=dice.choice([0.0, 0.2]),
             slide_context=dice.random() < 0.5,
         ).model_copy(update={"stop": dice.choice([[], ["e"], ["물", "th"]])})
-        for number in range(40)
+        for number in range(24)
     ]
     chosen = [dice.choice(prompts) for _ in samples]
     scheduler = Scheduler(generator, slots=7, queue=100)
@@ -207,7 +203,7 @@ def test_request_joins_while_others_run(generator: Generator, scheduler: Schedul
     assert isinstance(first.next(), Token)
     scheduler.submit(request(generator, "물", SampleConfig(max_tokens=5, min_tokens=5)), second)
     assert second.done() == Done("length", 5, second.seen[-1].text)
-    assert scheduler.stats()["active"] == 1
+    assert scheduler.stats().active == 1
     scheduler.cancel(number)
     assert first.done().reason == "cancelled"
 
@@ -235,7 +231,7 @@ def test_new_requests_are_prefilled_together_while_many_run(
         scheduler.submit(request(generator, "ab" * (number + 1)), reader)
     for _ in range(5):
         at_work[-1].next()
-    assert (scheduler.stats()["active"], scheduler.stats()["waiting"], readings) == (40, 3, [])
+    assert (scheduler.stats().active, scheduler.stats().waiting, readings) == (40, 3, [])
     clock.now += PREFILL_SECONDS * 40 / 3 + 0.001
     for reader in newcomers:
         assert isinstance(reader.next(), Token)
@@ -252,7 +248,7 @@ def test_cancel_frees_the_slot_at_the_next_step(generator: Generator) -> None:
     number = scheduler.submit(request(generator), first)
     assert isinstance(first.next(), Token)
     waiting = scheduler.submit(request(generator), second)
-    assert scheduler.stats()["waiting"] == 1
+    assert scheduler.stats().waiting == 1
     scheduler.cancel(number)
     done = first.done()
     assert done.reason == "cancelled"
@@ -262,7 +258,7 @@ def test_cancel_frees_the_slot_at_the_next_step(generator: Generator) -> None:
     scheduler.cancel(12345)
     assert second.done().reason == "cancelled"
     scheduler.close(0)
-    assert scheduler.stats()["cancelled"] == 2
+    assert scheduler.stats().cancelled == 2
 
 
 def test_after_cancel_only_the_current_step_is_delivered(generator: Generator) -> None:
@@ -277,7 +273,7 @@ def test_after_cancel_only_the_current_step_is_delivered(generator: Generator) -
             over.set()
 
     scheduler.submit(request(generator), deliver)
-    assert over.wait(PATIENCE)
+    assert over.wait(LONGEST)
     assert len(seen) == 4
     assert seen[-1].reason == "cancelled"
     scheduler.close(0)
@@ -289,8 +285,8 @@ def test_full_queue_is_reported_and_each_request_ends_once(generator: Generator,
     assert len(set(numbers)) == 7
     with pytest.raises(QueueFull):
         scheduler.submit(request(generator), Reader())
-    wait_for(lambda: scheduler.stats()["active"] == 4)
-    assert scheduler.stats()["waiting"] == 3
+    wait_for(lambda: scheduler.stats().active == 4)
+    assert scheduler.stats().waiting == 3
     with pytest.raises(QueueFull):
         scheduler.submit(request(generator), Reader())
     for number in numbers:
@@ -311,7 +307,7 @@ def test_deadline_ends_running_and_waiting_requests(generator: Generator, clock:
     clock.now = 2.0
     assert [reader.done().reason for reader in readers] == ["timeout", "timeout"]
     assert isinstance(readers[0].seen[0], Token)
-    assert scheduler.stats()["active"] == scheduler.stats()["waiting"] == 0
+    assert scheduler.stats().active == scheduler.stats().waiting == 0
     scheduler.close(0)
 
 
@@ -323,11 +319,11 @@ def test_close_waits_for_running_requests_then_cancels(generator: Generator, clo
 
     def last(event: Token | Done) -> None:
         queued(event)
-        clock.now = 2 * PATIENCE if isinstance(event, Done) else 0.0
+        clock.now = 2 * LONGEST if isinstance(event, Done) else 0.0
 
     scheduler.submit(request(generator, sample=brief), last)
     scheduler.submit(request(generator), endless)
-    scheduler.close(PATIENCE)
+    scheduler.close(LONGEST)
     assert [reader.done().reason for reader in (short, queued, endless)] == ["length", "length", "cancelled"]
     with pytest.raises(TextmillError, match="closing"):
         scheduler.submit(request(generator), Reader())
@@ -357,15 +353,8 @@ def test_no_slot_leaks_after_five_hundred_cancelled_requests(generator: Generato
         scheduler.cancel(number)
         readers.append(reader)
     assert all(reader.done().reason == "cancelled" for reader in readers)
-    assert scheduler.stats() | {"tokens": 0} == {
-        "active": 0,
-        "waiting": 0,
-        "slots": 5,
-        "queue": 20,
-        "tokens": 0,
-        "requests": 500,
-        "cancelled": 500,
-    }
+    stats = scheduler.stats()._replace(tokens=0)
+    assert stats == ModelStats(active=0, waiting=0, slots=5, queue=20, tokens=0, requests=500, cancelled=500)
     assert scheduler._batch.free == 5
     after = [Reader() for _ in range(5)]
     sample = SampleConfig(max_tokens=6, seed=9)
@@ -388,7 +377,7 @@ def test_impossible_request_is_refused_at_once(generator: Generator, scheduler: 
     ]:
         with pytest.raises(TextmillError, match=match):
             scheduler.submit(bad, Reader())
-    assert scheduler.stats()["requests"] == 0
+    assert scheduler.stats().requests == 0
 
 
 def test_failing_reader_is_cancelled_and_others_continue(
@@ -398,7 +387,7 @@ def test_failing_reader_is_cancelled_and_others_continue(
         raise OSError("gone")
 
     scheduler.submit(request(generator), fail)
-    wait_for(lambda: scheduler.stats()["cancelled"] == 1)
+    wait_for(lambda: scheduler.stats().cancelled == 1)
     reader = Reader()
     scheduler.submit(request(generator, sample=SampleConfig(max_tokens=3, min_tokens=3)), reader)
     assert reader.done().reason == "length"
@@ -436,6 +425,22 @@ def test_nan_logits_end_their_own_text_only(
     assert "not finite" in readers[0].seen[-1].message
     assert readers[1].done().reason == "length"
     assert readers[1].text == generator.sample("The mill", sample).text
+    assert scheduler.problem(LONGEST) == "", "the other texts work"
+
+
+def test_model_whose_every_text_fails_is_broken(
+    generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.check_model()
+    decode = scheduler._batch.slots.decode
+    monkeypatch.setattr(scheduler._batch.slots, "decode", lambda *args: decode(*args) * float("nan"))
+    with pytest.raises(TextmillError, match="not finite"):
+        scheduler.check_model()
+    for _ in range(3):
+        assert scheduler.problem(LONGEST) == ""
+        scheduler.submit(request(generator), reader := Reader())
+        assert reader.done().reason == "error"
+    wait_for(lambda: "last 3 steps failed" in scheduler.problem(LONGEST))
 
 
 def test_hung_or_dead_model_is_reported(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,28 +448,124 @@ def test_hung_or_dead_model_is_reported(generator: Generator, monkeypatch: pytes
     decode = scheduler._batch.slots.decode
 
     def hang(*args: object) -> object:
-        hung.wait(PATIENCE)
+        hung.wait(LONGEST)
         return decode(*args)
 
     monkeypatch.setattr(scheduler._batch.slots, "decode", hang)
     assert scheduler.problem(0.01) == ""
     scheduler.submit(request(generator, sample=SampleConfig(max_tokens=2, min_tokens=2)), reader)
     wait_for(lambda: "has been in one step" in scheduler.problem(0.01))
-    assert scheduler.problem(PATIENCE) == ""
+    assert scheduler.problem(LONGEST) == ""
     hung.set()
     assert reader.done().reason == "length"
-    wait_for(lambda: scheduler.problem(PATIENCE) == "")
+    wait_for(lambda: scheduler.problem(LONGEST) == "")
     monkeypatch.setattr(scheduler._batch.slots, "decode", lambda *_: 1 // 0)
     for _ in range(3):
         reader = Reader()
         scheduler.submit(request(generator), reader)
         assert reader.done().reason == "error"
-    assert scheduler.problem(PATIENCE) == "the model's last 3 steps failed; restart the server"
+    assert scheduler.problem(LONGEST) == "the model's last 3 steps failed; restart the server"
     monkeypatch.setattr(scheduler._batch, "step", lambda: sys.exit(1))
     reader = Reader()
     scheduler.submit(request(generator), reader)
     assert reader.done() == Done("error", 0, "", "the model's thread has died; restart the server")
-    wait_for(lambda: "thread has died" in scheduler.problem(PATIENCE))
+    wait_for(lambda: "thread has died" in scheduler.problem(LONGEST))
     with pytest.raises(TextmillError, match="thread has died"):
         scheduler.submit(request(generator), Reader())
-    scheduler.close(PATIENCE)
+    scheduler.close(LONGEST)
+
+
+class Case:
+    """A thread, a request that takes many steps, and the ends that were delivered."""
+
+    def __init__(self, thread: Any, request: Any) -> None:
+        self.thread, self.request = thread, request
+        self.ends: queue.Queue[Done] = queue.Queue()
+        self.fail_step = threading.Event()
+
+    def submit(self, on_end: Callable[[], None] = lambda: None) -> int:
+        """Submit the request; `on_end` is called in the thread, with its last event."""
+
+        def deliver(event: Any) -> None:
+            done = event if isinstance(event, Done) else getattr(event, "done", None)
+            if done is not None:
+                on_end()
+                self.ends.put(done)
+
+        number: int = self.thread.submit(self.request, deliver)
+        return number
+
+    def next_end(self) -> Done:
+        """Return the next request's end."""
+        return self.ends.get(timeout=LONGEST)
+
+    def check_exit(self) -> None:
+        """Called by every step."""
+        if self.fail_step.is_set():
+            sys.exit(1)
+
+
+@pytest.fixture(params=["scheduler", "encoder"])
+def case(request: pytest.FixtureRequest, generator: Generator) -> Any:
+    """Each kind of thread."""
+    if request.param == "scheduler":
+        scheduler = Scheduler(generator, slots=2, queue=2)
+        case = Case(scheduler, generator.new_request("The mill", LONG))
+        decode = scheduler._batch.slots.decode
+        scheduler._batch.slots.decode = lambda *args: (case.check_exit(), decode(*args))[1]  # type: ignore[method-assign]
+    else:
+        net = SimpleNamespace(shape=SimpleNamespace(positions=9), head=SimpleNamespace(device=SimpleNamespace()))
+        net.head.device.type = "cpu"
+        texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab=9), dimension=1)
+        embed_ids = lambda ids: (case.check_exit(), np.zeros((len(ids), 1), np.float32))[1]  # noqa: E731
+        embedder: Any = SimpleNamespace(net=net, texts=texts, embed_ids=embed_ids)
+        case = Case(EncoderThread(embedder, None, slots=2, queue=2), EmbedRequest(((1,) * 512,) * 100_000))
+    yield case
+    case.thread.close(0)
+
+
+def test_a_dying_thread_refuses_requests_and_ends_the_others(case: Case) -> None:
+    refused: list[str] = []
+
+    def submit_another() -> None:
+        with pytest.raises(TextmillError) as error:
+            case.submit()
+        refused.append(str(error.value))
+
+    case.submit(submit_another)
+    case.submit()
+    case.fail_step.set()
+    message = "the model's thread has died; restart the server"
+    assert [case.next_end(), case.next_end()] == [Done("error", 0, "", message)] * 2
+    case.thread._thread.join(LONGEST)
+    with pytest.raises(TextmillError, match=message):
+        case.submit()
+    assert refused == [message]
+    assert case.thread.stats().active == case.thread.stats().waiting == 0
+
+
+def test_close_may_be_called_by_the_thread_itself_and_twice(case: Case) -> None:
+    errors: list[Exception] = []
+
+    def close_twice() -> None:
+        try:
+            case.thread.close(0)
+            case.thread.close(LONGEST)  # must not allow more time
+        except Exception as error:
+            errors.append(error)
+
+    first = case.submit(close_twice)
+    case.submit()
+    case.thread.cancel(first)
+    assert [case.next_end().reason, case.next_end().reason] == ["cancelled", "cancelled"]
+    assert errors == []
+    case.thread._thread.join(LONGEST)
+    assert not case.thread._thread.is_alive()
+
+
+def test_a_failure_to_drop_a_text_loses_no_request(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Scheduler(generator, slots=2, queue=2), generator.new_request("The mill", LONG))
+    monkeypatch.setattr(case.thread._batch, "drop", lambda *_: 1 // 0)
+    numbers = [case.submit() for _ in range(3)]
+    case.thread.cancel(numbers[0])
+    assert [case.next_end().reason for _ in numbers] == ["error"] * 3

@@ -1,6 +1,7 @@
 """Decoding many texts gives the logits of a full pass, with the code for any family and with a family's fast code.
 
-On a GPU the fast code is captured kernels. On a CPU it is the same step with formulas in place of the kernels.
+On a GPU the fast code is captured kernels: warming up captures exactly the CUDA graphs that requests can need. On a CPU
+it is the same step with formulas in place of the kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from tests.support.decode_kernels import run_without_capture
 from tests.support.weights import noisy_weights, shape_of
 from textmill.config import LoraConfig
-from textmill.models import decode_torch, find_family_module, open_family
+from textmill.models import find_family_module, open_family
 from textmill.models.base_torch import BaseNet
-from textmill.models.decode_torch import NetSlots, Slots, open_slots
+from textmill.models.decode_torch import CapturedSlots, NetSlots, Slots, open_slots, prefill_shapes, step_sizes
+from textmill.models.gpt2 import family as gpt2
+from textmill.models.gpt2 import net_torch as gpt2_torch
 from textmill.models.nets_torch import fill, new_net
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -32,7 +35,6 @@ NETS: dict[str, dict[str, Any]] = {
     "tanh": {"hidden_act": "tanh"},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "adapters": LORA,
-    "no gate": {"model_type": "textmill-llama", "gated": False, "hidden_act": "relu2"},
     "qwen2": {"model_type": "qwen2", "rope_scaling": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 20},
 }
@@ -83,6 +85,7 @@ def test_decoding_gives_the_logits_of_a_full_pass(
     ids = torch.randint(0, 300, (texts, 48), generator=torch.Generator().manual_seed(1)).tolist()
     wanted = [full_logits(net, text) for text in ids]
     if device == "cpu":
+        check_decoding(net, open_slots(net, texts + 1, 48), ids, wanted)
         run_without_capture(monkeypatch)
     for kind in (NetSlots, fast_slots):
         check_decoding(net, kind(net, texts + 1, 48), ids, wanted)
@@ -107,36 +110,31 @@ def check_decoding(net: BaseNet, slots: Slots, ids: list[list[int]], wanted: lis
             assert (found[row] - wanted[text][place]).abs().max() < 1e-4
 
 
-def test_a_cpu_gets_the_code_for_any_family() -> None:
-    for name in ("gpt2", "llama"):
-        slots = open_slots(new_random_net("cpu", **NETS[name]), 2, 16)
-        assert type(slots) is NetSlots
+def test_a_cpu_gets_the_code_of_the_family_without_capture() -> None:
+    for name in NETS:
+        net = new_random_net("cpu", **NETS[name])
+        slots = open_slots(net, 2, 16)
+        assert (type(slots) is NetSlots) == (name in ("gpt2 with adapters", "adapters", "tanh")), name
         assert slots.warm_up() == 0, "a CPU captures nothing"
+        assert type(open_slots(net.to(torch.bfloat16), 2, 16)) is NetSlots
 
 
-@pytest.mark.parametrize(
-    ("options", "fast"),
-    [({"logit_softcap": 2.0}, True), ({"value_embeddings": 1}, False), ({"embedding_residual": True}, False)],
-)
-def test_options_without_kernels_get_the_code_for_any_family(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], fast: bool
-) -> None:
-    monkeypatch.setattr(decode_torch, "usable", lambda net: True)
-    run_without_capture(monkeypatch)
-    net = new_random_net("cpu", "textmill-llama", **options)
+def test_value_embeddings_get_the_code_for_any_family() -> None:
+    net = new_random_net("cpu", "textmill-llama", value_embeddings=1)
     slots = open_slots(net, 2, 32)
-    assert (type(slots) is not NetSlots) == fast
+    assert type(slots) is NetSlots
     slots.prefill(0, [[1, 2, 3]])
     assert (slots.decode(torch.tensor([4]), [3]) - full_logits(net, [1, 2, 3, 4])[3]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kind", [fast_slots, open_slots], ids=["captured", "cpu"])
 @pytest.mark.parametrize("name", ["llama", "biases"])
-def test_joined_weights_need_no_more_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_joined_weights_need_no_more_memory(monkeypatch: pytest.MonkeyPatch, name: str, kind: Any) -> None:
     """Two sets of slots, one after the other: the layers' weights and the joined ones are the same memory."""
     run_without_capture(monkeypatch)
     net = new_random_net("cpu", **NETS[name])
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    joined: list[Any] = [fast_slots(net, 2, 16) for _ in range(2)]
+    joined: list[Any] = [kind(net, 2, 16) for _ in range(2)]
     block: Any = net.blocks[1]
     for slots in joined:
         assert torch.equal(
@@ -148,3 +146,37 @@ def test_joined_weights_need_no_more_memory(monkeypatch: pytest.MonkeyPatch, nam
         assert torch.equal(parameter, before[name]), name
     held = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in net.parameters()}
     assert sum(storage.nbytes() for storage in held.values()) == sum(x.nbytes for x in before.values())
+
+
+class Needed(Exception):
+    """Raised when a shape is captured that was not captured in advance."""
+
+
+@pytest.mark.parametrize(("slots", "length"), [(1, 16), (3, 40), (6, 64), (8, 33), (70, 130), (5, 4200)])
+def test_every_needed_shape_is_captured_in_advance(monkeypatch: pytest.MonkeyPatch, slots: int, length: int) -> None:
+    net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=1, width=4, inner=4, positions=length, vocab=8, eos_id=0))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    memory, steps, prefills = CapturedSlots(net, slots, length), set[int](), set[tuple[int, int]]()
+
+    def step(count: int) -> None:
+        steps.add(count)
+        raise Needed
+
+    def prefill(rows: int, tokens: int) -> None:
+        prefills.add((rows, tokens))
+        raise Needed
+
+    monkeypatch.setattr(memory, "_step_graph", step)
+    monkeypatch.setattr(memory, "_prefill_graph", prefill)
+    monkeypatch.setattr(memory, "_read", lambda *_: None)
+    near = {2**power + more for power in range(5, 13) for more in (-1, 0, 1)} | {1, 2, length - 1}
+    for count in range(1, slots + 1):
+        with pytest.raises(Needed):
+            memory.decode(torch.zeros(count, dtype=torch.long), [0] * count)
+        for tokens in [tokens for tokens in near if tokens < length]:
+            try:
+                memory.prefill(0, [[0] * tokens] * count)
+            except Needed:
+                continue
+    assert step_sizes(slots) == sorted(steps)
+    assert prefill_shapes(slots, length) == sorted(prefills)

@@ -48,7 +48,7 @@ def test_the_formula_matches_torchs_counter(freeze: list[str], lora: LoraConfig 
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
     assert shape.padded_vocab == VOCAB
-    engine = open_engine(config, shape)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora)
     engine.load(
         [*initial_weights(shape, 1), *(initial_adapters(shape, lora, 1) if lora else [])], [], 0, "the first weights"
     )

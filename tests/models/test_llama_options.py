@@ -1,4 +1,4 @@
-"""Options of a Llama that transformers has not: its net with the same computed by hooks, resume, decoding, refusals."""
+"""Value embeddings, which transformers has not: its net with the same computed by hooks, resume, decoding, refusals."""
 
 from __future__ import annotations
 
@@ -30,20 +30,9 @@ from textmill.storage.tensor_files import encode_safetensors
 CPU = torch.device("cpu")
 FAMILY = open_family("llama")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "no gate": {"gated": False, "activation": "relu2"},
     "value embeddings": {"value_embeddings": 1},
     "value embeddings in every layer": {"value_embeddings": 3},
-    "embeddings again": {"embedding_residual": True},
-    "softcap": {"logit_softcap": 2.0},
-    "all": {
-        "gated": False,
-        "activation": "relu2",
-        "value_embeddings": 2,
-        "embedding_residual": True,
-        "logit_softcap": 2.0,
-        "qk_norm": True,
-        "untied": True,
-    },
+    "all": {"activation": "relu2", "value_embeddings": 2, "qk_norm": True, "untied": True},
 }
 
 
@@ -67,17 +56,10 @@ class Theirs:
         tables = {0: [None] * 3, 1: [0, None, 0], 2: [0, 1, 1], 3: [0, 1, 2]}[shape.value_embeddings]
         for layer, (block, table) in enumerate(zip(self.net.model.layers, tables, strict=True)):
             name = f"model.layers.{layer}"
-            if not shape.gated:
-                block.mlp = nn.Sequential(block.mlp.up_proj, block.mlp.act_fn, block.mlp.down_proj)
-                for place, part in ((0, "up"), (2, "down")):
-                    given[f"{name}.mlp.{place}.weight"] = given.pop(f"{name}.mlp.{part}_proj.weight")
             if table is not None:
                 gate = given.pop(f"{name}.self_attn.value_gate.weight")
                 rows = given[f"model.value_embeddings.{table}.weight"]
                 block.self_attn.v_proj.register_forward_hook(self.adding_values(gate, rows))
-            if shape.embedding_residual:
-                scales = [given.pop(f"{name}.{part}_scale") for part in ("stream", "embedding")]
-                block.register_forward_pre_hook(self.adding_embeddings(*scales))
         for table in range(shape.value_embeddings):
             del given[f"model.value_embeddings.{table}.weight"]
         loaded = self.net.load_state_dict(given, strict=False)
@@ -92,17 +74,11 @@ class Theirs:
 
         return hook
 
-    def adding_embeddings(self, stream: Tensor, embedding: Tensor) -> Any:
-        def hook(_: Any, inputs: Any) -> Any:
-            return stream * inputs[0] + embedding * self.net.model.embed_tokens(self.ids), *inputs[1:]
-
-        return hook
-
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        self.ids, cap = ids, self.shape.logit_softcap
+        self.ids = ids
         found: Tensor = self.net(ids).logits
-        return cap * torch.tanh(found / cap) if cap else found
+        return found
 
 
 def opened(name: str) -> tuple[Any, Any, Theirs]:
@@ -127,16 +103,6 @@ def test_logits_equal_transformers_with_hooks(name: str) -> None:
         assert (net.logits(net(ids, documents_NT=documents)) - wanted).abs().max() < 1e-5
 
 
-def test_logits_in_bf16_are_capped_in_fp32_as_in_training() -> None:
-    """Each operation in bf16 would round once more, so that measured losses differed from those of training."""
-    _, net, _ = opened("softcap")
-    net.to(torch.bfloat16)
-    with torch.no_grad():
-        hidden = net(random_ids(2, 30))
-        wanted = 2 * torch.tanh(nn.functional.linear(hidden, net.head)[..., :160].double() / 2)
-        assert (net.logits(hidden) - wanted).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("name", ["value embeddings", "all"])
 def test_decoding_equals_transformers_with_hooks(name: str) -> None:
     _, net, theirs = opened(name)
@@ -157,16 +123,14 @@ def test_gradients_equal_transformers_with_hooks(name: str) -> None:
     ids, labels = random_ids(2, 40), random_ids(2, 40).flip(1)
     x_ME = net(ids).flatten(0, 1)
     weighted = WeightedLabels(labels.flatten(), torch.full((80,), 1 / 80))
-    summed_loss(x_ME, net.head, weighted, LossFormula(160, cap=net.logit_softcap)).backward()
-    theirs.ids, cap = ids, shape.logit_softcap
+    summed_loss(x_ME, net.head, weighted, LossFormula(160)).backward()
+    theirs.ids = ids
     logits = theirs.net(ids).logits
-    logits = cap * torch.tanh(logits / cap) if cap else logits
     nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     wanted = {key: one.grad for key, one in theirs.net.named_parameters() if one.grad is not None}
     ours = {f"model.{key}" if key != "lm_head.weight" else key: one.grad for key, one in net.named_parameters()}
     compared = 0
     for key, gradient in wanted.items():
-        key = key.replace(".mlp.0.", ".mlp.up_proj.").replace(".mlp.2.", ".mlp.down_proj.")
         assert (ours[key][: len(gradient)] - gradient).abs().max() < 1e-5
         compared += 1
     assert compared > 20
@@ -177,20 +141,19 @@ def test_gradients_equal_transformers_with_hooks(name: str) -> None:
 
 
 def new_engine(name: str) -> Any:
-    shape = ShapeConfig(layers=2, width=32, heads=4, kv_heads=2, positions=LENGTH, **OPTIONS[name], zero_init=True)
+    shape = ShapeConfig(layers=2, width=32, heads=4, kv_heads=2, positions=LENGTH, **OPTIONS[name])
     config = RunConfig(
         model=ModelConfig(family="llama", size="nano", shape=shape),
         train=TrainConfig(batch=8, length=LENGTH, optimizer="muon"),
         engine=TorchEngine(device="cpu", micro_batch=4),
     )
-    return open_engine(config, FAMILY.shape_of(config.model, vocab=VOCAB, eos_id=0))
+    return open_engine(config.engine, config.train, FAMILY.shape_of(config.model, vocab=VOCAB, eos_id=0))
 
 
 @pytest.mark.parametrize("name", ["value embeddings", "all"])
 def test_the_loss_falls_and_a_saved_engine_resumes_bitwise(name: str) -> None:
     engine, other = new_engine(name), new_engine(name)
     first = list(initial_weights(engine.net.shape, 1))
-    assert all((values == 0).all() for key, values in first if "o_proj" in key or "down_proj" in key)
     engine.load(first, [], 0, "start")
     before = engine.eval_step(batch_of(0))
     for step in range(6):
@@ -221,20 +184,12 @@ def test_embeddings_that_are_not_the_head_have_a_rate_of_their_own(name: str, ra
     assert found.get("lm_head.weight", found["model.norm.weight"]).rate == 1
 
 
-def test_zeros_at_the_start_need_no_option_of_the_net() -> None:
-    shape = FAMILY.shape_of(ModelConfig(family="llama", shape=ShapeConfig(zero_init=True)), vocab=160, eos_id=0)
-    assert FAMILY.hf_config_of(shape)["model_type"] == "llama"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gated": 1}, "gated is 1; a textmill-llama config.json has true or false there"),
+        ({"qk_norm": 1}, "qk_norm is 1; a textmill-llama config.json has true or false there"),
         ({"value_embeddings": -1}, "value_embeddings is -1; a textmill-llama config.json has a whole number there"),
         ({"value_embeddings": 4}, "value_embeddings is 4, more than the 3 layers"),
-        ({"logit_softcap": float("nan")}, "logit_softcap is nan; a textmill-llama config.json has a number there"),
-        ({"logit_softcap": 10**400}, "a textmill-llama config.json has a number there"),
-        ({"logit_softcap": "15"}, "logit_softcap is '15'; a textmill-llama config.json has a number there"),
     ],
 )
 def test_wrong_values_in_config_json_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -251,7 +206,6 @@ def test_blocks_with_tables_of_their_own_cannot_be_chosen() -> None:
     """Layer 1 has neither table nor gate: it cannot be the last of two, which has both."""
     with pytest.raises(TextmillError, match=r"init_layers: model\.init_from has value_embeddings=1, .* remove"):
         select_layers(shape_of("value embeddings"), [0, 1])
-    assert select_layers(shape_of("embeddings again"), [0, 1]).layers == 2
 
 
 def write_model(folder: Path, name: str) -> Any:
@@ -301,6 +255,5 @@ def test_what_has_no_such_net_refuses_by_name(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(TextmillError, match=r"tensor parallelism has no value_embeddings=1 of model\.shape"):
         check_divides_net(shape, 2)
     pytest.importorskip("jax", reason="needs the extra jax")
-    shape = replace(shape, embedding_residual=True)
-    with pytest.raises(TextmillError, match="llama with value_embeddings=1, embedding_residual=True has no JAX net"):
-        open_engine(RunConfig(model=ModelConfig(family="llama"), engine=JaxEngine()), shape)
+    with pytest.raises(TextmillError, match="llama with value_embeddings=1 has no JAX net"):
+        open_engine(JaxEngine(), TrainConfig(), shape)

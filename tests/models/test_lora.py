@@ -268,7 +268,7 @@ def test_any_damage_is_reported_in_one_line(base: Path, tmp_path: Path) -> None:
     }
     wrong = tuple("./no such folder" if one == "wrong" else one for one in WRONG)  # no download is tried
     progress = {"step": 3, "made_from": {"model.init_from": fingerprint_weights(base)}}
-    for number in range(120):
+    for number in range(60):
         trees = [mutated(settings, dice, wrong), progress] if number % 4 else [settings, mutated(progress, dice, wrong)]
         for name, tree in zip((ADAPTER_CONFIG, "progress.json"), trees, strict=True):
             (folder / name).write_text(json.dumps(tree))
@@ -279,7 +279,7 @@ def test_any_damage_is_reported_in_one_line(base: Path, tmp_path: Path) -> None:
             with pytest.raises(TextmillError) as caught:
                 open_net(folder, CPU, separate=separate)
             messages.append(str(caught.value))
-    assert len(set(messages)) > 20
+    assert len(set(messages)) > 10
     assert not any("\n" in one for one in messages)
 
 

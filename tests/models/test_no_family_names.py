@@ -1,4 +1,5 @@
-"""No weight or module name of a family outside its own package and the converters: other modules read Weight."""
+"""No weight or module name of a family outside its own package, the converters and the table of other tools' options:
+other modules read Weight."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ NAMES = (
     "gate_proj",
     "input_layernorm",
 )
-OWN = ("models/gpt2/", "models/bert/", "models/llama/", "conversion/")
+OWN = ("models/gpt2/", "models/bert/", "models/llama/", "conversion/", "config/other_names.py")
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not str(path.relative_to(PACKAGE)).startswith(OWN)]
 
 

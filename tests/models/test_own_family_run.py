@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,20 @@ def test_evaluate_export_and_bare_models(project: Path, tmp_path: Path, capsys: 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("lora", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+def test_an_own_family_is_finetuned(project: Path, tmp_path: Path, lora: list[str]) -> None:
+    """By `textmill train` in a process that has not loaded the family's file."""
+    given = [word for word in words(project, "run", 2, *lora) if not word.startswith("model.shape.")][2:]
+    code = (
+        "import sys; from textmill.cli import main; "
+        f"sys.exit(main(['train', 'quickstart', *{given!r}, 'train.folder={tmp_path / 'run'}', "
+        f"'model.init_from={project / 'run'}', 'train.optimizer=adamw']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "step-0000002").is_dir()
+
+
 def test_adapters_of_an_own_family(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = [
         "model.lora.rank=2",
@@ -138,7 +154,7 @@ def test_a_server_loads_the_file_in_its_model_process(project: Path) -> None:
 
     async def first_chunk() -> TextChunk:
         chunks = asyncio.Queue[TextChunk]()
-        await service.model.connect()
+        await service.model.load()
         try:
             service.model.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), chunks.put_nowait)
             return await asyncio.wait_for(chunks.get(), 60)

@@ -25,7 +25,7 @@ FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
         (FinishedRun(124_000_000, 1_000_000_000, 1_400_000_000, FALLING, train_loss=2.9), "finished"),
         # More time does not help a net that knows its text; within the first epoch it cannot know it.
         (FinishedRun(124_000_000, 1_000_000, 9_000_000, FALLING, train_loss=2.6), "limited by the text"),
-        (FinishedRun(124_000_000, 1_000_000, 9_000_000, FALLING, train_loss=3.1), "undertrained"),
+        (FinishedRun(124_000_000, 1_000_000, 6_000_000, FALLING, train_loss=3.1), "undertrained"),
         (FinishedRun(20_000_000, 1_000_000_000, 900_000_000, FALLING, train_loss=2.6), "finished"),
         (FinishedRun(124_000_000, 1_000_000, 400_000, FALLING, from_scratch=False), "finished"),
         (FinishedRun(5_000_000, 2_000_000, 30_000_000, {}), "unknown"),

@@ -13,7 +13,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import jsonschema_rs
 import pytest
 import yaml
 
@@ -105,6 +104,8 @@ def test_dockerfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_compose() -> None:
+    import jsonschema_rs
+
     schema = from_wheel("check-jsonschema==0.39.0", "check_jsonschema/builtin_schemas/vendor/compose-spec.json")
     jsonschema_rs.validate(schema, load("compose.yaml"))
     assert load("compose.yaml")["services"]["train"]["build"]["target"] == "${TEXTMILL_TARGET:-cpu}"
@@ -112,6 +113,8 @@ def test_compose() -> None:
 
 @pytest.mark.long
 def test_kubernetes() -> None:
+    import jsonschema_rs
+
     folder = "kubernetes_validate/kubernetes-json-schema/v1.37.0-local-strict"
     definitions = from_wheel("kubernetes-validate==1.37.0", f"{folder}/_definitions.json")
     schema = {

@@ -29,6 +29,11 @@ PAGES = [
 PROGRAM = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
 NOT_RUN = {
     "--dropped near_duplicate": "the small text of the test has no near-duplicates",
+    "runs/tale": "needs several models; tests/server/test_several_models.py has them",
+    "./examples/": "tests/models/test_examples.py runs these examples",
+    "./my_loss.py": "a file of the reader's own; tests/models/test_examples.py has one",
+    "--text papers/": "documents of the reader's own; tests/corpus/test_documents.py has some",
+    "export.kind=dataset": "needs a prepared corpus; tests/conversion/test_dataset_folder.py has one",
     "corpus.sources=mongo:db_config.json": "needs a MongoDB server; tests/corpus/test_mongo_server.py has one",
 }
 SHORT = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "train.evaluate_batches=1"]
@@ -132,6 +137,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"text": f"Another text, number {number}, about a wheel."}) for number in range(100)]
     (folder / "more.jsonl").write_text("\n".join(rows), encoding="utf-8")
     config = "corpus: {sources: ['texts/*.txt'], section_chars: 200}\ntokenizer: {vocab: 300}\nmodel: {size: nano}\n"
+    (folder / "pretrain.sh").write_text("ARGS='--num-layers 2'\npython pretrain_gpt.py $ARGS\n", encoding="utf-8")
+    (folder / "ds_config.json").write_text('{"train_batch_size": 8}', encoding="utf-8")
     for name in ("my", "mine", "base", "ko", "adapted", "run"):
         (folder / f"{name}.yaml").write_text(config, encoding="utf-8")
     masked = "corpus: {sources: ['texts/*.txt'], sentences: split}\ntokenizer: {kind: wordpiece, vocab: 300}\n"
@@ -139,13 +146,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     masked += "model: {family: bert, size: tiny}\n"
     (folder / "bert.yaml").write_text(masked, encoding="utf-8")
     _write_labelled(folder)
-    pairs = [f"{number}시에 뭐 해?,{number}시에는 물레방아를 돌려요.,0\n" for number in range(60)]
+    pairs = [f"{number}시에 뭐 해?,{number}시에는 자요.,0\n" for number in range(60)]
     (folder / "ChatbotData.csv").write_text("Q,A,label\n" + "".join(pairs), encoding="utf-8")
     shutil.copy(folder / "ChatbotData.csv", folder / "pairs.csv")
     for name in ("chat-ko.yaml", "finetune.yaml", "bert-classify.yaml"):
         shutil.copy(ROOT / "recipes" / name, folder)
     shutil.copy(ROOT / "tests" / "support" / "mynet.py", folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n', encoding="utf-8")
+    (folder / "city.json").write_text('{"type": "object", "properties": {"year": {"type": "boolean"}}}')
     (folder / "key.txt").write_text("a-long-secret\n", encoding="utf-8")
     (folder / "other.txt").write_text(" ".join(sentences), encoding="utf-8")
     (folder / "lambada_test.jsonl").write_text(json.dumps({"text": sentences[0][:-1]}) + "\n", encoding="utf-8")
@@ -155,6 +163,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ctx_b": "",
         "endings": ["turns.", "sings.", "reads.", "flies."],
     }
+    for split, count in (("test", 2), ("dev", 5)):
+        (folder / "data" / split).mkdir(parents=True, exist_ok=True)
+        questions = ["What turns?,a wheel,a wall,a hill,a well,A\n"] * count
+        (folder / "data" / split / f"mills_{split}.csv").write_text("".join(questions))
     (folder / "hellaswag_val.jsonl").write_text(json.dumps(question | {"label": 0}) + "\n", encoding="utf-8")
     tokenizer = fit(iter([sentences]), TokenizerConfig(vocab=300))
     net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=tokenizer.vocab))

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,7 @@ ALLOWED = {"tests/engines": 1}
 """How often private words still occur, by folder; a number may only fall."""
 
 
+@cache
 def parts_of(name: str) -> list[str]:
     """Split an identifier or a text into words, in lower case."""
     return [part.lower() for part in PARTS.findall(name)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import textmill
+from textmill.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -82,25 +85,20 @@ def test_readme_commands_exist() -> None:
         elif not word.startswith("-"):
             subcommands.add(word)
     for subcommand in sorted(subcommands):
-        done = subprocess.run(
-            [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", subcommand, "--help"],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"README.md: textmill {subcommand}: {done.stderr}"
+        assert main([subcommand, "--help"]) == 0, f"README.md: textmill {subcommand}"
 
 
 PRETEND_PYTHON = """#!/bin/sh
 case "$*" in
   -m\\ venv\\ *) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  *\\ -q*|*--quiet*) ;;
-  -m\\ pip\\ install*) echo "Downloading something" ;;
+  -m\\ pip\\ install*) echo "Collecting it"; echo "  Downloading it"; echo "Looking in links"; test ! -e broken ;;
 esac
 """
-"""A Python whose pip prints what it downloads, unless an option makes it quiet."""
+"""A Python whose pip prints what it does, and fails if there is a file `broken`."""
 
 
 def test_installing_shows_progress(tmp_path: Path) -> None:
+    """A terminal shows what pip does now; a file has one line per group with its size; errors are shown in full."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "textmill").mkdir()
@@ -108,11 +106,22 @@ def test_installing_shows_progress(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(PRETEND_PYTHON, encoding="utf-8")
     python.chmod(0o755)
-    done = subprocess.run(
-        ["make", "-C", str(tmp_path), f"PYTHON={python}", ".venv/core"], capture_output=True, text=True
-    )
+    command = ["make", "--no-print-directory", "-C", str(tmp_path), f"PYTHON={python}", ".venv/core"]
+    terminal, its_end = pty.openpty()
+    done = subprocess.run(command, stdout=its_end, stderr=subprocess.PIPE, text=True)
+    os.close(its_end)
+    shown = os.read(terminal, 100_000).decode()
+    os.close(terminal)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Downloading something") == 2, "one for the build tool, one for textmill"
+    assert shown.count("Downloading it") == 2, "once for torch, once for textmill"
+    assert "Looking in links" not in shown
+    (tmp_path / "broken").touch()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / ".venv" / "core").unlink()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(r"installing torch .* GB, once\)\n", done.stdout)
+    assert "Collecting it\nDownloading it\nLooking in links" in done.stderr
 
 
 def test_recipes_exist() -> None:

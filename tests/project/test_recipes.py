@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -52,6 +53,25 @@ def test_recipe(
         assert "checked for this file: 0 documents dropped" in out
     if name == "quickstart":
         _check_run_has_no_settings_of_one_call(folder, capsys)
+
+
+@pytest.mark.parametrize("name", ["megatron-gpt2", "megatron-bert"])
+def test_recipes_keep_the_pages_of_wikiextractor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(3)
+    pages = []
+    for number in range(30):
+        words = [f"{dice.choice('bcdfgklmnprst')}{dice.choice('aeiou')}{dice.randrange(500)}rn" for _ in range(150)]
+        pages.append((number, f"https://en.wikipedia.org/wiki?curid={number}", " ".join(words)))
+    blocks = [f'<doc id="{number}" url="{url}" title="T">\n{text}\n</doc>\n' for number, url, text in pages[:15]]
+    lines = [json.dumps({"id": number, "url": url, "text": text}) + "\n" for number, url, text in pages[15:]]
+    for path, rows in {"AA/wiki_00": blocks, "AB/wiki_07": lines[:8], "wiki.jsonl": lines[8:]}.items():
+        (tmp_path / "texts" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / path).write_text("".join(rows))
+    shutil.copy(recipes_folder() / f"{name}.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", f"{name}.yaml", "corpus.languages=[]", "corpus.max_digits=1"]) == 0
+    account = json.loads((tmp_path / "runs" / name / "corpus" / "account.json").read_text())
+    assert (account["records"], account["kept"]) == (30, 30)
 
 
 def _check_run_has_no_settings_of_one_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

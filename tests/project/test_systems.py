@@ -112,6 +112,21 @@ def test_a_block_for_each_system() -> None:
     assert set(BLOCKS) == {"distilgpt2", *SYSTEMS}
 
 
+def test_every_row_names_a_test_that_exists() -> None:
+    """docs/systems-rows.md: a yes has a test or a command, and the test is there."""
+    page = (ROOT / "docs" / "systems-rows.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "README"]
+    assert len(rows) == 105
+    for _, answer, why in rows:
+        assert answer in ("yes", "partly", "no")
+        assert why
+        if answer == "yes":
+            assert "from" in why or "`" in why or ".md" in why or why == "the same test"
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), name
+
+
 @pytest.mark.long
 def test_korean(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with open_database(tmp_path_factory.mktemp("mongo")) as mongo:

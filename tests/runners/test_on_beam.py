@@ -20,6 +20,7 @@ from textmill.errors import TextmillError
 from textmill.runners import on_beam, open_runner
 
 JOBS = Path(__file__).parent / "jobs"
+pytestmark = pytest.mark.long  # apache-beam is in the extra long; the local runner keeps the same contract
 PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
 
 
@@ -32,7 +33,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
     return shard_jobs
 
 
-@pytest.fixture(params=[[], pytest.param(PROCESSES, marks=pytest.mark.long)], ids=["in memory", "two processes"])
+@pytest.fixture(params=[[], PROCESSES], ids=["in memory", "two processes"])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return open_runner(BeamRunner(options=request.param, shared_folder=str(tmp_path / "shared")))
 
@@ -56,7 +57,6 @@ def test_error_reaches_the_caller_unchanged(runner: Any, jobs: Any, tmp_path: Pa
     assert list((tmp_path / "shared").iterdir()) == []
 
 
-@pytest.mark.long
 def test_failing_function_ends_the_pipeline_with_its_own_error(jobs: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^shard 2: the disk went away$"):
         list(open_runner(BeamRunner()).map(jobs.break_once, [(number, str(tmp_path)) for number in range(4)]))
@@ -77,7 +77,6 @@ def test_retried_bundle_skips_finished_shards(jobs: Any, tmp_path: Path) -> None
     assert [(calls / f"calls-{number}").read_text() for number in (1, 2)] == ["x", "xx"]
 
 
-@pytest.mark.long
 def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     assert list(runner.map(jobs.die_once, [(number, str(tmp_path)) for number in range(6)])) == list(range(6))
@@ -85,7 +84,6 @@ def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monke
     assert list((tmp_path / "shared").iterdir()) == []
 
 
-@pytest.mark.long
 def test_worker_killed_before_it_starts_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     runner = open_runner(BeamRunner(options=PROCESSES, shared_folder=str(tmp_path / "shared")))
@@ -94,7 +92,6 @@ def test_worker_killed_before_it_starts_is_replaced(jobs: Any, tmp_path: Path, m
     assert list((tmp_path / "shared").iterdir()) == []
 
 
-@pytest.mark.long
 def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "MAX_PIPELINES", 1)
     with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d is not finished"):
@@ -135,6 +132,8 @@ DATAFLOW = ["--runner=DataflowRunner", "--project=my-project", "--region=us-cent
     [
         (["--direct_num_worker=2"], r"no option --direct_num_worker; did you mean --direct_num_workers\?"),
         (["--direct_num_workers=two"], "argument --direct_num_workers: invalid int value: 'two'; correct it"),
+        (["multi_processing"], "found 'multi_processing', which is no option; write --NAME=VALUE"),
+        (["--direct_num_workers=2", "4"], "found '4', which is no option"),
         (["--direct_running_mode=many"], "invalid choice: 'many'"),
         (["--runner=no.such.Runner"], "No module named 'no'; install what it needs"),
         (DATAFLOW[:1] + DATAFLOW[2:], r"Missing required option: project\. Set what is missing"),
@@ -158,13 +157,11 @@ def test_documented_options_are_known(root: Path) -> None:
         open_runner(BeamRunner(options=options))
 
 
-@pytest.mark.long
 def test_wrong_options_end_in_one_line(jobs: Any) -> None:
     with pytest.raises(TextmillError, match=r"runner: the Beam pipeline failed: .*NoSuchRunner"):
         list(open_runner(BeamRunner(options=["--runner=NoSuchRunner"])).map(jobs.double, [1]))
 
 
-@pytest.mark.long
 def test_prepare_gives_the_same_bytes(
     tiny_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
@@ -182,7 +179,6 @@ def test_prepare_gives_the_same_bytes(
     assert "train-00000.parquet" in local
 
 
-@pytest.mark.long
 def test_dask_gives_the_same_bytes(tiny_texts: Path, tmp_path: Path, root: Path) -> None:
     packages = own_packages("dask==2026.8.0", "distributed==2026.8.0")
     paths = os.pathsep.join([str(root), str(packages)])
@@ -197,14 +193,12 @@ def test_dask_gives_the_same_bytes(tiny_texts: Path, tmp_path: Path, root: Path)
         assert (tmp_path / "dask" / "corpus" / name).read_bytes() == (local / name).read_bytes(), name
 
 
-@pytest.mark.long
 def test_missing_package_is_reported_at_start(root: Path) -> None:
     script = "import sys; sys.modules['apache_beam'] = None; import textmill.runners.on_beam"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert "runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'" in done.stderr
 
 
-@pytest.mark.long
 def test_beam_prints_no_warnings_of_packages_that_are_not_needed(root: Path) -> None:
     """Only while Beam is imported: what other code logs afterwards is not filtered."""
     script = "import textmill.runners.on_beam, logging; print(logging.getLogger().filters)"

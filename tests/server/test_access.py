@@ -31,8 +31,9 @@ GUARDED: list[tuple[str, str, Any]] = [
     ("GET", "/tokenizer_info", None),
     ("POST", "/v1/embeddings", {"input": "x"}),
     ("POST", "/fill", {"prompt": "[MASK]"}),
+    ("POST", "/preferences", {"prompt": "x", "chosen": "y", "rejected": "z"}),
 ]
-NOT_FOR_THE_ECHO_MODEL = ("/v1/embeddings", "/fill")
+NOT_FOR_THE_ECHO_MODEL = ("/v1/embeddings", "/fill", "/preferences")
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,10 @@ def test_local_server_accepts_local_host_names_only(live: Live, new_live: Callab
         web.options(f"{named.url}/v1/completions", headers=headers).headers["access-control-allow-origin"]
         == "https://app.example"
     )
+    preflight = {**headers, "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang,x-any"}
+    accepted = web.options(f"{named.url}/v1/chat/completions", headers=preflight)
+    assert accepted.status_code == 200
+    assert "x-stainless-lang" in accepted.headers["access-control-allow-headers"]
     other = {**headers, "Origin": "https://evil.example"}
     assert "access-control-allow-origin" not in web.options(f"{named.url}/v1/completions", headers=other).headers
     for origin, wanted in (("https://app.example", 200), ("https://evil.example", 403)):

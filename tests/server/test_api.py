@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support import web
 from tests.support.live_server import Live
+from tests.support.waiting import LONGEST
 
 HANGUL = "강가에 서 있다"
 
@@ -165,6 +167,30 @@ def test_generate_route_uses_the_chat_template(live: Live) -> None:
     assert reply["response"].startswith("user: river\nassistant:"), "the model echoes what the template made"
 
 
+@pytest.mark.parametrize("cut", [0, 5, 28])
+def test_generate_route_takes_unescaped_text(live: Live, cut: int) -> None:
+    """As curl sends a URL that was typed with Korean text; the request may arrive in parts, and another follows."""
+    request = "GET /generate?sentence=점심 HTTP/1.1\r\nHost: localhost\r\n".encode()
+    body = json.dumps({"text": "점심"}, ensure_ascii=False).encode()
+    after = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LONGEST) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.sendall(request[:cut])
+        line.sendall(request[cut:] + b"\r\n")
+        reply = b""
+        while b'"response"' not in reply:
+            part = line.recv(65536)
+            assert part, reply
+            reply += part
+        line.sendall(after + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        second = b""
+        while part := line.recv(65536):
+            second += part
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["input"] == "점심"
+    assert json.loads(second.partition(b"\r\n\r\n")[2])["tokens"] == ids_of(live, "점심"), "a body is not escaped"
+
+
 def test_models_health_and_metrics(live: Live) -> None:
     reply = web.get(f"{live.url}/v1/models").json()["data"][0]
     assert (reply["id"], reply["object"], reply["step"], reply["max_model_len"], reply["chat"]) == (
@@ -261,7 +287,6 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
         400,
         "max_tokens: differs from max_completion_tokens",
     ),
-    ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: is not supported; remove it"),
     ("/v1/chat/completions", {**CHAT, "reasoning_effort": "low"}, 400, "reasoning_effort: is not supported; remove it"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: must be 'none' or 'auto'"),
     (
@@ -272,15 +297,9 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ),
     (
         "/v1/chat/completions",
-        {**CHAT, "response_format": {"type": "json_object"}},
+        {**CHAT, "response_format": {"type": "xml"}},
         400,
-        "response_format.type: must be 'text'",
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
-        400,
-        "messages.0.name: is not supported",
+        "response_format.type: must be 'text', 'json_object' or 'json_schema'",
     ),
     (
         "/v1/chat/completions",
@@ -295,7 +314,7 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
         "messages.0.role: must be 'system'",
     ),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported; remove it"),
-    ("/v1/completions", {"prompt": "x", "tools": None}, 400, "tools: unknown field; remove it"),
+    ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, 400, "guided_regex: unknown field; remove it"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is not a token id"),
     ("/tokenize", {"text": None}, 400, "text: send either text or prompt"),
     ("/tokenize", {"text": "x", "prompt": "y"}, 400, "send either text or prompt"),
@@ -378,15 +397,64 @@ def test_request_ends_at_its_time_limit(new_live: Callable[..., Live]) -> None:
     assert slow.stats()["timeouts_total"] == 1
 
 
-def test_prompts_are_logged_only_if_enabled(new_live: Callable[..., Live]) -> None:
-    for enabled in (False, True):
-        logging = new_live({"serve": {"log_prompts": enabled}})
-        post(logging, "/v1/completions", {"prompt": "a secret river", "max_tokens": 3})
-        web.get(f"{logging.url}/generate", params={"sentence": "a secret river"})
-        assert logging.stop() == 0
-        log = "".join(logging.output)
-        assert "new_tokens=3" in log
-        assert ("secret" in log) is enabled
+def test_prompts_are_not_logged(new_live: Callable[..., Live]) -> None:
+    logging = new_live({})
+    post(logging, "/v1/completions", {"prompt": "a secret river", "max_tokens": 3})
+    web.get(f"{logging.url}/generate", params={"sentence": "a secret river"})
+    assert logging.stop() == 0
+    log = "".join(logging.output)
+    assert "new_tokens=3" in log
+    assert "secret" not in log
+
+
+def test_fields_of_front_ends_that_ask_for_nothing_are_accepted(live: Live) -> None:
+    """What LibreChat, Open WebUI and llama.cpp's page add to a conversation."""
+    message = {"role": "user", "content": "x", "name": "Ann", "reasoning_content": "", "timestamp": 1763400000}
+    body = {**CHAT, "messages": [message], "seed": 3}
+    extra = {"tools": [], "functions": None, "cache_prompt": True, "web_search": False, "files": [], "extra_body": {}}
+    plain, odd = (post(live, "/v1/chat/completions", one).json() for one in ({**CHAT, "seed": 3}, {**body, **extra}))
+    assert odd["choices"] == plain["choices"]
+
+
+def test_request_id_is_in_the_reply_and_in_the_log(new_live: Callable[..., Live]) -> None:
+    live = new_live({})
+    body = {"prompt": "x", "max_tokens": 1}
+    ids = [post(live, "/v1/completions", one).headers["x-request-id"] for one in (body, {**body, "stream": True}, {})]
+    assert len(set(ids)) == 3
+    given = {"client-7": True, "two words": False, "a" * 101: False}
+    for name, kept in given.items():
+        reply = web.get(f"{live.url}/v1/models", headers={"X-Request-ID": name})
+        ids.append(reply.headers["x-request-id"])
+        assert (ids[-1] == name) == kept
+    assert live.stop() == 0
+    log = "".join(live.output)
+    assert all(f'id="{one}"' in log for one in ids)
+
+
+def test_oldest_turns_are_dropped(live: Live, new_live: Callable[..., Live]) -> None:
+    """The echo model repeats its prompt, so its answer shows what was left of the conversation."""
+    system = {"role": "system", "content": "be brief"}
+    turns = [
+        {"role": ("user", "assistant")[place % 2], "content": f"turn {place} " + "mill " * 20} for place in range(41)
+    ]
+    body = {"messages": [system, *turns], "max_tokens": 200}
+    reply = post(live, "/v1/chat/completions", body)
+    dropped = int(reply.headers["x-dropped-messages"])
+    assert reply.json()["usage"]["dropped_messages"] == dropped
+    assert 0 < dropped < 41
+    assert dropped % 2 == 0, "a conversation starts with a message of the user"
+    text = reply.json()["choices"][0]["message"]["content"]
+    assert text.startswith(f"system: be brief\nuser: turn {dropped} ")
+    assert reply.json()["usage"]["prompt_tokens"] <= 512 * 3 // 4, "there is space for an answer"
+    with web.stream("POST", f"{live.url}/v1/chat/completions", json={**body, "stream": True}) as streamed:
+        assert streamed.headers["x-dropped-messages"] == str(dropped)
+        streamed.read()
+    for kept in (dropped, dropped - 2):
+        less = post(live, "/v1/chat/completions", {**body, "messages": [system, *turns[kept:]]})
+        assert ("x-dropped-messages" in less.headers) == (kept < dropped), "no more than necessary"
+    strict = new_live({"serve": {"drop_oldest": False}})
+    refused = post(strict, "/v1/chat/completions", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_too_long_text_is_refused_before_tokenizing(live: Live) -> None:

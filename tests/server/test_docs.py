@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ ADDRESS = "http://127.0.0.1:8000"
 def example(kind: str, live: Live, number: int = 0) -> str:
     """Return an example in a language, with the live server's address."""
     found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(found) == (1 if kind == "js" else 2), "one for texts, one for embeddings"
+    assert len(found) == (1 if kind == "js" else 3), "for texts, embeddings and constrained output"
     assert ADDRESS in found[number]
     return found[number].replace(ADDRESS, live.url)
 
@@ -46,6 +47,16 @@ def test_python(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert output.count("Once upon a time") >= 2, "the model echoes its prompt, whole and streamed"
     assert "user: Who are you?" in output
+
+
+def test_constrained_output(small_model: Path, new_live: Callable[..., Live], capsys: Any) -> None:
+    pytest.importorskip("openai", reason="the openai client is in the extra dev")
+    live = new_live({"model": str(small_model), "chat": False})
+    exec(compile(example("python", live, 2), "docs/serve.md", "exec"), {})
+    assert capsys.readouterr().out.lstrip().startswith("{")
+    if shutil.which("curl") is not None:
+        done = subprocess.run(["bash", "-e", "-c", example("sh", live, 2)], capture_output=True, text=True)
+        assert re.search(r'"text": ?"(yes|no)"', done.stdout), done.stdout
 
 
 def test_embeddings_and_masks(

@@ -11,17 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from safetensors.numpy import load_file, save_file
 
 from tests.support.server_process import in_process
 from tests.support.small_models import TEXT, write_model
 from tests.support.waiting import LONGEST
-from textmill.config import RunConfig, TokenizerConfig
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import RunConfig, ServeConfig, TokenizerConfig, TorchEngine
+from textmill.errors import TextmillError
 from textmill.models.gpt2 import family as gpt2
 from textmill.server.app import new_app
 from textmill.server.bodies import CompletionBody
 from textmill.server.lifecycle import open_service
+from textmill.server.served_models import ServedModels
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -29,7 +34,7 @@ BODY = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     """A service with a real model, whose steps a test may slow down."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(
@@ -40,14 +45,15 @@ def service(tmp_path: Path) -> Iterator[Service]:
     config = RunConfig.model_validate(
         {"folder": str(tmp_path), "serve": {"step_timeout": 1000, "request_timeout": 86400}, "engine": engine}
     )
-    service = open_service(config, open_model=in_process)
+    monkeypatch.setattr("textmill.server.lifecycle.new_model_process", in_process)
+    service = open_service(config)
     yield service
     asyncio.run(service.model.close(0))
 
 
 async def requests_while_hung(service: Service, hung: threading.Event) -> dict[str, Any]:
     """Return the replies while the model hangs, and after it continues."""
-    transport = httpx.ASGITransport(app=new_app(service))
+    transport = httpx.ASGITransport(app=new_app(ServedModels([service])))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=LONGEST) as client:
         found: dict[str, Any] = {"before": (await client.get("/health")).status_code}
         found["complete"], found["stream"] = await asyncio.gather(
@@ -93,13 +99,43 @@ def test_hung_model_is_reported_until_it_continues(service: Service, monkeypatch
     assert lines[-1] == "data: [DONE]"
 
 
+def test_model_with_nan_weights_is_reported(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = service.model.inner._batch.slots  # type: ignore[attr-defined]
+    decode = slots.decode
+    monkeypatch.setattr(slots, "decode", lambda *args: decode(*args) * float("nan"))
+
+    async def ask() -> tuple[list[httpx.Response], httpx.Response]:
+        transport = httpx.ASGITransport(app=new_app(ServedModels([service])))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=LONGEST) as client:
+            replies = [await client.post("/v1/completions", json={**BODY, "stream": one > 0}) for one in range(3)]
+            async with asyncio.timeout(LONGEST):  # the count may follow the last reply
+                while not service.problem():
+                    await asyncio.sleep(0.01)
+            return replies, await client.get("/health")
+
+    [complete, *streams], health = asyncio.run(ask())
+    assert complete.status_code == 500
+    for stream in streams:
+        assert '"finish_reason":"' not in stream.text, "a text that failed did not stop"
+        assert '"code":"model_error"' in stream.text
+    assert (health.status_code, health.json()["status"]) == (503, "the model's last 3 steps failed; restart the server")
+
+
+def test_model_with_nan_weights_is_refused_at_the_start(service: Service, tmp_path: Path) -> None:
+    [file] = tmp_path.glob("run/step-*/model.safetensors")
+    weights = {name: values * np.float32("nan") for name, values in load_file(file).items()}
+    save_file(weights, file)
+    with pytest.raises(TextmillError, match="not finite"):
+        in_process(Checkpoint(file.parent, 0, {}), TorchEngine(device="cpu", precision="fp32"), ServeConfig())
+
+
 def test_internal_error_gives_one_sentence_and_one_log_line(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.token_texts = service.sample = None  # type: ignore[assignment]
 
     async def ask() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=new_app(service), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app=new_app(ServedModels([service])), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=LONGEST) as client:
             return [await client.post("/tokenize", json={"prompt": "x"}), await client.get("/v1/models")]
 
@@ -116,7 +152,9 @@ async def health_during_request(
 ) -> tuple[int, int]:
     """Return the statuses of a long request, and of /health while the tokenizer works on it."""
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
+        transport=httpx.ASGITransport(app=new_app(ServedModels([service]))),
+        base_url="http://127.0.0.1",
+        timeout=LONGEST,
     ) as client:
         request = asyncio.create_task(client.post(path, json=body))
         while not started.is_set():

@@ -138,10 +138,15 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def model_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.server.lifecycle.new_model_process", in_process)
+
+
 def open_model(folder: Path, root: Path) -> Any:
     """Open the model as the server does."""
     tree = {"folder": str(root), "model": {"init_from": str(folder)}, "engine": {"device": "cpu", "precision": "fp32"}}
-    return open_service(RunConfig.model_validate(tree), open_model=in_process)
+    return open_service(RunConfig.model_validate(tree))
 
 
 @pytest.mark.parametrize("kind", REFUSED)

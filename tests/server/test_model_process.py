@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,12 +18,14 @@ import httpx
 import pytest
 
 from tests.support import web
-from tests.support.live_server import COMMAND, Live
+from tests.support.live_server import COMMAND, Live, list_children, read_stat
 from tests.support.server_process import in_process
 from tests.support.waiting import LONGEST, wait_for
 from textmill.checkpoints.folders import open_checkpoint
-from textmill.config import SampleConfig, ServeConfig, TorchEngine
+from textmill.config import EmbedConfig, SampleConfig, ServeConfig, TorchEngine
 from textmill.server.app import new_app
+from textmill.server.model_process import new_model_process
+from textmill.server.served_models import ServedModels
 from textmill.server.service import Service
 
 pytestmark = pytest.mark.long
@@ -61,27 +64,15 @@ def model(new_live: Callable[..., Live], small_model: Path) -> Live:
     return new_live({"model": str(small_model), "serve": {"slots": 3, "queue": 9, "max_tokens": ENDLESS}})
 
 
-def list_children(pid: int) -> list[int]:
-    """Return the child processes of a process."""
-    stats = [stat for path in Path("/proc").iterdir() if path.name.isdigit() and (stat := read_stat(int(path.name)))]
-    return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
-
-
-def read_stat(pid: int) -> str:
-    """Return /proc/PID/stat, or an empty string if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 async def replies_in_process(folder: Path) -> list[Any]:
     """Return the choices for every body with the model in this process."""
     serve = ServeConfig(slots=3, queue=9)
     model = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
     service = Service(model, serve, SampleConfig(), "mill")
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
+        transport=httpx.ASGITransport(app=new_app(ServedModels([service]))),
+        base_url="http://127.0.0.1",
+        timeout=LONGEST,
     ) as client:
         found = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in BODIES]
     await service.model.close(0)
@@ -163,8 +154,11 @@ def test_model_process_exits_when_the_server_is_killed(model: Live) -> None:
     wait_for(lambda: not (stat := read_stat(worker)) or " Z " in stat)
 
 
-def test_hung_and_killed_model_processes_are_reported(small_model: Path, tmp_path: Path) -> None:
-    """`textmill serve` reports it on /health and to every client, and exits with 1.
+KILLS = 4
+
+
+def test_hung_model_is_reported_and_a_killed_one_restarts(small_model: Path, tmp_path: Path) -> None:
+    """`textmill serve` reports it on /health and to every client, and answers again after each restart.
 
     Modules in the current folder are not imported.
     """
@@ -198,18 +192,62 @@ def test_hung_and_killed_model_processes_are_reported(small_model: Path, tmp_pat
             wait_for(lambda: "\ntextmill_active 3\n" in web.get(f"{url}/metrics").text)
             os.kill(worker, signal.SIGKILL)
             complete, chunks = requests[0].result(), requests[1].result()
-        died = "the model's process has died (SIGKILL); restart the server"
+        died = "the model's process has died (SIGKILL) and is being restarted; try again soon"
         assert (complete.status_code, complete.json()["error"]["message"]) == (500, died)
         assert chunks[-1]["error"]["message"] == died
         for path in ("/health", "/ready"):
             assert (web.get(f"{url}{path}").status_code, web.get(f"{url}{path}").json()["status"]) == (503, died)
         refused = web.post(f"{url}/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_broken")
-        assert not list_children(process.pid), "no zombie"
+        assert int(refused.headers["retry-after"]) > 0
+        for kill in range(KILLS):  # under clients that try again
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda _: ask_until_answered(url), range(8)))
+            assert [one["choices"][0]["finish_reason"] for one in answers] == ["length"] * 8
+            [worker] = list_children(process.pid)
+            if kill < KILLS - 1:
+                os.kill(worker, signal.SIGKILL)
         process.terminate()
-        assert process.wait(LONGEST) == 1
-        assert died in (tmp_path / "log").read_text()
+        assert process.wait(LONGEST) == 0
+        assert (tmp_path / "log").read_text().count("has been started again") == KILLS
         assert "Traceback" not in (tmp_path / "log").read_text()
     finally:
         process.kill()
         process.wait()
+
+
+def ask_until_answered(url: str) -> Any:
+    """Send a request until the model is back; meanwhile every reply is an error that tells to try again."""
+
+    def answered() -> Any:
+        reply = web.post(f"{url}/v1/completions", json={"prompt": "The mill", "max_tokens": 3, "min_tokens": 3})
+        if reply.status_code == 200:
+            return reply.json()
+        assert reply.status_code in (500, 503)
+        assert "is being restarted" in reply.json()["error"]["message"]
+        return None
+
+    return wait_for(answered)
+
+
+def test_model_process_that_cannot_start_again_is_given_up(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deleted checkpoint: the server says so, and closing it ends the restarts."""
+    monkeypatch.setattr("textmill.server.model_process.RESTART_SECONDS", (0, 0))
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    serve, engine = ServeConfig(), TorchEngine(device="cpu", precision="fp32")
+
+    async def kill() -> str:
+        model = new_model_process(open_checkpoint(folder), engine, serve, EmbedConfig())
+        await model.load()
+        shutil.rmtree(folder)
+        model.process.kill()
+        async with asyncio.timeout(LONGEST):
+            while "restarts failed" not in model.problem(LONGEST):
+                await asyncio.sleep(0.01)
+        problem = model.problem(LONGEST)
+        await model.close(0)
+        return problem
+
+    assert asyncio.run(kill()).endswith("and restarts failed; restart the server")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +127,9 @@ def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any)
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     for more, message in [
         ({"tools": [tool]}, "tools: is not supported; remove it"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type: must be 'text'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
+        ({"extra_body": {"regex": "("}}, "regex: no text can follow it"),
+        ({"extra_body": {"regex": "a", "choices": ["a"]}}, "choices: not together with regex"),
         ({"functions": [tool["function"]]}, "functions: is not supported"),
         ({"reasoning_effort": "low"}, "reasoning_effort: is not supported"),
         ({"extra_body": {"guided_regex": "a+"}}, "guided_regex: unknown field"),
@@ -133,6 +137,37 @@ def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any)
     ]:
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**body, **more)
+
+
+def test_constrained_output(client: Any, small_model: Path, new_live: Callable[..., Live]) -> None:
+    live = new_live({"model": str(small_model), "chat": False})
+    own = openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "pair", "strict": True, "schema": schema}}
+    body = {"model": "mill", "prompt": "x", "max_tokens": 80, "seed": 1}
+    reply = own.completions.create(**body, extra_body={"response_format": wanted})
+    assert reply.choices[0].finish_reason == "stop"
+    found = json.loads(reply.choices[0].text)
+    assert found["a"] in (1, 22)
+    assert type(found["b"]) is bool
+    streamed = own.completions.create(**body, extra_body={"response_format": wanted}, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == reply.choices[0].text
+    one = own.completions.create(**body, n=3, extra_body={"choices": ["yes", "no"]})
+    assert {choice.text for choice in one.choices} <= {"yes", "no"}
+    assert len(own.completions.create(**body, extra_body={"regex": "[0-9]{3}"}).choices[0].text) == 3
+    tree = own.completions.create(**body, extra_body={"grammar": 'start: "(" start? ")"'})
+    assert tree.choices[0].text.startswith("(")
+    chat = {"model": "mill", "messages": [{"role": "user", "content": "x"}]}
+    assert client.chat.completions.create(**chat, response_format=wanted, max_tokens=2).choices[0].message.content
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 2, "maximum": 1}}}
+    with pytest.raises(openai.BadRequestError, match="greater than maximum") as error:
+        client.chat.completions.create(**chat, response_format=wrong)
+    assert error.value.param == "response_format"
 
 
 def test_client_errors_have_the_servers_messages(client: Any, new_live: Callable[..., Live]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.support import web
 from tests.support.bert_models import write_bert
 from tests.support.browser import KEYS, Browser, missing
 from tests.support.live_server import Live
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.long
 
@@ -42,6 +44,7 @@ def slow(new_live: Callable[..., Live]) -> Live:
 def open_page(browser: Browser, url: str) -> None:
     """Open the page as a new visitor."""
     browser.open(url)
+    browser.errors()  # those of the page before
     browser.run("localStorage.clear(); sessionStorage.clear()")
     browser.open(url)
     browser.wait(
@@ -89,6 +92,10 @@ def test_completion_streams_with_probabilities(browser: Browser, slow: Live) -> 
     assert len(shown) > 20
     assert browser.text(".note") == "60 tokens, reached the maximum"
     assert "tokens/s" in browser.text("#speed")
+    speeds = """const first = {time: 1000, count: 10}, label = document.getElementById('speed');
+        const show = (...given) => { showSpeed(...given); return label.textContent; };
+        return [show(60, first, 1500), show(60, first, 1001), show(0, null, 0)]"""
+    assert browser.run(speeds) == ["100.0 tokens/s", "", ""], "tokens that come at once do not have a speed"
     browser.hover(".token:nth-of-type(4)")
     # Bytes that never make a character hide nothing that comes after them, and a stop string is not shown.
     broken = [[0xEA, 0xB0], [0x61], [0xEA, 0xB0, 0x95], [0x62, 0x63]]
@@ -107,7 +114,7 @@ def test_completion_streams_with_probabilities(browser: Browser, slow: Live) -> 
     assert browser.run(shaded) != "rgba(0, 0, 0, 0)"
     browser.click(".again")
     browser.wait(IDLE + " == 2")
-    assert browser.run("return document.querySelectorAll('.again').length") == 1
+    assert browser.run("return document.querySelectorAll('.again').length") == 2
     assert browser.errors() == []
     browser.run("document.getElementById('top_k').value = -1")
     browser.type("#prompt", KEYS["enter"])
@@ -128,13 +135,17 @@ def test_chat_in_both_text_directions_and_the_stop_button(browser: Browser, slow
     browser.type("#prompt", ARABIC + KEYS["enter"])
     browser.wait(IDLE)
     assert browser.run("return getComputedStyle(document.querySelector('.turn.user')).direction") == "rtl"
-    before = browser.run("return messages.length")
+    before = browser.run("return chatMessages().length")
     browser.click(".again")
     browser.wait("return !document.getElementById('stop').disabled")
     browser.wait(f"return document.querySelectorAll('{LAST} .token').length")
     browser.type("body", KEYS["escape"])
     browser.wait(IDLE + " == 1")
-    assert browser.run("return messages.length") == before == 2, "another answer takes the place of the first"
+    assert browser.run("return chatMessages().length") == before == 2, "another version of the same answer"
+    assert browser.text(".version") == "Version 2 of 2"
+    browser.click(".version")
+    assert browser.text(".version") == "Version 1 of 2"
+    browser.click(".version")
     assert "stopped" in browser.text(f"{LAST} .note")
     browser.run(SET_MAX_TOKENS, 400)
     browser.type("#prompt", HANGUL + KEYS["enter"])
@@ -200,9 +211,169 @@ def test_conversation_longer_than_the_context_continues(browser: Browser, new_li
     assert "tokens; the limit is" in browser.text("#error")
     assert browser.run("return document.getElementById('prompt').value") == long, "what got no answer is not lost"
     assert browser.run("return document.querySelectorAll('.turn').length") == 8
-    assert browser.run("return messages.length") == 6, (
-        "nor is the conversation: the context of the last answer, and that answer"
+    assert browser.run("return chatMessages().length") == 8, "nor is the conversation"
+
+
+ANSWERED = "return document.getElementById('stop').disabled && document.querySelectorAll('.again').length == {}"
+TURNS = "return [...document.querySelectorAll('.turn')].map((one) => one.textContent)"
+NAMES = "return [...document.querySelectorAll('#list button')].map((one) => one.textContent)"
+
+
+@needs_browser
+def test_conversations_are_kept_and_studied_by_keyboard_alone(browser: Browser, live: Live) -> None:
+    """Chat, probabilities, another mode, rename, reload, search, edit, delete and undo, without a pointer."""
+    open_page(browser, live.url)
+    browser.tab_to("#prompt")
+    browser.press("first question" + KEYS["enter"])
+    browser.wait(ANSWERED.format(1))
+    browser.press("second question" + KEYS["enter"])
+    browser.wait(ANSWERED.format(2))
+    browser.tab_to(".token")
+    browser.press(KEYS["right"] * 2)
+    tip = "return !document.getElementById('tip').hidden && document.getElementById('tip').textContent"
+    assert "50.0%" in browser.run(tip)
+    assert (
+        browser.run("return [...document.querySelectorAll('.turn.assistant .token')].indexOf(document.activeElement)")
+        == 2
     )
+    browser.press(KEYS["escape"])
+    assert not browser.run(tip)
+    kept = browser.run(TURNS)
+    browser.tab_to("input[name=mode]")
+    browser.press(KEYS["right"])
+    browser.tab_to("#prompt")
+    browser.press("a beginning" + KEYS["enter"])
+    browser.wait(ANSWERED.format(1))
+    assert browser.run(NAMES) == ["a beginning", "first question"]
+    browser.tab_to("#list li:nth-child(2) button")
+    browser.press(KEYS["enter"])
+    assert browser.run(TURNS) == kept, "nothing vanishes when the mode changes"
+    browser.tab_to("#title")
+    browser.press("a", held="\ue009")
+    browser.press("River talk" + KEYS["enter"])
+    browser.open(live.url)
+    browser.wait("return document.querySelectorAll('.turn').length == 4")
+    assert browser.run(TURNS) == kept, "nor when the page is loaded again"
+    assert browser.run(NAMES) == ["River talk", "a beginning"]
+    browser.tab_to("#search")
+    browser.press("beginn")
+    assert browser.run(NAMES) == ["a beginning"]
+    browser.press(KEYS["backspace"] * 6)
+    browser.tab_to(".turn.user:nth-of-type(1) .edit")
+    browser.press(KEYS["enter"])
+    browser.press("!" + KEYS["tab"] * 2 + KEYS["enter"])
+    browser.wait(ANSWERED.format(1))
+    assert browser.run("return conversation.turns[0].content").startswith("first question")
+    assert len(browser.run(NAMES)) == 3, "an edited message is the start of another conversation"
+    browser.tab_to("#delete")
+    browser.press(KEYS["enter"])
+    assert (len(browser.run(NAMES)), len(browser.run(TURNS))) == (2, 0)
+    browser.press(KEYS["enter"])  # undo has the focus
+    assert (len(browser.run(NAMES)), len(browser.run(TURNS))) == (3, 2)
+    browser.tab_to("#new")
+    browser.press(KEYS["enter"])
+    assert "Ask the model" in browser.text("#hint")
+    assert browser.errors() == []
+
+
+@needs_browser
+def test_two_answers_are_compared_and_the_preferred_one_is_written(
+    browser: Browser, new_live: Callable[..., Live], tmp_path: Path
+) -> None:
+    file = tmp_path / "preferences.jsonl"
+    live = new_live({"preferences": str(file)})
+    open_page(browser, live.url)
+    browser.run("document.getElementById('pair').open = true; document.getElementById('other_model').value = 'mill'")
+    browser.run("document.getElementById('other_temperature').value = '0.1'")
+    browser.type("#prompt", "which one?" + KEYS["enter"])
+    browser.wait("return document.querySelectorAll('.prefer').length == 2")
+    titles = browser.run("return [...document.querySelectorAll('.columns > div > p')].map((one) => one.textContent)")
+    assert titles == ["mill, temperature 0.8, top p 1", "mill, temperature 0.1, top p 1"]
+    shoot(browser, "pair")
+    browser.click(".columns > div:nth-child(2) .prefer")
+    browser.wait("return document.querySelectorAll('.columns').length == 0")
+    assert browser.text(".version") == "Version 2 of 2"
+    line = json.loads(wait_for(file.read_text))
+    assert line["prompt"] == [{"role": "user", "content": "which one?"}]
+    assert line["chosen"][0]["content"].startswith("user: which one?")
+    assert (line["chosen_by"]["temperature"], line["rejected_by"]["temperature"]) == (0.1, 0.8)
+    reply = web.post(f"{live.url}/preferences", json={"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert reply.status_code == 200
+    assert json.loads(file.read_text().splitlines()[1])["chosen"] == "b"
+
+
+@needs_browser
+def test_markdown_is_shown_and_never_html(browser: Browser, live: Live) -> None:
+    open_page(browser, live.url)
+    text = (
+        "# Mill\n\nSome **bold** *soft* `a<b` [site](https://x.example/a) [bad](javascript:alert(1))\n"
+        '<img src=x onerror=alert(1)>\n\n- one\n- two\n\n3. three\n\n```js\nlet a = "<b>";\n```\nend'
+    )
+    html = browser.run("return renderMarkdown(arguments[0]).innerHTML", text)
+    assert html == (
+        '<p class="heading">Mill</p><p>Some <strong>bold</strong> <em>soft</em> <code>a&lt;b</code> '
+        '<a href="https://x.example/a" rel="noreferrer" target="_blank">site</a> [bad](javascript:alert(1))\n'
+        "&lt;img src=x onerror=alert(1)&gt;</p><ul><li>one</li><li>two</li></ul>"
+        '<ol start="3"><li>three</li></ol><pre tabindex="0"><code>let a = "&lt;b&gt;";</code></pre><p>\nend</p>'
+    )
+
+
+@needs_browser
+def test_settings_belong_to_a_model_and_only_changed_ones_are_stored(
+    browser: Browser, new_live: Callable[..., Live], tmp_path: Path
+) -> None:
+    open_page(browser, new_live({}).url)
+    browser.run(SET_MAX_TOKENS, 5)
+    stored = "return JSON.parse(localStorage.getItem('textmill')).changed"
+    assert browser.run(stored) == {"mill": {"max_tokens": "5"}}
+    browser.run("model = {...model, id: 'other'}; models.push(model); setModel(model)")
+    assert browser.run("return document.getElementById('max_tokens').value") != "5"
+    browser.run("setModel(models[0])")
+    assert browser.run("return document.getElementById('max_tokens').value") == "5"
+    browser.click("#reset")
+    assert browser.run(stored) == {"mill": {}}
+
+
+@needs_browser
+@pytest.mark.skipif("TEXTMILL_TEST_AXE" not in os.environ, reason="TEXTMILL_TEST_AXE names axe-core's axe.min.js")
+def test_axe_finds_nothing(browser: Browser, live: Live) -> None:
+    script = Path(os.environ["TEXTMILL_TEST_AXE"]).read_text(encoding="utf-8")
+    check = "const done = arguments[0]; axe.run().then((found) => done(found.violations.map((one) => one.id)))"
+    open_page(browser, live.url)
+    for width, theme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
+        browser.size(width, 780)
+        browser.run("setTheme(arguments[0])", theme)
+        browser.type("#prompt", "hello" + KEYS["enter"])
+        browser.wait("return document.getElementById('stop').disabled")
+        browser.run(f"{script}; window.axe = axe;")
+        assert browser.send("execute/async", script=check, args=[]) == []
+    browser.size(1200, 800)
+
+
+STAINLESS = ("arch", "lang", "os", "package-version", "retry-count", "runtime", "runtime-version", "timeout")
+"""Headers of OpenAI's JavaScript client."""
+CALL = """const [url, headers, done] = [...arguments];
+fetch(url, {method: 'POST', headers, body: JSON.stringify({messages: [{role: 'user', content: 'x'}], max_tokens: 2})})
+    .then((reply) => reply.json().then((tree) => done([tree.object, reply.headers.get('x-request-id')])), (error) =>
+    done([String(error)]))"""
+
+
+@needs_browser
+def test_page_of_an_allowed_origin_calls_the_server(
+    browser: Browser, live: Live, new_live: Callable[..., Live]
+) -> None:
+    """A browser asks first (preflight) whether it may send the headers of OpenAI's JavaScript client."""
+    headers = {f"X-Stainless-{name}": "x" for name in STAINLESS}
+    headers |= {"Authorization": "Bearer none", "Content-Type": "application/json"}
+    browser.open(f"{live.url}/docs")  # a page of another port, without a script policy that forbids the call
+    browser.send("goog/cdp/execute", cmd="Page.setBypassCSP", params={"enabled": True})
+    browser.open(f"{live.url}/docs")
+    for origins, answered in (([live.url], True), ([], False)):
+        other = new_live({"serve": {"allowed_origins": origins}})
+        reply = browser.send("execute/async", script=CALL, args=[f"{other.url}/v1/chat/completions", headers])
+        assert (reply[0] == "chat.completion" and reply[1].startswith("req-")) == answered, reply
+    browser.send("goog/cdp/execute", cmd="Page.setBypassCSP", params={"enabled": False})
+    browser.errors()
 
 
 @needs_browser

@@ -19,7 +19,7 @@ def test_a_client_that_cannot_be_written_to_has_left() -> None:
 
     async def stream() -> dict[str, Any]:
         request = Request((1, 2), SampleConfig(max_tokens=10**9))
-        in_flight = start_request(service, [request], streamed=True)
+        in_flight = await start_request(service, [request], streamed=True)
         reply = CompletionReply(service, CompletionBody(prompt="x"), [])
         scope: dict[str, Any] = {}
 
@@ -35,5 +35,5 @@ def test_a_client_that_cannot_be_written_to_has_left() -> None:
 
     assert asyncio.run(stream()) == {"log_fields": {"ended": "left"}}
     assert service.metrics.disconnects == 1
-    wait_for(lambda: service.model.stats()["cancelled"] == 1)
+    wait_for(lambda: service.model.stats().cancelled == 1)
     asyncio.run(service.model.close(0))

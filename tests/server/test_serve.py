@@ -81,7 +81,7 @@ def test_a_second_ctrl_c_ends_running_texts_at_once(where: Path) -> None:
             wait_for(lambda: web.get(f"{found[0]}/ready").status_code == 503)
             process.send_signal(signal.SIGINT)
             events = [line for line in lines if line]
-        assert '"finish_reason":"length","ended":"server stopping"' in events[-3]
+        assert '"finish_reason":null' in events[-3]
         assert "the server is stopping; the text was ended early" in events[-2]
         assert (events[-1], process.wait(LONGEST)) == ("data: [DONE]", 0)
     finally:
@@ -117,13 +117,14 @@ def test_failed_start_gives_one_line(where: Path, tmp_path: Path) -> None:
             assert done.stderr.count("\n") == 1
 
 
-def test_beam_search_is_refused_before_the_model_is_opened(where: Path) -> None:
+def test_beam_search_is_refused_before_the_model_is_opened(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> NoReturn:
         raise AssertionError("the model was opened")
 
+    monkeypatch.setattr("textmill.server.lifecycle.new_model_process", never)
     config = open_where(str(where), ["sample.beams=4"]).config
     with pytest.raises(TextmillError, match=r"the server has no beam search; set sample\.beams=1"):
-        open_service(config, open_model=never)
+        open_service(config)
 
 
 def test_model_name_is_the_name_of_its_run() -> None:

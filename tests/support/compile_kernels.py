@@ -47,6 +47,8 @@ SAMPLES = [
     {"temperature": 0, "min_tokens": 5},
     {"top_k": 50},
     {"temperature": 0.8, "top_k": 0, "min_tokens": 5},
+    {"top_p": 0.9},
+    {"top_k": 50, "top_p": 0.9, "min_tokens": 5},
 ]
 
 
@@ -180,7 +182,7 @@ def usual_cases() -> Iterator[Callable[[], None]]:
     for family, size in (("gpt2", "small"), ("llama", "small"), ("llama", "qwen3-0.6b")):
         yield from (partial(decode, family, size, "bf16", texts) for texts in (1, 8))
     yield partial(decode, "llama", "qwen2.5-0.5b", "fp32", 2)
-    yield partial(decode, "llama", "small", "fp16", 4, activation="relu2", gated=False, logit_softcap=15.0)
+    yield partial(decode, "llama", "small", "fp16", 4, activation="relu2")
 
 
 def all_cases() -> Iterator[Callable[[], None]]:

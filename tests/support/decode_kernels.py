@@ -107,6 +107,6 @@ def run_without_capture(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(CapturedSlots, "kernels", sys.modules[__name__])
     patch.setattr(torch, "_addmm_activation", addmm_gelu)
-    patch.setattr(CapturedSlots, "_capture", capture)
+    patch.setattr(CapturedSlots, "capture", capture)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)

@@ -34,7 +34,7 @@ def do_run(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     config = base.model_copy(update={"engine": section})
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
-    with closing(open_engine(config, shape, ranks)) as engine:
+    with closing(open_engine(config.engine, config.train, shape, config.model.lora, ranks)) as engine:
         if run.get("start"):
             state = np.load(Path(run["start"]))
             weights = [(name.removeprefix("w:"), values) for name, values in state.items() if name.startswith("w:")]

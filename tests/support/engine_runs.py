@@ -44,11 +44,8 @@ FAMILY = ["gpt2"]
 def config_of(
     kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
 ) -> RunConfig:
-    own: dict[str, dict[str, Any]] = {
-        MYNET: {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}},
-        "llama": {"heads": 4, "kv_heads": 2},
-    }
-    shape = ShapeConfig(layers=2, width=32, positions=LENGTH, dropout=dropout, **own.get(FAMILY[0], {"heads": 2}))
+    heads = {"heads": 4, "kv_heads": 2} if FAMILY[0] == "llama" else {"heads": 2}
+    shape = ShapeConfig(layers=2, width=32, positions=LENGTH, dropout=dropout, **heads)
     model = ModelConfig(family=FAMILY[0], size={"gpt2": "nano", "bert": "tiny"}.get(FAMILY[0], "small"), shape=shape)
     if lora is not None and FAMILY[0] == "bert":
         lora = lora.model_copy(update={"targets": BERT_TARGETS})
@@ -66,7 +63,7 @@ def adapting(config: RunConfig, lora: LoraConfig | None) -> RunConfig:
 def started(config: RunConfig) -> Engine:
     family = open_family(config.model.family)
     shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
-    engine = open_engine(config, shape)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora)
     engine.load(first_of(config, shape), [], 0, "the first weights")
     return engine
 

@@ -82,7 +82,7 @@ def shape_of(config: RunConfig) -> Any:
 
 def started(config: RunConfig, world: int) -> OnTorch:
     """Open the engine of rank 0, inside `fake_ranks`."""
-    engine = new_engine(config, shape_of(config), FakeRanks(world))
+    engine = new_engine(config.engine, config.train, shape_of(config), config.model.lora, FakeRanks(world))
     engine.load(initial_weights(engine.net.shape, 5), [], 0, "the first weights")
     return engine
 

@@ -99,7 +99,7 @@ def shape_of(config: RunConfig) -> Any:
 def started(config: RunConfig, ranks: Any = None) -> Engine:
     """Open the engine with initial weights."""
     shape = shape_of(config)
-    engine = open_engine(config, shape, ranks)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora, ranks)
     engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     return engine
 
@@ -122,7 +122,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 def resumed(config: RunConfig, state: dict[str, Any], ranks: Any = None) -> Engine:
     """Open an engine that resumes from the `state_of` another after SAVED steps."""
-    engine = open_engine(config, shape_of(config), ranks)
+    engine = open_engine(config.engine, config.train, shape_of(config), config.model.lora, ranks)
     weights = [(name, values) for name, values in state.items() if "/" not in name]
     engine.load(weights, [(name, values) for name, values in state.items() if "/" in name], SAVED, "saved")
     return engine
@@ -164,7 +164,7 @@ def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LORA})})
     shape = shape_of(config)
     first = [*initial_weights(shape, 5), *initial_adapters(shape, LORA, 5)]
-    engine = open_engine(config, shape, ranks)
+    engine = open_engine(config.engine, config.train, shape, config.model.lora, ranks)
     engine.load(first, [], 0, "the first weights")
     numbers = stepped(engine, range(SAVED), config.model.family)
     state = dict(first) | state_of(engine)

@@ -102,3 +102,17 @@ def served(arguments: list[str]) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def list_children(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    stats = [stat for path in Path("/proc").iterdir() if path.name.isdigit() and (stat := read_stat(int(path.name)))]
+    return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
+
+
+def read_stat(pid: int) -> str:
+    """Return /proc/PID/stat, or an empty string if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

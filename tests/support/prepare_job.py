@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.config import RunConfig
+from textmill.corpus import find_sources, records
 from textmill.corpus.prepare import prepare
 from textmill.runners.on_local import ProcessRunner
 
@@ -40,6 +41,7 @@ def main(config: str, pattern: str, count: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield result
 
+    find_sources.FILE_BYTES = records.CHUNK_BYTES  # a chunk for each file
     ProcessRunner.map = killing  # type: ignore[method-assign]
     prepare(RunConfig.model_validate_json(Path(config).read_text(encoding="utf-8")))
 

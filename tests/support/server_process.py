@@ -19,12 +19,13 @@ from typing import Any
 
 from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
-from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
+from textmill.config import EmbedConfig, EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.requests import DeliverChunk, Done, QueueFull, Request, TextChunk, Token
+from textmill.generation.requests import DeliverChunk, Done, ModelStats, QueueFull, Request, TextChunk, Token
 from textmill.generation.worker import ChunkCollector
 from textmill.server.lifecycle import bind, open_service, read_api_key, run
-from textmill.server.model_process import start_model_process
+from textmill.server.model_process import new_model_process
+from textmill.server.served_models import ServedModels
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 from textmill.where import open_where
@@ -91,15 +92,9 @@ class Echo:
             for job in [*self.active, *self.waiting]:
                 job.cancelled = job.cancelled or job.number == number
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> ModelStats:
         with self.lock:
-            return {
-                "active": len(self.active),
-                "waiting": len(self.waiting),
-                "slots": self.slots,
-                "queue": self.queue,
-                **self.counts,
-            }
+            return ModelStats(len(self.active), len(self.waiting), self.slots, self.queue, **self.counts)
 
     def problem(self, patience: float) -> str:
         return ""
@@ -176,10 +171,15 @@ class Turns:
 class InProcess:
     """A model in this process in place of a ModelProcess: delivers the tokens of `inner` in chunks."""
 
+    loaded = True
+
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.vocab, self.positions, self.tokenizer = inner.vocab, inner.positions, inner.tokenizer
         self.cancel, self.stats, self.problem = inner.cancel, inner.stats, inner.problem
+
+    def start(self) -> None:
+        pass
 
     async def connect(self) -> None:
         pass
@@ -201,8 +201,8 @@ class InProcess:
         return number
 
 
-def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> Any:
-    """Open the model in this process, so that a test can reach it."""
+def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, *_: object) -> Any:
+    """Open the model in this process, so that a test can reach it; in place of `new_model_process`."""
     from textmill.generation.scheduler import open_scheduler
 
     return InProcess(open_scheduler(checkpoint, engine, serve))
@@ -212,13 +212,16 @@ def new_service(options: dict[str, Any]) -> Service:
     """Return the service that a test needs: `where` names any model, `model` a checkpoint; default: the echo model."""
     if where := options.get("where"):
         settings = ["engine.device=cpu", "engine.precision=fp32", *options.get("settings", [])]
-        return open_service(open_where(where, settings).config)
+        service = open_service(open_where(where, settings).config)
+        service.model.start()
+        return service
     serve = ServeConfig(port=0, **options.get("serve", {}))
     sample = SampleConfig(**options.get("sample", {}))
     if folder := options.get("model"):
-        model: Any = start_model_process(
-            open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve
+        model: Any = new_model_process(
+            open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve, EmbedConfig()
         )
+        model.start()
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
         model = InProcess(
@@ -229,4 +232,7 @@ def new_service(options: dict[str, Any]) -> Service:
 
 
 if __name__ == "__main__":
-    run(new_service(json.loads(sys.argv[1])), bind("127.0.0.1", 0))
+    given = json.loads(sys.argv[1])
+    models = ServedModels([new_service(given)])
+    models.preferences = Path(given["preferences"]) if "preferences" in given else None
+    run(models, bind("127.0.0.1", 0))

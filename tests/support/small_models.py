@@ -19,7 +19,7 @@ TEXT = [
 ]
 
 
-def write_model(run: Path, tokenizer: TextTokenizer, shape: Shape) -> Checkpoint:
+def write_model(run: Path, tokenizer: TextTokenizer, shape: Shape, step: int = 7) -> Checkpoint:
     """Write a checkpoint with large random weights, so that the likeliest token differs between positions."""
     dice = np.random.default_rng(7)
     weights = [
@@ -36,4 +36,4 @@ def write_model(run: Path, tokenizer: TextTokenizer, shape: Shape) -> Checkpoint
         **tokenizer.files(shape.positions),
     }
     files = {name: text.encode() for name, text in texts.items()}
-    return open_checkpoint(write_checkpoint(run, Snapshot(7, weights, [], {"step": 7}, files)))
+    return open_checkpoint(write_checkpoint(run, Snapshot(step, weights, [], {"step": step}, files)))

@@ -259,7 +259,7 @@ def test_blends_follow_the_rule_to_any_length(weights: list[int]) -> None:
 @given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=6), st.integers(0, 10**12))
 def test_any_weights_are_kept_at_any_sample(weights: list[float], start: int) -> None:
     blend = Blend(weights)
-    stores, numbers = blend.locate(np.arange(start, start + 200))
+    stores, numbers = blend.locate(np.arange(start, start + 60))
     for place, (store, number) in enumerate(zip(stores.tolist(), numbers.tolist(), strict=True)):
         share = blend.integer_weights[store] / blend.period
         assert abs(number - share * (start + place)) <= len(weights)

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from textmill.config import ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
@@ -15,7 +17,7 @@ from textmill.models.gpt2 import family as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.blend import BatchSizes
-from textmill.tokens.batches.chat import ChatCounts, ChatLayout, count_conversations
+from textmill.tokens.batches.chat import ChatCounts, ChatLayout, count_conversations, kept_spans
 from textmill.tokens.batches.loader import Batches, batches_in_order
 from textmill.tokens.store import StoreWriter, TokenStore, open_store
 
@@ -41,39 +43,78 @@ def test_conversations_are_packed_into_a_sample(tmp_path: Path) -> None:
     assert rows.inputs.tolist() == [
         [1, 30, 9, 2, 40, 1, 9, 2, 0, 0],
         [1, 30, 9, 2, 40, 0, 0, 0, 0, 0],
-        [2, 41, 42, 9, 1, 34, 9, 2, 43, 44],
+        [1, 34, 9, 2, 43, 44, 0, 0, 0, 0],
     ]
     assert rows.labels.tolist() == [
         [X, X, X, 40, 9, X, X, 9, X, X],
         [X, X, X, 40, 9, X, X, X, X, X],
-        [41, 42, 9, X, X, X, X, 43, 44, 9],
+        [X, X, X, 43, 44, 9, X, X, X, X],
     ]
     assert rows.documents is not None
-    assert rows.documents.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0, 0], [1] * 10]
+    assert rows.documents.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 5 + [0] * 5, [1] * 6 + [0] * 4]
 
 
 @pytest.mark.parametrize(
-    ("cut", "length", "inputs", "labels"),
+    ("cut", "length", "inputs", "labels", "cut_question", "cut_answer"),
     [
-        ("start", 5, [34, 9, 2, 43, 44], [X, X, 43, 44, 9]),
-        ("start", 2, [43, 44], [44, 9]),
-        ("end", 7, [1, 31, 32, 33, 9, 2, 41], [X, X, X, X, X, 41, 42]),
-        ("end", 5, [1, 31, 32, 33, 9], [X, X, X, X, X]),
-        ("start", 15, LONG[0][:-1], [X, X, X, X, X, 41, 42, 9, X, X, X, X, 43, 44, 9]),
+        ("start", 15, LONG[0][:-1], [X, X, X, X, X, 41, 42, 9, X, X, X, X, 43, 44, 9], 0, 0),
+        ("start", 6, [1, 34, 9, 2, 43, 44], [X, X, X, 43, 44, 9], 0, 0),
+        ("end", 12, LONG[0][:8], [X, X, X, X, X, 41, 42, 9], 0, 0),
+        # One question with its answer is too long: the question's middle goes, then the answer's end.
+        ("start", 5, [1, 34, 2, 43, 44], [X, X, 43, 44, 9], 1, 0),
+        ("end", 7, [1, 31, 32, 9, 2, 41, 42], [X, X, X, X, 41, 42, 9], 1, 0),
+        ("start", 2, [1, 43], [43, 44], 1, 1),
+        ("end", 3, [1, 41, 42], [41, 42, 9], 1, 0),
     ],
 )
 def test_truncation_against_hand_written_labels(
-    tmp_path: Path, cut: str, length: int, inputs: list[int], labels: list[int]
+    tmp_path: Path, cut: str, length: int, inputs: list[int], labels: list[int], cut_question: int, cut_answer: int
 ) -> None:
-    store = new_store(tmp_path, [LONG])
-    rows = ChatLayout(store, length=length, seed=None, pad_id=PAD, truncate=cut).build_samples(np.arange(1))
-    assert rows.inputs.tolist() == [inputs]
-    assert rows.labels.tolist() == [labels]
-    left = sum(label != X for label in labels)
-    facts = count_conversations(store, length, cut, STOP)
-    assert facts == ChatCounts(
-        1, 16, 6, left, int(length < 15), int(length < 6), int(left == 0), 1, int(STOP in labels), 16
+    store = new_store(tmp_path, [LONG, SHORT])
+    layout = ChatLayout(store, length=length, seed=None, pad_id=PAD, truncate=cut, pack=False)
+    rows = layout.build_samples(np.arange(1))
+    padding = length - len(inputs)
+    assert rows.inputs.tolist() == [inputs + [PAD] * padding]
+    assert rows.labels.tolist() == [labels + [X] * padding]
+    (tmp_path / "one").mkdir()
+    counts = count_conversations(new_store(tmp_path / "one", [LONG]), length, cut, STOP)
+    kept = sum(label != X for label in labels)
+    assert counts == ChatCounts(
+        conversations=1,
+        tokens=16,
+        loss_tokens=6,
+        kept_loss_tokens=kept,
+        truncated=int(length < 15),
+        cut_questions=cut_question,
+        cut_answers=cut_answer,
+        with_answer=1,
+        with_stop=int(STOP in labels),
+        longest=16,
     )
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    most=st.integers(3, 30),
+    truncate=st.sampled_from(["start", "end"]),
+)
+def test_every_kept_answer_has_its_question(turns: list[tuple[int, int]], most: int, truncate: str) -> None:
+    """An answer is kept from its first token on, right behind the end of its own question, and no more than fit."""
+    loss = np.concatenate([[0] * question + [1] * answer for question, answer in turns]).astype(np.uint8)
+    if len(loss) <= most:
+        return
+    spans = kept_spans(loss, most, truncate)
+    places = [place for start, stop in spans for place in range(start, stop)]
+    assert places == sorted(set(places))
+    assert 0 <= places[0] < places[-1] < len(loss)
+    assert len(places) <= most
+    if not loss.any():
+        return
+    assert loss[places].any()
+    for number, place in enumerate(places):
+        if loss[place]:
+            assert number > 0
+            assert places[number - 1] == place - 1 or (not loss[place - 1] and not loss[places[number - 1]])
 
 
 def random_store(folder: Path, count: int = 300) -> TokenStore:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import jieba
 import pytest
 
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+from textmill.config import TokenizerConfig
+from textmill.errors import TextmillError
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer, open_used
 
 SPECIAL = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<eod>", "中", "国", "\u2582"]
 PIECES = [
@@ -53,10 +57,15 @@ def is_chinese(text: str) -> bool:
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 
-def wanted_tokens(text: str) -> list[str]:
-    """As EncDecTokenizer.tokenize, with words cut at borders of scripts."""
+def cut_scripts(text: str) -> list[str]:
+    """The words of a text, cut where the script changes."""
+    return re.findall(r"[\u4e00-\u9fff]+|[A-Za-z0-9]+|[\s\S]", text)
+
+
+def wanted_tokens(text: str, cut: Callable[[str], Iterable[str]] = cut_scripts) -> list[str]:
+    """As EncDecTokenizer.tokenize, which cuts with jieba."""
     found: list[str] = []
-    for word in re.findall(r"[\u4e00-\u9fff]+|[A-Za-z0-9]+|[\s\S]", text):
+    for word in cut(text):
         word = word.replace(" ", "\u2582").replace("\n", "\u2583")
         if len(word) > 200:
             found.append("<unk>")
@@ -107,6 +116,35 @@ def test_ids_are_those_of_the_algorithm(tokenizer: TextTokenizer) -> None:
     known = [text for text in texts if 0 not in tokenizer.encode(text)]
     assert len(known) > 30
     assert [tokenizer.decode(tokenizer.encode(text)) for text in known] == known
+
+
+def test_ids_of_jieba_are_those_of_the_algorithm(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """Also of words in which scripts meet, and of characters without a token inside of words."""
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCAB), encoding="utf-8")
+    config = TokenizerConfig(use=str(tmp_path / "vocab.txt"), jieba=True)
+    cut = open_used(config, "packed")
+    dice = random.Random(4)
+    parts = ["中国人民", "水车", "T恤", "磨龘坊", "the milling", "1984年", "  ", "\n", "，", "é", "B超", "mill", "AA制"]
+    texts = ["", "\t", "a" * 201, "中国人民的水车", *("".join(dice.choices(parts, k=6)) for _ in range(200))]
+    for text in texts:
+        wanted = [VOCAB.index(token) for token in wanted_tokens(text, jieba.cut)]
+        assert cut.encode(text) == wanted, text
+    assert [ids.tolist() for ids in cut.encode_many(texts)] == [cut.encode(text) for text in texts]
+    assert any(cut.encode(text) != tokenizer.encode(text) for text in texts)
+    assert cut.fingerprint != tokenizer.fingerprint
+    (tmp_path / "saved").mkdir()
+    cut.save(tmp_path / "saved")
+    again = open_tokenizer(tmp_path / "saved")
+    assert again.fingerprint == cut.fingerprint
+    assert again.encode(texts[-1]) == cut.encode(texts[-1])
+
+
+def test_jieba_is_for_this_vocabulary_only(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nmill\n")
+    with pytest.raises(TextmillError, match=r"tokenizer\.jieba: is for tokenizer\.use=vocab\.txt of EncDecTokenizer"):
+        open_used(TokenizerConfig(use=str(tmp_path / "vocab.txt"), jieba=True), "packed")
+    with pytest.raises(TextmillError, match=r"tokenizer\.jieba: is for tokenizer\.use"):
+        TokenizerConfig(jieba=True)
 
 
 def test_special_tokens_and_the_saved_folder(tokenizer: TextTokenizer, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -300,7 +301,8 @@ def test_two_weighted_stores_through_all_commands(
     assert "nothing to do: tokens.use names token stores" in message
     assert "bits/byte" not in message
     assert not (tmp_path / "tokens").exists()
-    measured = json.loads((tmp_path / "run" / "evaluation" / "step-0000002-valid.json").read_text())
+    [saved] = (tmp_path / "run" / "evaluation").glob("step-0000002-perplexity-valid-*.json")
+    measured = json.loads(saved.read_text())
     stores = open_splits(config_for(tmp_path, tokenizer, one, two)).stores("valid")
     assert (measured["documents"], measured["tokens"]) == (12, sum(store.tokens for store in stores))
     assert set(measured["model"]) == {"loss", "token_perplexity"}
@@ -345,3 +347,134 @@ def test_ids_outside_the_vocabulary_stop_training(
     (tmp_path / "some.yaml").touch()
     assert main(["train", str(tmp_path / "some.yaml"), *arguments]) == 2
     assert "token id 400, but the tokenizer's vocabulary has 258 tokens" in capsys.readouterr().err
+
+
+def with_tokens(config: RunConfig, own_splits: bool = True, **tokens: list[str]) -> RunConfig:
+    tree = config.model_dump()
+    return RunConfig.model_validate(
+        {**tree, "tokens": {**tree["tokens"], **tokens}, "corpus": {**tree["corpus"], "own_splits": own_splits}}
+    )
+
+
+def test_evaluation_data_of_any_name_is_not_trained_on(tmp_path: Path, tokenizer: Path) -> None:
+    train, held, last = (rows_of(number, 40, longest=9) for number in range(3))
+    write_store(tmp_path / "one", train)
+    write_store(tmp_path / "two", held)
+    pq.write_table(pa.table({"input_ids": last}), tmp_path / "three.parquet")
+    config = config_for(tmp_path / "run", tokenizer, tmp_path / "one")
+    both = with_tokens(config, use_valid=[str(tmp_path / "two")], use_test=[str(tmp_path / "three.parquet")])
+    tokenize_existing(both)
+    assert {split: documents_of(one[0].store) for split, one in open_splits(both).by_split.items()} == {
+        "train": train,
+        "valid": held,
+        "test": last,
+    }
+    only_test = with_tokens(config, use_test=[str(tmp_path / "two")])
+    edges = split_borders([80, 10, 0], 40)
+    assert edges == [0, 36, 40, 40]
+    splits = open_splits(only_test).by_split
+    assert documents_of(splits["train"][0].store) == train[:36]
+    assert documents_of(splits["valid"][0].store) == train[36:], "valid is taken out of train if nothing names it"
+    assert documents_of(splits["test"][0].store) == held
+    batches = open_batches(both.train.model_copy(update={"batch": 8}), open_splits(both), length=16, folder=None)
+    seen = {document for step in range(50) for _, _, document in batches.documents_at(step)}
+    assert seen <= set(range(40)), "one store, of 40 documents"
+    assert len(batches.layouts) == 1
+    with pytest.raises(TextmillError, match=r"split has changed since it was converted"):
+        open_splits(with_tokens(config, use_valid=[str(tmp_path / "two"), str(tmp_path / "three.parquet")]))
+
+
+@pytest.mark.parametrize("name", ["wikitext.test", "my-gpt2_dev_text_document", "EVAL_1", "validation"])
+def test_a_store_named_after_an_evaluation_split_is_not_trained_on(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    write_store(tmp_path / "train", rows_of(0, 40))
+    write_store(tmp_path / name, rows_of(1, 40))
+    split = "test" if "test" in name else "valid"
+    config = config_for(tmp_path / "run", tokenizer, tmp_path / "train", tmp_path / name)
+    with pytest.raises(TextmillError, match=rf"{name}: is named after the {split} .* tokens\.use_{split} instead"):
+        open_splits(config)
+    assert len(open_splits(with_tokens(config, own_splits=False)).stores("train")) == 2
+
+
+def test_names_of_datasets_decide_their_split(tmp_path: Path, tokenizer: Path) -> None:
+    """The names that jax-lm-training gives its files; a dataset without splits may have such a name too."""
+    rows = {name: rows_of(number, 12) for number, name in enumerate(("train", "test"))}
+    for name, some in rows.items():
+        pq.write_table(pa.table({"input_ids": some}), tmp_path / f"wikitext.{name}-00000-of-00001")
+        datasets.Dataset.from_dict({"input_ids": some}).save_to_disk(tmp_path / f"saved-{name}")
+    used = [tmp_path / "wikitext.train*", tmp_path / "wikitext.test*"]
+    config = config_for(tmp_path / "run", tokenizer, *used)
+    tokenize_existing(config)
+    splits = open_splits(config)
+    assert [documents_of(store) for store in splits.stores("train")] == [rows["train"]]
+    assert [documents_of(store) for store in splits.stores("test")] == [rows["test"]]
+    with pytest.raises(TextmillError, match=r"name it in tokens\.use_test instead"):
+        open_splits(config_for(tmp_path / "run", tokenizer, tmp_path / "saved-train", tmp_path / "saved-test"))
+    with pytest.raises(TextmillError, match=r"use_valid: .* has several splits \(test, train\)"):
+        tokenize_existing(with_tokens(config, use_valid=[str(tmp_path / "wikitext.*")]))
+
+
+class Code:
+    """What numpy.load and pickle.load would run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_files_of_numpy(tmp_path: Path, tokenizer: Path, protocol: int) -> None:
+    """A matrix, one long row, and the lists of arrays of binarized_text.pickle, also in a .npy of objects."""
+    rows = [row or [1] for row in rows_of(4, 40)]
+    arrays = [np.array(row, np.uint16) for row in rows]
+    with open(tmp_path / "rows.pickle", "wb") as stream:
+        pickle.dump(arrays, stream, protocol)
+    objects = np.empty(len(rows), object)
+    objects[:] = arrays
+    np.save(tmp_path / "objects.npy", objects)
+    matrix = np.random.default_rng(1).integers(0, 256, (40, 9), np.int32)
+    np.save(tmp_path / "matrix.npy", matrix)
+    np.save(tmp_path / "long.npy", matrix.ravel())
+    used = [tmp_path / name for name in ("rows.pickle", "objects.npy", "matrix.npy", "long.npy")]
+    config = config_for(tmp_path / "run", tokenizer, *used)
+    tokenize_existing(config)
+    found = [[row for part in split_rows(config, number).values() for row in part] for number in range(4)]
+    assert found == [rows, rows, matrix.tolist(), [matrix.ravel().tolist()]]
+    assert [len(split_rows(config, number)["train"]) for number in range(3)] == [32, 32, 32]
+
+
+def test_files_of_numpy_with_something_else(tmp_path: Path, tokenizer: Path) -> None:
+    canary = tmp_path / "canary"
+    with open(tmp_path / "code.pickle", "wb") as stream:
+        pickle.dump([Code(canary)], stream)
+    np.save(tmp_path / "code.npy", np.array([Code(canary)], object))
+    np.save(tmp_path / "floats.npy", np.ones((3, 3)))
+    with open(tmp_path / "texts.pickle", "wb") as stream:
+        pickle.dump(["a text"], stream)
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "floats.npy").read_bytes()[:50])
+    (tmp_path / "cut.pickle").write_bytes((tmp_path / "code.pickle").read_bytes()[:9])
+    for name, part in {
+        "code.pickle": "only arrays and numbers are read",
+        "code.npy": "only arrays and numbers are read",
+        "floats.npy": "expected a list of integers",
+        "texts.pickle": "has a row that is a str",
+        "cut.npy": "not a complete .npy file",
+        "cut.pickle": "not a complete pickle",
+    }.items():
+        with pytest.raises(TextmillError, match=f"{name}: .*{part}"):
+            tokenize_existing(config_for(tmp_path / "run", tokenizer, tmp_path / name))
+    assert not canary.exists()
+
+
+def test_one_bin_file_of_a_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With corpus.split=100,0,0 there is one .bin, as Megatron's tool writes; training then splits its documents."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("".join(f"The mill {number} turns.\n" for number in range(40)))
+    small = ["corpus.documents=line", "tokenizer.vocab=270", "runner.workers=1", "folder=one"]
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, "quickstart", "corpus.sources=a.txt", "corpus.split=100,0,0", *small]) == 0
+    tree = {"folder": "two", "tokens": {"use": ["one/tokens/train"]}, "tokenizer": {"use": "one/tokenizer"}}
+    tree["corpus"] = {"split": [80.0, 10.0, 10.0]}
+    splits = open_splits(RunConfig.model_validate(tree))
+    assert [len(splits.by_split[split][0].store) for split in SPLITS] == [32, 4, 4]

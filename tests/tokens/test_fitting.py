@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from textmill.config import RunConfig
+from textmill.corpus import find_sources
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
@@ -19,7 +20,14 @@ from textmill.runners import open_runner
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary import algorithms
 from textmill.tokens.vocabulary.algorithms import PIECE_CHARACTERS, WordCounter, cut_text, merge_counts, new_tokenizer
-from textmill.tokens.vocabulary.fitting import count_words, find_text_parts, fit_tokenizer, hash_text
+from textmill.tokens.vocabulary.fitting import (
+    TextPart,
+    count_words,
+    find_fit_sources,
+    find_text_parts,
+    fit_tokenizer,
+    hash_text,
+)
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.where import PACKAGE
 
@@ -35,9 +43,14 @@ SETTINGS: list[dict[str, Any]] = [
 TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , 天地 玄 <s> ▁ \u2028k\r\nl \u200b m\n n "
 
 
+def text_parts(config: RunConfig) -> list[TextPart]:
+    """The parts of the text that a tokenizer is fitted on."""
+    return find_text_parts(config.corpus, config.folder_of("corpus"), find_fit_sources(config))
+
+
 def counted(config: RunConfig) -> list[Counter[str]]:
     """The word counts of each part of the text."""
-    return list(count_words(find_text_parts(config), config.tokenizer, open_runner(config.runner)))
+    return list(count_words(text_parts(config), config.tokenizer, open_runner(config.runner)))
 
 
 def config_of(folder: Path, texts: Path, workers: int = 1, **tokenizer: Any) -> RunConfig:
@@ -114,7 +127,7 @@ def test_bpe_equals_that_of_the_library(tmp_path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     config = config_of(tmp_path, tmp_path / "a.txt", fit_on="sources")
-    inner.train_from_iterator((text for part in find_text_parts(config) for text in part.texts()), trainer)
+    inner.train_from_iterator((text for part in text_parts(config) for text in part.texts()), trainer)
     ours = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     theirs = json.loads(inner.to_str())["model"]
     assert (ours["vocab"], ours["merges"]) == (theirs["vocab"], theirs["merges"])
@@ -134,7 +147,10 @@ def test_any_number_of_workers_gives_the_same_vocabulary(kind: str, tiny_texts: 
     assert results[0] == results[1]
 
 
-def test_parts_in_any_order_give_the_same_counts(tiny_texts: Path, tmp_path: Path) -> None:
+def test_parts_in_any_order_give_the_same_counts(
+    tiny_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find_sources, "chunk_bytes_of", lambda total: 1)  # a part for each of the three files
     config = config_of(tmp_path, tiny_texts, fit_on="sources")
     counts = counted(config)
     assert len(counts) == 3
@@ -146,7 +162,7 @@ def test_a_sample_depends_on_the_text_only(tiny_texts: Path, tmp_path: Path) -> 
         "\n\n".join(dict.fromkeys(shakespeare()[0].split("\n\n")[:90])), encoding="utf-8"
     )
     config = config_of(tmp_path, tiny_texts / "plays.txt", kind="unigram", fit_sample=20, fit_on="sources")
-    texts = [text for part in find_text_parts(config) for text in part.texts()]
+    texts = [text for part in text_parts(config) for text in part.texts()]
     chosen = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())[
         :20
     ]

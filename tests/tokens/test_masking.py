@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -82,13 +83,20 @@ def test_counts_are_written_and_read(tmp_path: Path) -> None:
     rule = masked_tokens_of(tokenizer, MaskedConfig(counts=str(path))).rule
     assert rule.weights is not None
     assert rule.weights.tolist() == [max(1, count) ** -0.7 for count in counts.tolist()]
+    pickled = tmp_path / "token_counts.pickle"  # of the distillation scripts: a list of counts
+    pickled.write_bytes(pickle.dumps(counts.tolist()))
+    again = masked_tokens_of(tokenizer, MaskedConfig(counts=str(pickled))).rule
+    assert again.weights is not None
+    assert again.weights.tolist() == rule.weights.tolist()
+    with pytest.raises(TextmillError, match=r"has counts of \d+ ids, the tokenizer has 7"):
+        read_token_counts(pickled, "", 7)
     with pytest.raises(TextmillError, match="another tokenizer"):
-        read_token_counts(path, "other")
+        read_token_counts(path, "other", 400)
     with pytest.raises(TextmillError, match="file not found"):
-        read_token_counts(tmp_path / "none.json", "")
+        read_token_counts(tmp_path / "none.json", "", 400)
     path.write_text(json.dumps([1, 2]))
     with pytest.raises(TextmillError, match="not a file of token counts"):
-        read_token_counts(path, "")
+        read_token_counts(path, "", 400)
 
 
 def test_batches_of_a_config(tmp_path: Path) -> None:
@@ -108,6 +116,10 @@ def test_batches_of_a_config(tmp_path: Path) -> None:
     one, two = ([batch.inputs.tolist() for batch in valid_batches(train, splits, length=40)] for _ in range(2))
     assert one == two, "each evaluation masks the same tokens"
     assert one
+    singly = train.model_copy(update={"evaluate_batch": 1})
+    rows = [batch.inputs for batch in valid_batches(singly, splits, length=40)]
+    assert {len(row) for row in rows} == {1}
+    assert np.concatenate(rows).tolist() == [row for batch in one for row in batch], "the same samples"
 
 
 def test_settings_of_the_layout_need_the_layout() -> None:

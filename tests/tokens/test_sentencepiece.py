@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from textmill.cli import main
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.sentencepiece_model import parse_model
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -176,3 +177,31 @@ def test_unsupported_models_are_an_error(lines: list[str], tmp_path: Path) -> No
         (tmp_path / "m.model").write_bytes(written.getvalue())
         with pytest.raises(TextmillError, match="model type"):
             open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [["tokenizer.kind=unigram"], ["tokenizer.kind=bpe"], ["tokenizer.use=mine.model"]])
+def test_bert_gets_the_tokens_it_needs(
+    settings: list[str], tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [line for path in sorted(tiny_texts.iterdir()) for line in path.read_text(encoding="utf-8").splitlines()]
+    with io.BytesIO() as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=300, hard_vocab_limit=False, minloglevel=2
+        )
+        Path("mine.model").write_bytes(model.getvalue())
+    assert "<mask>" not in {piece.text for piece in parse_model(Path("mine.model").read_bytes()).pieces}
+    Path("bert.yaml").write_text(
+        "corpus: {sources: [texts], section_chars: 200, sentences: split, split: '80,20'}\n"
+        "tokenizer: {vocab: 400}\ntokens: {level: sentence, append_end: false}\n"
+        "model: {family: bert, size: tiny, shape: {layers: 1, heads: 2, width: 16}}\n"
+        "train: {layout: masked, length: 32, batch: 4, steps: 2}\nengine: {device: cpu}\nsample: {prompt: ''}\n"
+    )
+    for stage in ("prepare", "fit-tokenizer", "tokenize", "train"):
+        assert main([stage, "bert.yaml", *settings]) == 0, stage
+    found = open_tokenizer(tmp_path / "runs" / "bert" / "tokenizer")
+    assert found.mask_id is not None
+    assert found.cls_id is not None
+    assert found.decode([found.mask_id]) == "<mask>"
+    (checkpoint,) = (tmp_path / "runs" / "bert" / "run").glob("step-*2")
+    assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] == found.vocab > found.mask_id

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tfrecord import TFRecordWriter, example_pb2, tfrecord_loader
 
+from textmill.cli import main
 from textmill.config import MaskedConfig, RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
@@ -107,12 +110,13 @@ def test_lists_that_are_not_packed_are_read() -> None:
     assert decode_varints(split_example(message)["a"].data).tolist() == [5, 300, 70000]
 
 
-def test_files_of_the_package_are_read(tmp_path: Path) -> None:
+def test_files_of_the_package_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.tokens.bert_examples.ROWS", 4)
     path = tmp_path / "train.tfrecord"
     write_with_package(path, [example_of(number) for number in range(10)])
     assert is_tfrecord(path)
     assert count_records(path) == 10
-    rows = [row for batch in read_examples(path, rows=4) for row in batch.to_pylist()]
+    rows = [row for batch in read_examples(path) for row in batch.to_pylist()]
     assert len(rows) == 10
     for number, row in enumerate(rows):
         expected = example_of(number)
@@ -286,6 +290,26 @@ def test_examples_are_training_data(project: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match=r"has masked examples; set train\.layout=masked"):
         open_batches(other.train, open_splits(other), length=32, folder=None)
     assert sum(len(one.inputs) for one in valid_batches(config.train, splits, length=32)) > 0
+
+
+def test_a_list_of_files_with_blanks_between(project: RunConfig, tmp_path: Path) -> None:
+    """As Megatron's --train-data has them, from a YAML file in another folder."""
+    (source,) = (project.folder_of("tokens") / "tfrecord").glob("train-*.tfrecord")
+    (tmp_path / "data").mkdir()
+    for name in ("a.tfrecord", "b.tfrecords"):
+        shutil.copy(source, tmp_path / "data" / name)
+    tree = {
+        "folder": "run",
+        "tokenizer": {"use": str(project.folder_of("tokenizer"))},
+        "tokens": {"use": ["data/a.tfrecord data/b.tfrecords"]},
+        "corpus": {"split": [100, 0, 0]},
+        "train": {"layout": "masked", "length": 32, "batch": 4},
+        "runner": {"workers": 1},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["tokenize", str(tmp_path / "mine.yaml")]) == 0
+    rows = sum(batch.num_rows for batch in read_examples(source))
+    assert len(open_store(tmp_path / "run" / "tokens" / "train")) == 2 * rows
 
 
 def test_a_length_is_needed(project: RunConfig, tmp_path: Path) -> None:

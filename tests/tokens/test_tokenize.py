@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from textmill.config import RunConfig
-from textmill.corpus import shards
+from textmill.corpus import find_sources, records, shards
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
@@ -32,6 +32,7 @@ def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> 
     lines = [f"a {END} in the text", "x", "  two  spaces\u3000wide ", "don't 12345 👩‍👧 e\u0301"]
     (tiny_texts / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     monkeypatch.setattr(shards, "GROUP_ROWS", 8)
+    monkeypatch.setattr(find_sources, "FILE_BYTES", records.CHUNK_BYTES)  # a shard for each file
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -104,7 +105,7 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
 
 def test_the_older_index_format_is_written(world: Path) -> None:
     made(config_of("new"))
-    folder = made(config_of("old", index_format="lazy"))
+    folder = made(config_of("old", index_format="cached"))
     assert (folder / "train.idx").read_bytes().startswith(b"TNTIDX")
     for split in SPLITS:
         one, other = open_store(folder / split), open_store(Path("new/tokens") / split)

@@ -221,7 +221,7 @@ def test_berts_own_vocabulary(shared_data: Path, tmp_path: Path) -> None:
 
     bert = open_tokenizer(shared_data / "bert_vocab" / "vocab.txt")
     theirs = BertTokenizer(str(shared_data / "bert_vocab" / "vocab.txt"), do_lower_case=True)
-    texts = [text[:2000] for language in LANGUAGES for text in texts_of(shared_data, language, 150)]
+    texts = [text[:2000] for language in LANGUAGES for text in texts_of(shared_data, language, 40)]
     assert all(bert.encode(text) == theirs(text, add_special_tokens=False).input_ids for text in texts)
     assert bert.inner.encode(texts[0]).ids == theirs(texts[0]).input_ids
     assert (bert.vocab, bert.eos_id, bert.bos_id, bert.pad_id, bert.unk_id, bert.mask_id) == (

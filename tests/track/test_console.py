@@ -62,6 +62,9 @@ def test_epoch_and_bits_per_byte() -> None:
     ]
     valid = {"valid_loss": 3.0, "valid_bits_per_byte": 1.5, "valid_accuracy": 0.25}
     assert format_valid(valid) == "valid loss 3.0000  1.500 bits/byte  accuracy 25.0%"
+    assert throughput(Clock()).format_values(1, {"loss": 2.0, "perplexity": 7.389})[1] == "ppl 7.39"
+    valid |= {"valid_perplexity": 20.0855, "train_accuracy": 0.5}
+    assert format_valid(valid) == "valid loss 3.0000  1.500 bits/byte  ppl 20.09  accuracy 25.0% (train 50.0%)"
 
 
 def test_mfu_only_for_known_chips() -> None:

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-needs_trackio = pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio")
+pytest.importorskip("trackio", reason="needs the extra long")
 CODE = """
 import json, sys
 from pathlib import Path
@@ -31,7 +30,7 @@ for start, stop in ((0, 5), (3, 7)):
 """
 
 
-@needs_trackio
+@pytest.mark.long
 def test_a_resumed_run_has_each_point_once_and_prints_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "data"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

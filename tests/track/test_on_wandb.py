@@ -6,13 +6,14 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from textmill.config import TrackConfig, WandbConfig
-from textmill.track import read_or_create_id
+from textmill.track import open_trackers, read_or_create_id
 
-pytest.importorskip("wandb")
+pytest.importorskip("wandb", reason="needs the extra long")
 
 
 def records_of(path: Path) -> Iterator[bytes]:
@@ -30,13 +31,7 @@ def records_of(path: Path) -> Iterator[bytes]:
             whole = b""
 
 
-def test_the_id_stays_at_resume_and_changes_for_a_new_run(tmp_path: Path) -> None:
-    first = read_or_create_id(tmp_path, "koşu 1", 0)
-    assert first.startswith("ko-u-1-")
-    assert read_or_create_id(tmp_path, "koşu 1", 40) == first
-    assert read_or_create_id(tmp_path, "koşu 1", 0) != first
-
-
+@pytest.mark.long
 def test_an_offline_run_is_written_next_to_the_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,7 +42,7 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
 
     from textmill.track.on_wandb import new_tracker
 
-    wandb = WandbConfig(entity="millers", tags=["first", "small"])
+    wandb = WandbConfig(entity="millers", tags=["first", "small"], offline=True)
     tracker = new_tracker(TrackConfig(project="mill", group="stones", wandb=wandb), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
@@ -64,3 +59,50 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
     assert (run.project, run.entity, run.run_group, list(run.tags)) == ("mill", "millers", "stones", ["first", "small"])
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "offline", "mode", "line"),
+    [
+        ("x" * 40, None, "online", "wandb: online, project textmill; track.wandb.offline=true keeps the metrics here"),
+        ("x" * 40, True, "offline", "wandb: offline (track.wandb.offline=true); send it later: wandb sync "),
+        (None, None, "offline", "wandb: offline (no key: set WANDB_API_KEY or run wandb login); send it later: "),
+        (None, False, "online", "wandb: online, project textmill"),
+        ("file", None, "online", "wandb: online, project textmill"),
+    ],
+)
+def test_a_run_is_online_if_there_is_a_key(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str | None,
+    offline: bool | None,
+    mode: str,
+    line: str,
+) -> None:
+    """W&B gets the mode, and a line says which; nothing is sent here."""
+    import wandb
+
+    given: dict[str, Any] = {}
+
+    class Silent:
+        def finish(self) -> None:
+            pass
+
+    def init(**settings: Any) -> Silent:
+        given.update(settings)
+        return Silent()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if key == "file":
+        (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {'x' * 40}\n")
+        (tmp_path / "netrc").chmod(0o600)
+    elif key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    config = TrackConfig(kinds=["wandb"], wandb=WandbConfig(offline=offline))
+    facts = {"steps": 1, "start": 0, "tokens": lambda step: step, "flops_per_token": 1.0, "peak_flops": None}
+    open_trackers(config, tmp_path, **facts, settings={}).close()
+    assert given["mode"] == mode
+    assert line in capsys.readouterr().out

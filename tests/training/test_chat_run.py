@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation import format_tables
 from textmill.server.app import new_app
 from textmill.server.lifecycle import open_service
+from textmill.server.served_models import ServedModels
 from textmill.storage.tensor_files import read_model
 from textmill.tokens.batches.chat import example_conversations, print_conversation
 from textmill.tokens.store import loss_mask_path, open_store
@@ -58,7 +60,7 @@ def test_a_chat_model_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFi
     output = capsys.readouterr()
     assert "sample 1: <|user|>" in output.out
     assert "<|assistant|>{+" in output.out
-    assert "truncated 0.0% (longer than 49), without loss 0.0%, over-long 0.0%" in output.out
+    assert "truncated 0.0% (longer than 49), without loss 0.0%, middle of a question cut out 0.0%" in output.out
     assert f"stop token {END} has loss in 100.0%" in output.out
     assert "no valid split" in output.err
     found = answers(checkpoint)
@@ -70,9 +72,9 @@ def test_a_chat_model_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFi
 async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
     """The answers of our server, and why each one ends."""
     service, found = open_service(config), {}
-    await service.model.connect()
+    await service.model.load()
     try:
-        transport = httpx.ASGITransport(app=new_app(service))
+        transport = httpx.ASGITransport(app=new_app(ServedModels([service])))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             info = (await client.get("/tokenizer_info")).json()
             theirs = AutoTokenizer.from_pretrained(list_checkpoints(config.folder_of("train"))[150])
@@ -99,6 +101,11 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     valid = [line for line in lines if "valid_loss" in line]
     assert len(valid) == 2
+    assert [line["perplexity"] for line in lines if "loss" in line] == [
+        pytest.approx(math.exp(line["loss"])) for line in lines if "loss" in line
+    ]
+    assert valid[-1]["valid_perplexity"] == pytest.approx(math.exp(valid[-1]["valid_loss"]))
+    assert 0 <= valid[-1]["train_accuracy"] <= 1
     # Compared with transformers: the fraction of loss tokens to which its logits give the highest value.
     model, store = AutoModelForCausalLM.from_pretrained(list_checkpoints(run)[2]), open_store(folder / "valid")
     assert store.loss_mask is not None
@@ -135,35 +142,15 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     assert result["bigram"]["loss"] < result["unigram"]["loss"]
 
 
-LONG = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}") for number in range(8)]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "settings", "message"),
-    [
-        (
-            LONG,
-            {"length": 16, "chat": {"truncate": "end"}},
-            "truncating to 16 removes every answer, so no token has loss; raise train.length (the longest has",
-        ),
-        (list(PAIRS.items()), {"length": 256}, None),
-    ],
-    ids=["truncation removes every answer", "nothing wrong"],
-)
-def test_truncation(
-    tmp_path: Path, pairs: list[tuple[str, str]], settings: dict[str, Any], message: str | None
-) -> None:
-    write_pairs(tmp_path, "pairs.jsonl", pairs)
-    config = config_of(tmp_path, train=settings)
+def test_long_questions_and_answers_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}") for number in range(8)]
+    write_pairs(tmp_path, "pairs.jsonl", [*pairs, ("tell me", "a tale that never ends and " * 20)])
+    config = config_of(tmp_path, train={"length": 16, "chat": {"truncate": "end"}})
     prepare_and_tokenize(config)
-    if message is None:
-        train(config)
-        return
-    with pytest.raises(TextmillError) as caught:
-        train(config)
-    assert message in str(caught.value)
-    assert not list_checkpoints(tmp_path / "out" / "run")
-    train(config_of(tmp_path, train={**settings, "chat": {"truncate": "start"}}))
+    train(config)
+    output = capsys.readouterr()
+    assert "middle of a question cut out 100.0%, end of an answer cut off 11.1%" in output.out
+    assert "9 conversations have a question and an answer that together are longer than train.length=16" in output.err
 
 
 def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,13 +204,13 @@ def test_on_a_terminal_the_samples_are_coloured(
         open_store(folder / "train"), open_tokenizer(tmp_path / "out" / "tokenizer"), 16, "end"
     )
     print_conversation("sample 1", pieces)
-    assert [kind for kind, _ in pieces] == ["no loss", "loss", "truncated"]
+    assert [kind for kind, _ in pieces] == ["no loss", "truncated", "no loss", "loss", "truncated"]
     assert (
         "".join(text for _, text in pieces)
         == "<|user|>tell me" + END + "<|assistant|>" + ("a tale that never ends and " * 20).strip() + END
     )
     out = capsys.readouterr().out
-    for code, text in (("\x1b[2m", "<|user|>tell me"), ("\x1b[1;32m", "a tale"), ("\x1b[9;31m", "ends and")):
+    for code, text in (("\x1b[2m", "<|user|>t"), ("\x1b[1;32m", "a tale"), ("\x1b[9;31m", "ends and")):
         assert code in out
         assert text in out
 

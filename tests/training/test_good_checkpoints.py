@@ -55,7 +55,7 @@ def test_a_save_waits_for_the_steps_before_it(tmp_path: Path) -> None:
         skipped: bool = True
         scale: float | None = None
 
-    updates = SkippedUpdates(tmp_path, None, True)
+    updates = SkippedUpdates(tmp_path, None, True, "float32")
     for step in range(1, 6):
         updates.add(step, Skipped())
     with pytest.raises(TextmillError, match="diverged: the loss is no longer finite at step 5"):

@@ -67,7 +67,7 @@ def test_the_run_learns_and_is_measured(project: Path, task: str) -> None:
     valid = [line for line in metrics(project / "run") if "valid_loss" in line]
     assert valid[-1]["valid_loss"] < CHANCE[task] / 2
     assert valid[-1]["valid_accuracy"] > 0.9
-    (saved,) = (project / "run" / "evaluation").glob(f"*-{task}.json")
+    (saved,) = (project / "run" / "evaluation").glob(f"*-{task}-valid-??????.json")
     found = read_json(saved)[task]
     assert found["card"]["examples"] == found["card"]["labelled"] == 60
     wanted = {SEQUENCES: ("accuracy", "macro_f1", "matthews"), WORDS: ("entity_f1",), ANSWERS: ("exact_match", "f1")}
@@ -261,7 +261,7 @@ def test_other_commands_on_a_finetuned_model(
     assert main(["plan", project, "plan.probe_steps=2"]) == 0
     assert "timed here: 2 steps" in capsys.readouterr().out
     refused = {
-        ("evaluate", project, "evaluate.tasks=lambada:x.jsonl"): "evaluate.tasks: a model with a finetuned head",
+        ("evaluate", project, "evaluate.tasks=pseudo_perplexity"): "evaluate.tasks: a model with a finetuned head",
         ("evaluate", project, "evaluate.split=test"): "the test split has no examples",
         ("generate", project, "sample.prompt=x"): "cannot generate text; use: textmill evaluate",
         (

@@ -19,7 +19,7 @@ from tests.support.waiting import LONGEST
 
 STEPS = 4
 COMMAND = [sys.executable, "-m", "textmill"]
-DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank", "--master_port"]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 
 from bench.kill_train import COMMAND, hash_checkpoint, read_metrics, textmill, train_arguments
 from tests.support.small_runs import config_for
+from textmill.cli import main
 from textmill.errors import TextmillError
 from textmill.training.loop import train
 
@@ -247,11 +248,10 @@ def test_a_second_process_is_refused(root: Path, undisturbed: Path) -> None:
         train(config_for(root, undisturbed, STEPS))
 
 
-def test_other_data_is_refused(root: Path, undisturbed: Path, tmp_path: Path) -> None:
-    done = textmill("prepare", "quickstart", f"folder={tmp_path}", "corpus.section_chars=500")
-    assert done.returncode == 0, done.stderr
-    done = textmill("tokenize", "quickstart", f"folder={tmp_path}", "tokenizer.vocab=300", "corpus.section_chars=500")
-    assert done.returncode == 0, done.stderr
+def test_other_data_is_refused(root: Path, undisturbed: Path, tiny_texts: Path, tmp_path: Path) -> None:
+    settings = [f"folder={tmp_path}", f"corpus.sources={tiny_texts}", f"tokenizer.use={root / 'tokenizer'}"]
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, "quickstart", *settings]) == 0
     with pytest.raises(TextmillError, match=r"tokens was .*, is "):
         train(config_for(tmp_path, undisturbed, STEPS))
 

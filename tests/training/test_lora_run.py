@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.chat_runs import PAIRS, config_of, prepare_and_tokenize, write_pairs
 from textmill.checkpoints.folders import find_checkpoint, list_checkpoints, open_model
 from textmill.cli import main
-from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine
+from textmill.config import JaxEngine, RunConfig, TorchEngine
 from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
-from textmill.generation.generator import open_generator
 from textmill.models.nets_torch import open_net
 from textmill.storage.tensor_files import read_tensors
 from textmill.training.loop import train
@@ -130,14 +129,6 @@ def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
     assert (logits_of(base) - theirs).abs().max() > 1e-3, "six steps changed something"
     for ours in (logits_of(folder), logits_of(folder, separate=True), opened):
         assert (ours - theirs).abs().max() < NEAR
-
-
-def test_a_separate_adapter_generates_what_the_merged_one_does(run: Path) -> None:
-    checkpoint, greedy = open_model(str(run)), SampleConfig(temperature=0, max_tokens=12)
-    engine = TorchEngine(device="cpu", precision="fp32")
-    separated, merged = (open_generator(checkpoint, engine, separate_adapter=separate) for separate in (True, False))
-    assert (separated.net.lora is not None, merged.net.lora) == (True, None)
-    assert separated.texts(["Bye", "잘"], greedy) == merged.texts(["Bye", "잘"], greedy)
 
 
 def test_commands_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

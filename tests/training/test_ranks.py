@@ -16,8 +16,8 @@ import pytest
 from bench.engine_exits import end_leftovers
 from bench.kill_train import read_metrics, textmill, train_arguments
 from tests.support.waiting import LONGEST, wait_for
-from textmill.engines.ranks_torch import first_host, read_launch
 from textmill.errors import TextmillError
+from textmill.processes.launch import first_host, read_launch
 from textmill.verification.launcher import free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "textmill"]

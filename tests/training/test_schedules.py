@@ -70,7 +70,14 @@ def test_stable_decays_only_at_the_end() -> None:
         learning_rate=1.0,
         min_learning_rate=0.2,
     )
-    assert [lr_at(step, train) for step in (10, 50, 90, 100, 110)] == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
+    # The last 22 of 110 steps, whatever the warm-up.
+    assert [lr_at(step, train) for step in (10, 50, 88, 99, 110)] == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
+    long_warmup = train.model_copy(update={"warmup": 100})
+    assert [lr_at(step, long_warmup) for step in (99, 100, 105)] == pytest.approx([1.0, 1.0, 0.6])
+    by_samples = train.model_copy(update={"decay_samples": 110 * 32})
+    assert [lr_at(step, by_samples, samples_before=lambda step: 32 * step) for step in (88, 99)] == pytest.approx(
+        [1.0, 0.6]
+    )
 
 
 def test_inverse_square_root() -> None:

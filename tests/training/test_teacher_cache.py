@@ -71,7 +71,7 @@ def test_a_cached_teacher_equals_the_live_one(kind: str, root: Path, tmp_path: P
         for name in ("loss", "distil_kl", "grad_norm"):
             assert other[name] == pytest.approx(live[name], rel=1e-6 if kind == "torch" else 1e-4, abs=1e-7), name
     assert lines[0][-1]["distil_kl"] > 0
-    assert teacher_flops(cached(root, "cached"), 64) == 0
+    assert teacher_flops(cached(root, "cached").train.distil, 64) == 0
 
 
 def test_records_are_the_predictions_of_transformers(root: Path) -> None:

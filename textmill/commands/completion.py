@@ -157,7 +157,8 @@ def _keys_of(section: str) -> list[str]:
 
 def _sections_of(row: Command, every: list[str]) -> list[str]:
     """The sections that a command reads; those that only look at a folder take all."""
-    return list(row.sections) or (every if row.takes_settings else [])
+    read = dict.fromkeys([*row.sections, *(key.partition(".")[0] for key in row.keys.split())])
+    return list(read) or (every if row.takes_settings else [])
 
 
 def _cases(rows: Iterable[tuple[str, str]]) -> str:

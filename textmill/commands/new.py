@@ -11,15 +11,16 @@ from pathlib import Path
 
 from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
+from textmill.corpus.document_files import describe_unread_documents
 from textmill.corpus.encodings import advise_encodings
+from textmill.corpus.find_sources import bundled_corpora, find_sources, source_state
 from textmill.corpus.inspection import RecordFacts, inspect_records
 from textmill.corpus.source import Source
-from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
-from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.plan import (
+    MAX_MINUTES,
     MIN_SECTION,
     VOCABS,
     MachineProfile,
@@ -29,15 +30,15 @@ from textmill.planning.plan import (
     limit_vocabs,
     plan_for,
 )
-from textmill.planning.probe_machine import probe_machine
+from textmill.planning.probe_machine import BUSY, probe_machine, running_processes
 from textmill.planning.project_file import Project, count_model_parameters, path_in_project, project_yaml
 from textmill.storage.files import write_text
 from textmill.storage.stages import PROJECT_YAML
 
 AUTO = "auto"
 """The family that is chosen for the machine."""
-BUSY = 1.5
-"""A machine with more running processes than this for each core is too busy to be measured."""
+MANY_FILES = 200
+"""From so many files of plain text on, each is in one split; the ends of fewer files are valid and test."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
 
@@ -62,22 +63,19 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     facts = _inspect(sources, records, encoding, masked)
     machine = probe_machine()
     _warn_of_busy_machine(machine)
-    minutes = minutes or default_minutes(facts, machine, masked)
-    plan = plan_for(facts, machine, minutes, masked)
-    large = plan.parameters >= LAW_PARAMETERS and not masked
-    other_minutes = describe(forecast(facts, machine, minutes)) if large else ""
+    if family == AUTO:
+        family = auto_family(facts, machine, minutes or MAX_MINUTES[machine.device])
+    minutes = minutes or default_minutes(facts, machine, masked, family)
+    plan = plan_for(facts, machine, minutes, masked, family)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    family = auto_family(machine, plan) if family == AUTO else family
-    project = Project(folder, named, records, facts, machine, plan, family, other_minutes)
+    project = Project(folder, named, records, facts, machine, plan, family)
     write_text(path, project_yaml(project))
     print(f"new: {format_count(len(sources), 'file')}, {_describe_project(project)}")
     _warn_of_text(facts, encoding, path)
-    if other_minutes:
-        print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
 
@@ -89,13 +87,16 @@ def _check_arguments(folder: str, path: Path, minutes: float | None, family: str
         raise TextmillError("new: the name of the folder is empty; write: textmill new DIR --text 'texts/*.txt'")
     if path.exists():
         raise TextmillError(f"{path}: exists already; edit it, or name another folder")
-    if minutes is not None and minutes <= 0:
+    if minutes is not None and not 0 < minutes < float("inf"):
         raise TextmillError(f"--minutes: found {minutes:g}; give a number above 0")
 
 
 def _find_texts(entries: list[str], folder: str) -> list[Source]:
     own_folders = [Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")]
-    found = find_sources(entries, skip=own_folders, setting="--text")
+    skipped: list[str] = []
+    found = find_sources(entries, skip=own_folders, skipped=skipped, setting="--text")
+    if (unread := describe_unread_documents(skipped)) is not None:
+        print(f"new: {unread}")
     if not any(source_state(source).bytes for source in found):
         empty = "the file is empty" if len(found) == 1 else f"all of {len(found):,} files are empty"
         raise TextmillError(f"{', '.join(entries)}: {empty}; name files with text")
@@ -114,7 +115,9 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
     if not section and not records.chat and _has_few_records(facts, shortest):
         section = _section_chars(facts.bytes, shortest)
         few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
-        facts = replace(facts, cut_records=True, section=section, documents=few)
+        facts = replace(facts, cut_records=True, section=section, documents=few, split_by="position")
+    elif section and facts.documents >= 2 * len(sources):
+        facts = replace(facts, split_by="file" if len(sources) >= MANY_FILES else "position")
     return limit_vocabs(facts) if masked else facts
 
 
@@ -138,16 +141,13 @@ def _has_few_records(facts: TextProfile, shortest: int) -> bool:
 
 
 def _warn_of_busy_machine(machine: MachineProfile) -> None:
-    """Warn if other programs use the CPU whose speed was measured.
-
-    In a container with some of the cores, the load is still that of all of them.
-    """
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    """Warn if other programs use the CPU whose speed was measured."""
+    load = running_processes()
     cores = max(machine.cores, os.cpu_count() or 1)
     if machine.device == "cpu" and load > BUSY * cores:
         warn(
-            f"the machine is busy ({load:.0f} running processes, {cores} cores), so the plan is for a slow one; for a "
-            "better model repeat this command on an idle machine"
+            f"the machine is busy ({load:.0f} running processes, {cores} cores); the plan is for an idle one: while it "
+            "is busy, the run gets through less of the text"
         )
 
 

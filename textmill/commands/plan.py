@@ -35,7 +35,7 @@ from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.batches.teacher_cache import record_of
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import dtype_for
-from textmill.tokens.vocabulary.tokenizer import open_named, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer, open_used
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import choose_shape, shape_of_checkpoint
@@ -48,10 +48,10 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     shape = open_shape(config, data)
     trained = trained_weights(shape, config.train, config.model.lora)
     target = target_of(config.plan, config.engine)
-    estimator = Estimator(shape)
-    estimate = estimator.estimate(config, target.devices, target.device)
+    estimator = Estimator(shape, config.train, config.model.lora)
+    estimate = estimator.estimate(config.engine, target.devices, target.device)
     fits = estimate.memory.total <= target.usable
-    near = [] if fits else nearest_fitting(config, estimator, target)
+    near = [] if fits else nearest_fitting(config.engine, config.train, estimator, target)
     figures: dict[str, Any] = {
         "machine": _describe_target(target),
         "parameters": parameters_by_part(shape, config.model.lora),
@@ -106,14 +106,12 @@ def _describe_work(
     length = run_length_of(config.train, config.plan.tokens, shape, data)
     sample_length = config.train.length or shape.positions
     flops_per_token = shape.flops_per_token(sample_length, trained)
-    flops_per_token += teacher_flops(config, sample_length)
+    flops_per_token += teacher_flops(config.train.distil, sample_length)
     step_tokens = config.train.batch * sample_length
     if target.here and estimate.memory.total <= target.usable and config.plan.probe_steps:
         speed: Speed | None = probe_speed(config, shape, estimate)
     else:
-        speed = stated_speed(
-            config.plan.mfu, config.engine.activation_checkpointing, target, flops_per_token * step_tokens
-        )
+        speed = stated_speed(config.engine.activation_checkpointing, target, flops_per_token * step_tokens)
     steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
     run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
@@ -153,8 +151,8 @@ def _steps_and_seconds(
 
 USABLE = 0.95
 """The fraction of a device's memory that tensors can use; the rest is for the driver and for fragmentation."""
-OLD_GPUS = ("V100", "T4")
-"""GPUs without bf16, where `engine.precision: auto` is fp16."""
+OLD_GPUS = {"V100": "fp16", "T4": "fp16", "P100": "fp32", "P40": "fp32"}
+"""GPUs without bf16, and what `engine.precision: auto` is there."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def target_of(plan: PlanConfig, engine: EngineConfig) -> Target:
     if plan.gpu or plan.memory_gb:
         name = _known_gpu(plan.gpu) if plan.gpu else "GPU"
         memory = int((plan.memory_gb or GPU_GB.get(name, 0)) * 2**30)
-        precision = "fp16" if name in OLD_GPUS else "bf16"
+        precision = OLD_GPUS.get(name, "bf16")
         return Target(name, devices, Device(True, memory, precision), peak or PEAK_FLOPS.get(name), here=False)
     device = open_device(engine.device)
     precision = next(name for name, dtype in DTYPES.items() if dtype == torch_dtype("auto", device))
@@ -221,7 +219,7 @@ def open_data(config: RunConfig) -> Data:
         tokenizer = open_tokenizer(config.folder_of("tokenizer"))
         return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
     if config.tokenizer.use:
-        tokenizer = open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
+        tokenizer = open_used(config.tokenizer, config.train.layout)
         return Data(tokenizer.vocab, tokenizer.eos_id, None, config.plan.tokens)
     return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
 
@@ -230,9 +228,9 @@ def open_shape(config: RunConfig, data: Data) -> Shape:
     """The shape that the run will have."""
     init_model = open_model(config.model.init_from) if config.model.init_from else None
     if data.splits is not None:
-        return choose_shape(config, data.splits, init_model)
+        return choose_shape(config.model, config.train.length, data.splits, init_model)
     if init_model is not None:
-        return shape_of_checkpoint(config, init_model)
+        return shape_of_checkpoint(init_model, config.model.shape)
     family = open_family(config.model.family)
     return family.shape_of(config.model, vocab=data.vocab, eos_id=data.end, length=config.train.length)
 
@@ -361,6 +359,8 @@ def cache_bytes(shape: Shape, itemsize: int) -> int:
 
 MAX_SECONDS = 60.0
 """A probe ends after this, even if it has done fewer steps."""
+ASSUMED_MFU = 0.4
+"""The fraction of the peak that training is assumed to reach, if no step can be timed here."""
 RECOMPUTE_FACTOR = 4 / 3
 """Activation checkpointing computes the forward pass twice."""
 
@@ -373,13 +373,13 @@ class Speed:
     source: str
 
 
-def stated_speed(mfu: float, recompute: int, target: Target, flops_per_step: float) -> Speed | None:
+def stated_speed(recompute: int, target: Target, flops_per_step: float) -> Speed | None:
     """From the device's peak and the assumed MFU; None if the peak is not known."""
     if target.peak is None:
         return None
-    rate = target.devices * target.peak * mfu
+    rate = target.devices * target.peak * ASSUMED_MFU
     factor = RECOMPUTE_FACTOR if recompute else 1.0
-    source = f"assumed: {mfu:.0%} of {target.peak / 1e12:,.0f} TFLOP/s (plan.mfu), nothing was timed"
+    source = f"assumed: {ASSUMED_MFU:.0%} of {target.peak / 1e12:,.0f} TFLOP/s, nothing was timed"
     return Speed(factor * flops_per_step / rate, source)
 
 
@@ -405,9 +405,8 @@ def probe_speed(config: RunConfig, shape: Shape, estimate: Estimate) -> Speed:
 def _open(config: RunConfig, shape: Shape, estimate: Estimate, passes: int) -> Engine:
     train = config.train.model_copy(update={"batch": passes * estimate.micro_batch, "batch_rampup": []})
     engine = config.engine.model_copy(update={"micro_batch": estimate.micro_batch})
-    probed = config.model_copy(update={"train": train, "engine": engine})
-    opened = open_engine(probed, shape)
     lora = config.model.lora
+    opened = open_engine(engine, train, shape, lora)
     weights: Any = initial_weights(shape, 0)
     opened.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "a probe")
     return opened
@@ -572,7 +571,7 @@ class Option:
     settings: dict[str, Any]
     devices: int
     distance: float
-    config: RunConfig
+    engine: EngineConfig
 
 
 @dataclass(frozen=True)
@@ -583,11 +582,11 @@ class Fitting:
     estimate: Estimate
 
 
-def nearest_fitting(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
+def nearest_fitting(engine: EngineConfig, train: TrainConfig, estimator: Estimator, target: Target) -> list[Fitting]:
     """Up to three settings that fit, the nearest first; none is another one with further changes."""
     found: list[Fitting] = []
-    micro_batch = estimator.estimate(config, target.devices, target.device, exact=False).micro_batch
-    for option in sorted(_options(config, target.devices, micro_batch), key=lambda option: option.distance):
+    micro_batch = estimator.estimate(engine, target.devices, target.device, exact=False).micro_batch
+    for option in sorted(_options(engine, train, target.devices, micro_batch), key=lambda option: option.distance):
         if any(one.settings.items() <= option.settings.items() or _only_more(one, option) for one in found):
             continue
         fitting = _estimate(option, estimator, target.device, exact=False)
@@ -611,62 +610,54 @@ def _only_more(one: Fitting, option: Option) -> bool:
 
 def _estimate(option: Option, estimator: Estimator, device: Device, *, exact: bool) -> Estimate | None:
     try:
-        return estimator.estimate(option.config, option.devices, device, exact=exact)
+        return estimator.estimate(option.engine, option.devices, device, exact=exact)
     except TextmillError:
         return None  # this batch, net or mesh cannot be divided so
 
 
-def _options(config: RunConfig, own_devices: int, micro_batch: int) -> Iterator[Option]:
+def _options(own: EngineConfig, train: TrainConfig, own_devices: int, micro_batch: int) -> Iterator[Option]:
+    """More devices, activation checkpointing, smaller micro-batches, other meshes: all combinations."""
+    can_offload = train.optimizer == "adamw" and train.average.memory is None and not isinstance(own, JaxEngine)
     for times in MORE_DEVICES:
         devices = own_devices * times
-        more = {"plan.devices": devices} if times > 1 else {}
-        for recompute in dict.fromkeys((config.engine.activation_checkpointing, 1)):
-            checkpointing = (
-                {"engine.activation_checkpointing": 1} if recompute != config.engine.activation_checkpointing else {}
-            )
+        for checkpointing in dict.fromkeys((own.activation_checkpointing, 1)):
             for micro in _halvings(micro_batch):
-                # Named even if it stays: `auto` might choose another one with the other settings.
-                smaller = {"engine.micro_batch": micro} if micro != config.engine.micro_batch else {}
-                base = {**more, **checkpointing, **smaller}
-                far = 2.0 * math.log2(times) + len(checkpointing) + 0.4 * math.log2(micro_batch / micro)
-                engine = {"activation_checkpointing": recompute, "micro_batch": micro}
-                yield from _meshes(config, base, engine, devices, far)
+                changed: dict[str, Any] = {"plan.devices": devices} if times > 1 else {}
+                if checkpointing != own.activation_checkpointing:
+                    changed["engine.activation_checkpointing"] = checkpointing
+                distance = 2.0 * math.log2(times) + 0.4 * math.log2(micro_batch / micro)
+                distance += checkpointing != own.activation_checkpointing
+                if micro != own.micro_batch:  # named even if it stays: `auto` might choose another one
+                    changed["engine.micro_batch"] = micro
+                values = {"activation_checkpointing": checkpointing, "micro_batch": micro}
+                for settings, further, engine in _meshes(own, values, devices, can_offload):
+                    yield Option({**changed, **settings}, devices, distance + further, engine)
 
 
 def _meshes(
-    config: RunConfig, base: dict[str, Any], engine: dict[str, Any], devices: int, far: float
-) -> Iterator[Option]:
+    own: EngineConfig, values: dict[str, Any], devices: int, can_offload: bool
+) -> Iterator[tuple[dict[str, Any], float, EngineConfig]]:
     """The user's own mesh, other meshes of the torch engine, and DeepSpeed with offload."""
-
-    def option(settings: dict[str, Any], distance: float, section: Any) -> Option:
-        return Option({**base, **settings}, devices, far + distance, config.model_copy(update={"engine": section}))
-
-    if not isinstance(config.engine, TorchEngine):
-        yield option({}, 0.0, config.engine.model_copy(update=engine))
-    else:
-        own = config.engine.mesh
+    if isinstance(own, TorchEngine):
         for shard, tensor in _axes(devices):
             changed = {
                 f"engine.mesh.{name}": value
                 for name, value in (("shard", shard), ("tensor", tensor))
-                if value != getattr(own, name)
+                if value != getattr(own.mesh, name)
             }
-            mesh = MeshConfig(**{**own.model_dump(), "replicate": None, "shard": shard, "tensor": tensor})
+            mesh = MeshConfig(**{**own.mesh.model_dump(), "replicate": None, "shard": shard, "tensor": tensor})
             distance = sum(
-                1.0 + 0.2 * abs(math.log2(value / getattr(own, key.rpartition(".")[2])))
+                1.0 + 0.2 * abs(math.log2(value / getattr(own.mesh, key.rpartition(".")[2])))
                 for key, value in changed.items()
             )
             distance += 0.5 * ("engine.mesh.tensor" in changed)
-            yield option(changed, distance, config.engine.model_copy(update={**engine, "mesh": mesh}))
-    if (
-        config.train.optimizer == "adamw"
-        and config.train.average.memory is None
-        and not isinstance(config.engine, JaxEngine)
-    ):
-        section = DeepSpeedEngine(zero=3, offload_optimizer="cpu", **engine)
+            yield changed, distance, own.model_copy(update={**values, "mesh": mesh})
+    else:
+        yield {}, 0.0, own.model_copy(update=values)
+    if can_offload:
         settings = {"engine.kind": "deepspeed", "engine.zero": 3, "engine.offload_optimizer": "cpu"}
-        already = isinstance(config.engine, DeepSpeedEngine) and config.engine.zero == 3
-        yield option(settings, 2.0 if already else 4.0, section)
+        already = isinstance(own, DeepSpeedEngine) and own.zero == 3
+        yield settings, 2.0 if already else 4.0, DeepSpeedEngine(zero=3, offload_optimizer="cpu", **values)
 
 
 def _axes(devices: int) -> Iterator[tuple[int, int]]:

@@ -20,9 +20,9 @@ from typing import Any
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
-from textmill.commands.evaluate import evaluate
+from textmill.commands.evaluate import check_evaluation, evaluate
 from textmill.commands.prepare import prepare
-from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig
+from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig, StageName
 from textmill.config.model import is_family_file
 from textmill.corpus.shards import open_corpus
 from textmill.engines.early_import import import_torch_meanwhile
@@ -32,19 +32,12 @@ from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
 from textmill.generation.chat import answer
 from textmill.generation.fill import fill
+from textmill.generation.prompts import find_prompts
 from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, own_options, read_shape
 from textmill.planning.project_file import second_generation
-from textmill.planning.verdict import (
-    FinishedRun,
-    State,
-    describe_forecast,
-    describe_quality,
-    describe_state,
-    read_curves,
-    state_of,
-)
+from textmill.planning.verdict import FinishedRun, State, describe_quality, describe_state, read_curves, state_of
 from textmill.runners import share_runner
-from textmill.storage.files import format_path, read_json, write_json
+from textmill.storage.files import check_folder, claim_folder, format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
@@ -60,12 +53,7 @@ from textmill.where import open_where
 def run(config: RunConfig, force: Force = "no", *, started: float | None = None) -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
     started = time.perf_counter() if started is None else started
-    config = use_imported_model(config)
-    check_start(config)
-    if config.engine.device not in ("auto", "cpu"):
-        from textmill.devices import open_device
-
-        open_device(config.engine.device)  # fails here, before any work, if there is none
+    config = check_before_work(config)
     imports = import_torch_meanwhile()
     stages = {"prepare": prepare, "fit-tokenizer": fit_tokenizer, "tokenize": tokenize}
     with share_runner(config.runner):
@@ -87,13 +75,33 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
     facts = _describe_run(config, folder, checkpoint)
     print()
     if not config.corpus.labels:
-        vocab = read_shape(checkpoint).vocab
-        lines = [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]
+        lines = [*describe_quality(measured), describe_state(facts)]
         print("\n".join(lines))
         if summary.get("verdict") != lines:
             write_json(folder / SUMMARY_FILE, {**summary, "verdict": lines})
     print_next_steps(config, checkpoint, facts, evaluated=_evaluates(config))
     return folder
+
+
+def check_before_work(config: RunConfig) -> RunConfig:
+    """Refuse settings that a later stage cannot use; return the config with `model.init_from` as a model folder.
+
+    Unless all is well, nothing that is written here is left.
+    """
+    names: tuple[StageName, ...] = () if config.tokens.use else ("corpus", "tokenizer", "tokens")
+    for name in names:
+        if not ((folder := config.folder_of(name)) / MANIFEST).is_file():
+            check_folder(folder, f"{name}.folder")
+    with claim_folder(config.folder_of("train"), "train.folder", True) as keep_folder:
+        imported = use_imported_model(config)
+        shape = check_start(imported)
+        if _evaluates(config):
+            check_evaluation(config, shape)
+        if config.sample.prompts_file is not None:
+            find_prompts(config.sample)
+        if imported is not config:
+            keep_folder()
+    return imported
 
 
 def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, Any]:
@@ -160,7 +168,8 @@ def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:
 def _reason_to_skip(config: RunConfig, stage: str) -> str | None:
     """Why a stage is not needed: existing tokens need no corpus, and come with the tokenizer that made them."""
     if config.tokens.use and stage == "prepare":
-        tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)  # fails here, before any work, if there is none
+        # Fails here, before any work, if there is none.
+        tokenizer_of(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
         return "tokens.use names existing tokens"
     if config.tokens.use and stage == "fit-tokenizer" and not config.tokenizer.use:
         return f"{format_path(config.folder_of('tokenizer'))} is used as it is"

@@ -23,6 +23,8 @@ class Flag:
     """A value to show in the usage; a flag that has one is required."""
     excludes: str = ""
     """A flag that cannot be used at the same time."""
+    function: str = ""
+    """MODULE:FUNCTION: a switch that calls this instead of the command, without arguments or settings."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Command:
     takes all that are left, as a list."""
     sections: tuple[str, ...] = ()
     """The sections of the config that it reads; --help --all lists their keys."""
+    keys: str = ""
+    """Keys of other sections that it reads, separated by spaces."""
     settings: str = ""
     """The settings that matter most, separated by spaces, in the order of the work; --help lists these."""
     flags: tuple[Flag, ...] = ()
@@ -58,9 +62,14 @@ class Command:
 
     def load(self) -> Callable[..., Any]:
         """Import its function."""
-        module, _, function = self.function.partition(":")
-        call: Callable[..., Any] = getattr(import_module(module), function)
-        return call
+        return load_function(self.function)
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import MODULE:FUNCTION."""
+    module, _, function = name.partition(":")
+    call: Callable[..., Any] = getattr(import_module(module), function)
+    return call
 
 
 ALL = ("corpus", "tokenizer", "tokens", "runner", "model", "train", "engine", "evaluate", "sample", "track")
@@ -99,10 +108,29 @@ FAMILY = Flag(
 )
 TUNE_MINUTES = Flag("--minutes", "minutes", "how long all trials together may take (default: 60)", "minutes")
 TUNE_AGAIN = Flag("--force", "force", "remove the finished trials and start again", value="yes")
+TO = Flag("--to", "to", "FILE: write the config there instead of printing it", "text")
+GPUS = Flag("--gpus", "gpus", "N: on how many GPUs the command ran (default: as its launcher says, else 1)", "number")
+LIST_TASKS = Flag(
+    "--list",
+    "list",
+    "list the tasks: what each measures, what its files are called and where they come from",
+    function="textmill.evaluation.tasks:list_tasks",
+)
+RUN_KEYS = "engine.device engine.precision"
+"""What is read of the engine to run a finished model."""
 TEXT = Flag(
     "--text", "text", "your text: files, a folder or a quoted glob; may be repeated", "texts", example="'texts/*.txt'"
 )
 
+FOLLOW = Flag(
+    "--follow",
+    "follow",
+    "serve the newest checkpoint of a run, and each newer one that training writes",
+    excludes="--step",
+)
+PREFERENCES = Flag(
+    "--preferences", "preferences", "FILE: append the answers that users of the page prefer, as JSON lines", "text"
+)
 IMPORT_FLAGS = (
     Flag(
         "--kind", "kind", "the format: deepspeed, gguf, hf, llmc, megatron, nanogpt, onnx (default: detected)", "text"
@@ -123,6 +151,15 @@ COMMANDS = {
         opens=None,
         takes_settings=False,
     ),
+    "from": Command(
+        "textmill.commands.translate:translate",
+        "translate a command, shell script or DeepSpeed JSON of another tool into a config",
+        arguments=("COMMAND",),
+        flags=(TO, GPUS),
+        opens=None,
+        takes_settings=False,
+        result_is_output=True,
+    ),
     "run": Command(
         "textmill.commands.run:run",
         "run all stages, skipping those that are done",
@@ -140,7 +177,8 @@ COMMANDS = {
         sections=("corpus", "runner"),
         settings=(
             "corpus.sources corpus.text_key corpus.documents corpus.preset corpus.rules corpus.min_chars "
-            "corpus.languages corpus.dedup corpus.split corpus.source_splits runner.kind runner.workers"
+            "corpus.languages corpus.dedup corpus.split corpus.source_splits corpus.own_splits "
+            "runner.kind runner.workers"
         ),
         flags=(FORCE,),
     ),
@@ -159,7 +197,8 @@ COMMANDS = {
         "turn documents into token ids",
         sections=("tokens", "tokenizer", "runner"),
         settings=(
-            "tokens.use tokens.append_end tokens.level tokens.kind tokens.features.max_length "
+            "tokens.use tokens.use_valid tokens.use_test tokens.append_end tokens.level tokens.kind "
+            "tokens.features.max_length "
             "tokens.features.stride tokens.index_format tokenizer.vocab tokenizer.use runner.workers"
         ),
         flags=(FORCE,),
@@ -217,30 +256,36 @@ COMMANDS = {
     ),
     "verify": Command(
         "textmill.verification:verify",
-        "check on a small model that a parallel config gives the numbers of one process",
+        "check that a parallel config gives the numbers of one process, or the model family in a file",
         sections=("engine",),
         settings=(
             "engine.kind engine.mesh.replicate engine.mesh.shard engine.mesh.tensor engine.zero engine.precision "
             "engine.offload_optimizer engine.deepspeed_config engine.timeout"
         ),
+        opens=None,
         result_is_output=True,
     ),
     "evaluate": Command(
         "textmill.commands.evaluate:evaluate",
         "measure a model",
-        sections=("evaluate", "train", "engine"),
-        settings=(
-            "evaluate.tasks evaluate.text evaluate.split evaluate.window evaluate.stride evaluate.sample "
-            "evaluate.batch evaluate.baselines engine.device engine.precision"
+        sections=("evaluate",),
+        keys=(
+            f"train.length train.layout train.chat.truncate tokens.use corpus.documents corpus.encoding {RUN_KEYS} "
+            "engine.mesh.tensor engine.timeout"
         ),
-        flags=(STEP, JSON),
+        settings=(
+            "evaluate.tasks evaluate.shots evaluate.text evaluate.split evaluate.window evaluate.stride "
+            "evaluate.sample evaluate.batch evaluate.baselines engine.device engine.precision"
+        ),
+        flags=(LIST_TASKS, STEP, JSON),
         opens="model",
         result_is_output=True,
     ),
     "generate": Command(
         "textmill.generation:generate",
         "continue a text",
-        sections=("sample", "engine"),
+        sections=("sample",),
+        keys=RUN_KEYS,
         settings=(
             "sample.prompt sample.prompts_file sample.count sample.max_tokens sample.temperature sample.top_k "
             "sample.top_p sample.repetition_penalty sample.stop sample.seed engine.device"
@@ -252,7 +297,8 @@ COMMANDS = {
     "fill": Command(
         "textmill.generation.fill:fill",
         "fill in the masked tokens of a text with a model such as BERT",
-        sections=("sample", "engine"),
+        arguments=("WHERE", "[TEXT ...]"),
+        keys=f"sample.prompt sample.prompts_file sample.top_k {RUN_KEYS}",
         settings="sample.prompt sample.prompts_file sample.top_k engine.device engine.precision",
         flags=(STEP, JSON),
         opens="model",
@@ -262,7 +308,8 @@ COMMANDS = {
         "textmill.generation.embed:embed",
         "compute an embedding (a vector) of each text, or of each line of a file",
         arguments=("WHERE", "[TEXT ...]"),
-        sections=("embed", "engine"),
+        sections=("embed",),
+        keys=RUN_KEYS,
         settings="embed.pooling embed.normalize embed.length engine.device engine.precision",
         flags=(STEP, OUT_TEXTS),
         opens="model",
@@ -271,7 +318,8 @@ COMMANDS = {
     "chat": Command(
         "textmill.generation.chat:chat",
         "chat with a model that was finetuned for it",
-        sections=("sample", "engine"),
+        sections=("sample",),
+        keys=RUN_KEYS,
         settings=(
             "sample.max_tokens sample.temperature sample.top_k sample.top_p sample.min_p "
             "sample.repetition_penalty sample.stop sample.seed engine.device engine.precision"
@@ -282,13 +330,15 @@ COMMANDS = {
     ),
     "serve": Command(
         "textmill.server.lifecycle:serve",
-        "serve a model over HTTP, with a page to try it",
-        sections=("serve", "sample", "engine"),
+        "serve a model, or several, over HTTP, with a page to try it",
+        arguments=("WHERE", "[WHERE ...]"),
+        sections=("serve", "sample", "embed"),
+        keys=RUN_KEYS,
         settings=(
             "serve.host serve.port serve.key_file serve.model_name serve.slots serve.queue serve.max_tokens "
             "serve.request_timeout sample.temperature engine.device"
         ),
-        flags=(STEP,),
+        flags=(STEP, FOLLOW, PREFERENCES),
         opens="model",
     ),
     "export": Command(

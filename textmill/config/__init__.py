@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from textmill.config.corpus import CorpusConfig
 from textmill.config.engines import BeamRunner, EngineConfig, JaxEngine, JaxMesh, LocalRunner, RunnerConfig, TorchEngine
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
-from textmill.config.section import Section, field_markers, path
+from textmill.config.section import Section, field_markers, path, results_of
 from textmill.config.sizes import SIZES
-from textmill.config.tokenizer import TokenizerConfig, TokensConfig
+from textmill.config.tokenizer import MASKED_TOKENS, TokenizerConfig, TokensConfig
 from textmill.config.training import (
     AverageConfig,
     ChatConfig,
@@ -94,6 +94,15 @@ class RunConfig(Section):
 
     folder: str = path(".")
     """The root folder; every stage has its folder below it."""
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            from textmill.config.load import first_mistake  # it reads the fields of this class
+
+            raise TextmillError(first_mistake(error, sections)[0]) from None
+
     corpus: CorpusConfig = Field(default_factory=CorpusConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)
@@ -113,6 +122,21 @@ class RunConfig(Section):
     @classmethod
     def _default_kind(cls, value: Any, info: ValidationInfo) -> Any:
         return {"kind": DEFAULT_KINDS[str(info.field_name)], **value} if isinstance(value, dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_masked_tokens(cls, data: Any) -> Any:
+        """A fitted tokenizer gets the tokens that a masked model needs and that only wordpiece has of its own."""
+        train = data.get("train") if isinstance(data, dict) else None
+        tokenizer = data.get("tokenizer", {}) if isinstance(data, dict) else None
+        if not isinstance(train, dict) or train.get("layout") != "masked" or not isinstance(tokenizer, dict):
+            return data
+        missing = MASKED_TOKENS.get(tokenizer.get("kind", "bpe"), ())
+        given = tokenizer.get("special_tokens", [])
+        if tokenizer.get("use") or not isinstance(given, list) or {"<mask>", "[MASK]"} & set(map(str, given)):
+            return data
+        tokens = [*given, *(token for token in missing if token not in given)]
+        return {**data, "tokenizer": {**tokenizer, "special_tokens": tokens}} if missing else data
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> RunConfig:
@@ -160,7 +184,7 @@ class RunConfig(Section):
         """The settings of these sections that decide the result, flat: 'train.packed.last_window' -> 'keep'."""
         flat: dict[str, Any] = {}
         for name in sections:
-            flat |= _flat_results(getattr(self, name), f"{name}.")
+            flat |= results_of(getattr(self, name), name)
         return flat
 
     def to_yaml(self) -> str:
@@ -181,19 +205,6 @@ def _drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
             if once and not kept[name]:
                 del kept[name]
     return kept
-
-
-def _flat_results(section: Section, prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, field in type(section).model_fields.items():
-        value = getattr(section, key)
-        if field_markers(field).get("changeable"):
-            continue
-        if isinstance(value, Section):
-            flat |= _flat_results(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _check_labels(config: RunConfig) -> None:

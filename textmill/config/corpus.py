@@ -31,6 +31,10 @@ RuleName = Literal[
     "width",
     "dsgpt2",
     "emails",
+    "ips",
+    "ibans",
+    "cards",
+    "identity",
     "phones",
     "url_lines",
     "boilerplate",
@@ -47,7 +51,7 @@ _DOMAINS = (
     "flickr gfycat giphy github google gyazo imageshack imgflip imgur instagram liveleak livememe memegenerator "
     "photobucket pinimg pinterest pixiv prntscr puu quickmeme redd reddit redditmedia reddituploads soundcloud "
     "spotify streamable strawpoll tinypic tumblr twimg twitch twitter vid vimeo vine vocaroo walmart wikimedia "
-    "wikipedia xkcd youtu youtube ytimg"
+    "xkcd youtu youtube ytimg"
 ).split()
 _EXTENSIONS = (
     ".3gp .7z .aac .ai .apk .avi .bin .bmp .bz2 .css .csv .dmg .doc .docx .eps .exe .flac .flv .gif .gz .gzip .ico "
@@ -115,7 +119,7 @@ LabelTask = Literal["sequence-classification", "token-classification", "question
 
 CHAT_EXCLUDES = ("sentences", "mongo_write_back", "mongo_load", "cut_records")
 """Settings of plain text that `corpus.chat` refuses."""
-LABELS_EXCLUDE = ("chat", "keep_fields", "decontaminate", "preset", *CHAT_EXCLUDES)
+LABELS_EXCLUDE = ("chat", "keep_fields", "decontaminate", "preset", "quality_good", *CHAT_EXCLUDES)
 """Settings of plain text that `corpus.labels` refuses."""
 MONGO_FIELDS = ("_id", "idx", "split", "source", "place", "meta")
 """Fields that `corpus.mongo_load` writes itself."""
@@ -201,6 +205,13 @@ class CorpusConfig(Section):
     """Drop web pages of these sites: `example.com` and its subdomains, or `example` with any top-level domain."""
     block_extensions: list[str] = NONE["block_extensions"]
     """Drop web pages whose address has one of these endings, such as `.pdf`."""
+    quality_good: list[str] = source([])
+    """Sources of good samples, as in `corpus.sources`: with `corpus.quality_bad`, a filter is trained on them, and its
+    precision on held-out samples is printed."""
+    quality_bad: list[str] = source([])
+    """Sources of bad samples."""
+    min_quality: float = Field(0.5, ge=0, le=1)
+    """Smallest probability, by the filter of `corpus.quality_good`, that a document is like the good samples."""
     sentences: Literal["none", "split", "lines"] = "none"
     """split: put each sentence on its own line; lines: the text already has one sentence per line, drop blank lines."""
     dedup: Literal["exact", "near", "none"] = "exact"
@@ -213,16 +224,12 @@ class CorpusConfig(Section):
     spaces."""
     dedup_shingle_size: int = Field(5, ge=1, le=64)
     """near: characters or words in a shingle."""
-    dedup_memory: int = changeable(512, ge=1)
-    """MB of memory that a process may use to sort hashes or hold shingles; does not change the result."""
     keep_dropped: bool = False
     """Also write dropped documents to `dropped-*.parquet`, with the rule and, for a duplicate, the document it
     repeats."""
     decontaminate: list[str] = Field([], json_schema_extra={"evaluation_files": True})
     """Evaluation data that training must not have seen: TASK:FILE as in `evaluate.tasks`, or files of text. Documents
     that share a long n-gram of words with it are dropped."""
-    decontaminate_action: Literal["drop", "mark"] = "drop"
-    """drop documents that share an n-gram with `corpus.decontaminate`, or only mark them, in the column `meta`."""
     decontaminate_words: int = Field(13, ge=2, le=64)
     """Words in such an n-gram."""
     decontaminate_min_words: int = Field(8, ge=2)
@@ -232,10 +239,17 @@ class CorpusConfig(Section):
     """An n-gram in this many documents or more is a common phrase and does not count, as in Megatron-LM; 0: all
     count."""
     split: list[float] = [90, 5, 5]
-    """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its split."""
+    """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; `corpus.split_by` says how it is decided."""
+    split_by: str = "document"
+    """What is kept together. document: nothing, a hash of each document decides; file: all documents of a file, a hash
+    of its name decides; field:NAME: those with the same value of a field, which `corpus.keep_fields` must name;
+    position: a long text that is cut into sections is train up to a place, then valid, then test, with a gap."""
     source_splits: dict[str, Literal["train", "valid", "test"]] = {}
     """Sources that belong to one split entirely: a file, folder or pattern as in `corpus.sources`, and train, valid or
     test."""
+    own_splits: bool = True
+    """Keep the splits that the data has: those of datasets, and of files and folders named train, valid (validation,
+    val, dev, eval) or test, if one is named train. false: pool them, and let `corpus.split` decide."""
     max_unreadable: float = changeable(0.1, ge=0, le=1)
     """Largest fraction of unreadable records, and of unreadable bytes; above it `prepare` stops and shows the first of
     them."""
@@ -255,6 +269,13 @@ class CorpusConfig(Section):
             if getattr(self, name) != type(self).model_fields[name].default:
                 other = f"corpus.chat={self.chat} reads conversations"
                 raise TextmillError(f"corpus.{name}: is for plain text, and {other}; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_quality(self) -> CorpusConfig:
+        if bool(self.quality_good) != bool(self.quality_bad):
+            given, other = ("good", "bad") if self.quality_good else ("bad", "good")
+            raise TextmillError(f"corpus.quality_{given}: needs corpus.quality_{other} too; name samples of both kinds")
         return self
 
     @model_validator(mode="after")
@@ -338,6 +359,20 @@ class CorpusConfig(Section):
                 advice = f"did you mean '{near[0]}'?" if near else "give codes such as en, ko, tr, zh"
                 raise TextmillError(f"corpus.languages: no language '{code}'; {advice}")
         return value
+
+    @model_validator(mode="after")
+    def _check_split_by(self) -> CorpusConfig:
+        kind, _, name = self.split_by.partition(":")
+        if kind == "field" and name:
+            if name not in self.keep_fields:
+                raise TextmillError(f"corpus.split_by: the field '{name}' is not read; add it to corpus.keep_fields")
+        elif self.split_by not in ("document", "file", "position"):
+            raise TextmillError(
+                f"corpus.split_by: found '{self.split_by}'; give document, file, position or field:NAME"
+            )
+        if self.labels and self.split_by != "document":
+            raise TextmillError("corpus.split_by: examples with labels are split by document; remove it")
+        return self
 
     @field_validator("split", mode="before")
     @classmethod

@@ -139,7 +139,7 @@ class DeepSpeedEngine(EngineSection):
     nvme_folder: str | None = path()
     """A folder on a fast disk for what is offloaded to nvme."""
     deepspeed_config: str | None = path()
-    """A DeepSpeed JSON config, used unchanged; a value that contradicts these settings is an error that names it."""
+    """A DeepSpeed JSON config: settings that are not given are taken from it, and one that differs is an error."""
     deepspeed_overrides: dict[str, Any] = changeable({})
     """More of DeepSpeed's own settings; they override all others."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig, Section
-from textmill.config.other_names import ADVICE, OTHER_NAMES
+from textmill.config.other_names import describe_target, target_of
 
 MIN_LIKENESS = 0.8
 """How much a key must be like another (difflib's ratio) to be taken for a typing error of it."""
@@ -46,12 +46,10 @@ def suggest_key(key: str) -> str:
     """What to write instead of a key that does not exist."""
     keys = [name for name, field in all_fields() if not section_types(field.annotation) or name == "model.shape"]
     leaf = key.rpartition(".")[2].replace("-", "_")
-    if leaf in OTHER_NAMES:
-        return f"textmill calls it '{OTHER_NAMES[leaf]}'"
-    if leaf in ADVICE:
-        return ADVICE[leaf]
     same_leaf = [name for name in keys if name.rpartition(".")[2] == leaf]
     inside = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
+    if (target := target_of(leaf)) and not set(same_leaf) & set(inside):
+        return describe_target(target)
     typing_error = difflib.get_close_matches(key, inside, n=1, cutoff=0.92)  # likelier than a wrong section
     near = typing_error or same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=MIN_LIKENESS)
     if not near:
@@ -110,6 +108,12 @@ def section_help(name: str) -> str:
         lines += [*([""] if number else []), f"{name}{kind}: {section.__doc__}"]
         lines += _section_lines(section, f"{name}.", listed)
     return "\n".join(lines) + "\n"
+
+
+def keys_help(keys: Sequence[str]) -> str:
+    """These keys of several sections, each described once."""
+    fields = dict(reversed(list(all_fields())))  # of several kinds of a section, the first describes it
+    return "\n".join(line for key in keys for line in _key_lines(key, fields[key])) + "\n"
 
 
 def _section_lines(section: type[Section], prefix: str, listed: set[tuple[str, str | None]]) -> list[str]:

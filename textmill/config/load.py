@@ -10,15 +10,17 @@ import itertools
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig
+from textmill.config.deepspeed_json import AUTO, read_json_settings, read_user_config
 from textmill.config.keys import all_fields, describe_type, kinds_of, section_types, suggest_key
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
@@ -117,25 +119,45 @@ def _known_to(section: type[Section], tree: Tree) -> Tree:
     return kept
 
 
-def parse_settings(arguments: list[str]) -> Tree:
-    """`section.key=value` arguments as a tree."""
+def parse_settings(settings: Sequence[str] | Mapping[str, Any]) -> Tree:
+    """`section.key=value` arguments, or {"section.key": value} of Python, as a tree."""
     known = dict(all_fields())
     tree: Tree = {}
-    for argument in arguments:
-        key, sign, text = argument.partition("=")
-        if not sign:
-            raise TextmillError(f"'{argument}': not a setting; write section.key=value, such as train.steps=500")
-        if key not in known:
+    given = settings.items() if isinstance(settings, Mapping) else map(_split_setting, settings)
+    for key, text in given:
+        if key not in known and not _is_free_key(key, known):
             raise TextmillError(f"{key}: no such key; {suggest_key(key)}")
-        free = field_markers(known[key]).get("free_texts") and not text.startswith("[")
-        try:
-            value: Any = [text] if free else _parse_value(text, known[key].annotation)
-        except TextmillError as error:
-            raise TextmillError(f"{key}: {error}") from None
+        value: Any = text
+        if not isinstance(settings, Mapping):
+            value = _parse_setting(key, text, known)
         for part in reversed(key.split(".")):
             value = {part: value}
         tree = merge_trees(tree, value)
     return tree
+
+
+def _split_setting(argument: str) -> tuple[str, str]:
+    key, sign, text = argument.partition("=")
+    if not sign:
+        raise TextmillError(f"'{argument}': not a setting; write section.key=value, such as train.steps=500")
+    return key, text
+
+
+def _parse_setting(key: str, text: str, known: dict[str, FieldInfo]) -> Any:
+    if key not in known:
+        return _parse_value(text, Any)
+    if field_markers(known[key]).get("free_texts") and not text.startswith("["):
+        return [text]
+    try:
+        return _parse_value(text, known[key].annotation)
+    except TextmillError as error:
+        raise TextmillError(f"{key}: {error}") from None
+
+
+def _is_free_key(key: str, known: dict[str, FieldInfo]) -> bool:
+    """Whether a key is inside one that takes any keys, such as model.shape.extra."""
+    options = get_args(known[parent].annotation) if (parent := key.rpartition(".")[0]) in known else ()
+    return any(get_origin(option) is dict for option in options)
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
@@ -165,9 +187,8 @@ def build_config(
     lines = lines or {}
     try:
         _refuse_infinite_numbers(tree, "")
+        tree = _take_deepspeed_settings(tree)
         config = RunConfig.model_validate(tree)
-    except ValidationError as error:
-        message, key = first_mistake(error, tree)
     except TextmillError as error:
         message = str(error)
         key = str(error).partition(":")[0]
@@ -176,6 +197,24 @@ def build_config(
     in_file = itertools.takewhile(lambda name: not _is_set(overrides or {}, name), key_and_parents(key))
     line = next((lines[name] for name in in_file if name in lines), None)
     raise TextmillError(f"{file}:{line}: {message}" if file and line else message)
+
+
+def _take_deepspeed_settings(tree: Tree) -> Tree:
+    """The tree with settings that it lacks from the JSON of `engine.deepspeed_config`, if that is still there."""
+    engine = tree.get("engine")
+    path = engine.get("deepspeed_config") if isinstance(engine, dict) else None
+    if not isinstance(path, str) or not os.path.isfile(path):
+        return tree
+    for key, value in read_json_settings(read_user_config(path)).values():
+        section, _, name = key.partition(".")
+        old = tree.get(section) or {}
+        other_unit = key == "train.decay_steps" and "decay_samples" in old
+        if not other_unit and isinstance(old, dict) and (not _is_set(old, name) or old.get(name) == AUTO):
+            part: Any = value
+            for one in reversed(key.split(".")):
+                part = {one: part}
+            tree = merge_trees(tree, part)
+    return tree
 
 
 def _is_set(tree: Any, key: str) -> bool:
@@ -287,7 +326,7 @@ def _resolve_evaluation(base: Path, item: Any) -> Any:
 
 def _resolve_item(base: Path, item: Any, names: set[str]) -> Any:
     if isinstance(item, dict) and isinstance(item.get("path"), str):
-        return {**item, "path": under(base, item["path"])}
+        return {**item, "path": " ".join(under(base, path) for path in split_paths(item["path"]))}
     return _resolve_source(base, item, names) if isinstance(item, str) else item
 
 
@@ -296,7 +335,13 @@ def _resolve_source(base: Path, value: str, names: set[str]) -> str:
     if value.startswith("mongo:"):
         return "mongo:" + under(base, value.removeprefix("mongo:"))
     named = "://" in value or value.startswith("hf:") or value in names or (CORPORA / f"{value}.txt").is_file()
-    return value if named else under(base, value)
+    return value if named else " ".join(under(base, path) for path in split_paths(value))
+
+
+def split_paths(value: str) -> list[str]:
+    """The paths of Megatron's list of TFRecord files, which blanks separate; any other value is one path."""
+    words = value.split()
+    return words if len(words) > 1 and all(re.search(r"\.tfrecords?$", word) for word in words) else [value]
 
 
 SECTION_NAMES = {section.__name__ for _, field in all_fields() for section in section_types(field.annotation)}

@@ -9,9 +9,12 @@ from pydantic import Field, field_validator
 from textmill.config.section import Section, source
 
 
-def is_family_file(family: str) -> bool:
-    """True if `model.family` names a file of the user's own instead of a family that comes with textmill."""
-    return family.endswith(".py")
+def is_own_file(value: str) -> bool:
+    """True if a setting names a Python file of the user's own instead of a part that comes with textmill."""
+    return value.endswith(".py")
+
+
+is_family_file = is_own_file
 
 
 class ShapeConfig(Section):
@@ -54,19 +57,9 @@ class ShapeConfig(Section):
     """llama: biases of queries, keys and values, as Qwen2 has them."""
     rotary_base: float | None = Field(None, gt=1)
     """llama: base of the rotary positions; longer contexts use a larger one."""
-    gated: bool | None = None
-    """llama: an MLP with a gate; false: two matrices as in GPT-2, `model.shape.inner` is then four times the width.
-    transformers has no such Llama."""
     value_embeddings: int | None = Field(None, ge=0)
     """llama: tables of embeddings that are added to the attention values of the first layers, and again to those of
     the last ones. transformers has no such Llama."""
-    embedding_residual: bool | None = None
-    """llama: every block adds the token embeddings to the residual stream again, with a learned factor. transformers
-    has no such Llama."""
-    logit_softcap: float | None = Field(None, ge=0)
-    """llama: limit logits to this by a tanh, such as 15; default: no limit. transformers has no such Llama."""
-    zero_init: bool | None = None
-    """llama: start the last matrix of each residual branch as zeros."""
     extra: dict[str, Any] | None = None
     """Numbers that only your own model family has, such as `extra: {kv_heads: 2}`."""
 

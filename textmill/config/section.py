@@ -54,6 +54,20 @@ def field_markers(field: FieldInfo) -> dict[str, Any]:
     return extra if isinstance(extra, dict) else {}
 
 
+def results_of(section: Section, name: str) -> dict[str, Any]:
+    """The settings of a section that decide the result, flat: 'train.packed.last_window' -> 'keep'."""
+    flat: dict[str, Any] = {}
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if field_markers(field).get("changeable"):
+            continue
+        if isinstance(value, Section):
+            flat |= results_of(value, f"{name}.{key}")
+        else:
+            flat[f"{name}.{key}"] = value
+    return flat
+
+
 def fill_from_preset(given: Any, presets: dict[str, dict[str, Any]]) -> Any:
     """A section's settings over those of the preset that it names; a sub-section is filled key by key."""
     preset = given.get("preset", "none") if isinstance(given, dict) else None

@@ -55,7 +55,8 @@ class UsedTokens(Section):
 
     path: str
     """A prefix of .bin and .idx files, a folder that `textmill tokenize` wrote, a folder of `datasets.save_to_disk`,
-    or Parquet or TFRecord files (a file, folder or glob) with a column `input_ids`; or a URL of one of these."""
+    Parquet or TFRecord files (a file, folder or glob, or a list of TFRecord files with blanks between) with a column
+    `input_ids`, or .npy or .pickle files; or a URL of one of these."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its fraction of the samples, relative to the weights of the other stores."""
 
@@ -68,8 +69,8 @@ class TokensConfig(Section):
     level: Literal["document", "sentence"] = "document"
     """What one sequence of the store is: a document, or one line of it (needs a corpus with `corpus.sentences`)."""
     index_format: Literal["mmap", "lazy"] = "mmap"
-    """Format of the index file: mmap: Megatron's memory-mapped index; lazy: its older index, for its `lazy` and
-    `cached` readers."""
+    """Format of the index file: mmap: Megatron's memory-mapped index; lazy (or cached): its older index, for its `lazy`
+    and `cached` readers."""
     append_end: bool = True
     """Put the end-of-text token after each document."""
     prepend_begin: bool = False
@@ -81,6 +82,11 @@ class TokensConfig(Section):
     use: list[UsedTokens] = source([])
     """Existing tokens to train on: prefixes, folders or files, or {path: PREFIX, weight: 3} to blend several.
     Tokens without splits are split by `corpus.split`, documents in their order."""
+    use_valid: list[str] = source([])
+    """Existing tokens of the valid split, whatever their names; `tokens.use` then has none of it, and what has no
+    splits there belongs to train."""
+    use_test: list[str] = source([])
+    """Existing tokens of the test split, likewise."""
     kind: Literal["store", "features", "tfrecord"] = "store"
     """store: token ids of documents; features: in addition, fixed-length rows in Parquet, as jax-lm-training writes
     them; tfrecord: in addition, the samples of `train.layout=masked` in TFRecord files, as BERT writes them."""
@@ -95,6 +101,21 @@ class TokensConfig(Section):
         return (
             [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
         )
+
+    @field_validator("index_format", mode="before")
+    @classmethod
+    def _parse_format(cls, value: Any) -> Any:
+        return "lazy" if value == "cached" else value
+
+    @model_validator(mode="after")
+    def _check_use(self) -> TokensConfig:
+        for name in ("use_valid", "use_test"):
+            if getattr(self, name) and not self.use:
+                raise TextmillError(
+                    f"tokens.{name}: needs tokens.use, the tokens to train on; the split of a corpus is set with "
+                    "corpus.source_splits, and any text is measured with evaluate.text"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_begin_token(self) -> TokensConfig:
@@ -113,6 +134,8 @@ class TokenizerConfig(Section):
     use: str | None = source()
     """Use this tokenizer and fit none: a folder, file or hub name with tokenizer.json, GPT-2's two files,
     a vocab.txt of BERT or Yuan, or a sentencepiece .model."""
+    jieba: bool = False
+    """With a vocab.txt of Yuan: cut words with jieba, as Yuan does, for the ids of its checkpoints (extra chinese)."""
     kind: Literal["bpe", "wordpiece", "unigram"] = "bpe"
     """bpe: byte-level BPE as in GPT-2, for any text; wordpiece: as in BERT; unigram: as in sentencepiece."""
     fit_on: Literal["corpus", "sources"] = "corpus"
@@ -129,7 +152,7 @@ class TokenizerConfig(Section):
     """wordpiece, unigram: the alphabet covers this fraction of all characters; rarer ones become bytes or unknown."""
     special_tokens: list[str] = []
     """More special tokens, after those of the kind; a list that contains the end-of-text token is the full list,
-    in the order of the ids."""
+    in the order of the ids. `train.layout=masked` adds <mask> where it is missing."""
     end_token: str | None = None
     """The end-of-text token; default: <|endoftext|> for bpe, [SEP] for wordpiece, </s> for unigram, or the one of
     `tokenizer.use`."""
@@ -179,6 +202,8 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> TokenizerConfig:
+        if self.jieba and not self.use:
+            raise TextmillError("tokenizer.jieba: is for tokenizer.use=vocab.txt of Yuan; set it, or remove this key")
         turns = turns_of(self.chat, self.chat_turns)
         if self.end_token and turns and (stop := tokens_in(turns["assistant"])[-1]) not in (END, self.end_token):
             raise TextmillError(
@@ -221,6 +246,8 @@ OWN_TOKENS = {
     "wordpiece": ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"],
     "unigram": ["<unk>", "<s>", "</s>", "<pad>"],
 }
+MASKED_TOKENS = {"bpe": ["<s>", "<mask>"], "unigram": ["<mask>"]}
+"""The tokens that a masked model needs in addition; wordpiece has its own."""
 ENDS = {"bpe": "<|endoftext|>", "wordpiece": "[SEP]", "unigram": "</s>"}
 
 

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from textmill.config.model import is_own_file
 from textmill.config.section import (
     Section,
     changeable,
@@ -65,7 +66,8 @@ class ChatConfig(Section):
     pack: bool = True
     """Put several short conversations into one sample; false: one conversation per sample, as dsGPT2 does."""
     truncate: Literal["start", "end"] = "start"
-    """Which end of a conversation longer than `train.length` is dropped; start keeps the last answer and its end."""
+    """Which questions of a conversation longer than `train.length` are dropped, with their answers: those at its start
+    or at its end. One that is too long by itself loses its middle, then its answer the end."""
 
 
 class MaskedConfig(Section):
@@ -115,7 +117,7 @@ class StableConfig(Section):
     """Settings of `train.schedule=stable` (warmup-stable-decay)."""
 
     decay_fraction: float = changeable(0.2, gt=0, le=1)
-    """The last fraction of the run, in which the learning rate falls."""
+    """The last fraction of all steps, in which the learning rate falls."""
 
 
 class RangeTestConfig(Section):
@@ -296,7 +298,8 @@ OPTIMIZERS = tuple(sorted(path.name.removesuffix("_torch.py") for path in OPTIMI
 if TYPE_CHECKING:
     OptimizerName = str
 else:
-    OptimizerName = Literal[OPTIMIZERS]
+    OptimizerName = Literal[OPTIMIZERS] | str
+LOSSES = ("token_mean", "sample_mean")
 
 TrainPresetName = Literal["none", "auto", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
 _PRETRAIN: dict[str, Any] = {
@@ -373,15 +376,16 @@ class TrainConfig(Section):
     tokens: int | None = changeable(None, ge=1)
     """Tokens of the run, rounded down to a full step; every sample counts as `train.length` tokens."""
     minutes: float | None = changeable(None, gt=0)
-    """Minutes of the entire command: the first steps are timed and give the number of steps, which a resume keeps."""
+    """Minutes of the entire command: steps are timed, and their number corrected during the run; a resume keeps it."""
     max_epochs: float | None = changeable(None, gt=0)
     """The run ends after so many epochs at most: with `train.minutes`, even if there is time for more."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate."""
     min_learning_rate: float = Field(0.0, ge=0)
-    """Learning rate at the end of the schedule."""
+    """Learning rate at the end of the schedule: that of the step after the last one, as in other tools, so that the
+    last step still trains."""
     warmup: int | float = Field(0.05, ge=0)
-    """Warm-up steps, or a fraction of the run when below 1 (with `train.minutes`: of an estimate after a few steps)."""
+    """Warm-up steps, or a fraction of the run when below 1 (with `train.minutes`: of the estimated steps)."""
     warmup_shape: Literal["linear", "log"] = "linear"
     """How the learning rate rises: linear in the step, or in its logarithm from `train.min_learning_rate`, as
     DeepSpeed's WarmupLR."""
@@ -390,7 +394,7 @@ class TrainConfig(Section):
     (warmup-stable-decay); inverse_sqrt: by one over the root of the step; range_test: it rises from
     `train.min_learning_rate` until training diverges, to find the highest usable rate."""
     decay_steps: int | None = changeable(None, ge=1)
-    """The step at which the learning rate reaches its minimum; default: the last."""
+    """The number of steps after which the learning rate has reached its minimum; default: all."""
     decay_samples: int | None = changeable(None, ge=1)
     """Samples after which the learning rate reaches its minimum, instead of `train.decay_steps`; the decay then follows
     the samples, which `train.batch_rampup` makes slower at first, as Megatron's lr-decay-samples."""
@@ -398,9 +402,10 @@ class TrainConfig(Section):
     """Settings of `train.schedule=stable`."""
     range_test: RangeTestConfig = RangeTestConfig()
     """Settings of `train.schedule=range_test`."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerName = source("adamw", suffix=".py")
     """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the
-    rest."""
+    rest; or a Python file with your own, such as ./lion.py (docs/own-parts.md). The file is executed, so only your own
+    YAML or the command line may name it."""
     muon: MuonConfig = MuonConfig()
     """Settings of `train.optimizer=muon`."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
@@ -430,8 +435,9 @@ class TrainConfig(Section):
     """Averaging the weights of the last steps."""
     distil: DistilConfig = DistilConfig()
     """Distillation from teacher models."""
-    loss: Literal["token_mean", "sample_mean"] = "token_mean"
-    """token_mean: mean over all loss tokens of the step; sample_mean: mean of each sample's mean."""
+    loss: Literal["token_mean", "sample_mean"] | str = source("token_mean", suffix=".py")
+    """token_mean: mean over all loss tokens of the step; sample_mean: mean of each sample's mean; or a Python file with
+    your own, as in `train.optimizer`."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """The fraction of each label that is spread over the whole vocabulary; in the training loss only."""
     z_loss: float = Field(0.0, ge=0)
@@ -450,6 +456,8 @@ class TrainConfig(Section):
     """Steps between two losses on the valid split, or `epoch`: after each pass."""
     evaluate_batches: int | None = changeable(None, ge=1)
     """Batches of the valid split to evaluate; default: the full split."""
+    evaluate_batch: int | None = changeable(None, ge=1)
+    """Samples of such a batch; default: `train.batch`."""
     tasks: list[str] = Field([], json_schema_extra={"changeable": True, "task_files": True})
     """Tasks that are measured during training and logged by name, such as lambada/accuracy; written as in
     `evaluate.tasks`."""
@@ -577,6 +585,16 @@ class TrainConfig(Section):
                 "train.min_learning_rate: train.schedule=range_test starts from it; set it above 0, such as 1e-6"
             )
         return self
+
+    @field_validator("optimizer", "loss")
+    @classmethod
+    def _check_own_file(cls, value: str, info: ValidationInfo) -> str:
+        names = OPTIMIZERS if info.field_name == "optimizer" else LOSSES
+        if value not in names and not is_own_file(value):
+            raise TextmillError(
+                f"train.{info.field_name}: found '{value}'; give one of {', '.join(names)}, or your own file: ./mine.py"
+            )
+        return value
 
     @field_validator("tasks")
     @classmethod

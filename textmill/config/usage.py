@@ -53,16 +53,24 @@ class EvaluateConfig(Section):
 
     tasks: list[str] = Field(["perplexity"], json_schema_extra={"task_files": True})
     """What to measure: perplexity (of a split, or of `evaluate.text`; for a BERT pseudo_perplexity), tasks on a file of
-    data such as wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE, your own task as a YAML file,
-    and lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
+    data such as wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE (`textmill evaluate --list` has
+    all), your own task as a YAML file, and lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
     split: Literal["train", "valid", "test"] = "valid"
     """The split to evaluate on."""
     text: list[str] = Field([], json_schema_extra={"source": True, "per_call": True})
     """Files or folders to measure instead of a split; read as `corpus.sources` are, but not cleaned. With a finetuned
     head, examples as `corpus.labels` reads them; without labels they get predictions only."""
     predictions: str | None = Field(None, json_schema_extra={"path": True, "per_call": True})
-    """The file for the predictions of a finetuned head: JSON lines, or SQuAD's JSON; default: in the run's
-    `evaluation` folder."""
+    """The file for what the model answered to each example: JSON lines with scores and metrics; of a finetuned head its
+    predictions, for questions as SQuAD's JSON. Default: next to the result, in the run's `evaluation` folder."""
+    shots: int | None = Field(None, ge=0, le=1000)
+    """Examples in the prompt before each question (few-shot), drawn as lm-evaluation-harness does; default: 5 in gsm8k,
+    as published in core, else none."""
+    shots_file: str | None = Field(None, json_schema_extra={"path": True, "per_call": True})
+    """The file of these examples, in the format of the task's data; default: the one that is published with it, if it
+    is in the same folder (`textmill evaluate --list`), else the measured file without the question."""
+    shots_seed: int = Field(1234, ge=0, lt=2**63)
+    """The seed that draws them."""
     batch: int = changeable(16, ge=1)
     """Windows in one forward pass."""
     window: int | None = Field(None, ge=1)
@@ -71,8 +79,8 @@ class EvaluateConfig(Section):
     """Tokens between the starts of two windows; default: the window's length. A smaller stride gives each token more
     context."""
     first_token: Literal["predicted", "context"] | None = None
-    """predicted: the first token is predicted from an end-of-text token; context: it is only read. Default: predicted;
-    in the task wikitext as the protocol does."""
+    """predicted: the first token is predicted from the tokenizer's begin token, or from its end-of-text token if it has
+    none; context: it is only read. Default: predicted; in the task wikitext as the protocol does."""
     count_end: bool | None = None
     """Whether end-of-text tokens are predicted and counted; default: true, but false in the task wikitext."""
     sample: int | None = Field(None, ge=2)
@@ -115,8 +123,6 @@ class ServeConfig(Section):
     required."""
     model_name: str | None = changeable(None, min_length=1, max_length=200)
     """The model's name in requests and replies; default: the name of its folder."""
-    adapter: Literal["merged", "separate"] = changeable("merged")
-    """A LoRA adapter: merged into its base when the model is opened, or computed as a separate branch."""
     slots: int = changeable(16, ge=1, le=1024)
     """Texts generated at the same time (continuous batching)."""
     queue: int = changeable(64, ge=0, le=100_000)
@@ -130,6 +136,12 @@ class ServeConfig(Section):
     """Most bytes in the body of a request."""
     max_tokens: int = changeable(4096, ge=1)
     """Most new tokens that a request may ask for."""
+    loaded_models: int | None = changeable(None, ge=1)
+    """Several models: most of them in memory at the same time; default: as many as fit. The one that was not used for
+    the longest time is unloaded."""
+    drop_oldest: bool = changeable(True)
+    """Drop the oldest turns of a conversation that is longer than the model's context, and say so in the reply; false:
+    refuse it with status 400."""
     request_timeout: float = changeable(300.0, gt=0, le=86400)
     """Seconds for a request, waiting included; then it ends with the text generated so far."""
     shutdown_grace: float = changeable(30.0, ge=0, le=3600)
@@ -142,8 +154,6 @@ class ServeConfig(Section):
     allowed_hosts: list[str] = changeable([])
     """More host names of the server; by default a server that listens on this machine only accepts localhost and
     addresses."""
-    log_prompts: bool = changeable(False)
-    """Write prompts to the request log; false: only sizes and times."""
 
     @field_validator("allowed_origins")
     @classmethod
@@ -188,6 +198,8 @@ class SampleConfig(Section):
     """Most new tokens."""
     stop: list[str] = Field([], json_schema_extra={"free_texts": True})
     """Texts that end the generation; the result ends before the first of them."""
+    json_schema: str | None = Field(None, json_schema_extra={"source": True, "per_call": True})
+    """A file with a JSON schema, which every new text then follows."""
     beams: int = Field(1, ge=1, le=64)
     """Above 1: beam search with this many beams instead of sampling."""
     length_penalty: float = Field(1.0, ge=-100, le=100)
@@ -250,19 +262,24 @@ class ExportConfig(Section):
     folder: str | None = path()
     """The folder to write; a URL such as s3://BUCKET/NAME, or hf://OWNER/NAME for the Hugging Face hub (token in
     HF_TOKEN)."""
-    kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx", "tokenizer"] = "hf"
+    kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx", "tokenizer", "dataset"] = "hf"
     """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
     Ollama; extra: textmill[export]); nanogpt (ckpt.pt); megatron (Megatron-LM); deepspeed; onnx (with past key
     values; extra: textmill[export]); tokenizer (only the tokenizer, in the files of other tools: vocab.txt, vocab.json
-    with merges.txt, or a sentencepiece .model)."""
+    with merges.txt, or a sentencepiece .model); dataset (the prepared corpus as a Hugging Face dataset with a card)."""
     precision: Literal["fp32", "bf16", "fp16", "q8_0", "q4_0"] = "fp32"
     """Precision of the written weights; q8_0 and q4_0 (8 and 4 bits in blocks of 32) with gguf only."""
-    max_file_gb: float = Field(5.0, gt=0)
-    """hf: most gigabytes of weights in one file; a larger model gets several files and an index."""
+    max_divergence: float | None = Field(None, gt=0)
+    """With q8_0 and q4_0: the largest mean Kullback-Leibler divergence of the next token, in nats, on text of the valid
+    split or of a built-in sample; above it nothing is written. Default: 0.02 with q8_0, 0.5 with q4_0."""
+    reader: bool = True
+    """Also open the result in a fresh process as its reader would, if the library is installed: hf with transformers,
+    gguf with llama.cpp (the package xllamacpp), onnx with onnxruntime; compare token ids, chat turns, outputs and
+    greedy tokens."""
     name: str | None = None
     """The name of the model in its card and its GGUF file; default: the name of `export.folder`."""
     license: str | None = None
-    """The licence that the model card names, such as apache-2.0."""
+    """The licence that the card names, such as apache-2.0."""
     vocab_used_in: str | None = source()
     """Keep only the tokens that occur in this folder written by `tokenize`, or in this prefix of .bin and .idx files,
     with what they are merged from, bytes and special tokens; ids change. Default: keep all."""
@@ -277,8 +294,9 @@ class WandbConfig(Section):
     """User or team on W&B; default: that of your login."""
     tags: list[str] = changeable([])
     """Tags of the run on W&B."""
-    offline: bool = changeable(True)
-    """Write to the run folder and send nothing; `wandb sync` sends it later."""
+    offline: bool | None = changeable(None)
+    """Write to the run folder and send nothing; `wandb sync` sends it later. Default: false if there is a key
+    (WANDB_API_KEY, or `wandb login`), else true."""
 
 
 class TrackioConfig(Section):
@@ -318,8 +336,6 @@ class PlanConfig(Section):
     tflops: float | None = per_call(None, gt=0)
     """Peak of one device in 10^12 operations per second, dense, in the precision of the run; default: that of
     `plan.gpu`."""
-    mfu: float = per_call(0.4, gt=0, le=1)
-    """The fraction of the peak that training is assumed to reach, if no step can be timed here."""
     price: float | None = per_call(None, ge=0)
     """Price of one device for an hour, in any currency; default: no cost is printed."""
     tokens: int | None = per_call(None, ge=1)

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import ExportConfig, RunConfig
 from textmill.conversion.compare import LOGIT_BOUNDS, logits_of, measure, sample_ids, write_and_check
+from textmill.conversion.dataset_folder import export_dataset
 from textmill.conversion.formats import open_format
 from textmill.conversion.formats.hf import text_files
 from textmill.conversion.model import Hints, Model, collect_weights
-from textmill.conversion.model_card import write_card
+from textmill.conversion.model_card import read_licences, write_card
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
 from textmill.models import Shape, find_run_model, own_options, read_shape, weights_of
@@ -26,8 +28,9 @@ from textmill.storage.hub import HUB_SCHEME, upload_model
 from textmill.storage.remote_folders import RemoteFolder, cache_folder, is_url
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.storage.tensor_files import fingerprint_weights
+from textmill.tokens.store import open_store, store_paths
 from textmill.tokens.vocabulary.reduction import Reduction, reduce_vocabulary
-from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 
 def export(config: RunConfig, force: Force = "no", step: StepChoice | None = None) -> Path | str:
@@ -42,6 +45,8 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     precision = config.export.precision
     if config.export.kind == "tokenizer":
         return export_tokenizer(config, folder, force, step)
+    if config.export.kind == "dataset":
+        return export_dataset(config, folder, force)
     writer = open_format(config.export.kind)
     if precision not in writer.PRECISIONS:
         raise TextmillError(
@@ -58,18 +63,20 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         reduction = reduce_vocabulary(tokenizer, config.export.vocab_used_in)
         shape = reduce_shape(source_shape, reduction)
         tokenizer = reduction.tokenizer
-    card = write_card(config, checkpoint, shape, tokenizer)
+    pooling = find_pooling(checkpoint.folder) if config.export.kind == "hf" else None
+    card = write_card(config, checkpoint, shape, tokenizer, pooling)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
         return folder
     weights = collect_weights(source_shape, checkpoint.weights(), str(checkpoint.folder))
-    pooling = find_pooling(checkpoint.folder) if config.export.kind == "hf" else None
-    model = Model(source_shape, weights, tokenizer, card=card, pooling=pooling)
+    licences = read_licences(checkpoint.folder)
+    model = Model(source_shape, weights, tokenizer, card=card, licences=licences, pooling=pooling)
     model = reduce_model(model, reduction) if reduction else model
     # What a format does not say about a model is given to its reader.
     hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
-    files, figures = write_and_check(stage, writer, model, config.export, hints, {"precision": precision})
+    valid = None if reduction else _valid_ids(config, tokenizer)
+    files, figures = write_and_check(stage, writer, model, config.export, hints, {"precision": precision}, valid)
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     only_textmill = "; only textmill opens it" if own_options(shape) else ""
     megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
@@ -80,6 +87,20 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     return folder
 
 
+def _valid_ids(config: RunConfig, tokenizer: TextTokenizer) -> NDArray[np.int64] | None:
+    """The first tokens of the run's valid split, if there are some that this tokenizer made."""
+    folder = config.folder_of("tokens")
+    if not (folder / MANIFEST).is_file() or open_manifest(folder).get("tokenizer") != tokenizer.fingerprint:
+        return None
+    if not store_paths(folder / "valid")[0].is_file():
+        return None
+    return np.asarray(open_store(folder / "valid").ids[:VALID_TOKENS], np.int64)
+
+
+NO_CONTENT = ("folder", "precision", "kind", "max_divergence", "reader", "vocab_used_in")
+"""Settings that are recorded in another way, or do not change what is written; kept tokens are in the texts."""
+
+
 def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:
     """What decides the content; settings at their defaults are left out, so that older exports are still known."""
     defaults = ExportConfig()
@@ -87,7 +108,7 @@ def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, st
     if config.kind != defaults.kind:
         made_from["export.kind"] = config.kind
     for key in ExportConfig.model_fields:
-        if key in ("folder", "precision", "kind", "vocab_used_in"):  # the tokens that are kept are in the texts
+        if key in NO_CONTENT:
             continue
         value = getattr(config, key)
         if value != getattr(defaults, key):
@@ -125,9 +146,8 @@ def reduce_model(model: Model, reduction: Reduction) -> Model:
     """The model with the kept tokens; raises unless it computes the same logits for them."""
     by_token = {weight.name for weight in weights_of(model.shape) if weight.by_token}
     weights = {name: values[reduction.kept] if name in by_token else values for name, values in model.weights.items()}
-    reduced = Model(
-        reduce_shape(model.shape, reduction), weights, reduction.tokenizer, card=model.card, pooling=model.pooling
-    )
+    shape = reduce_shape(model.shape, reduction)
+    reduced = replace(model, shape=shape, weights=weights, tokenizer=reduction.tokenizer)
     ids = sample_ids(reduced)
     found = measure(logits_of(model, reduction.kept[ids])[..., reduction.kept], logits_of(reduced, ids))
     if not found.largest <= LOGIT_BOUNDS["fp32"] * found.scale:
@@ -139,6 +159,8 @@ def reduce_model(model: Model, reduction: Reduction) -> Model:
     return reduced
 
 
+VALID_TOKENS = 1024
+"""Tokens of the valid split on which a quantised model is compared."""
 UNFINISHED = "unfinished-export.json"
 """A file that says that what is in a folder is an export that was not finished; another export may replace it."""
 

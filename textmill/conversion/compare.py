@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from textmill.config import ExportConfig
+from textmill.conversion import readers
 from textmill.conversion.formats import Format
 from textmill.conversion.model import Array, Files, Hints, Model
 from textmill.errors import TextmillError
@@ -20,10 +21,12 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 LOGIT_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
 """The largest difference of a logit, as a fraction of the largest logit (or of 1 if that is less)."""
-DIVERGENCE_BOUNDS = {"q8_0": 1e-3}
-"""The mean Kullback-Leibler divergence of the next token; four bits have no bound, theirs is only printed."""
+DIVERGENCE_BOUNDS = {"q8_0": 0.02, "q4_0": 0.5}
+"""The mean Kullback-Leibler divergence of the next token on real text, unless export.max_divergence says otherwise."""
 SAMPLES = 2
 LONGEST = 64
+TEXT_ROWS = 16
+"""Rows of LONGEST tokens of real text for the divergence of a quantised model."""
 SEED = 5
 TEXTS = (
     "The mill stands by the river; its wheel doesn't turn in 1,234 winters.",
@@ -59,6 +62,17 @@ class Difference:
     """The mean Kullback-Leibler divergence of the next token, in nats."""
 
 
+def text_ids(model: Model, given: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Ids of real text in rows: those given, or else of the texts here."""
+    length = min(LONGEST, model.shape.positions)
+    if given is None or len(given) < length:
+        assert model.tokenizer is not None
+        given = np.array([id_ for text in TEXTS for id_ in model.tokenizer.encode(text)], np.int64)
+    length = min(length, len(given))
+    rows = min(TEXT_ROWS, len(given) // length)
+    return given[: rows * length].reshape(rows, length)
+
+
 def sample_ids(model: Model) -> NDArray[np.int64]:
     """Seeded token ids, which cover the whole vocabulary with equal chance."""
     length = min(LONGEST, model.shape.positions)
@@ -87,16 +101,27 @@ def measure(source: Array, written: Array) -> Difference:
 
 
 def write_and_check(
-    stage: Stage, writer: Format, model: Model, config: ExportConfig, hints: Hints, facts: dict[str, Any]
+    stage: Stage,
+    writer: Format,
+    model: Model,
+    config: ExportConfig,
+    hints: Hints,
+    facts: dict[str, Any],
+    valid: NDArray[np.int64] | None = None,
 ) -> tuple[Files, str]:
     """Write the folder of a stage, read it back with these hints and compare; it appears only if they agree.
 
-    Returns the files, and the result of the comparison in words; `facts` are added to the manifest.
+    Returns the files, and the result of the comparison in words; `facts` are added to the manifest. `valid`: ids of
+    text that the model was not trained on, on which a quantised model is measured.
     """
     with stage.unfinished_folder() as unfinished:
         try:
             files = writer.write(model, unfinished, config)
-            figures = check_written(model, writer.read(unfinished, hints), config.precision, str(stage.folder))
+            figures = check_written(model, writer.read(unfinished, hints), config, str(stage.folder), valid)
+            if config.reader:
+                where = str(stage.folder)
+                opened = readers.check_with_reader(model, unfinished, config.kind, config.precision, TEXTS, where)
+                figures = "; ".join([figures, *opened])
         except TextmillError:
             stage.discard()
             raise
@@ -104,14 +129,17 @@ def write_and_check(
     return files, figures
 
 
-def check_written(source: Model, written: Model, precision: str, where: str) -> str:
+def check_written(
+    source: Model, written: Model, config: ExportConfig, where: str, valid: NDArray[np.int64] | None = None
+) -> str:
     """Raise unless what was written computes what the source computes; return the figures in words."""
+    precision = config.precision
     for name in SHAPE_FIELDS:
         expected = getattr(source.shape, name, None)
         actual = getattr(written.shape, name, None)
         if expected != actual:
             raise _failed(where, f"its {name} is read back as {actual}, the model has {expected}")
-    ids = sample_ids(source)
+    ids = sample_ids(source) if precision in LOGIT_BOUNDS else text_ids(source, valid)
     difference = measure(logits_of(source, ids), logits_of(written, ids))
     figures = f"logits differ by at most {difference.largest:.2g}"
     if precision in LOGIT_BOUNDS:
@@ -120,11 +148,10 @@ def check_written(source: Model, written: Model, precision: str, where: str) -> 
         if not difference.largest <= bound:  # also true for NaN
             raise _failed(where, f"its {figures}", "; use export.precision=fp32" if precision != "fp32" else "")
     else:
-        figures += f", mean KL divergence {difference.divergence:.2g}"
-        kl_bound = DIVERGENCE_BOUNDS.get(precision)
-        figures += f" (bound {kl_bound:g})" if kl_bound else ""
-        if not difference.divergence <= (kl_bound or np.inf):
-            raise _failed(where, f"its {figures}", "; use export.precision=fp16")
+        bound = config.max_divergence or DIVERGENCE_BOUNDS[precision]
+        figures += f", mean KL divergence {difference.divergence:.2g} (bound {bound:g}) on {ids.size:,} tokens of text"
+        if not difference.divergence <= bound:
+            raise _failed(where, f"its {figures}", "; use export.precision=fp16, or raise export.max_divergence")
     return f"{figures}; {check_tokenizer(source.tokenizer, written.tokenizer, where)}"
 
 

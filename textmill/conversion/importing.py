@@ -44,7 +44,7 @@ def import_model(
         print(f"import: done already: {format_path(folder)}")
         return folder
     model = open_format(kind).read(path, hints)
-    settings = ExportConfig(folder=str(folder), precision="fp32")
+    settings = ExportConfig(folder=str(folder), precision="fp32", reader=False)
     _, figures = write_and_check(stage, open_format("hf"), model, settings, Hints(), {})
     print(f"import: {format_path(folder)}: {model.shape.parameters:,} parameters of {what}, read as {kind}")
     print(f"import: checked: {figures}")

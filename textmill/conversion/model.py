@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights, weights_of
 from textmill.models.hf_config import GELUS
 from textmill.models.pooling import Pooling
+from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 Array = NDArray[np.float32]
+PLAUSIBLE_LAYERS = 1000
+"""Up to so many layers, the missing weights are named."""
 Files = dict[str, dict[str, Any]]
 """Written files by name: length and SHA-256, as a manifest stores them."""
 
@@ -33,6 +36,8 @@ class Model:
     """What computes logits, for a format whose own program does that; default: the family's torch net."""
     card: str | None = None
     """The text of the model card, if the source says something about the model."""
+    licences: dict[str, str] = field(default_factory=dict)
+    """Texts of licences that came with it, by file name."""
     pooling: Pooling | None = None
     """How its embeddings are computed, if the source says so."""
 
@@ -52,13 +57,20 @@ class Hints:
     activation: str | None = None
     """The activation of the MLP."""
 
+    def open_tokenizer(self, folder: Path) -> TextTokenizer | None:
+        """The tokenizer that the user names, else the one in the folder of the model, if there is one."""
+        where = self.tokenizer or (folder if (folder / "tokenizer.json").is_file() else None)
+        return open_tokenizer(where) if where else None
+
 
 def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded: bool = False) -> dict[str, Array]:
     """All weights of a shape from a file's own, checked for names and sizes; `padded`: rows of the vocabulary beyond
     the shape's are dropped."""
     weights: dict[str, Array] = {}
+    held = list(named)
+    check_layers(shape, len(held), where)
     expected = {weight.name: weight for weight in weights_of(shape)}
-    for name, values in known_weights(shape, named):
+    for name, values in known_weights(shape, held):
         weight = expected.get(name)
         if weight is None:
             raise TextmillError(f"{where}: has '{name}', which a {shape.family} of this shape does not have")
@@ -73,6 +85,20 @@ def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded:
     if missing := [name for name in expected if name not in weights]:
         raise TextmillError(f"{where}: lacks {len(missing)} weights, such as '{missing[0]}'")
     return {name: weights[name] for name in expected}
+
+
+def check_layers(shape: Shape, tensors: int, where: str) -> None:
+    """Refuse a shape with many more layers than a file has tensors, before the list of its weights is built."""
+    if shape.layers > max(tensors, PLAUSIBLE_LAYERS):
+        raise TextmillError(
+            f"{where}: describes {shape.layers:,} layers and has {tensors:,} weights; "
+            "the config and the weights disagree"
+        )
+
+
+def write_texts(folder: Path, texts: dict[str, str]) -> Files:
+    """Write small files by name."""
+    return {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
 
 
 def require_family(shape: Shape, kind: str, *families: str) -> None:

@@ -2,49 +2,221 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from textmill.checkpoints.folders import Checkpoint
+import yaml
+
+from textmill.checkpoints.adapters import ADAPTER_CONFIG, is_adapter
+from textmill.checkpoints.folders import Checkpoint, open_model
 from textmill.config import RunConfig
+from textmill.config.load import read_yaml
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
-from textmill.models import own_options
+from textmill.models import has_masked_head, label_head_of, own_options
+from textmill.models.pooling import Pooling
 from textmill.storage.files import read_json
 from textmill.storage.stages import MANIFEST
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 
+CARD = "README.md"
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+LARGEST_LICENCE = 1_000_000
 CURVE_ROWS = 12
 """Most rows of the training curve."""
-PROTOCOL = ("task", "split", "documents", "tokens", "bytes", "words", "window", "stride", "precision", "append_end")
+PROTOCOL = (
+    *("task", "split", "text", "documents", "tokens", "bytes", "words", "window", "stride", "sample", "precision"),
+    *("append_end", "interval"),
+)
 """What an evaluation's file says about how it was measured."""
-PRIVATE_FACTS = ("file", "seconds", "device")
-"""What a protocol card says about the machine: a path, and how long it took."""
+FILE_FACTS = ("file", "text")
+"""What a protocol card says about files: their names are shown, without the folders of this machine."""
+PRIVATE_FACTS = ("seconds", "device")
+"""What a protocol card says about the machine."""
+NO_SCORES = ("card", "intervals", "sample")
+"""Parts of a result that are no figures of a model."""
 
 
-def write_card(config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer: TextTokenizer) -> str:
-    """The card in Markdown: the model, its data, its training, its scores, its licence and how to use it."""
-    library = "textmill" if own_options(shape) else "transformers"
-    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["textmill"]}
-    if config.export.license:
-        head = {"license": config.export.license, **head}
-    if config.corpus.languages:
-        head = {"language": list(config.corpus.languages), **head}
+def write_card(
+    config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer: TextTokenizer, pooling: Pooling | None
+) -> str:
+    """The card in Markdown: the model, its data, its training, its scores, its licence and how to use it.
+
+    A model that was not trained here keeps the card that it came with.
+    """
+    base = find_base_model(checkpoint)
+    source = read_card(checkpoint.folder if not checkpoint.step else base.folder if base and base.folder else None)
+    use = _use_of(shape, tokenizer, pooling)
+    license_ = config.export.license or source.head.get("license")
+    head: dict[str, Any] = {"library_name": use.library, "pipeline_tag": use.tag}
+    if not checkpoint.step and source.body:
+        head = {**head, **source.head, **({"license": license_} if license_ else {})}
+        return format_card(head, source.body)
+    head["tags"] = ["textmill"]
+    if base:
+        head["base_model"] = base.name
+    if license_:
+        head = {"license": license_, **head}
+    if languages := list(config.corpus.languages) if checkpoint.step else source.head.get("language"):
+        head = {"language": languages, **head}
     name = config.export.name or Path(str(config.export.folder)).name
+    training = "Training" if base is None else "Adapter" if is_adapter(checkpoint.folder) else "Finetuning"
     parts = [
         f"---\n{format_yaml(head)}---",
         f"# {name}",
-        f"A {shape.family} language model with {shape.parameters:,} parameters, trained with textmill.",
+        _describe(shape, use, checkpoint, base),
         _table("Model", _model_rows(shape, tokenizer)),
-        _table("Data", _data_rows(config)),
-        _table("Training", _training_rows(checkpoint)),
+        _table("Data", _data_rows(config)) if checkpoint.step else "",
+        _table(training, _training_rows(checkpoint)),
         _curve(checkpoint),
         _scores(checkpoint),
-        f"## Licence\n\n{config.export.license or 'Not stated by whoever exported this model.'}",
-        _usage(shape, tokenizer),
+        f"## Licence\n\n{license_ or 'Not stated by whoever exported this model.'}",
+        f"## Usage\n\n{use.code}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that a run began with."""
+
+    name: str
+    """Its name on the hub, or that of its folder."""
+    folder: Path | None
+    """Its folder, if it is still there."""
+
+
+def find_base_model(checkpoint: Checkpoint) -> BaseModel | None:
+    """The base of an adapter, or what `model.init_from` of the run names; None for a model trained from scratch."""
+    recorded = checkpoint.folder / "run.yaml"
+    named = None
+    if is_adapter(checkpoint.folder):
+        named = read_json(checkpoint.folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    elif checkpoint.step and recorded.is_file():
+        named = (read_yaml(recorded)[0].get("model") or {}).get("init_from")
+    if not isinstance(named, str):
+        return None
+    try:
+        folder = open_model(named).folder
+    except TextmillError:
+        folder = None
+    is_local = Path(named).is_absolute() or Path(named).exists()
+    # The folders below a project have no name of their own: PROJECT/run/step-0000100.
+    parts = [part for part in Path(named).parts if not part.startswith("step-") and part not in ("run", "best")]
+    return BaseModel(parts[-1] if is_local and parts else named, folder)
+
+
+@dataclass(frozen=True)
+class SourceCard:
+    """The README.md that a model came with."""
+
+    head: dict[str, Any]
+    """Its YAML."""
+    body: str
+
+
+def read_card(folder: Path | None) -> SourceCard:
+    """The card in a folder; an empty one if there is none."""
+    path = folder / CARD if folder else None
+    return parse_card(path.read_text(encoding="utf-8", errors="replace") if path and path.is_file() else None)
+
+
+def parse_card(text: str | None) -> SourceCard:
+    """The head and the body of a card."""
+    if not text or not text.startswith("---\n") or "\n---\n" not in text:
+        return SourceCard({}, text or "")
+    head, _, body = text.removeprefix("---\n").partition("\n---\n")
+    try:
+        tree = yaml.safe_load(head)
+    except yaml.YAMLError:
+        tree = None
+    return SourceCard(tree if isinstance(tree, dict) else {}, body)
+
+
+def format_card(head: dict[str, Any], body: str) -> str:
+    """A card of a head and a body."""
+    return f"---\n{format_yaml(head)}---\n{body}"
+
+
+def read_licences(folder: Path) -> dict[str, str]:
+    """The texts of licences in a folder, by file name; they must go with a model."""
+    paths = [path for pattern in LICENCES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    small = [path for path in paths if path.stat().st_size < LARGEST_LICENCE]
+    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in small}
+
+
+class Use(NamedTuple):
+    """What a model is for, by its head."""
+
+    library: str
+    tag: str
+    """The pipeline of the hub and, but for embeddings, of transformers."""
+    noun: str
+    code: str
+    """Python that uses it."""
+
+
+def _use_of(shape: Any, tokenizer: TextTokenizer, pooling: Pooling | None) -> Use:
+    if options := own_options(shape):
+        command = "chat FOLDER" if tokenizer.has_template else "generate FOLDER sample.prompt=Once"
+        code = f"Only textmill computes {', '.join(options)}:\n\n```sh\ntextmill {command}\n```"
+        return Use("textmill", "text-generation", "language model", code)
+    if shape.family != "bert":
+        call = 'model("Once", max_new_tokens=50)'
+        if tokenizer.has_template:
+            call = 'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
+        return Use("transformers", "text-generation", "language model", _pipeline("text-generation", call))
+    if pooling is not None:
+        code = (
+            "from sentence_transformers import SentenceTransformer\n\n"
+            'model = SentenceTransformer("FOLDER")\nprint(model.encode(["a text", "another one"]))'
+        )
+        return Use("sentence-transformers", "sentence-similarity", "text encoder", f"```python\n{code}\n```")
+    if head := label_head_of(shape):
+        return LABEL_USES[head[0]]
+    if has_masked_head(shape):
+        mask = str(tokenizer.roles.get("mask_token", "[MASK]"))
+        call = f'model("a text with a {mask}")'
+        return Use("transformers", "fill-mask", "masked language model", _pipeline("fill-mask", call))
+    return Use("transformers", "feature-extraction", "text encoder", _pipeline("feature-extraction", 'model("a text")'))
+
+
+def _pipeline(tag: str, call: str) -> str:
+    return f'```python\nfrom transformers import pipeline\n\nmodel = pipeline("{tag}", "FOLDER")\nprint({call})\n```'
+
+
+QUESTION_ANSWERING = """```python
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForQuestionAnswering.from_pretrained("FOLDER")
+inputs = tokenizer("Where is the mill?", "The mill is by the river.", return_tensors="pt")
+outputs = model(**inputs)
+first, last = int(outputs.start_logits.argmax()), int(outputs.end_logits.argmax())
+print(tokenizer.decode(inputs["input_ids"][0][first : last + 1]))
+```"""
+"""Without a pipeline: transformers 5 has none for it."""
+LABEL_USES = {
+    "sequence-classification": Use(
+        "transformers", "text-classification", "text classifier", _pipeline("text-classification", 'model("a text")')
+    ),
+    "token-classification": Use(
+        "transformers", "token-classification", "token classifier", _pipeline("token-classification", 'model("a text")')
+    ),
+    "question-answering": Use("transformers", "question-answering", "question-answering model", QUESTION_ANSWERING),
+}
+"""How each finetuned head is used."""
+
+
+def _describe(shape: Any, use: Use, checkpoint: Checkpoint, base: BaseModel | None) -> str:
+    what = f"A {shape.family} {use.noun} with {shape.parameters:,} parameters"
+    if base is not None and is_adapter(checkpoint.folder):
+        return f"{what}: {base.name} with a LoRA adapter merged into it. The adapter was trained with textmill."
+    if base is not None:
+        return f"{what}, finetuned from {base.name} with textmill."
+    return f"{what}, trained with textmill." if checkpoint.step else f"{what}, converted with textmill."
 
 
 def _table(title: str, rows: list[tuple[str, Any]]) -> str:
@@ -64,7 +236,7 @@ def _model_rows(shape: Any, tokenizer: TextTokenizer) -> list[tuple[str, Any]]:
         ("attention heads", shape.heads),
         ("longest context, tokens", shape.positions),
         ("vocabulary", shape.vocab),
-        ("chat template", "yes" if tokenizer.chat or tokenizer.jinja else "no"),
+        ("chat template", "yes" if tokenizer.has_template else "no"),
     ]
 
 
@@ -128,27 +300,32 @@ def _number(value: Any) -> str:
 
 
 def _scores(checkpoint: Checkpoint) -> str:
-    """What `textmill evaluate` measured at this step, each with its protocol: the split, the window, the stride."""
+    """What `textmill evaluate` measured at this step: file names, intervals, and how it was measured."""
     parts = []
-    for path in sorted((checkpoint.folder.parent / "evaluation").glob(f"step-{checkpoint.step:07d}*.json")):
+    for path in sorted((checkpoint.folder.parent / "evaluation").glob("*.json")) if checkpoint.step else []:
         try:
             tree = read_json(path)
         except TextmillError:
             continue
-        if isinstance(tree, dict) and (rows := _score_rows(tree)):
-            table = "\n".join(["| of | figure | value |", "|---|---|---|", *rows])
+        if isinstance(tree, dict) and tree.get("step") == checkpoint.step and (rows := _score_rows(tree)):
+            table = "\n".join(["| of | figure | value | 95% interval |", "|---|---|---|---|", *rows])
             parts += [f"Protocol: {', '.join(_protocol_facts(tree))}.", table]
     return "\n\n".join(["## Scores", *parts]) if parts else ""
 
 
 def _score_rows(result: dict[str, Any]) -> list[str]:
-    """The numbers of a result by task or model: {"lambada": {"accuracy": 0.3}} -> | lambada | accuracy | 0.3 |."""
+    """The numbers of a result by task or model: {"lambada": {"accuracy": 0.3}} -> | lambada | accuracy | 0.3 | |."""
     rows = []
     for section, values in result.items():
-        if isinstance(values, dict) and section != "card":
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    rows.append(f"| {section} | {name} | {_cell(value)} |")
+        if not isinstance(values, dict) or section in NO_SCORES:
+            continue
+        # Tasks have their intervals beside their metrics, perplexity has those of the model beside its section.
+        intervals = values.get("intervals") or (result.get("intervals") if section == "model" else None) or {}
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                ends = intervals.get(name)
+                interval = f"{_cell(ends[0])} to {_cell(ends[1])}" if isinstance(ends, list) and len(ends) == 2 else ""
+                rows.append(f"| {section} | {name} | {_cell(value)} | {interval} |")
     return rows
 
 
@@ -156,22 +333,7 @@ def _protocol_facts(result: dict[str, Any]) -> list[str]:
     """How a result was measured: the protocol card of its task, or of perplexity some keys of the result itself."""
     cards = [values["card"] for values in result.values() if isinstance(values, dict) and "card" in values]
     facts = cards[0] if cards else {key: value for key, value in result.items() if key in PROTOCOL}
-    return [f"{key} {_cell(value)}" for key, value in facts.items() if key not in PRIVATE_FACTS and value is not None]
-
-
-def _usage(shape: Any, tokenizer: TextTokenizer) -> str:
-    is_chat = tokenizer.chat or tokenizer.jinja
-    if options := own_options(shape):
-        command = "chat FOLDER" if is_chat else "generate FOLDER sample.prompt=Once"
-        return f"## Usage\n\nOnly textmill computes {', '.join(options)}:\n\n```sh\ntextmill {command}\n```"
-    call = 'model("Once", max_new_tokens=50)'
-    if is_chat:
-        call = 'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
-    return f"""## Usage
-
-```python
-from transformers import pipeline
-
-model = pipeline("text-generation", "FOLDER")
-print({call})
-```"""
+    shown = {
+        key: Path(value).name if key in FILE_FACTS and isinstance(value, str) else value for key, value in facts.items()
+    }
+    return [f"{key} {_cell(value)}" for key, value in shown.items() if key not in PRIVATE_FACTS and value is not None]

@@ -1,4 +1,4 @@
-"""What the ONNX graphs of all families share.
+"""The nodes of a GPT-2, Llama, Qwen2 or Qwen3 as an ONNX graph.
 
 Inputs and outputs have the names that Optimum and onnxruntime-genai use.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from textmill.conversion.model import Array
+from textmill.models.llama.net_torch import frequencies_of
 
 OPSET = 20
 IR_VERSION = 9
@@ -17,6 +18,7 @@ IR_VERSION = 9
 GELU_FORMS = {"gelu_new": "tanh", "gelu": "none"}
 OTHERS = {"relu": "Relu", "tanh": "Tanh"}
 HEAD = "lm_head.transposed"
+FAMILIES = ("gpt2", "llama")
 
 
 class Graph:
@@ -46,7 +48,109 @@ class Graph:
         return name
 
 
-def activate(graph: Graph, x: str, activation: str) -> str:
+def cache_shape(shape: Any) -> tuple[int, int]:
+    """Heads of keys, and their width."""
+    return getattr(shape, "kv_heads", shape.heads), getattr(shape, "head_width", shape.width // shape.heads)
+
+
+def build_nodes(graph: Graph, shape: Any) -> None:
+    """All nodes, from input_ids, attention_mask, position_ids and past_key_values.N to logits and present.N."""
+    mask = _add_causal_mask(graph)
+    build_layers = _gpt2_layers if shape.family == "gpt2" else _llama_layers
+    x, embedding = build_layers(graph, shape, mask)
+    weight = "lm_head.weight" if shape.untied else embedding
+    graph.add("MatMul", x, graph.add("Transpose", weight, perm=[1, 0], name=HEAD), name="logits")
+
+
+def _gpt2_layers(graph: Graph, shape: Any, mask: str) -> tuple[str, str]:
+    """The states after the last norm, and the name of the token embedding."""
+    embedding = "transformer.wte.weight"
+    x = graph.add(
+        "Add",
+        graph.add("Gather", embedding, "input_ids"),
+        graph.add("Gather", "transformer.wpe.weight", "position_ids"),
+    )
+    to_heads = [0, 0, *cache_shape(shape)]
+
+    def norm(x: str, stem: str) -> str:
+        return graph.add("LayerNormalization", x, f"{stem}.weight", f"{stem}.bias", axis=-1, epsilon=shape.epsilon)
+
+    def linear(x: str, stem: str) -> str:
+        return graph.add("Add", graph.add("MatMul", x, f"{stem}.weight"), f"{stem}.bias")
+
+    for layer in range(shape.layers):
+        h = f"transformer.h.{layer}"
+        normed = norm(x, f"{h}.ln_1")
+        by_head = graph.constant(to_heads, np.int64)
+        q, k, v = (
+            graph.add("Transpose", graph.add("Reshape", part, by_head), perm=[0, 2, 1, 3])
+            for part in graph.split(linear(normed, f"{h}.attn.c_attn"), 3)
+        )
+        x = graph.add("Add", x, linear(_add_attention(graph, q, k, v, layer, shape, mask), f"{h}.attn.c_proj"))
+        inner = linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
+        x = graph.add("Add", x, linear(_activate(graph, inner, shape.activation), f"{h}.mlp.c_proj"))
+    return norm(x, "transformer.ln_f"), embedding
+
+
+def _llama_layers(graph: Graph, shape: Any, mask: str) -> tuple[str, str]:
+    """The states after the last norm, and the name of the token embedding."""
+    embedding = "model.embed_tokens.weight"
+    angles = _angles(graph, shape)
+    x = graph.add("Gather", embedding, "input_ids")
+
+    def norm(x: str, stem: str) -> str:
+        """RMSNorm, which has no node of its own in this opset."""
+        squares = graph.add("ReduceMean", graph.add("Mul", x, x), graph.constant([-1], np.int64), keepdims=1)
+        root = graph.add("Sqrt", graph.add("Add", squares, graph.constant(shape.epsilon, np.float32)))
+        return graph.add("Mul", graph.add("Div", x, root), f"{stem}.weight")
+
+    def linear(x: str, stem: str, has_bias: bool) -> str:
+        product = graph.add("MatMul", x, graph.add("Transpose", f"{stem}.weight", perm=[1, 0]))
+        return graph.add("Add", product, f"{stem}.bias") if has_bias else product
+
+    def project(x: str, stem: str, heads: int, has_norm: bool) -> str:
+        to_heads = graph.constant([0, 0, heads, shape.head_width], np.int64)
+        by_head = graph.add("Reshape", linear(x, f"{stem}_proj", shape.qkv_bias), to_heads)
+        by_head = norm(by_head, f"{stem}_norm") if has_norm else by_head
+        return graph.add("Transpose", by_head, perm=[0, 2, 1, 3])
+
+    for layer in range(shape.layers):
+        h = f"model.layers.{layer}"
+        normed = norm(x, f"{h}.input_layernorm")
+        q = _rotate(graph, project(normed, f"{h}.self_attn.q", shape.heads, shape.qk_norm), *angles)
+        k = _rotate(graph, project(normed, f"{h}.self_attn.k", shape.kv_heads, shape.qk_norm), *angles)
+        v = project(normed, f"{h}.self_attn.v", shape.kv_heads, False)
+        mixed = _add_attention(graph, q, k, v, layer, shape, mask)
+        x = graph.add("Add", x, linear(mixed, f"{h}.self_attn.o_proj", shape.out_bias))
+        normed = norm(x, f"{h}.post_attention_layernorm")
+        gate, up = (linear(normed, f"{h}.mlp.{part}_proj", shape.mlp_bias) for part in ("gate", "up"))
+        inner = graph.add("Mul", _activate(graph, gate, shape.activation), up)
+        x = graph.add("Add", x, linear(inner, f"{h}.mlp.down_proj", shape.mlp_bias))
+    return norm(x, "model.norm"), embedding
+
+
+def _angles(graph: Graph, shape: Any) -> tuple[str, str]:
+    """Cosine and sine of every position's angles, [batch, 1, tokens, head width / 2]."""
+    frequencies, scale = frequencies_of(shape)
+    positions = graph.add("Cast", "position_ids", to=1)  # 1 is fp32
+    column = graph.add("Unsqueeze", positions, graph.constant([1, 3], np.int64))
+    angles = graph.add("Mul", column, graph.constant(frequencies, np.float32))
+    factor = graph.constant(scale, np.float32)
+    return (graph.add("Mul", graph.add("Cos", angles), factor), graph.add("Mul", graph.add("Sin", angles), factor))
+
+
+def _rotate(graph: Graph, x: str, cos: str, sin: str) -> str:
+    """Turn pairs of channels (i, i + D / 2) of a head by the angles of their positions."""
+    first, second = graph.split(x, 2)
+    return graph.add(
+        "Concat",
+        graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin)),
+        graph.add("Add", graph.add("Mul", second, cos), graph.add("Mul", first, sin)),
+        axis=-1,
+    )
+
+
+def _activate(graph: Graph, x: str, activation: str) -> str:
     """Add the nodes of an activation."""
     if activation == "silu":
         return graph.add("Mul", x, graph.add("Sigmoid", x))
@@ -58,7 +162,7 @@ def activate(graph: Graph, x: str, activation: str) -> str:
     return graph.add("Gelu", x, approximate=GELU_FORMS[activation])
 
 
-def add_causal_mask(graph: Graph) -> str:
+def _add_causal_mask(graph: Graph) -> str:
     """True where a token may look: not into the future, not at padding; [batch, 1, tokens, past + tokens]."""
     zero, one, axis_0 = (graph.constant(value, np.int64) for value in (0, 1, [0]))
     past = graph.add("Gather", graph.add("Shape", "past_key_values.0.key"), graph.constant(2, np.int64))
@@ -71,13 +175,13 @@ def add_causal_mask(graph: Graph) -> str:
     return graph.add("And", is_past, graph.add("Unsqueeze", is_token, graph.constant([1, 2], np.int64)))
 
 
-def add_attention(graph: Graph, parts: tuple[str, str, str], layer: int, sizes: tuple[int, int, int], mask: str) -> str:
+def _add_attention(graph: Graph, q: str, k: str, v: str, layer: int, shape: Any, mask: str) -> str:
     """The weighted values of all heads side by side, [batch, tokens, heads x width].
 
-    `parts`: queries, keys and values, [batch, heads, tokens, width]. `sizes`: heads of queries, heads of keys, and the
-    width of a head.
+    Queries, keys and values are [batch, heads, tokens, width].
     """
-    (q, k, v), (heads, key_heads, width) = parts, sizes
+    heads = shape.heads
+    key_heads, width = cache_shape(shape)
     k = graph.add("Concat", f"past_key_values.{layer}.key", k, axis=2, name=f"present.{layer}.key")
     v = graph.add("Concat", f"past_key_values.{layer}.value", v, axis=2, name=f"present.{layer}.value")
     if heads != key_heads:
@@ -97,18 +201,13 @@ def _repeat(graph: Graph, part: str, heads: int, times: int, width: int) -> str:
     return graph.add("Reshape", repeated, graph.constant([0, heads, -1, width], np.int64))
 
 
-def add_head(graph: Graph, x: str, weight: str) -> None:
-    """The logits, from the last norm's output and the weight of the head."""
-    graph.add("MatMul", x, graph.add("Transpose", weight, perm=[1, 0], name=HEAD), name="logits")
-
-
-def run_in_two_parts(run: Any, layers: int, cache_shape: tuple[int, int], ids: Any) -> Array:
+def run_in_two_parts(run: Any, shape: Any, ids: Any) -> Array:
     """Logits of ids: the first half without past key values, then the second half with those of the first."""
     samples, length = ids.shape
-    heads, width = cache_shape
+    heads, width = cache_shape(shape)
     empty = np.zeros((samples, heads, 0, width), np.float32)
-    past = [empty] * (2 * layers)
-    past_names = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+    past = [empty] * (2 * shape.layers)
+    past_names = [f"past_key_values.{layer}.{kind}" for layer in range(shape.layers) for kind in ("key", "value")]
     logits_by_half = []
     start = 0
     for stop in dict.fromkeys([max(1, length // 2), length]):

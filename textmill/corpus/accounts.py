@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +15,48 @@ from textmill.storage.files import format_path
 Counts = dict[str, Any]
 
 
-def build_account(
-    names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[dict[str, int]], written: Sequence[Counts]
-) -> Counts:
-    """Sum the counts of all chunks.
+def build_account(sources: Iterable[str], read: Iterable[dict[str, Counts]], written: Iterable[Counts]) -> Counts:
+    """Sum the counts of all chunks: by source what was read, kept and dropped; by split what was written.
 
-    `names` holds the source of each chunk, `duplicates` its dropped duplicates by kind.
+    `sources`: the name that each source is counted under.
     """
     by_source: dict[str, Counts] = {}
     by_split: dict[str, Counts] = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in SPLITS}
-    for name, counts, duplicate_counts, splits in zip(names, read, duplicates, written, strict=True):
-        kept = sum(split["documents"] for split in splits.values())
-        dropped = Counter(counts["dropped"]) + Counter(duplicate_counts)
-        _add(by_source.setdefault(name, _empty_counts()), {**counts, "kept": kept, "dropped": dropped})
+    for name in sources:
+        by_source.setdefault(name, _empty_counts())["files"] += 1
+    for counts_by_source in read:
+        for name, counts in counts_by_source.items():
+            _add(by_source[name], counts)
+    for splits in written:
         for split, amounts in splits.items():
             for key in by_split[split]:
                 by_split[split][key] += amounts[key]
     total = _empty_counts()
     for counts_to_add in by_source.values():
         _add(total, counts_to_add)
+    kept = sum(amounts["documents"] for amounts in by_split.values())
     assert total["records"] == total["kept"] + sum(total["dropped"].values()) + total["quarantined"], (
         f"the counts do not add up: {total}"
     )
+    assert total["kept"] == kept, f"{total['kept']:,} documents are kept, and {kept:,} written"
     return {**total, "by_split": by_split, "by_source": by_source}
 
 
 def _empty_counts() -> Counts:
-    return {"records": 0, "kept": 0, "changed": {}, "dropped": {}, "quarantined": 0, "quarantined_bytes": 0}
+    return {"files": 0, "records": 0, "kept": 0, "changed": {}, "dropped": {}, "quarantined": 0, "quarantined_bytes": 0}
 
 
 def _add(total: Counts, counts_to_add: Counts) -> None:
-    for key in ("records", "kept", "quarantined", "quarantined_bytes"):
+    for key in ("files", "records", "kept", "quarantined", "quarantined_bytes"):
         total[key] += counts_to_add.get(key, 0)
     for key in ("changed", "dropped"):
-        total[key] = dict(sorted((Counter(total[key]) + Counter(counts_to_add[key])).items()))
+        total[key] = dict(sorted((Counter(total[key]) + Counter(counts_to_add.get(key, {}))).items()))
 
 
 def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> list[str]:
     """The account as lines to print, with advice for each empty split."""
     lines = [f"prepare: {format_path(folder)}"]
-    lines.append(_format_row("records", counts["records"], f"from {format_count(len(counts['by_source']), 'file')}"))
+    lines.append(_format_row("records", counts["records"], f"from {format_count(counts['files'], 'file')}"))
     lines.append(_format_row("kept", counts["kept"]))
     if counts["changed"]:
         lines.append(f"  {'changed':<28}{_format_rules(counts['changed'])}")
@@ -69,6 +71,9 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         short = f", of which {hits['too_short']:,} are too short to recognise" if hits["too_short"] else ""
         note = f"documents share n-grams with {name}: {hits['found']:,} of its {hits['examples']:,} examples{short}"
         lines.append(_format_row("contaminated", hits["documents"], note))
+    if kept := counts["split_files"]:
+        files = ", ".join(f"{split} {format_count(kept[split], 'file')}" for split in SPLITS if split in kept)
+        lines.append(f"  {'own splits':<28}{files} (corpus.own_splits=false pools them)")
     for split, amounts in counts["by_split"].items():
         lines.append(_format_row(split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
     for split, ratio in zip(SPLITS, ratios, strict=True):

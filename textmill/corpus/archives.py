@@ -11,7 +11,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import BinaryIO, cast
 
-from textmill.corpus.source import Source, archive_kind, format_from_name
+from textmill.corpus.source import Source, archive_kind, format_from_name, missing_package
 from textmill.errors import TextmillError
 
 HELD_BYTES = 64 << 20
@@ -23,16 +23,17 @@ _LOCK = Lock()
 def find_members(path: str, skipped: list[str]) -> Iterator[Source]:
     """The sources in an archive; files of it that cannot be read are added to `skipped`."""
     kind = archive_kind(path)
-    for member in _open_archive(path).names:
+    for position, member in enumerate(_open_archive(path).names, 1):
         name = f"{os.path.normpath(path)}/{member}"
         parts = member.split("/")
         if any(part.startswith(".") for part in parts) or "__MACOSX" in parts:
             continue
         found = format_from_name(member)
-        if found is None:
+        if found is None or missing_package(found):
             skipped.append(name)
         else:
-            yield Source(name, f"{kind}://{member}::{os.path.abspath(path)}", found, in_archive=True)
+            address = f"{kind}://{member}::{os.path.abspath(path)}"
+            yield Source(name, address, found, in_archive=True, position=position if kind == "tar" else 0)
 
 
 def is_member(address: str) -> bool:

@@ -23,14 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.chunk_task import ChunkTask
+from textmill.corpus.chunk_task import DROPPED, ChunkTask
 from textmill.corpus.clean.filters import Words, unspaced_ranges
 from textmill.corpus.dedup.decisions import Decisions
 from textmill.corpus.dedup.minhash import BASE, hash_windows
 from textmill.corpus.dropped import CONTAMINATED
+from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.records import BadRecord
 from textmill.corpus.shards import open_shard
-from textmill.corpus.sources import find_sources, read_records, split_into_chunks
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer, hash_file, write_bytes
@@ -60,6 +60,8 @@ class EvaluationData:
     """The texts of each example."""
     kind: str = "text"
     """How the file is read: the task, with a hash of its settings."""
+    sha256: str = ""
+    """The checksum of the data, if it is more than one file."""
 
     @property
     def name(self) -> str:
@@ -92,7 +94,7 @@ def describe_data(data: Sequence[EvaluationData]) -> list[dict[str, str]]:
     """Name, checksum and kind of each file, for the manifest: other data is another corpus."""
     names = names_of(data)
     return [
-        {"file": name, "sha256": hash_file(entry.path), "kind": entry.kind}
+        {"file": name, "sha256": entry.sha256 or hash_file(entry.path), "kind": entry.kind}
         for name, entry in zip(names, data, strict=True)
     ]
 
@@ -209,7 +211,7 @@ def drop_contaminated(
     facts: IndexFacts,
     config: CorpusConfig,
 ) -> dict[str, Any]:
-    """Drop contaminated documents from those that are kept so far, or only list them for `write_chunk` to mark.
+    """Drop contaminated documents from those that are kept so far.
 
     Returns for each file of evaluation data how many of its examples were found, and in how many documents. An n-gram
     in `corpus.decontaminate_common` documents or more is a common phrase and does not count.
@@ -222,16 +224,13 @@ def drop_contaminated(
     bounds = np.cumsum([0, *facts.examples])
     files = _files_by_key(facts, bounds)
     documents_by_file = np.zeros(len(data), np.int64)
-    for task, split, dropped in zip(tasks, decisions.splits, decisions.dropped, strict=True):
+    for task, split in zip(tasks, decisions.splits, strict=True):
         rows, keys = _read_hits(task)
         is_hit = (split[rows] >= 0) & is_rare[keys]
         contaminated = np.unique(rows[is_hit])
-        write_bytes(task.path("contaminated"), [contaminated.tobytes()])
         pairs = np.unique(files.expand(rows[is_hit], keys[is_hit]), axis=0)
         documents_by_file += np.bincount(pairs[:, 1], minlength=len(data))
-        if config.decontaminate_action == "drop" and len(contaminated):
-            split[contaminated] = -1
-            dropped[CONTAMINATED] = len(contaminated)
+        split[contaminated] = DROPPED[CONTAMINATED]
     is_found = is_rare & (occurrences > 0)
     found_examples = np.unique(facts.owners[is_found[facts.owners[:, 0]], 1])
     found_by_file = np.histogram(found_examples, bounds)[0]

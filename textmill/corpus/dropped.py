@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from textmill.corpus.chunk_task import ChunkTask
+from textmill.corpus.chunk_task import DROPPED, ChunkTask
 from textmill.corpus.shards import new_shard, open_shard, take_rows
 from textmill.storage.files import read_json
 
@@ -26,17 +26,16 @@ SCHEMA = pa.schema(
         ("similarity", pa.float32()),
     ]
 )
-FILTERED_SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("rule", pa.string())])
-"""What the first pass records of documents that a filter dropped."""
+FILTERED_SCHEMA = pa.schema([("text", pa.string()), ("id", pa.string()), ("source", pa.int32()), ("rule", pa.string())])
+"""What the first pass records of documents that a filter dropped; the source is its number in the chunk."""
 REPEAT_DTYPE = np.dtype(
     [("row", np.int64), ("chunk", np.int64), ("other", np.int64), ("similarity", np.float32), ("near", np.bool_)]
 )
 """A dropped duplicate: its row, the chunk and row of the document that it repeats, and whether it is only similar."""
-NAMES_FILE = "names.json"
-"""The name of the source of each chunk."""
 EXACT = "duplicate"
 NEAR = "near_duplicate"
 CONTAMINATED = "contaminated"
+GAP = "gap"
 
 
 def dropped_name(number: int) -> str:
@@ -60,41 +59,47 @@ def read_dropped(folder: Path, rule: str | None = None) -> Iterator[dict[str, An
 
 def write_dropped(task: ChunkTask) -> None:
     """Write the dropped documents of a chunk: those of filters, then duplicates, then contaminated ones."""
-    names: list[str] = read_json(task.folder / "work" / NAMES_FILE)
-    source = task.chunk.source.name
-    with new_shard(task.folder / dropped_name(task.chunk.number), SCHEMA) as writer:
+    sources = pa.array(task.source_names, pa.string())
+    with new_shard(task.folder / dropped_name(task.number), SCHEMA) as writer:
         with open_shard(task.path("filtered")) as filtered:
             for batch in filtered.iter_batches(use_threads=False):
-                writer.add(_to_table(batch, source, batch["rule"]))
+                writer.add(_to_table(batch, sources.take(batch["source"]), batch["rule"]))
+        source_of_row = task.sources_of_rows()
         repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
         if len(repeats):
             texts = take_rows(task.path("parquet"), ["text", "id"], repeats["row"])
             rules = pa.array([NEAR if is_near else EXACT for is_near in repeats["near"].tolist()], pa.string())
-            repeated_sources = pa.array([names[chunk] for chunk in repeats["chunk"].tolist()], pa.string())
-            repeated_ids = pa.array(_repeated_ids(task.folder / "work", repeats), pa.string())
+            repeated_sources, repeated_ids = _find_repeated(task.folder / "work", repeats)
             similarities = pa.array(repeats["similarity"], pa.float32())
-            writer.add(_to_table(texts, source, rules, repeated_sources, repeated_ids, similarities))
-        if task.config.decontaminate and task.config.decontaminate_action == "drop":
-            rows = task.read_contaminated()
+            names = sources.take(pa.array(source_of_row[repeats["row"]]))
+            writer.add(_to_table(texts, names, rules, repeated_sources, repeated_ids, similarities))
+        for rule in (CONTAMINATED, GAP):
+            rows = np.flatnonzero(task.read_splits() == DROPPED[rule])
             if len(rows):
                 texts = take_rows(task.path("parquet"), ["text", "id"], rows)
-                writer.add(_to_table(texts, source, pa.array([CONTAMINATED] * len(rows), pa.string())))
+                rules = pa.array([rule] * len(rows), pa.string())
+                writer.add(_to_table(texts, sources.take(pa.array(source_of_row[rows])), rules))
 
 
-def _to_table(texts: Any, source: str, rules: Any, *duplicate_of: Any) -> pa.Table:
+def _to_table(texts: Any, sources: Any, rules: Any, *duplicate_of: Any) -> pa.Table:
     """Rows with the columns `text` and `id` as dropped documents; `duplicate_of`: the last three columns, if any."""
     count = texts.num_rows
     empty = (pa.nulls(count, pa.string()), pa.nulls(count, pa.string()), pa.nulls(count, pa.float32()))
-    sources = pa.array([source] * count, pa.string())
     return pa.table([texts["text"], sources, texts["id"], rules, *(duplicate_of or empty)], schema=SCHEMA)
 
 
-def _repeated_ids(work: Path, repeats: NDArray[Any]) -> list[str]:
-    """The id of the document that each duplicate repeats."""
+def _find_repeated(work: Path, repeats: NDArray[Any]) -> tuple[pa.Array, pa.Array]:
+    """The source and the id of the document that each duplicate repeats."""
+    sources = [""] * len(repeats)
     ids = [""] * len(repeats)
     for chunk in np.unique(repeats["chunk"]).tolist():
+        names: list[str] = read_json(work / f"{chunk:05d}.names")
+        ends = np.cumsum(np.fromfile(work / f"{chunk:05d}.rows", np.int64))
         places = np.flatnonzero(repeats["chunk"] == chunk)
-        repeated = take_rows(work / f"{chunk:05d}.parquet", ["id"], repeats["other"][places])
-        for place, id_ in zip(places.tolist(), repeated["id"].to_pylist(), strict=True):
-            ids[place] = id_
-    return ids
+        rows = repeats["other"][places]
+        source_of_row = np.searchsorted(ends, rows, side="right").tolist()
+        found = take_rows(work / f"{chunk:05d}.parquet", ["id"], rows)["id"].to_pylist()
+        for place, source, name in zip(places.tolist(), source_of_row, found, strict=True):
+            sources[place] = names[source]
+            ids[place] = name
+    return pa.array(sources, pa.string()), pa.array(ids, pa.string())

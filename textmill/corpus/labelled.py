@@ -22,14 +22,14 @@ import pyarrow as pa
 from textmill.config import CorpusConfig
 from textmill.corpus.accounts import Counts, build_account
 from textmill.corpus.document import SPLITS, Document, Split
+from textmill.corpus.find_sources import read_records, split_into_chunks
 from textmill.corpus.records import BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
 from textmill.corpus.shards import SCHEMA, ShardWriter, list_shards, new_shard, read_documents, shard_name
 from textmill.corpus.source import Source
-from textmill.corpus.sources import read_records, split_into_chunks
-from textmill.corpus.split import assign_split, declared_splits, text_digest
+from textmill.corpus.split import SourceSplits, assign_split, text_digest
 from textmill.corpus.text_fields import RECORD
 from textmill.errors import TextmillError
-from textmill.storage.files import manifest_entry, write_json
+from textmill.storage.files import manifest_entry
 
 SEQUENCES = "sequence-classification"
 WORDS = "token-classification"
@@ -114,26 +114,30 @@ def read_split(folder: Path, split: Split) -> Iterator[Example]:
 
 
 def build_labelled(
-    config: CorpusConfig, task: str, sources: Sequence[Source], folder: Path, skipped: list[str]
+    config: CorpusConfig,
+    task: str,
+    sources: Sequence[Source],
+    accounts: Sequence[str],
+    source_splits: SourceSplits,
+    folder: Path,
 ) -> tuple[Counts, dict[str, Any]]:
     """Write one shard for each split; return the account, with the names of the labels, and the manifest entry of each
     file."""
-    declared = declared_splits([source.name for source in sources], config.source_splits)
     labels = LabelSet()
     split_counts: list[Counts] = []
     with ExitStack() as stack:
         shards = {split: stack.enter_context(new_shard(folder / shard_name(split, 0))) for split in SPLITS}
-        for source, split in zip(sources, declared, strict=True):
+        for source, ratios in zip(sources, source_splits.ratios, strict=True):
             examples = read_examples(source, task, config)
-            split_counts.append(_write_examples(examples, task, split, config, shards, labels))
+            split_counts.append(_write_examples(examples, task, ratios, shards, labels))
         names = labels.names(task)
-    read_counts: list[Counts] = []
-    for by_split in split_counts:
+    read_counts: list[dict[str, Counts]] = []
+    for account, by_split in zip(accounts, split_counts, strict=True):
         records = sum(counts_of_split["documents"] for counts_of_split in by_split.values())
-        read_counts.append({"records": records, "changed": {}, "dropped": {}})
-    counts = build_account([source.name for source in sources], read_counts, [{} for _ in sources], split_counts)
-    counts |= {"skipped_files": skipped, "labels": {"task": task, "names": names, "counts": dict(labels.counts)}}
-    files = {"account.json": write_json(folder / "account.json", counts)}
+        read_counts.append({account: {"records": records, "kept": records}})
+    counts = build_account(accounts, read_counts, split_counts)
+    counts |= {"labels": {"task": task, "names": names, "counts": dict(labels.counts)}}
+    files: dict[str, Any] = {}
     for split in SPLITS:
         files[shard_name(split, 0)] = manifest_entry(folder / shard_name(split, 0))
     return counts, files
@@ -142,19 +146,18 @@ def build_labelled(
 def _write_examples(
     examples: Iterator[Example],
     task: str,
-    declared: Split | None,
-    config: CorpusConfig,
+    ratios: Sequence[float],
     shards: Mapping[Split, ShardWriter],
     labels: LabelSet,
 ) -> Counts:
     """Write the examples of a source to the shards of their splits; return what each split got.
 
-    An example is in the split declared for its source, else in that of its text."""
+    A hash of its text decides the split of an example, by the ratios of its source."""
     amounts = {split: Counter(documents=0, bytes=0, characters=0) for split in SPLITS}
     while block := list(islice(examples, BATCH_ROWS)):
         documents: dict[Split, list[Document]] = {split: [] for split in SPLITS}
         for example in block:
-            split = declared or assign_split(_digest(example, task), config.split)
+            split = assign_split(_digest(example, task), ratios)
             labels.add(example, split)
             document = example.to_document(task)
             amounts[split].update(documents=1, bytes=len(document.text.encode()), characters=len(document.text))

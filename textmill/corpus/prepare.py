@@ -1,6 +1,6 @@
 """The command `prepare`: build the corpus folder from the sources.
 
-    1. find the sources, split them into chunks (sources.py); stop here if the folder is up to date
+    1. find the sources, split them into chunks (find_sources.py); stop here if the folder is up to date
     2. pass 1, each chunk in parallel: read, clean and filter the records, hash the documents (`clean_chunk`);
        then write quarantine.jsonl, and stop if too many records could not be read
     3. decide for all documents together: split, exact and near-duplicates (dedup/), contamination (decontamination.py)
@@ -14,12 +14,11 @@ chunk_task.py lists the intermediate files.
 from __future__ import annotations
 
 import json
-import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -32,8 +31,9 @@ from numpy.typing import NDArray
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig
 from textmill.corpus.accounts import Counts, build_account, format_account
-from textmill.corpus.chunk_task import ChunkTask
+from textmill.corpus.chunk_task import DROPPED, ChunkTask
 from textmill.corpus.clean.cleaner import Cleaner, check_packages
+from textmill.corpus.clean.quality import MAX_SAMPLES, open_quality, save_quality, train_quality
 from textmill.corpus.clean.sentences import SENTENCE_SPLITTERS
 from textmill.corpus.conversations import turns_to_json
 from textmill.corpus.decontamination import (
@@ -47,21 +47,21 @@ from textmill.corpus.decontamination import (
 )
 from textmill.corpus.dedup.decisions import decide_documents, write_decisions
 from textmill.corpus.document import SPLITS, Document
-from textmill.corpus.dropped import FILTERED_SCHEMA, NAMES_FILE, list_dropped_files, write_dropped
+from textmill.corpus.dropped import FILTERED_SCHEMA, list_dropped_files, write_dropped
 from textmill.corpus.encodings import advise_encodings
+from textmill.corpus.find_sources import find_sources, group_chunks, read_records, split_into_chunks
+from textmill.corpus.inputs import Inputs, inspect_inputs
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
-from textmill.corpus.source import Source
-from textmill.corpus.sources import find_sources, portable_names, read_records, source_state, split_into_chunks
-from textmill.corpus.split import declared_splits, text_digest
+from textmill.corpus.source import DOCUMENT_FORMATS, PACKAGES_ADVICE, Source, format_from_name, missing_package
+from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
 from textmill.runners import Runner, open_runner
 from textmill.storage.files import (
     atomic_writer,
     format_path,
-    hash_file,
     manifest_entry,
     read_json,
     remove_folder,
@@ -71,8 +71,10 @@ from textmill.storage.files import (
 from textmill.storage.progress import progress
 from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
-WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "urls")
+WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "urls", *DOCUMENT_FORMATS)
 """Formats that `corpus.chat` cannot read."""
+QUALITY_FILE = "quality.npy"
+"""The file of the trained quality filter, in the folder of intermediate files."""
 QUARANTINE = "quarantine.jsonl"
 """The file of the records that could not be read."""
 CLEANED_SCHEMA = pa.schema(
@@ -82,6 +84,8 @@ BUFFER_CHARACTERS = 4 << 20
 """Characters collected before they are written."""
 SHOWN_SKIPPED = 5
 """Skipped files that are named on the console."""
+SECTIONS_PER_FILE = 4
+"""From so many documents of a file on, `prepare` reports that sections of one text are in several splits."""
 SHOWN_SOURCES = 5
 """Sources named in the error when they have no text."""
 
@@ -105,60 +109,66 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
         encoding=corpus.encoding,
         skipped=skipped,
     )
-    inputs = _inspect_inputs(sources, folder, force)
-    _check_conversation_formats(corpus, inputs)
+    is_made = force != "yes" and (folder / MANIFEST).is_file()
+    inputs = inspect_inputs(sources, open_manifest(folder) if is_made else {})
+    _check_conversation_formats(corpus, inputs.sources)
     made_from = _describe_inputs(config.results("corpus"), corpus, inputs, evaluation_data)
     stage = Stage("prepare", folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"prepare: done already: {format_path(folder)} ({open_manifest(folder)['documents']:,} documents)")
     else:
-        _export_to_mongo(corpus, folder, inputs, check=True)
-        for line in [*_describe_skipped(skipped), *describe_layouts(sources, corpus)]:
+        _export_to_mongo(corpus, folder, inputs.sources, check=True)
+        source_splits = split_sources([source.name for source in inputs.sources], inputs.names, corpus)
+        for line in [*_describe_skipped(skipped), *source_splits.notes, *describe_layouts(sources, corpus)]:
             print(f"prepare: {line}")
         with stage.unfinished_folder() as unfinished, runner:
-            ordered_sources = [item.source for item in inputs]
-            counts, files = _build(corpus, runner, ordered_sources, unfinished, skipped, evaluation_data)
-            _check_unchanged(inputs)
+            counts, files = _build(corpus, runner, inputs, source_splits, unfinished, skipped, evaluation_data)
+            inputs.check_unchanged()
             _remove_intermediate_files(unfinished, files)
-            manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
+            manifest_fields = {"documents": counts["kept"], "mtimes": inputs.mtimes}
             stage.write_manifest(unfinished, files, manifest_fields)
-        ratios = [0.0] * len(corpus.split) if corpus.labels else corpus.split
-        print("\n".join(format_account(counts, folder, ratios)))
-    _export_to_mongo(corpus, folder, inputs)
+        ratios = [0.0] * len(corpus.split) if corpus.labels or source_splits.names else corpus.split
+        print("\n".join([*format_account(counts, folder, ratios), *_describe_split(corpus, counts, inputs.sources)]))
+    _export_to_mongo(corpus, folder, inputs.sources)
     return folder
 
 
 def _build(
     config: CorpusConfig,
     runner: Runner,
-    sources: list[Source],
+    inputs: Inputs,
+    source_splits: SourceSplits,
     folder: Path,
     skipped: list[str],
     evaluation_data: list[EvaluationData],
 ) -> tuple[Counts, dict[str, Any]]:
     """Run both passes and the decisions between them; return the account and the manifest entry of every file."""
     if config.labels:
-        return build_labelled(config, config.labels, sources, folder, skipped)
+        labelled, files = build_labelled(config, config.labels, inputs.sources, inputs.accounts, source_splits, folder)
+        labelled |= _account_of_files(inputs, source_splits, skipped)
+        return labelled, files | {"account.json": write_json(folder / "account.json", labelled)}
     (folder / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
-    declared = declared_splits([source.name for source in sources], config.source_splits)
-    tasks = [ChunkTask(chunk, config, folder) for chunk in split_into_chunks(sources, config.documents)]
-    source_names = [task.chunk.source.name for task in tasks]
+    tasks = _plan_tasks(inputs, config, folder)
     index = write_index(evaluation_data, config, folder / "work") if evaluation_data else None
+    quality = _train_quality(config, folder / "work" / QUALITY_FILE) if config.quality_good else None
 
     read_counts = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
     quarantine = write_bytes(folder / QUARANTINE, map(_quarantine_line, _read_bad_records(tasks)))
     _check_quarantine(config.max_unreadable, folder / QUARANTINE, tasks, read_counts)
 
-    decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config, run)
-    counts: Counts = {"skipped_files": skipped}
+    names = (source.name for source in inputs.sources)
+    decisions = decide_documents(tasks, dict(zip(names, source_splits.ratios, strict=True)), config, run)
+    counts: Counts = _account_of_files(inputs, source_splits, skipped)
+    if quality:
+        counts["quality"] = quality
     if index:
         counts["contamination"] = drop_contaminated(tasks, decisions, evaluation_data, index, config)
     write_decisions(tasks, decisions)
-    write_json(folder / "work" / NAMES_FILE, source_names)
 
     split_counts = run(write_chunk, tasks, "prepare: split and write", "bytes")
-    counts |= build_account(source_names, read_counts, decisions.dropped, split_counts)
+    decided = map(_count_decisions, tasks, decisions.splits)
+    counts |= build_account(inputs.accounts, chain((one["sources"] for one in read_counts), decided), split_counts)
     if not counts["kept"]:
         raise TextmillError(_describe_nothing_kept(tasks, counts, config.min_chars))
     files = {"account.json": write_json(folder / "account.json", counts), QUARANTINE: quarantine}
@@ -171,6 +181,71 @@ def _build(
             entry = dict(split["file"])
             files[entry.pop("name")] = entry
     return counts, files
+
+
+def _train_quality(config: CorpusConfig, path: Path) -> Counts:
+    """Train the quality filter and write its weights for the workers; return how well it judges held-out samples."""
+    kinds = (("corpus.quality_good", config.quality_good), ("corpus.quality_bad", config.quality_bad))
+    good, bad = (_read_samples(find_quality_sources(entries, config, key), config) for key, entries in kinds)
+    weights, figures = train_quality(good, bad, config.min_quality)
+    save_quality(weights, path)
+    print(f"prepare: quality filter: {figures}")
+    return asdict(figures)
+
+
+def find_quality_sources(entries: Sequence[str], config: CorpusConfig, key: str) -> list[Source]:
+    """The sources of samples."""
+    return find_sources(entries, corpora=config.corpora_file, encoding=config.encoding, setting=key)
+
+
+def _read_samples(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
+    """The first texts of sources, after the rules."""
+    chunks = split_into_chunks(sources, config.documents)
+    records = chain.from_iterable(read_records(chunk, config) for chunk in chunks)
+    cleaner = Cleaner(CorpusConfig(rules=config.rules, newline_markers=config.newline_markers))
+    texts = (cleaner.clean(record.text) for record in records if isinstance(record, Document))
+    return list(islice((text for text in texts if text), MAX_SAMPLES))
+
+
+def _plan_tasks(inputs: Inputs, config: CorpusConfig, folder: Path) -> list[ChunkTask]:
+    sizes = [state.bytes for state in inputs.states]
+    groups = group_chunks(split_into_chunks(inputs.sources, config.documents, sizes), sum(sizes))
+    account_of = dict(zip((source.name for source in inputs.sources), inputs.accounts, strict=True))
+    return [
+        ChunkTask(number, tuple(group), tuple(account_of[chunk.source.name] for chunk in group), config, folder)
+        for number, group in enumerate(groups)
+    ]
+
+
+def _account_of_files(inputs: Inputs, source_splits: SourceSplits, skipped: list[str]) -> Counts:
+    """The files that were not read, and those that belong to a split."""
+    splits: dict[str, dict[str, None]] = {}
+    for source, account in zip(inputs.sources, inputs.accounts, strict=True):
+        if split := source_splits.names.get(source.name):
+            splits.setdefault(account, {})[split] = None
+    return {
+        "skipped_files": skipped,
+        "source_splits": {account: ", ".join(found) for account, found in splits.items()},
+        "split_files": dict(Counter(source_splits.names.values())),
+    }
+
+
+def _count_decisions(task: ChunkTask, split_of_row: NDArray[np.int8]) -> dict[str, Counts]:
+    """By the account of the sources: how many of the cleaned documents are kept, and how many each rule dropped."""
+    accounts = list(dict.fromkeys(task.accounts))
+    numbers = {account: number for number, account in enumerate(accounts)}
+    account_of_row = np.repeat([numbers[account] for account in task.accounts], task.read_rows())
+
+    def count(is_counted: NDArray[np.bool_]) -> list[int]:
+        found: list[int] = np.bincount(account_of_row[is_counted], minlength=len(accounts)).tolist()
+        return found
+
+    kept = count(split_of_row >= 0)
+    dropped = {rule: count(split_of_row == code) for rule, code in DROPPED.items()}
+    return {
+        account: {"kept": kept[number], "dropped": {rule: counts[number] for rule, counts in dropped.items()}}
+        for account, number in numbers.items()
+    }
 
 
 def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], name: str, unit: str) -> list[Any]:
@@ -195,9 +270,12 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
         counts: dict[str, Any] = read_json(task.path("read.json"))
         return counts
     config = task.config
-    cleaner = Cleaner(config)
     is_nfc = not {"unicode", "compatibility"}.isdisjoint(config.rules)
-    amounts = Counter(records=0, quarantined=0, quarantined_bytes=0, characters=0)
+    quality = open_quality(task.folder / "work" / QUALITY_FILE) if config.quality_good else None
+    by_account = {account: _SourceCounts(Cleaner(config, quality)) for account in task.accounts}
+    rows = []
+    by_position = config.split_by == "position"
+    cuts = array("q")
     with ExitStack() as stack:
         bad_records = stack.enter_context(atomic_writer(task.path("bad")))
         digests = stack.enter_context(atomic_writer(task.path("digests")))
@@ -205,35 +283,68 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
         filtered = (
             stack.enter_context(_new_table(task.path("filtered"), FILTERED_SCHEMA)) if config.keep_dropped else None
         )
-        for record in read_records(task.chunk, config):
-            amounts["records"] += 1
-            if isinstance(record, BadRecord):
-                amounts["quarantined"] += 1
-                amounts["quarantined_bytes"] += max(record.bytes_lost, len(record.raw))
-                bad_records.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
-                continue
-            amounts["characters"] += len(record.text)
-            text, messages = _clean(record, cleaner, config)
-            if text is not None:
-                # Two conversations with the same text are duplicates only if the roles are the same too.
-                digests.write(text_digest(messages or text, is_nfc=is_nfc))
-                size = len(text) + len(record.meta or "") + len(messages or "")
-                cleaned.add((text, record.id, record.meta, messages), size)
-            elif filtered is not None:
-                filtered.add((record.text, record.id, cleaner.dropped_by), len(record.text))
+        fields = stack.enter_context(atomic_writer(task.path("fields"))) if ":" in config.split_by else None
+        for number, (chunk, account) in enumerate(zip(task.chunks, task.accounts, strict=True)):
+            amounts = by_account[account]
+            rows.append(0)
+            before = ""
+            for record in read_records(chunk, config):
+                amounts.records += 1
+                if isinstance(record, BadRecord):
+                    amounts.quarantined += 1
+                    amounts.quarantined_bytes += max(record.bytes_lost, len(record.raw))
+                    line = json.dumps([number, record.place, record.reason, record.raw.hex()])
+                    bad_records.write(line.encode() + b"\n")
+                    continue
+                amounts.characters += len(record.text)
+                text, messages = _clean(record, amounts.cleaner, config)
+                if text is not None:
+                    # Two conversations with the same text are duplicates only if the roles are the same too.
+                    digest = text_digest(messages or text, is_nfc=is_nfc)
+                    digests.write(digest)
+                    if fields:
+                        fields.write(field_digest(record.meta, config.split_by) or digest)
+                    if by_position:
+                        begins = is_new_record(chunk, record.id, before, rows[-1] == 0)
+                        before = record.id
+                        cuts.append(-len(text) if begins else len(text))
+                    size = len(text) + len(record.meta or "") + len(messages or "")
+                    cleaned.add((text, record.id, record.meta, messages), size)
+                    rows[-1] += 1
+                elif filtered is not None:
+                    filtered.add((record.text, record.id, number, amounts.cleaner.dropped_by), len(record.text))
+    write_bytes(task.path("rows"), [np.array(rows, np.int64).tobytes()])
+    if by_position:
+        write_bytes(task.path("cuts"), [cuts.tobytes()])
     if config.decontaminate:
         find_hits(task)
+    text_bytes = sum(amounts.characters + amounts.quarantined_bytes for amounts in by_account.values())
     counts = {
-        "records": amounts["records"],
-        "changed": dict(sorted(cleaner.changed.items())),
-        "dropped": dict(sorted(cleaner.dropped.items())),
-        "quarantined": amounts["quarantined"],
-        "quarantined_bytes": amounts["quarantined_bytes"],
-        # a compressed file has more than it stores
-        "bytes": max(task.size, amounts["characters"] + amounts["quarantined_bytes"]),
+        "bytes": max(task.size, text_bytes),  # a compressed file has more than it stores
+        "sources": {account: amounts.to_json() for account, amounts in by_account.items()},
     }
     write_json(task.path("read.json"), counts)
     return counts
+
+
+@dataclass
+class _SourceCounts:
+    """What happened in pass 1 to the records of a source, or of the sources of a folder."""
+
+    cleaner: Cleaner
+    records: int = 0
+    quarantined: int = 0
+    quarantined_bytes: int = 0
+    characters: int = 0
+
+    def to_json(self) -> Counts:
+        return {
+            "records": self.records,
+            "changed": dict(sorted(self.cleaner.changed.items())),
+            "dropped": dict(sorted(self.cleaner.dropped.items())),
+            "quarantined": self.quarantined,
+            "quarantined_bytes": self.quarantined_bytes,
+        }
 
 
 def _clean(record: Document, cleaner: Cleaner, config: CorpusConfig) -> tuple[str | None, str | None]:
@@ -252,10 +363,10 @@ class _TableWriter:
 
     shard: ShardWriter
     schema: pa.Schema
-    rows: list[tuple[str | None, ...]] = field(default_factory=list)
+    rows: list[tuple[str | int | None, ...]] = field(default_factory=list)
     characters: int = 0
 
-    def add(self, row: tuple[str | None, ...], characters: int) -> None:
+    def add(self, row: tuple[str | int | None, ...], characters: int) -> None:
         self.rows.append(row)
         self.characters += characters
         if self.characters >= BUFFER_CHARACTERS:
@@ -263,7 +374,8 @@ class _TableWriter:
 
     def flush(self) -> None:
         columns = list(zip(*self.rows, strict=True)) or [()] * len(self.schema)
-        self.shard.add(pa.table([pa.array(column, pa.string()) for column in columns], schema=self.schema))
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, self.schema.types, strict=True)]
+        self.shard.add(pa.table(arrays, schema=self.schema))
         self.rows = []
         self.characters = 0
 
@@ -296,8 +408,10 @@ def _check_quarantine(
     max_unreadable: float, path: Path, tasks: list[ChunkTask], counts_by_chunk: Sequence[Mapping[str, Any]]
 ) -> None:
     """Refuse to go on if too large a part of the records, or of the bytes, is unreadable; `path`: where they are."""
-    names = ("records", "quarantined", "bytes", "quarantined_bytes")
-    total = {name: sum(counts[name] for counts in counts_by_chunk) for name in names}
+    names = ("records", "quarantined", "quarantined_bytes")
+    sources = [counts for chunk in counts_by_chunk for counts in chunk["sources"].values()]
+    total = {name: sum(counts[name] for counts in sources) for name in names}
+    total["bytes"] = sum(chunk["bytes"] for chunk in counts_by_chunk)
     if total["quarantined"] > max_unreadable * total["records"]:
         amount = f"{total['quarantined']:,} of {total['records']:,} records"
     elif total["quarantined_bytes"] > max_unreadable * total["bytes"]:
@@ -305,9 +419,10 @@ def _check_quarantine(
     else:
         return
     first = str(next(_read_bad_records(tasks), ""))
-    sources = list(dict.fromkeys(task.chunk.source for task in tasks))
     # A guess from all files is surer than one from a record.
-    if NOT_UTF8 in first and (encodings := find_older_encodings(sources)):
+    if NOT_UTF8 in first and (
+        encodings := find_older_encodings([chunk.source for task in tasks for chunk in task.chunks])
+    ):
         first = f"{first.partition(ENCODING_HINT)[0]}; {advise_encodings(encodings)}"
     some = "corpus.text_key=" in first and total["quarantined"] < total["records"]
     advice = (
@@ -328,23 +443,26 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
     if task.path("written.json").is_file():
         splits: dict[str, Any] = read_json(task.path("written.json"))
         return splits
-    split_of_row = np.fromfile(task.path("splits"), dtype=np.int8)
+    split_of_row = task.read_splits()
     present = {split: index for index, split in enumerate(SPLITS) if (split_of_row == index).any()}
     splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in present}
-    names = {split: shard_name(split, task.chunk.number) for split in present}
+    names = {split: shard_name(split, task.number) for split in present}
+    source_names = pa.array(task.source_names, pa.string())
+    source_of_row = task.sources_of_rows()
     schema = CHAT_SCHEMA if task.config.chat else SCHEMA
     with ExitStack() as stack:
         shards = {split: stack.enter_context(new_shard(task.folder / name, schema)) for split, name in names.items()}
         for first_row, table in _read_cleaned(task):
             split_of_document = split_of_row[first_row : first_row + table.num_rows]
+            source = source_names.take(pa.array(source_of_row[first_row : first_row + table.num_rows]))
+            table = table.append_column("source", source)
             for split, index in present.items():
                 documents = table.filter(pa.array(split_of_document == index))
                 texts = documents.column("text")
                 splits[split]["documents"] += len(texts)
                 splits[split]["bytes"] += pc.sum(pc.binary_length(texts)).as_py() or 0
                 splits[split]["characters"] += pc.sum(pc.utf8_length(texts)).as_py() or 0
-                source = pa.array([task.chunk.source.name] * documents.num_rows, pa.string())
-                shards[split].add(documents.append_column("source", source).select(schema.names))
+                shards[split].add(documents.select(schema.names))
     for split, name in names.items():
         splits[split]["file"] = {"name": name, **manifest_entry(task.folder / name)}
     if task.config.keep_dropped:
@@ -354,66 +472,20 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
 
 
 def _read_cleaned(task: ChunkTask) -> Iterator[tuple[int, pa.Table]]:
-    """Blocks of cleaned documents, each with the number of its first row; contaminated ones are marked if wanted."""
-    is_marking = task.config.decontaminate and task.config.decontaminate_action == "mark"
+    """Blocks of cleaned documents, each with the number of its first row."""
     first_row = 0
     with open_shard(task.path("parquet")) as cleaned:
         for group in range(cleaned.num_row_groups):
             table = cleaned.read_row_group(group, use_threads=False)
-            yield first_row, _mark(table, task.read_contaminated() - first_row) if is_marking else table
+            yield first_row, table
             first_row += table.num_rows
-
-
-def _mark(table: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
-    """The table with a mark in the field `meta` of some rows."""
-    metas = table.column("meta").to_pylist()
-    for row in rows[(rows >= 0) & (rows < table.num_rows)].tolist():
-        metas[row] = json.dumps({**json.loads(metas[row] or "{}"), "contaminated": True}, ensure_ascii=False)
-    return table.set_column(table.schema.get_field_index("meta"), "meta", pa.array(metas, pa.string()))
 
 
 # What decides the result, and whether it changed
 
 
-@dataclass(frozen=True)
-class _Input:
-    """A source with its state at the start of the command."""
-
-    source: Source
-    name: str
-    """A name that does not depend on the current folder."""
-    bytes: int
-    mtime_ns: int
-    sha256: str
-    """The SHA-256 of a local file, or the fingerprint of a remote source."""
-
-
-def _inspect_inputs(sources: list[Source], folder: Path, force: Force) -> list[_Input]:
-    """Size, modification time and checksum of each source.
-
-    The recorded checksum is used for a file whose size and modification time are unchanged.
-    """
-    manifest = read_json(folder / MANIFEST) if force != "yes" and (folder / MANIFEST).is_file() else {}
-    mtimes = manifest.get("mtimes", {})
-    made_from = manifest.get("made_from", {})
-
-    def inspect(source: Source, name: str) -> _Input:
-        state = source_state(source)
-        if state.fingerprint is not None:
-            return _Input(source, name, state.bytes, 0, state.fingerprint)
-        recorded = made_from.get(f"inputs.{name}", {})
-        is_unchanged = recorded.get("bytes") == state.bytes and mtimes.get(name) == state.mtime_ns
-        sha256 = recorded["sha256"] if is_unchanged else hash_file(source.path)
-        return _Input(source, name, state.bytes, state.mtime_ns, sha256)
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing releases the GIL
-        inputs = list(threads.map(inspect, sources, portable_names(sources)))
-    # Sorted by the portable name, so that an interrupted run can be resumed from another folder.
-    return sorted(inputs, key=lambda item: item.name)
-
-
 def _describe_inputs(
-    settings: dict[str, Any], config: CorpusConfig, inputs: Sequence[_Input], evaluation_data: Sequence[EvaluationData]
+    settings: dict[str, Any], config: CorpusConfig, inputs: Inputs, evaluation_data: Sequence[EvaluationData]
 ) -> dict[str, Any]:
     """The settings and input checksums that decide the result; the manifest records them."""
     del settings["corpus.sources"]  # the files matter, not how they are written
@@ -422,23 +494,20 @@ def _describe_inputs(
     settings["corpus.decontaminate"] = describe_data(evaluation_data)
     if not evaluation_data:
         settings = {key: value for key, value in settings.items() if not key.startswith("corpus.decontaminate")}
+    settings = {
+        key: value for key, value in settings.items() if not key.startswith(("corpus.quality_", "corpus.min_q"))
+    }
+    if config.quality_good:
+        settings["corpus.min_quality"] = config.min_quality
+        for key, entries in (("good", config.quality_good), ("bad", config.quality_bad)):
+            samples = inspect_inputs(find_quality_sources(entries, config, f"corpus.quality_{key}"), {})
+            settings |= {f"quality_{key}.{name}": value for name, value in samples.describe().items()}
     settings["corpus.rules"] = sorted(config.rules)  # rules always run in the same order
-    checksums = {f"inputs.{item.name}": {"bytes": item.bytes, "sha256": item.sha256} for item in inputs}
-    keys = {f"inputs.{item.name}.text_key": item.source.text_key for item in inputs if item.source.text_key}
-    return settings | checksums | keys
+    return settings | {f"inputs.{name}": value for name, value in inputs.describe().items()}
 
 
-def _check_unchanged(inputs: Sequence[_Input]) -> None:
-    for item in inputs:
-        state = source_state(item.source)
-        if (state.bytes, state.mtime_ns) != (item.bytes, item.mtime_ns) or state.fingerprint not in (None, item.sha256):
-            raise TextmillError(
-                f"{item.source.name}: changed while it was read; run prepare again when nothing writes to it"
-            )
-
-
-def _check_conversation_formats(config: CorpusConfig, inputs: Sequence[_Input]) -> None:
-    plain_sources = [item.source.name for item in inputs if item.source.format in WITHOUT_CONVERSATIONS]
+def _check_conversation_formats(config: CorpusConfig, sources: Sequence[Source]) -> None:
+    plain_sources = [source.name for source in sources if source.format in WITHOUT_CONVERSATIONS]
     if config.chat and plain_sources:
         raise TextmillError(
             f"corpus.chat: {plain_sources[0]} has no fields that could hold a conversation; "
@@ -446,16 +515,15 @@ def _check_conversation_formats(config: CorpusConfig, inputs: Sequence[_Input]) 
         )
 
 
-def _export_to_mongo(config: CorpusConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> None:
+def _export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source], check: bool = False) -> None:
     """Write the finished corpus to MongoDB, if configured; `check`: only check that this is possible."""
     if config.mongo_write_back or config.mongo_load:
         from textmill.corpus import mongo_export  # needs pymongo
 
-        sources = [item.source for item in inputs]
         if check:
-            mongo_export.check_export(config, sources)
+            mongo_export.check_export(config, list(sources))
         else:
-            mongo_export.export_to_mongo(config, folder, sources)
+            mongo_export.export_to_mongo(config, folder, list(sources))
 
 
 def _remove_intermediate_files(folder: Path, files: dict[str, Any]) -> None:
@@ -469,13 +537,34 @@ def _remove_intermediate_files(folder: Path, files: dict[str, Any]) -> None:
 
 
 def _describe_skipped(skipped: list[str]) -> list[str]:
-    """One line that names the first files that were not read; nothing if there are none."""
-    if not skipped:
+    """A line that names the first files that have no format, and one for those that need a package."""
+    lines = []
+    needs = [missing_package(format_from_name(name)) is not None for name in skipped]
+    for is_missing, reason in (
+        (False, "no format that textmill reads"),
+        (True, f"a format that needs {PACKAGES_ADVICE}"),
+    ):
+        names = [name for name, missing in zip(skipped, needs, strict=True) if missing == is_missing]
+        if not names:
+            continue
+        first = ", ".join(map(format_path, map(Path, names[:SHOWN_SKIPPED])))
+        more = f" and {len(names) - SHOWN_SKIPPED:,} more, listed in account.json" if len(names) > SHOWN_SKIPPED else ""
+        files = "1 file has" if len(names) == 1 else f"{len(names):,} files have"
+        lines.append(f"{files} {reason} and will be skipped: {first}{more}")
+    return lines
+
+
+def _describe_split(config: CorpusConfig, counts: Counts, sources: Sequence[Source]) -> list[str]:
+    """A line if documents are sections of longer texts, and their hashes mix the splits."""
+    is_cut = config.cut_records or (config.documents == "section" and all(one.format == "text" for one in sources))
+    if config.split_by != "document" or not is_cut or counts["source_splits"] or not any(config.split[1:]):
         return []
-    names = ", ".join(map(format_path, map(Path, skipped[:SHOWN_SKIPPED])))
-    more = f" and {len(skipped) - SHOWN_SKIPPED:,} more, listed in account.json" if len(skipped) > SHOWN_SKIPPED else ""
-    files = "1 file has" if len(skipped) == 1 else f"{len(skipped):,} files have"
-    return [f"{files} no format that textmill reads and will be skipped: {names}{more}"]
+    if counts["kept"] < SECTIONS_PER_FILE * counts["files"]:
+        return []
+    return [
+        "split: valid and test have sections from between those of train, so their loss looks better than that of "
+        "other text; set corpus.split_by=position (or file, if there are many files)"
+    ]
 
 
 def _describe_nothing_kept(tasks: list[ChunkTask], counts: Counts, min_chars: int) -> str:

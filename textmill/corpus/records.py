@@ -7,6 +7,7 @@ too many of them do (`corpus.max_unreadable`).
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from pathlib import Path
 from textmill.corpus.document import READ_BYTES
 from textmill.corpus.encodings import suggest_encoding
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
-from textmill.corpus.streams import is_splittable, open_stream
+from textmill.corpus.streams import is_remote, is_splittable, open_stream
 
 CHUNK_BYTES = 64 << 20
-"""Size of a chunk of a line-based file. It decides where output shards end, so it does not depend on the workers."""
+MIN_CHUNK_BYTES = 4 << 20
+CHUNKS = 256
+"""Least number of chunks: a small corpus has smaller chunks, so that there is work for many processes."""
 MAX_RECORD_BYTES = 256 << 20
 """A longer record is treated as damaged."""
 RAW_BYTES = 1000
@@ -66,23 +69,31 @@ def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
             number += 1
 
 
-def line_ranges(source: Source) -> Iterator[ChunkRange] | None:
-    """Ranges of complete lines, about CHUNK_BYTES each; None if the file cannot be split."""
-    return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source) else None
+def chunk_bytes_of(total: int) -> int:
+    """The size of a chunk of a corpus of `total` bytes.
+
+    It decides where output shards end, so it does not depend on the number of workers.
+    """
+    return min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, total // CHUNKS))
 
 
-def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
-    """Yield (start, stop, number of the first line), cut at the first line end after CHUNK_BYTES bytes."""
-    if size <= CHUNK_BYTES:
-        yield 0, size, 1
-        return
+def line_ranges(source: Source, chunk_bytes: int) -> Iterator[ChunkRange] | None:
+    """Ranges of complete lines, about `chunk_bytes` each; None if the file cannot be split."""
+    if is_remote(source.address):
+        return None
+    size = os.path.getsize(source.address)
+    return _line_ranges(source.path, size, chunk_bytes) if size > chunk_bytes and is_splittable(source) else None
+
+
+def _line_ranges(path: Path, size: int, chunk_bytes: int) -> Iterator[ChunkRange]:
+    """Yield (start, stop, number of the first line), cut at the first line end after `chunk_bytes` bytes."""
     with open(path, "rb") as stream:
         start = 0
         first = 1
         while start < size:
             lines = 0
-            while stream.tell() < min(start + CHUNK_BYTES, size) and (
-                block := stream.read(min(READ_BYTES, start + CHUNK_BYTES - stream.tell()))
+            while stream.tell() < min(start + chunk_bytes, size) and (
+                block := stream.read(min(READ_BYTES, start + chunk_bytes - stream.tell()))
             ):
                 lines += block.count(b"\n")
             while (rest := stream.readline(READ_BYTES)) and not rest.endswith(b"\n"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,56 @@ FORMATS = {
     ".xml": "mediawiki",
     ".conll": "text",
     ".urls": "urls",
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    ".pdf": "pdf",
+    **dict.fromkeys((".docx", ".docm", ".odt"), "office"),
+    ".epub": "epub",
+    ".rtf": "rtf",
+    **dict.fromkeys((".tex", ".latex"), "latex"),
+    **dict.fromkeys((".srt", ".vtt"), "subtitles"),
+    **dict.fromkeys((".warc", ".wet"), "warc"),
+    **dict.fromkeys((".mbox", ".eml"), "mail"),
 }
+CODE = {
+    **dict.fromkeys((".c", ".h"), "C"),
+    **dict.fromkeys((".cc", ".cpp", ".cxx", ".hh", ".hpp"), "C++"),
+    **dict.fromkeys((".js", ".jsx", ".mjs"), "JavaScript"),
+    **dict.fromkeys((".ts", ".tsx"), "TypeScript"),
+    **dict.fromkeys((".sh", ".bash"), "Shell"),
+    **dict.fromkeys((".ml", ".mli"), "OCaml"),
+    **dict.fromkeys((".f90", ".f95"), "Fortran"),
+    **dict.fromkeys((".ex", ".exs"), "Elixir"),
+    **{".py": "Python", ".java": "Java", ".go": "Go", ".rs": "Rust", ".rb": "Ruby", ".php": "PHP", ".cs": "C#"},
+    **{".swift": "Swift", ".kt": "Kotlin", ".scala": "Scala", ".r": "R", ".jl": "Julia", ".lua": "Lua", ".pl": "Perl"},
+    **{
+        ".sql": "SQL",
+        ".zig": "Zig",
+        ".dart": "Dart",
+        ".cu": "CUDA",
+        ".clj": "Clojure",
+        ".lean": "Lean",
+        ".hs": "Haskell",
+    },
+}
+"""The languages of source code, by the end of a file's name."""
 ARCHIVES = {".zip": "zip", ".tar": "tar", ".tgz": "tar", **{f".tar{end}": "tar" for end in COMPRESSIONS[:3]}}
 """Archives of files, by the end of their name."""
+_ARCHIVES = tuple(ARCHIVES)
 EXTENSIONS = (
-    f"{', '.join(FORMATS)}, WikiExtractor files, all of these with {', '.join(COMPRESSIONS)}, and .zip and .tar "
-    "archives of them"
+    f"{', '.join(FORMATS)}, source code, WikiExtractor files, all of these with {', '.join(COMPRESSIONS)}, and .zip "
+    "and .tar archives of them"
 )
 SELF_COMPRESSED = ("parquet", "arrow")
 """Formats with built-in compression; files of these formats have no second extension such as .gz."""
-NOT_TEXT = (*SELF_COMPRESSED, "mongo")
-"""Formats that have no encoding and no lines."""
+BINARY_DOCUMENTS = ("pdf", "office", "epub", "rtf", "html")
+DOCUMENT_FORMATS = (*BINARY_DOCUMENTS, "latex", "subtitles", "code", "mail", "warc")
+"""Formats of documents that people write and read, and those of them that name their own encoding."""
+NOT_TEXT = (*SELF_COMPRESSED, "mongo", *BINARY_DOCUMENTS, "mail", "warc")
+"""Formats that have no encoding and no lines, or in which each part names its own encoding."""
+PACKAGES = {"pdf": "pypdfium2", "html": "resiliparse", "epub": "resiliparse", "warc": "resiliparse", "rtf": "striprtf"}
+"""The package of the extra `documents` that a format needs, if it needs one."""
+PACKAGES_ADVICE = "pip install 'textmill[documents]'"
+"""What installs them."""
 WIKI_FILE = re.compile(r"wiki_\d+")
 """WikiExtractor output files have no extension."""
 
@@ -42,7 +83,7 @@ ChunkRange = tuple[int, int, int]
 """Start, stop, and the number of the first record."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be millions
 class Source:
     """One input: a file, a URL, a file of a dataset, or a set of MongoDB collections."""
 
@@ -57,6 +98,9 @@ class Source:
     """The encoding of the file, from `corpus.encoding`."""
     in_archive: bool = False
     """True for a file inside a local archive; its name is the archive's path and its own."""
+    position: int = 0
+    """Where it stands in its tar archive, from 1: such files are read in this order, since a compressed archive can
+    only be read from its beginning."""
     snapshot: Any = None
     """What a format that is no file recorded when the source was found: MongoDB the ranges of its collections."""
 
@@ -66,11 +110,10 @@ class Source:
         return Path(self.address)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceChunk:
     """The part of a source that one worker reads: all of it, or a range of lines, row groups or documents."""
 
-    number: int
     source: Source
     start: int
     stop: int
@@ -85,15 +128,26 @@ class SourceChunk:
 
 def archive_kind(name: str) -> str | None:
     """zip or tar, judged by the name of a file; None if it is not an archive."""
-    return next((kind for end, kind in ARCHIVES.items() if name.lower().endswith(end)), None)
+    lower = name.lower()
+    return next(kind for end, kind in ARCHIVES.items() if lower.endswith(end)) if lower.endswith(_ARCHIVES) else None
+
+
+@cache
+def missing_package(file_format: str | None) -> str | None:
+    """The package that a format needs and that is not installed."""
+    package = PACKAGES.get(file_format or "")
+    return package if package and find_spec(package) is None else None
 
 
 def format_from_name(name: str) -> str | None:
     """The format of a file, judged by its name; None if textmill cannot read it."""
     file_name = os.path.basename(name).lower()
+    if found := FORMATS.get(os.path.splitext(file_name)[1]):
+        return found
     compression = next((end for end in COMPRESSIONS if file_name.endswith(end)), "")
     uncompressed_name = file_name.removesuffix(compression)
     if WIKI_FILE.fullmatch(uncompressed_name):
         return "wiki"
-    file_format = FORMATS.get(os.path.splitext(uncompressed_name)[1])
+    extension = os.path.splitext(uncompressed_name)[1]
+    file_format = FORMATS.get(extension, "code" if extension in CODE else None)
     return None if compression and file_format in SELF_COMPRESSED else file_format

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS, Split
+from textmill.corpus.source import SourceChunk
 from textmill.errors import TextmillError
 
 DIGEST_BYTES = 16
+SECTION = ", section "
+"""In the place of a record's section: `line 3, section 2`."""
+GAP = 0.01
+GAP_CHARACTERS = 100_000
+"""The gap before valid as a fraction of a record, at least a document and at most so many characters."""
+FEW_RECORDS = 20
+"""Fewer records are too few for a hash to decide where each is as a whole."""
+SPLIT_WORDS: dict[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "eval": "valid",
+    "evaluation": "valid",
+    "test": "test",
+    "testing": "test",
+}
+"""Words in the names of files, folders and splits of datasets."""
+_SPLIT_WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(sorted(SPLIT_WORDS, key=len, reverse=True))})(?![a-z])")
 _TO_SPACE = bytes.maketrans(b"\t\n\r\x0b\x0c", b" " * 5)
 
 
@@ -39,9 +66,120 @@ def assign_splits(digests: NDArray[np.uint8], ratios: Sequence[float]) -> NDArra
     return np.searchsorted(_split_bounds(ratios), head.astype(np.uint64), side="right").astype(np.int8)
 
 
+def field_digest(meta: str | None, split_by: str) -> bytes | None:
+    """A hash of the value that `corpus.split_by=field:NAME` names; None if the record has none."""
+    value = json.loads(meta).get(split_by.partition(":")[2]) if meta else None
+    return None if value is None else text_digest(value if isinstance(value, str) else json.dumps(value))
+
+
+def file_digest(name: str) -> bytes:
+    """A hash of a file's name and the folder it is in: what `corpus.split_by=file` decides by."""
+    return text_digest("/".join(name.split("/")[-2:]))
+
+
+def is_new_record(chunk: SourceChunk, place: str, before: str, is_first: bool) -> bool:
+    """Whether a document begins a record: a file of plain text, else a line or row, which may be cut into sections.
+
+    `before`: the place of the document before it; `is_first`: it is the first of its chunk.
+    """
+    if chunk.source.format == "text":
+        return is_first and chunk.start == 0
+    return is_first or place.partition(SECTION)[0] != before.partition(SECTION)[0]
+
+
+def split_records(
+    cuts: NDArray[np.int64], digests: NDArray[np.uint8], ratios: Sequence[float]
+) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
+    """The split of each document by its position in its record, and whether it is in a gap.
+
+    A record is train up to a place, then valid, then test. The documents of train next to another split are the gap. A
+    record that is too short for this is in one split: by a hash of its first document, or train if there are few
+    records. `cuts`: the lengths of the documents, negative for the first of a record.
+    """
+    splits = np.zeros(len(cuts), np.int8)
+    is_gap = np.zeros(len(cuts), np.bool_)
+    lengths = np.abs(cuts)
+    begins = cuts < 0
+    if len(cuts):
+        begins[0] = True
+    starts = np.flatnonzero(begins)
+    shares = np.array(ratios) / sum(ratios)
+    bounds = np.cumsum(shares)[:-1]
+    if not any(ratios[1:]):
+        return splits, is_gap
+    few = len(starts) < FEW_RECORDS and ratios[0] > 0
+    whole = np.zeros(len(starts), np.int8) if few else assign_splits(digests[starts], ratios)
+    for start, stop, split in zip(starts.tolist(), [*starts[1:].tolist(), len(cuts)], whole.tolist(), strict=True):
+        ends = np.cumsum(lengths[start:stop])
+        middles = (ends - lengths[start:stop] / 2) / ends[-1]
+        found = np.searchsorted(bounds, middles, side="right")
+        is_near = (found == 0) & (ends > bounds[0] * ends[-1] - min(GAP * ends[-1], GAP_CHARACTERS))
+        train = np.flatnonzero(found == 0)
+        is_near[train[-1:]] = True
+        is_complete = all((found == index).any() for index, share in enumerate(shares) if share)
+        if is_complete and not is_near[train].all():
+            splits[start:stop] = found
+            is_gap[start:stop] = is_near
+        else:
+            splits[start:stop] = split
+    return splits, is_gap
+
+
 def assign_split(digest: bytes, ratios: Sequence[float]) -> Split:
     """The split of one document."""
     return SPLITS[int(assign_splits(np.frombuffer(digest, np.uint8).reshape(1, DIGEST_BYTES), ratios)[0])]
+
+
+@dataclass(frozen=True)
+class SourceSplits:
+    """How the documents of each source are split."""
+
+    ratios: list[tuple[float, ...]]
+    """For each source the ratio of train, valid and test."""
+    names: dict[str, Split]
+    """The sources that belong to a split, declared or of their own, by name."""
+    notes: list[str]
+    """The lines to print before the work."""
+
+
+def split_sources(names: Sequence[str], relative: Sequence[str], config: CorpusConfig) -> SourceSplits:
+    """How each source is split: by `corpus.source_splits`, else by its own name if one of them is train, else by
+    `corpus.split`.
+
+    `relative`: their names without the folders that all have in common. If no source is the valid split, it is taken
+    out of train.
+    """
+    declared = declared_splits(names, config.source_splits)
+    own = [_own_split(name) if config.own_splits else None for name in relative]
+    train, valid, test = config.split
+    found: list[Split | None]
+    notes = []
+    if "train" in (*declared, *own):
+        found = [one or other for one, other in zip(declared, own, strict=True)]
+        of_train = (train, 0.0, 0.0) if "valid" in found else (train, valid, 0.0)
+    else:
+        found = declared
+        of_train = (train, valid, test)
+        for name, one, other in zip(names, declared, own, strict=True):
+            if other and not one:
+                notes.append(
+                    f"{name} is named after the {other} split, but no source is the train split, so corpus.split "
+                    f"decides; to keep it out of training: corpus.source_splits={PurePath(name).name}:{other}"
+                )
+    ratios = []
+    for split in found:
+        kept = tuple(float(split == one) for one in SPLITS)
+        ratios.append(tuple(config.split) if split is None else of_train if split == "train" else kept)
+    return SourceSplits(ratios, {name: one for name, one in zip(names, found, strict=True) if one}, notes)
+
+
+def _own_split(name: str) -> Split | None:
+    """The split that a source is named after, or that a dataset gives it: hf:NAME:CONFIG:SPLIT."""
+    if name.startswith("hf:"):
+        return split_from_name(name.split(":")[3])
+    if "://" in name:
+        return split_from_path(name.split("/")[-2:])
+    return split_from_path(name.removeprefix("mongo:").split("/"))
 
 
 def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> list[Split | None]:
@@ -60,6 +198,18 @@ def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> 
             )
         splits.append(next(iter(declared), None))
     return splits
+
+
+@lru_cache(maxsize=1024)  # the folders of many files
+def split_from_name(name: str) -> Split | None:
+    """The split that a file or folder is named after: `wikitext.test-00000` -> test; None if none, or several."""
+    found = {SPLIT_WORDS[word] for word in _SPLIT_WORD.findall(name.lower())}
+    return found.pop() if len(found) == 1 else None
+
+
+def split_from_path(parts: Sequence[str]) -> Split | None:
+    """The split that a file, or else the nearest folder above it, is named after."""
+    return next((split for split in map(split_from_name, reversed(parts)) if split), None)
 
 
 def _matches(name: str, pattern: str) -> bool:

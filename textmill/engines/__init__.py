@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
-from textmill.config import EngineConfig
+from textmill.config import EngineConfig, LoraConfig, TrainConfig
+from textmill.config.model import is_own_file
 from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import Shape
@@ -29,6 +30,7 @@ __all__ = [
     "NameFilter",
     "Step",
     "all_names",
+    "check_engine",
     "format_compile_time",
     "open_engine",
     "open_ranks",
@@ -197,23 +199,36 @@ def open_ranks(engine: EngineConfig) -> Ranks:
     return ranks
 
 
-def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine:
-    """The engine of `engine.kind` on these processes; calls `new_engine` of engines/on_KIND.py.
+def check_engine(engine: EngineConfig, train: TrainConfig, shape: Shape, world: int) -> None:
+    """Refuse settings that the engine cannot train with in `world` processes, before data is prepared; calls
+    `check_settings` of engines/on_KIND.py, as opening the engine does.
 
     A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True, one that
     supports teachers has TEACHERS = True.
     """
-    module = _import_engine(config.engine.kind)
-    if config.train.distil.teachers and not getattr(module, "TEACHERS", False):
+    module = _import_engine(engine.kind)
+    if train.distil.teachers and not getattr(module, "TEACHERS", False):
+        raise TextmillError(f"train.distil: engine.kind={engine.kind} has no distillation; set engine.kind=torch")
+    own = [key for key in ("loss", "optimizer") if is_own_file(getattr(train, key))]
+    if own and not getattr(module, "OWN_PARTS", False):
         raise TextmillError(
-            f"train.distil: engine.kind={config.engine.kind} has no distillation; set engine.kind=torch"
+            f"train.{own[0]}: engine.kind={engine.kind} takes no file of your own; set engine.kind=torch"
         )
     if (armed := faults.armed_actions("nan", "flip")) and not getattr(module, "FAULTS", False):
         raise TextmillError(
             f"{faults.VARIABLE}: only the torch engine supports {armed[0]}; remove it, or set engine.kind=torch"
         )
-    engine: Engine = module.new_engine(config, shape, ranks or SingleProcess())
-    return engine
+    module.check_settings(engine, train, shape, world)
+
+
+def open_engine(
+    engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None = None, ranks: Ranks | None = None
+) -> Engine:
+    """The engine of `engine.kind` on these processes; calls `new_engine` of engines/on_KIND.py."""
+    ranks = ranks or SingleProcess()
+    check_engine(engine, train, shape, ranks.world)
+    opened: Engine = _import_engine(engine.kind).new_engine(engine, train, shape, lora, ranks)
+    return opened
 
 
 def _import_engine(kind: str) -> Any:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.config import DistilConfig, TrainConfig
+from textmill.config.model import is_own_file
 from textmill.engines.distillation.loss_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
 from textmill.engines.losses_torch import (
@@ -26,8 +27,12 @@ from textmill.engines.losses_torch import (
 )
 from textmill.engines.micro_batches import PAIR_LOSS, MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
+from textmill.errors import TextmillError
 from textmill.models.base_torch import BaseNet, CompiledParts
+from textmill.models.family_files import load_part
 from textmill.tokens.batches.batch import IGNORED
+
+AUXILIARY_LOSS = "auxiliary_loss"
 
 
 def forward_heads(
@@ -60,6 +65,10 @@ class HeadStates:
         self.compiled = compiled
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
             states = micro_batch.hidden_states(net, compiled)
+        # A part of the step's loss, as large as the micro-batch's part of the labels.
+        self.auxiliary_loss: Tensor | None = None
+        if net.has_auxiliary_loss and micro_batch.weights is not None:
+            self.auxiliary_loss = net.take_auxiliary_loss() * micro_batch.weights.sum()
         x_ME = states.to(precision).flatten(0, 1)
         self.pair_losses: Tensor | None = None
         self.pair_correct: Tensor | None = None
@@ -86,6 +95,9 @@ class HeadStates:
         else:
             loss = self._label_loss(train, tensor, gradient_is_one)
             label_loss = loss.detach()
+        if self.auxiliary_loss is not None:
+            loss = loss + self.auxiliary_loss / (tensor.count if tensor else 1)
+            terms = [self.auxiliary_loss.detach(), *terms]
         if self.pair_losses is not None and self.micro_batch.pair_weights is not None:
             pair_loss = (self.pair_losses * self.micro_batch.pair_weights.flatten()).sum()
             loss = loss + pair_loss / (tensor.count if tensor else 1)
@@ -95,8 +107,17 @@ class HeadStates:
     def _label_loss(self, train: TrainConfig, tensor: TensorParallel | None, gradient_is_one: bool) -> Tensor:
         """The weighted sum of the cross-entropy of all labels."""
         net = self.net
+        if is_own_file(train.loss):
+            if tensor or net.head_for_labels_only:
+                raise TextmillError(
+                    "train.loss: a file of your own needs a next-token model without engine.mesh.tensor"
+                )
+            x_NTE = self.x_ME.view(*self.micro_batch.inputs.shape, -1)
+            logits_NTV = F.linear(x_NTE, net.head.to(x_NTE.dtype), net.head_bias)[..., : net.shape.vocab].float()
+            loss: Tensor = load_part(train.loss, "train.loss", "loss").loss(logits_NTV, self.micro_batch)
+            return loss
         labels = self._weighted_labels()
-        formula = LossFormula(net.shape.vocab, train.label_smoothing, train.z_loss, net.logit_softcap)
+        formula = LossFormula(net.shape.vocab, train.label_smoothing, train.z_loss)
         if tensor:
             return tensor_parallel_loss(self.x_ME, net.head, labels, formula, tensor, net.head_bias)
         return summed_loss(
@@ -161,9 +182,7 @@ class HeadStates:
                 self.x_ME, net.head, labels_M, net.shape.vocab, tensor, net.head_bias
             )
         else:
-            losses, correct = loss_and_correct(
-                self.x_ME, net.head, labels_M, net.shape.vocab, net.head_bias, net.logit_softcap
-            )
+            losses, correct = loss_and_correct(self.x_ME, net.head, labels_M, net.shape.vocab, net.head_bias)
         sums = [losses.sum(), correct.sum()]
         if self.pair_losses is not None and self.pair_correct is not None:
             sums += [self.pair_losses.sum(), self.pair_correct.sum()]
@@ -203,7 +222,8 @@ class LabelStates:
 
 def term_names(net: BaseNet, distil: DistilConfig) -> tuple[str, ...]:
     """The names of what `training_loss` reports behind the labels' loss."""
-    return (*((PAIR_LOSS,) if net.has_pair_head else ()), *(f"distil_{name}" for name in distil.terms))
+    own = [PAIR_LOSS] * net.has_pair_head + [AUXILIARY_LOSS] * net.has_auxiliary_loss
+    return (*own, *(f"distil_{name}" for name in distil.terms))
 
 
 def new_report(names: Sequence[str], device: torch.device) -> Tensor:

@@ -14,12 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
 from textmill.tokens.batches.batch import IGNORED
-
-CPU_LOGITS = 1 << 24
-"""Logits of a chunk on a CPU."""
-GPU_TOKENS = 32768
-"""Tokens of a chunk on an accelerator: enough to fill it."""
 
 
 def token_weights(labels: Array, loss: str) -> tuple[Array, Array]:

@@ -21,15 +21,12 @@ from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct, cro
 from textmill.kernels.fp8_torch import fp8_matmul, quantize_rows
 from textmill.kernels.matmul_torch import matmul, matmul_into
 from textmill.kernels.triton_support import can_run_kernels
-from textmill.models.base_torch import cap_logits
 from textmill.tokens.batches.batch import IGNORED
 
 CPU_LOGITS = 1 << 24
 """Logits of a chunk on a CPU."""
 GPU_TOKENS = 32768
 """Tokens of a chunk on a GPU: enough to fill it, in full waves of tiles."""
-CAPPED_TOKENS = 4096
-"""Tokens of a chunk of capped logits on a GPU: there is no kernel for them, so several copies in fp32 exist."""
 
 
 class LossFormula(NamedTuple):
@@ -41,8 +38,6 @@ class LossFormula(NamedTuple):
     """Label smoothing as in torch's cross_entropy."""
     z: float = 0.0
     """The weight of z-loss, the square of the log of the softmax's denominator."""
-    cap: float = 0.0
-    """Above 0, logits x are limited to cap * tanh(x / cap)."""
 
 
 class WeightedLabels(NamedTuple):
@@ -84,13 +79,13 @@ def summed_loss(
 
 @torch.no_grad()
 def loss_and_correct(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, bias_V: Tensor | None = None, cap: float = 0.0
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, 0 without a label, and whether its label has the highest logit."""
     head = head_VE.to(x_ME.dtype)
     chunks = [
-        _chunk_loss_and_correct(cap_logits(add_bias(x_ME[rows] @ head.T, bias_V), cap), labels_M[rows], vocab)
-        for rows in token_chunks(x_ME, head, CAPPED_TOKENS if cap and x_ME.is_cuda else None)
+        _chunk_loss_and_correct(add_bias(x_ME[rows] @ head.T, bias_V), labels_M[rows], vocab)
+        for rows in token_chunks(x_ME, head)
     ]
     return torch.cat([losses for losses, _ in chunks]), torch.cat([correct for _, correct in chunks])
 
@@ -172,8 +167,7 @@ class _SummedLoss(GradientInForward):
                 losses_M = multi_token_gradient(logits_MV, chunk_labels, chunk_labels.multi_token, formula)
             return (losses_M * chunk_labels.weights_M).sum(), logits_MV
 
-        chunk = CAPPED_TOKENS if formula.cap and x_ME.is_cuda else None
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, gradient_is_one, bias_V, chunk)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, gradient_is_one, bias_V)
 
 
 def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list[slice]:
@@ -183,14 +177,13 @@ def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list
 
 
 def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: LossFormula) -> Tensor:
-    """The loss of each row; overwrites the logits, before their cap, with the gradient of the weighted sum."""
+    """The loss of each row; overwrites the logits with the gradient of the weighted sum."""
     labels_M, weights_M, _ = labels
-    vocab, smoothing, z, cap = formula
-    if can_run_kernels(logits_MV) and not cap:
+    vocab, smoothing, z = formula
+    if can_run_kernels(logits_MV):
         return cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
     real = logits_MV[:, :vocab]
-    values = cap_logits(real.float() if real.dtype.itemsize < 4 else real, cap)
-    slopes = 1 - (values / cap).square() if cap else None
+    values = real.float() if real.dtype.itemsize < 4 else real
     labelled_M = labels_M != IGNORED
     targets_M1 = labels_M.where(labelled_M, 0).long()[:, None]
     log_sum_M1 = values.logsumexp(1, keepdim=True)
@@ -202,8 +195,6 @@ def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: 
     if smoothing:
         values.sub_(weight_M1 * (smoothing / vocab))
     values.scatter_add_(1, targets_M1, -(1 - smoothing) * weight_M1)
-    if slopes is not None:
-        values.mul_(slopes)
     if values is not real:
         real.copy_(values)
     logits_MV[:, vocab:] = 0
@@ -221,13 +212,9 @@ def multi_token_gradient(
     """
     columns = [ids.where(ids != IGNORED, 0).long()[:, None] for ids in (labels.labels_M, added.labels_M)]
     moved_M1 = (1 - formula.smoothing) * added.weights_M[:, None]
-    parts = [moved_M1, -moved_M1]
-    if formula.cap:
-        slopes = [1 - torch.tanh(logits_MV.gather(1, column).float() / formula.cap).square() for column in columns]
-        parts = [part * slope for part, slope in zip(parts, slopes, strict=True)]
     both = WeightedLabels(labels.labels_M, labels.weights_M + added.weights_M)
     losses_M = label_loss_and_gradient(logits_MV, both, formula)
-    for column, part in zip(columns, parts, strict=True):
+    for column, part in zip(columns, (moved_M1, -moved_M1), strict=True):
         logits_MV.scatter_(1, column, (logits_MV.gather(1, column) + part).to(logits_MV.dtype))
     return losses_M
 
@@ -316,7 +303,7 @@ class _TensorParallelLoss(GradientInForward):
         bias_V: Tensor | None,
     ) -> Tensor:
         begin = tensor.rank * len(head_VE)
-        vocab, smoothing, z, _ = formula
+        vocab, smoothing, z = formula
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             full_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)

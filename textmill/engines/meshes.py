@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from textmill.config import RunConfig, TorchEngine, TrainConfig
+from textmill.config import TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape, own_options
@@ -28,13 +28,23 @@ class Mesh:
         return self.replicate * self.shard
 
 
-def mesh_of(config: RunConfig, shape: Shape, world: int) -> Mesh:
-    """The config's mesh for `world` ranks, checked against batch and net."""
-    assert isinstance(config.engine, TorchEngine)
-    mesh = _build_mesh(config.engine.mesh, world)
-    check_batch(config.train, mesh.data_ranks, config.engine.micro_batch)
+def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -> Mesh:
+    """The mesh of `engine.mesh` for `world` ranks, checked against batch and net."""
+    mesh = _build_mesh(engine.mesh, world)
+    check_batch(train, mesh.data_ranks, engine.micro_batch)
+    if mesh.tensor > 1 and engine.precision == "fp8":
+        raise TextmillError(
+            "engine.precision: fp8 does not work with tensor parallelism; "
+            "set engine.precision=auto, or engine.mesh.tensor=1"
+        )
     if mesh.tensor > 1:
-        _check_net(config, shape, mesh)
+        check_divides_net(shape, mesh.tensor)
+    length = train.length or shape.positions
+    if mesh.sequence and length % mesh.tensor:
+        raise TextmillError(
+            f"engine.mesh.sequence_parallel: {mesh.tensor} tensor-parallel ranks cannot divide {length} tokens evenly; "
+            f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence_parallel=false"
+        )
     return mesh
 
 
@@ -69,21 +79,6 @@ def check_batch(
             raise TextmillError(
                 f"engine.micro_batch: {micro_batch} does not divide the {rank_batch} samples of a {unit}; {near} does"
             )
-
-
-def _check_net(config: RunConfig, shape: Shape, mesh: Mesh) -> None:
-    if config.engine.precision == "fp8":
-        raise TextmillError(
-            "engine.precision: fp8 does not work with tensor parallelism; "
-            "set engine.precision=auto, or engine.mesh.tensor=1"
-        )
-    check_divides_net(shape, mesh.tensor)
-    length = config.train.length or shape.positions
-    if mesh.sequence and length % mesh.tensor:
-        raise TextmillError(
-            f"engine.mesh.sequence_parallel: {mesh.tensor} tensor-parallel ranks cannot divide {length} tokens evenly; "
-            f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence_parallel=false"
-        )
 
 
 def check_divides_net(shape: Shape, tensor: int) -> None:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from textmill.config import EngineConfig, RunConfig, TrainConfig
+from textmill.config import EngineConfig, LoraConfig, TrainConfig
+from textmill.config.deepspeed_json import explain_json, read_user_config
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import attention_order, autocast, open_device, peak_flops_of, torch_dtype
 from textmill.engines import EvalSums, NameFilter, all_names
-from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
+from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, open_teachers
 from textmill.engines.heads_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
 from textmill.engines.memory.parts import deepspeed_micro_batch
@@ -43,7 +44,7 @@ from textmill.engines.micro_batches import (
 from textmill.engines.on_torch import TorchStep, checksum_tensors
 from textmill.engines.optimizers import trained_of
 from textmill.engines.optimizers.adamw_torch import STATE, TORCH_NAMES, groups_of
-from textmill.engines.ranks_torch import TorchRanks, open_ranks
+from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, to_checkpoint
@@ -65,20 +66,36 @@ def new_ranks(engine: EngineConfig) -> Ranks:
     return open_ranks(engine.device, engine.timeout)
 
 
-def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
-    """The engine with an uninitialised net; `load` sets its weights."""
-    assert isinstance(config.engine, DeepSpeedEngine)
-    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
-    if config.train.optimizer != "adamw":
+class Settings(NamedTuple):
+    """What DeepSpeed is called with."""
+
+    section: DeepSpeedEngine
+    """The config's section, with the values of `engine.deepspeed_config` where it has none."""
+    precision: torch.dtype
+    micro_batch: int
+    config_json: dict[str, Any]
+
+
+def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world: int) -> None:
+    """Refuse settings that DeepSpeed cannot use here, and a missing DeepSpeed."""
+    assert isinstance(engine, DeepSpeedEngine)
+    _choose_settings(engine, train, shape, world, own_device(engine.device))
+
+
+def _choose_settings(
+    engine: DeepSpeedEngine, train: TrainConfig, shape: Shape, world: int, device: torch.device
+) -> Settings:
+    """The settings of a run, checked against the device, the batch and the user's own JSON."""
+    if train.optimizer != "adamw":
         raise TextmillError(
-            f"train.optimizer: the DeepSpeed engine has no {config.train.optimizer}; set engine.kind=torch, or "
+            f"train.optimizer: the DeepSpeed engine has no {train.optimizer}; set engine.kind=torch, or "
             "train.optimizer=adamw"
         )
     deepspeed = _import_deepspeed(device)
-    user = read_user_config(config.engine.deepspeed_config)
-    section = fill_unset(config.engine, user)
+    user = read_user_config(engine.deepspeed_config)
+    section = fill_unset(engine, user)
     precision = torch_dtype(section.precision, device)
-    if config.train.spikes.threshold and precision == torch.float16:
+    if train.spikes.threshold and precision == torch.float16:
         raise TextmillError(
             "train.spikes.threshold: in fp16 DeepSpeed would treat a spike as an overflow; "
             "set engine.precision=bf16, or remove it"
@@ -87,26 +104,41 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
         raise TextmillError(
             f"engine.precision: DeepSpeed does not support fp16 on {device.type}; set bf16, fp32, or engine.kind=torch"
         )
-    micro_batch = deepspeed_micro_batch(section, config.train, shape, ranks.world)
-    sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
-    ds_config = build_json(config, section, user, precision=PRECISIONS[precision], **sizes)
+    micro_batch = deepspeed_micro_batch(section, train, shape, world)
+    sizes = {"world": world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
+    ds_config = build_json(section, train, user, precision=PRECISIONS[precision], **sizes)
+    return Settings(section, precision, micro_batch, ds_config)
+
+
+def new_engine(
+    engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None, ranks: Ranks
+) -> OnDeepSpeed:
+    """The engine with an uninitialised net; `load` sets its weights."""
+    assert isinstance(engine, DeepSpeedEngine)
+    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
+    section, precision, micro_batch, ds_config = _choose_settings(engine, train, shape, ranks.world, device)
+    if ranks.first and (ignored := explain_json(read_user_config(engine.deepspeed_config))[1]):
+        reasons = "; ".join(f"{name}, because {reason}" for name, reason in ignored.items())
+        print(f"{engine.deepspeed_config}: ignored: {reasons}")
+    deepspeed = _import_deepspeed(device)
+    _join_group(deepspeed, device)
     torch.set_float32_matmul_precision("highest")
     with explain_errors(section):
         if section.zero == 3:
             with deepspeed.zero.Init(config_dict_or_path=ds_config):
-                net = build_net(shape, config.model.lora)
+                net = build_net(shape, lora)
         else:
-            net = new_net(shape, device, config.model.lora)
+            net = new_net(shape, device, lora)
         net.recompute = section.activation_checkpointing
-        teachers = open_teachers(config.train, shape, device, precision)
-        module = LossModule(net, config.train, precision, section.zero == 0, teachers)
-        adam = _build_adam(net, config.train)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)
+        teachers = open_teachers(train, shape, device, precision)
+        module = LossModule(net, train, precision, section.zero == 0, teachers)
+        adam = _build_adam(net, train)
+        wrapped, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)
     if section.zero == 3:
         for parameter in (net.head, net.head_bias):
             if parameter is not None:
                 deepspeed.zero.register_external_parameter(module, parameter)
-    return OnDeepSpeed(engine, adam, module, ranks, micro_batch, int(section.zero))
+    return OnDeepSpeed(wrapped, adam, module, ranks, micro_batch, int(section.zero))
 
 
 def _build_adam(net: BaseNet, train: TrainConfig) -> torch.optim.AdamW:
@@ -118,7 +150,7 @@ def _build_adam(net: BaseNet, train: TrainConfig) -> torch.optim.AdamW:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """The deepspeed package with a process group on this device, and without its log messages."""
+    """The deepspeed package for this device, without its log messages."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     # DeepSpeed uses deprecated names of torch.distributed.
@@ -130,12 +162,16 @@ def _import_deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}  # else it compiles its own collectives for minutes; gloo suffices
+    return deepspeed
+
+
+def _join_group(deepspeed: Any, device: torch.device) -> None:
+    """Give DeepSpeed the process group of the run; a process without a launcher gets one of its own."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         atexit.register(_destroy_group)
     deepspeed.init_distributed()
-    return deepspeed
 
 
 def _destroy_group() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 
-from textmill.config import EngineConfig, JaxEngine, RunConfig, TrainConfig
+from textmill.config import EngineConfig, JaxEngine, LoraConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_by_name
 from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time
@@ -32,8 +32,8 @@ from textmill.engines.memory.parts import GPU_FRACTION, JAX_ACTIVATION_BYTES, la
 from textmill.engines.mesh_jax import Shardings, open_mesh
 from textmill.engines.meshes import check_batch
 from textmill.engines.micro_batches import PAIR_LOSS, check_fields, count_pairs, label_arrays, named_sums, part_of
-from textmill.engines.optimizers.step_jax import JaxStep, Optimizer
-from textmill.engines.ranks_torch import open_ranks, read_launch
+from textmill.engines.optimizers.step_jax import JaxStep, Optimizer, check_optimizer
+from textmill.engines.ranks_torch import open_ranks
 from textmill.engines.spikes import State, new_spike_guard
 from textmill.errors import TextmillError
 from textmill.models import (
@@ -48,6 +48,7 @@ from textmill.models import (
 from textmill.models.base_jax import cast_matrices
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
 from textmill.processes.heartbeat import START_SECONDS
+from textmill.processes.launch import read_launch
 from textmill.processes.ranks import Ranks
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import IGNORED, Batch
@@ -65,26 +66,39 @@ WEIGHT_BYTES = 24
 """Bytes of a weight with its gradient and AdamW's moments."""
 
 
-def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnJax:
-    """The engine with an uninitialised net; `load` sets its weights."""
-    engine = config.engine
-    train = config.train
+def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world: int) -> None:
+    """Refuse a net, optimizer, device, mesh or batch that this engine cannot use here."""
     assert isinstance(engine, JaxEngine)
-    net = open_jax_net(shape)
+    open_jax_net(shape)
+    check_optimizer(train)
+    if world == 1 or jax.distributed.is_initialized():  # before, JAX would find this process's devices only
+        _open_shardings(engine, train, shape)
+
+
+def _open_shardings(engine: JaxEngine, train: TrainConfig, shape: Shape) -> tuple[list[jax.Device], Shardings]:
+    """The devices, and the sharding of the net's weights on their mesh."""
     devices = open_devices(engine.device)
     weights = weights_of(shape)
     sizes = shape.tensor_parallel_sizes() | {weight.parameter: weight.outputs for weight in weights if weight.by_token}
     split = {weight.name: weight.split for weight in weights if weight.split is not None}
     shardings = Shardings(open_mesh(engine.mesh, devices, sizes), split)
     check_batch(train, shardings.data_devices, engine.micro_batch, "device", "devices")
+    return devices, shardings
+
+
+def new_engine(engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None, ranks: Ranks) -> OnJax:
+    """The engine with an uninitialised net; `load` sets its weights."""
+    assert isinstance(engine, JaxEngine)
+    net = open_jax_net(shape)
+    devices, shardings = _open_shardings(engine, train, shape)
     default = "fp32" if devices[0].platform == "cpu" else "bf16"
     name = engine.precision if engine.precision != "auto" else default
     precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[name])
     head_width = getattr(shape, "head_width", shape.width // shape.heads)
     fused = devices[0].platform == "gpu" and name == "bf16" and head_width % 8 == 0 and head_width <= 128
-    options = net.NetOptions(precision, engine.activation_checkpointing, fused, config.model.lora)
+    options = net.NetOptions(precision, engine.activation_checkpointing, fused, lora)
     if (micro_batch := engine.micro_batch) == "auto":
-        micro_batch = largest_micro_batch(config, shape, devices[0], shardings, precision)
+        micro_batch = largest_micro_batch(train, shape, devices[0], shardings, precision)
     xla = {**(ON_GPU if devices[0].platform == "gpu" else {}), **(DETERMINISTIC if engine.deterministic else {})}
     return OnJax(shape, train, options, shardings, ranks, micro_batch, xla or None)
 
@@ -128,16 +142,16 @@ def _restrict_platform(name: str) -> None:
 
 
 def largest_micro_batch(
-    config: RunConfig, shape: Shape, device: jax.Device, shardings: Shardings, precision: Any
+    train: TrainConfig, shape: Shape, device: jax.Device, shardings: Shardings, precision: Any
 ) -> int:
     """`engine.micro_batch: auto`: the largest divisor of a device's samples that a simple estimate of memory allows."""
-    length = config.train.length or shape.positions
-    samples = config.train.batch // shardings.data_devices
+    length = train.length or shape.positions
+    samples = train.batch // shardings.data_devices
     if device.platform == "cpu":
         return largest_on_cpu(samples, shape, length)
     memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
     weights = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
-    weights += teacher_bytes(config.train, on_gpu=True)
+    weights += teacher_bytes(train, on_gpu=True)
     per_channel = JAX_ACTIVATION_BYTES * getattr(shape, "activation_factor", 1.0)
     layer = per_channel * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
     fits = (GPU_FRACTION * memory - weights) / (layer * shape.layers * length * precision.itemsize / 2)

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textmill.config import EngineConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config import EngineConfig, LoraConfig, TorchEngine, TrainConfig
 from textmill.devices import attention_order, autocast, check_fp8, open_device, peak_flops_of, torch_dtype
 from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time, shortest_compiled_run
 from textmill.engines.distillation.teachers import teacher_bytes
@@ -48,7 +49,7 @@ from textmill.engines.micro_batches import (
 )
 from textmill.engines.optimizers import Optimizer
 from textmill.engines.parallel_torch import Parallel
-from textmill.engines.ranks_torch import TorchRanks, open_ranks
+from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
 from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers
@@ -63,6 +64,8 @@ from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
 
+OWN_PARTS = True
+"""This engine supports a loss and an optimizer in the user's own file."""
 FAULTS = True
 """This engine supports the injected faults nan and flip."""
 TEACHERS = True
@@ -79,36 +82,51 @@ def new_ranks(engine: EngineConfig) -> Ranks:
     return open_ranks(engine.device, engine.timeout)
 
 
-def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
-    """The engine with an uninitialised net; `load` sets its weights."""
-    engine = config.engine
+def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world: int) -> None:
+    """Refuse a mesh, device, precision or compilation that this engine cannot use here."""
     assert isinstance(engine, TorchEngine)
-    mesh = mesh_of(config, shape, ranks.world)
+    mesh = mesh_of(engine, train, shape, world)
+    device = own_device(engine.device)
+    if engine.precision == "fp8":
+        check_fp8(device)
+    check_compile(engine, device, mesh)
+
+
+def new_engine(
+    engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None, ranks: Ranks
+) -> OnTorch:
+    """The engine with an uninitialised net; `load` sets its weights."""
+    assert isinstance(engine, TorchEngine)
+    mesh = mesh_of(engine, train, shape, ranks.world)
     device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
     precision = torch_dtype(engine.precision, device)
     if engine.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    compiled, compile_note = decide_compile(engine, config.train, shape, device, mesh)
+    compiled, compile_note = decide_compile(engine, train, shape, device, mesh)
     if ranks.any(not compiled) and compiled:
         compiled = False
         compile_note = "not compiled, since another process cannot compile"
     parallel = Parallel(mesh, ranks.rank, device)
-    net = new_net(shape, device, config.model.lora, parallel.shard_net)
+    net = new_net(shape, device, lora, parallel.shard_net)
     micro_batch = engine.micro_batch
     compile_requested = engine.compile != "auto"
     if micro_batch == "auto":
         micro_batch = largest_micro_batch(
-            config, net, parallel, device, precision, compiled=compiled, compile_requested=compile_requested
+            train,
+            net,
+            parallel,
+            device,
+            precision,
+            recompute=engine.activation_checkpointing,
+            compiled=compiled,
+            compile_requested=compile_requested,
         )
     net.recompute = engine.activation_checkpointing
     if engine.precision == "fp8":
-        check_fp8(device)
         net.use_fp8()
-    return OnTorch(
-        net, config.train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested
-    )
+    return OnTorch(net, train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested)
 
 
 class OnTorch:
@@ -157,51 +175,21 @@ class OnTorch:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
+        with self.open_step(batch, step, lr) as passes:
+            for micro_batch in passes:
+                passes.run(micro_batch)
+        return passes.result
+
+    @contextmanager
+    def open_step(self, batch: Batch, step: int, lr: float) -> Iterator[Passes]:
+        """A step whose passes the caller runs inside the `with` block; at its end comes the update."""
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=False)
         with CompileMonitor(self.compiled is not None) as monitor:
-            result = self._step(batch, step, lr, monitor)
-        result.note = monitor.note
-        return result
-
-    def _step(self, batch: Batch, step: int, lr: float, monitor: CompileMonitor) -> TorchStep:
-        """The losses of the global batch and its gradient, then the update."""
-        if self.pinned_buffers is None and self.device.type == "cuda" and self.ranks.world == 1:
-            # In the first step, where pinning runs while kernels compile.
-            self.pinned_buffers = self._new_pinned_buffers()
-        # Tensor-parallel ranks have the same samples.
-        loss_tokens, loss_samples, pairs = count_labels(batch, self.ranks, copies=self.parallel.mesh.tensor)
-        weights_NT = token_weights(batch, self.train.loss, loss_tokens, loss_samples)
-        if faults.is_due("nan", step):
-            weights_NT = weights_NT * np.float32("nan")
-        if faults.is_due("flip", step):
-            flip_bit(self.parallel.local(self.optimizer.parameters[0]))
-        parts = micro_batches(
-            batch,
-            self.net,
-            self.micro_batch,
-            self.device,
-            weights=weights_NT,
-            keys=dropout_keys_of(self.net, self.train.seed, step, batch),
-            pair_weight=1 / max([1, *pairs]),
-        )
-        loss_scale = self.scaler.scale if self.scaler else None
-        loss, terms = split_loss_terms(self._accumulate_gradients(parts, loss_scale, monitor), self.terms, pairs)
-        norm = self._update_or_skip(loss, loss_scale, step, lr)
-        return TorchStep(loss, norm, loss_tokens, loss_scale, terms=terms)
-
-    def _accumulate_gradients(
-        self, parts: Iterator[tuple[bool, MicroBatch]], loss_scale: Tensor | None, monitor: CompileMonitor
-    ) -> Tensor:
-        """A forward and backward pass for each micro-batch; returns the sum of their losses over all ranks."""
-        total = new_report(self.terms, self.device)
-        for last, micro_batch in parts:
-            # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
-            scaled = micro_batch if loss_scale is None else micro_batch.scaled(loss_scale)
-            with self.parallel.during_pass(last):
-                total += self._run_pass_or_fall_back(monitor, *scaled)
-        total = self.parallel.sum_loss(total)
-        return total if loss_scale is None else total / loss_scale
+            passes = Passes(self, batch, step, monitor)
+            yield passes
+            passes.update(lr)
+        passes.result.note = monitor.note
 
     def _update_or_skip(self, loss: Tensor, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
         """Update the weights, unless the loss is a spike or the gradient is not finite; returns the gradient norm."""
@@ -341,6 +329,89 @@ class OnTorch:
             self.pinned_buffers.close()
 
 
+class Passes:
+    """The forward and backward passes of a step: the micro-batches, and the sum of their losses."""
+
+    def __init__(self, engine: OnTorch, batch: Batch, step: int, monitor: CompileMonitor) -> None:
+        self.engine = engine
+        self.step = step
+        self.monitor = monitor
+        if engine.pinned_buffers is None and engine.device.type == "cuda" and engine.ranks.world == 1:
+            # In the first step, where pinning runs while kernels compile.
+            engine.pinned_buffers = engine._new_pinned_buffers()
+        # Tensor-parallel ranks have the same samples.
+        copies = engine.parallel.mesh.tensor
+        self.loss_tokens, loss_samples, self.pairs = count_labels(batch, engine.ranks, copies=copies)
+        weights_NT = token_weights(batch, engine.train.loss, self.loss_tokens, loss_samples)
+        if faults.is_due("nan", step):
+            weights_NT = weights_NT * np.float32("nan")
+        if faults.is_due("flip", step):
+            flip_bit(engine.parallel.local(engine.optimizer.parameters[0]))
+        self.micro_batches = micro_batches(
+            batch,
+            engine.net,
+            engine.micro_batch,
+            engine.device,
+            weights=weights_NT,
+            keys=dropout_keys_of(engine.net, engine.train.seed, step, batch),
+            pair_weight=1 / max([1, *self.pairs]),
+        )
+        self.loss_scale = engine.scaler.scale if engine.scaler else None
+        self.total = new_report(engine.terms, engine.device)
+        self.auxiliary_loss: Tensor | None = None
+        """What the blocks add to the loss of the last `logits`."""
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Each micro-batch. A pass over it must end, with `backward`, before the next one is taken."""
+        for last, micro_batch in self.micro_batches:
+            with self.engine.parallel.during_pass(last):
+                yield micro_batch
+
+    def run(self, micro_batch: MicroBatch) -> None:
+        """Forward and backward with the loss of the settings."""
+        # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
+        scaled = micro_batch if self.loss_scale is None else micro_batch.scaled(self.loss_scale)
+        self.total += self.engine._run_pass_or_fall_back(self.monitor, *scaled)
+
+    def logits(self, micro_batch: MicroBatch) -> Tensor:
+        """The logits [N, T, vocabulary] of every token, in fp32."""
+        engine = self.engine
+        with autocast(engine.device, engine.precision):
+            hidden_NTE = micro_batch.hidden_states(engine.net, engine.compiled)
+            if engine.net.has_auxiliary_loss and micro_batch.weights is not None:
+                self.auxiliary_loss = engine.net.take_auxiliary_loss() * micro_batch.weights.sum()
+            return engine.net.logits(hidden_NTE.to(engine.precision)).float()
+
+    def loss(self, micro_batch: MicroBatch) -> Tensor:
+        """The loss of the settings, for `backward`."""
+        engine = self.engine
+        with autocast(engine.device, engine.precision):
+            heads = forward_heads(engine.net, micro_batch, engine.precision, engine.compiled, engine.teachers)
+        return heads.training_loss(engine.train, engine.parallel.tensor, gradient_is_one=False)[0]
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a micro-batch's loss, its part of the loss of the step."""
+        reported = loss.detach().float()
+        if self.auxiliary_loss is not None:
+            loss, self.auxiliary_loss = loss + self.auxiliary_loss, None
+        with attention_order(self.engine.device):
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.total += (
+            reported
+            if self.total.dim() == 0
+            else torch.cat([reported[None], self.total.new_zeros(len(self.total) - 1)])
+        )
+
+    def update(self, lr: float) -> None:
+        """Update the weights, unless the loss is a spike or the gradient is not finite."""
+        engine = self.engine
+        total = engine.parallel.sum_loss(self.total)
+        total = total if self.loss_scale is None else total / self.loss_scale
+        loss, terms = split_loss_terms(total, engine.terms, self.pairs)
+        norm = engine._update_or_skip(loss, self.loss_scale, self.step, lr)
+        self.result = TorchStep(loss, norm, self.loss_tokens, self.loss_scale, terms=terms)
+
+
 class TorchStep:
     """Reading a value waits for this step, but not for later ones."""
 
@@ -429,16 +500,20 @@ class LossScaler:
         self.good, self.left = torch.full_like(self.good, state["good"]), torch.full_like(self.left, state["left"])
 
 
-def decide_compile(
-    engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, mesh: Mesh
-) -> tuple[bool, str]:
-    """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run, with
-    `train.minutes` the most steps that it may have."""
+def check_compile(engine: TorchEngine, device: torch.device, mesh: Mesh) -> None:
+    """Refuse to compile a net for which this gave wrong results."""
     if engine.compile is True and device.type == "cuda" and mesh.tensor > 1:
         raise TextmillError(
             "engine.compile: with engine.mesh.tensor a compiled net got wrong gradients on a GPU (docs/parallel.md); "
             "remove engine.compile"
         )
+
+
+def decide_compile(
+    engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, mesh: Mesh
+) -> tuple[bool, str]:
+    """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run, with
+    `train.minutes` the most steps that it may have."""
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
     # `engine.deterministic` is promised for eager nets.
@@ -536,12 +611,13 @@ def flip_bit(tensor: Tensor) -> None:
 
 
 def largest_micro_batch(
-    config: RunConfig,
+    train: TrainConfig,
     net: BaseNet,
     parallel: Parallel,
     device: torch.device,
     precision: torch.dtype,
     *,
+    recompute: int,
     compiled: bool,
     compile_requested: bool,
 ) -> int:
@@ -549,7 +625,6 @@ def largest_micro_batch(
 
     If compiling was not requested, the estimate leaves memory for the eager fallback.
     """
-    train = config.train
     shape = net.shape
     mesh = parallel.mesh
     length = train.length or shape.positions
@@ -564,7 +639,7 @@ def largest_micro_batch(
         ATTENTION_BYTES[stays_compiled],
         precision.itemsize,
         mesh,
-        config.engine.activation_checkpointing,
+        recompute,
     )
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))

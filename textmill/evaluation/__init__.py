@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
 from textmill.errors import warn
-from textmill.evaluation.task import Result, Scorer, Task
+from textmill.evaluation.measured_task import ITEMS
+from textmill.evaluation.task import ItemLog, Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
-from textmill.storage.files import format_path, write_json
+from textmill.storage.files import atomic_writer, format_path, write_json
 
 
 def measure(task: Task, scorer: Scorer, config: RunConfig) -> Result:
@@ -34,9 +37,9 @@ def format_tables(tasks: list[str], result: Result) -> str:
 
 def save_result(run: Path, checkpoint: Checkpoint, name: str, result: Result) -> Path | None:
     """Write a result into the checkpoint's run; a model without a run keeps its folder unchanged."""
-    if not checkpoint.progress or checkpoint.folder.parent.resolve() != run.resolve():
+    if not belongs_to(checkpoint, run):
         return None
-    path = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.json"
+    path = result_path(run, checkpoint, name)
     try:
         path.parent.mkdir(exist_ok=True)
         write_json(path, result)
@@ -44,3 +47,31 @@ def save_result(run: Path, checkpoint: Checkpoint, name: str, result: Result) ->
         warn(f"{format_path(path)}: the result is not saved ({error.strerror})")
         return None
     return path
+
+
+def belongs_to(checkpoint: Checkpoint, run: Path) -> bool:
+    """Whether a checkpoint is one of a run's own."""
+    return bool(checkpoint.progress) and checkpoint.folder.parent.resolve() == run.resolve()
+
+
+def result_path(run: Path, checkpoint: Checkpoint, name: str, ending: str = ".json") -> Path:
+    """The file of a result in its run."""
+    return run / "evaluation" / f"step-{checkpoint.step:07d}-{name}{ending}"
+
+
+ITEMS_ENDING = ".items.jsonl"
+
+
+def take_items(result: Result) -> list[ItemLog]:
+    """Remove the per-item logs from a result and return them."""
+    tasks = [values for values in result.values() if isinstance(values, dict)]
+    return [item for values in tasks for item in values.pop(ITEMS, [])]
+
+
+def write_items(path: Path, items: Sequence[ItemLog]) -> None:
+    """Write a per-item log: JSON lines."""
+    with atomic_writer(path) as stream:
+        for item in items:
+            stream.write(
+                json.dumps(item, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
+            )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError, warn
-from textmill.evaluation.data_files import DataFile, Record, open_data_file, read_items, sample, sample_card
+from textmill.evaluation.data_files import Record, open_data_file, read_items, sample, sample_card, stem_of
+from textmill.evaluation.examples import Examples, ReadRecords, choose_examples
 from textmill.evaluation.metrics import proportion_interval
-from textmill.evaluation.task import Measured, Pair, Score, Scorer, TaskEntry
+from textmill.evaluation.task import ItemLog, Measured, Pair, Score, Scorer, TaskEntry
 
 LABELS = "ABCDEFGHIJ"
 PROMPT_LABELS = re.compile(r"\b(Question|Answer|질문|답변|문장\d?|긍부정):")
@@ -40,10 +42,56 @@ class Item:
     """The number of the right one."""
     place: str
     """Where it is in the file."""
+    group: str = ""
+    """The part of the data that it belongs to, such as a subject: each has an accuracy of its own."""
+    prefix: str = ""
+    """What stands before every context: a description of the task, and examples."""
+    id: str = ""
+    """Its place without the folder of the file: the same on every machine."""
+
+    @property
+    def solved(self) -> str:
+        """The question with its right answer, as an example for other questions."""
+        return "".join(self.pairs[self.answer])
 
 
 ReadItem = Callable[[Record, str], Item]
 """From a record and its place to an item."""
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """A task of multiple choice: a file in tasks/ that has one as `TASK` needs no other code."""
+
+    read_item: ReadItem
+    protocol: str
+    """What the card says about the prompt."""
+    examples: Examples = field(default_factory=Examples)
+    """For its prompts."""
+    read_records: ReadRecords = read_items
+    objectives: tuple[str, ...] = ("next_token",)
+    """The models that it can measure, by what they predict."""
+
+    def measure(self, scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
+        """Read the items of all files, score all candidates, and count the right answers."""
+        data = open_data_file(entry)
+        every: list[Item] = []
+        card: dict[str, Any] = {}
+        for path in data.files:
+            records = list(self.read_records(path))
+            shots = choose_examples(path, records, self.read_records, self.examples, settings)
+            card = {**card, **shots.card}
+            for (place, record), examples in zip(records, shots.by_record, strict=True):
+                item = self.read_item(record, place)
+                shown = "".join(f"{self.read_item(one, where).solved}\n\n" for where, one in examples)
+                group = item.group or (stem_of(path) if len(data.files) > 1 else "")
+                id_ = path.name + place.removeprefix(str(path))
+                every.append(replace(item, prefix=item.prefix + shown, group=group, id=id_))
+        if not every:
+            raise TextmillError(f"{data.path}: has no items; is it the right file?")
+        items = sample(every, settings)
+        card = {**data.card, "protocol": self.protocol, **card, **sample_card(len(items), len(every))}
+        return measure_items(scorer, items, card)
 
 
 def choice_item(context: str, choices: Iterable[Any], answer: Any, place: str, delimiter: str = " ") -> Item:
@@ -73,68 +121,80 @@ def _answer(answer: Any, texts: tuple[str, ...], place: str) -> int:
     return number
 
 
-def measure_choices(
-    scorer: Scorer,
-    settings: EvaluateConfig,
-    entry: TaskEntry,
-    read: ReadItem,
-    protocol: str,
-    data: DataFile | None = None,
-) -> Measured:
-    """Read a file of items with `read`, score all candidates, and count the right answers."""
-    data = data or open_data_file(entry)
-    every = [read(record, place) for place, record in read_items(data.path)]
-    if not every:
-        raise TextmillError(f"{data.path}: has no items; is it the right file?")
-    items = sample(every, settings)
-    pairs = [pair for item in items for pair in item.pairs]
+def measure_items(scorer: Scorer, items: list[Item], card: dict[str, Any]) -> Measured:
+    """Score all candidates of items and count the right answers, of all and of each group."""
+    pairs = [(item.prefix + context, continuation) for item in items for context, continuation in item.pairs]
     encoded = scorer.encode_pairs(pairs)
     truncated = check_lengths(encoded, [item.place for item in items for _ in item.pairs], scorer)
     scores = scorer.score_tokens(encoded)
-    metrics, intervals = accuracies(items, scores)
+    logs = list(grade_items(items, scores))
+    metrics, intervals = accuracies(items, logs)
+    name = "bits_per_byte"
     if scorer.objective == "masked":
-        metrics["pseudo_bits_per_byte"] = metrics.pop("bits_per_byte")
-        protocol += f"; {PSEUDO}"
-    card = {
-        **data.card,
-        "protocol": protocol,
-        **sample_card(len(items), len(every)),
+        name = "pseudo_bits_per_byte"
+        card = {**card, "protocol": f"{card['protocol']}; {PSEUDO}"}
+    answer_bytes = sum(len(item.pairs[item.answer][1].strip().encode()) for item in items)
+    answer_loss = -sum(log["scores"][item.answer] for item, log in zip(items, logs, strict=True))
+    metrics |= {"chance": float(np.mean([1 / len(item.pairs) for item in items]))}
+    metrics |= {name: answer_loss / math.log(2) / answer_bytes}
+    ties = sum(log["tied"] for log in logs)
+    card |= {
         "candidates": len(pairs),
         "normalisation": "acc: none; acc_norm: characters; acc_bytes: UTF-8 bytes",
         "interval": "95%, Wilson",
         "truncated_contexts": truncated,
+        **({"ties": f"{ties:,}; of k equal candidates each counts 1/k, in lm-eval the first counts"} if ties else {}),
     }
     loss = -sum(score.log_likelihood for score in scores) / sum(score.tokens for score in scores)
-    return Measured(metrics, card, intervals, loss)
+    return Measured(metrics, card, intervals, loss, logs)
 
 
-def accuracies(
-    items: list[Item], scores: list[Score]
-) -> tuple[dict[str, float | None], dict[str, tuple[float, float]]]:
-    """The fraction of right answers by each normalisation, and the bits per byte of the right answer.
-
-    Of candidates with equal scores the first counts, as in lm-evaluation-harness.
-    """
-    right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
-    answer_loss = 0.0
-    answer_bytes = 0
-    chance = 0.0
+def grade_items(items: list[Item], scores: list[Score]) -> Iterator[ItemLog]:
+    """What the model answered to each item: the score of each candidate, and how right it is by each normalisation."""
     begin = 0
     for item in items:
         item_scores = scores[begin : begin + len(item.pairs)]
         begin += len(item_scores)
         log_likelihoods = np.array([score.log_likelihood for score in item_scores])
         characters = np.array([len(text) for text in item.texts])
-        byte_counts = np.array([len(text.encode()) for text in item.texts])
-        right["acc"] += int(log_likelihoods.argmax() == item.answer)
-        right["acc_norm"] += int((log_likelihoods / characters).argmax() == item.answer)
-        right["acc_bytes"] += int((log_likelihoods / byte_counts).argmax() == item.answer)
-        answer_loss -= item_scores[item.answer].log_likelihood
-        answer_bytes += len(item.pairs[item.answer][1].strip().encode())
-        chance += 1 / len(item.pairs)
-    metrics: dict[str, float | None] = {name: count / len(items) for name, count in right.items()}
-    metrics |= {"chance": chance / len(items), "bits_per_byte": answer_loss / math.log(2) / answer_bytes}
-    return metrics, {name: proportion_interval(count, len(items)) for name, count in right.items()}
+        octets = np.array([len(text.encode()) for text in item.texts])
+        yield {
+            "id": item.id,
+            **({"group": item.group} if item.group else {}),
+            "context": item.pairs[item.answer][0],
+            "choices": list(item.texts),
+            "answer": item.answer,
+            "prediction": int(log_likelihoods.argmax()),
+            "scores": log_likelihoods.tolist(),
+            "tokens": [score.tokens for score in item_scores],
+            "tied": bool((log_likelihoods == log_likelihoods.max()).sum() > 1),
+            "acc": credit(log_likelihoods, item.answer),
+            "acc_norm": credit(log_likelihoods / characters, item.answer),
+            "acc_bytes": credit(log_likelihoods / octets, item.answer),
+        }
+
+
+def credit(values: NDArray[np.float64], answer: int) -> float:
+    """1 if the right candidate alone has the highest value, 1/k if it shares that with others, 0 otherwise.
+
+    lm-evaluation-harness counts the first of equal candidates: in minimal pairs that is always the right one, so a
+    model that finds all sentences equally likely would have 100%.
+    """
+    is_best = values == values.max()
+    return float(is_best[answer] / is_best.sum())
+
+
+def accuracies(
+    items: list[Item], logs: list[ItemLog]
+) -> tuple[dict[str, float | None], dict[str, tuple[float, float]]]:
+    """The accuracy of all items by each normalisation, and the plain one of each group."""
+    right = {name: [log[name] for log in logs] for name in ("acc", "acc_norm", "acc_bytes")}
+    groups = sorted({item.group for item in items})
+    if len(groups) > 1:
+        for group in groups:
+            right[f"acc/{group}"] = [log["acc"] for item, log in zip(items, logs, strict=True) if item.group == group]
+    metrics: dict[str, float | None] = {name: sum(credits) / len(credits) for name, credits in right.items()}
+    return metrics, {name: proportion_interval(sum(credits), len(credits)) for name, credits in right.items()}
 
 
 def check_lengths(encoded: list[Pair], places: list[str], scorer: Scorer) -> int:

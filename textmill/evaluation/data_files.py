@@ -6,14 +6,17 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from textmill.config import EvaluateConfig
+from textmill.corpus.source import COMPRESSIONS
+from textmill.corpus.streams import BrokenStream, open_decompressed
 from textmill.errors import TextmillError
 from textmill.evaluation.task import TaskEntry
 from textmill.storage.files import hash_file
@@ -22,7 +25,8 @@ T = TypeVar("T")
 Record = dict[str, Any]
 SAMPLE_SEED = 1234
 """The seed of the examples or windows that `evaluate.sample` chooses."""
-FORMATS = ".jsonl, .ndjson, .json, .tsv, .csv or .parquet"
+KINDS = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet")
+FORMATS = ".jsonl, .ndjson, .json, .tsv or .csv, also compressed (.gz, .bz2, .xz, .zst), or .parquet"
 
 
 def name_of_texts(files: Sequence[str]) -> str:
@@ -39,15 +43,19 @@ def slug(text: str) -> str:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of evaluation data."""
+    """What a task measures: a file, or all files of a folder or a pattern."""
 
     path: Path
+    """As the user named it."""
+    files: tuple[Path, ...]
     sha256: str
+    """Of the file; of several, the hash of all their hashes."""
 
     @property
     def card(self) -> dict[str, Any]:
         """What the protocol card says about it."""
-        return {"file": str(self.path), "sha256": self.sha256}
+        count = {"files": len(self.files)} if len(self.files) > 1 else {}
+        return {"file": str(self.path), "sha256": self.sha256, **count}
 
 
 @dataclass(frozen=True)
@@ -59,38 +67,79 @@ class Published:
     sha256: str
 
 
-def open_data_file(entry: TaskEntry, published: Sequence[Published] = ()) -> DataFile:
-    """Check a task's file: it exists, and has the checksum that the user or FILE.sha256 gives.
-
-    A file as long as a published one, but with another checksum, is damaged or edited.
-    """
+def find_data_files(entry: TaskEntry) -> tuple[Path, ...]:
+    """The files of a task, which must exist."""
     path = entry.file
     if path is None:
         raise TextmillError(f"evaluate.tasks: {entry.name} needs a file; write {entry.name}:FILE")
-    if not path.is_file():
-        raise TextmillError(f"{path}: no such file; evaluate.tasks names it for the task {entry.name}")
+    files = _find_files(path)
+    if not files:
+        what = "has no file of evaluation data" if path.is_dir() else "no such file"
+        raise TextmillError(f"{path}: {what}; evaluate.tasks names it for the task {entry.name}")
+    return files
+
+
+def open_data_file(entry: TaskEntry, published: Sequence[Published] = ()) -> DataFile:
+    """Check a task's files: they exist, and have the checksums that the user or FILE.sha256 gives.
+
+    A file as long as a published one, but with another checksum, is damaged or edited.
+    """
+    files = find_data_files(entry)
+    assert entry.file is not None
+    hashes = [_check_file(file, published) for file in files]
+    sha256 = hashes[0] if len(files) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    if entry.sha256 and entry.sha256.lower() != sha256:
+        raise _changed_file(entry.file, sha256, "the task", entry.sha256)
+    return DataFile(entry.file, files, sha256)
+
+
+def _find_files(path: Path) -> tuple[Path, ...]:
+    """The file, or those below a folder or of a pattern, sorted; files of other formats in a folder do not count."""
+    if path.is_file():
+        return (path,)
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if file.is_file() and kind_of(file) in (*KINDS, ".txt")]
+        return tuple(sorted(file for file in found if not file.name.startswith(".")))
+    return tuple(sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file()))
+
+
+def _check_file(path: Path, published: Sequence[Published]) -> str:
+    """The hash of a file, which must be the one that FILE.sha256 has, and that of the published file of its size."""
     actual = hash_file(path)
-    expected = {"the task": entry.sha256} if entry.sha256 else {}
     checksum_file = path.with_name(f"{path.name}.sha256")
-    if checksum_file.is_file():
-        words = checksum_file.read_text(encoding="utf-8", errors="replace").split()
-        if words:
-            expected[str(checksum_file)] = words[0]
+    words = checksum_file.read_text(encoding="utf-8", errors="replace").split() if checksum_file.is_file() else []
+    if words and words[0].lower() != actual:
+        raise _changed_file(path, actual, str(checksum_file), words[0])
     for original in published:
-        if original.bytes == path.stat().st_size:
-            expected[f"the published {original.name}"] = original.sha256
-    for origin, sha256 in expected.items():
-        if sha256.lower() != actual:
-            raise TextmillError(
-                f"{path}: its SHA-256 is {actual[:12]}..., {origin} has {sha256[:12]}...; the file is damaged or was "
-                "edited; get it again"
-            )
-    return DataFile(path, actual)
+        if original.bytes == path.stat().st_size and original.sha256 != actual:
+            raise _changed_file(path, actual, f"the published {original.name}", original.sha256)
+    return actual
 
 
-def read_items(path: Path) -> Iterator[tuple[str, Record]]:
-    """The records of a file, each with its place: `file:line`."""
-    kind = path.suffix.lower()
+def _changed_file(path: Path, actual: str, origin: str, expected: str) -> TextmillError:
+    return TextmillError(
+        f"{path}: its SHA-256 is {actual[:12]}..., {origin} has {expected[:12]}...; the file is damaged or was edited; "
+        "get it again"
+    )
+
+
+def kind_of(path: Path) -> str:
+    """The ending of a file's name in lower case, without that of its compression: data.JSONL.xz -> .jsonl."""
+    return _without_compression(path).suffix.lower()
+
+
+def stem_of(path: Path) -> str:
+    """The name of a file without its endings: data.jsonl.xz -> data."""
+    return _without_compression(path).stem
+
+
+def _without_compression(path: Path) -> Path:
+    return path.with_suffix("") if path.name.lower().endswith(COMPRESSIONS) else path
+
+
+def read_items(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Record]]:
+    """The records of a file, each with its place: `file:line`; `columns` names those of a table without titles."""
+    kind = kind_of(path)
     if kind == ".parquet":
         yield from _parquet_records(path)
     elif kind == ".json":
@@ -98,7 +147,7 @@ def read_items(path: Path) -> Iterator[tuple[str, Record]]:
     elif kind in (".jsonl", ".ndjson"):
         yield from _line_records(path)
     elif kind in (".tsv", ".csv"):
-        yield from _table_records(path, "\t" if kind == ".tsv" else ",")
+        yield from _table_records(path, "\t" if kind == ".tsv" else ",", columns)
     else:
         raise TextmillError(f"{path}: found a '{path.suffix}' file; evaluation data is {FORMATS}")
 
@@ -108,16 +157,28 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     return ((place, line.rstrip("\r\n")) for place, line in _lines(path))
 
 
+def read_raw_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file with their ends."""
+    return (line for _, line in _lines(path))
+
+
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    with open(path, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                yield f"{path}:{number}", line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise TextmillError(
-                    f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}); "
-                    "the file is damaged, or has another encoding"
-                ) from None
+    try:
+        with open_decompressed(str(path)) as stream:
+            yield from _decode_lines(stream, path)
+    except BrokenStream as error:
+        raise TextmillError(f"{path}: {error}; get it again") from None
+
+
+def _decode_lines(stream: Iterable[bytes], path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(stream, 1):
+        try:
+            yield f"{path}:{number}", line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise TextmillError(
+                f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}); "
+                "the file is damaged, or has another encoding"
+            ) from None
 
 
 def _line_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -146,9 +207,9 @@ def _as_record(value: Any, place: str) -> Record:
     return value
 
 
-def _table_records(path: Path, delimiter: str) -> Iterator[tuple[str, Record]]:
+def _table_records(path: Path, delimiter: str, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
     lines = (line for _, line in _lines(path))
-    rows = csv.DictReader(lines, delimiter=delimiter)
+    rows = csv.DictReader(lines, delimiter=delimiter, fieldnames=columns or None)
     try:
         for row in rows:
             if None in row or None in row.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,20 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from textmill.config import EvaluateConfig
-from textmill.devices import autocast
 from textmill.errors import TextmillError
 from textmill.evaluation.metrics import Z
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Measured, Pair, TaskEntry
 from textmill.evaluation.tasks.wikitext import rolling_pairs
 from textmill.models import find_run_model
-from textmill.models.layers_torch import Cache
 from textmill.where import open_where
 
 MAX_NEW_TOKENS = 256
@@ -58,7 +56,7 @@ class ScorerLM(LM):  # type: ignore[misc]
         pairs: list[Pair] = []
         text_of_pair: list[int] = []
         for number, ids in enumerate(tokenizer.encode_many([request.args[0] for request in requests])):
-            text_pairs = list(rolling_pairs(ids.tolist(), tokenizer.eos_id, window, window))
+            text_pairs = list(rolling_pairs(ids.tolist(), tokenizer.first_id, window, window))
             pairs += text_pairs
             text_of_pair += [number] * len(text_pairs)
         sums = [0.0] * len(requests)
@@ -74,9 +72,9 @@ class ScorerLM(LM):  # type: ignore[misc]
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
             raise TextmillError("lm-eval: this task samples with a temperature; textmill runs greedy tasks only")
         until = settings.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
+        stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         limit = settings.get("max_gen_toks") or settings.get("max_new_tokens") or MAX_NEW_TOKENS
-        return write_greedily(self.scorer, prompt, stops, int(limit))
+        return self.scorer.write_texts([prompt], stops, int(limit))[0]
 
 
 def open_lm(where: str, settings: Sequence[str] = ()) -> ScorerLM:
@@ -109,6 +107,8 @@ def measure(scorer: TorchScorer, settings: EvaluateConfig, entry: TaskEntry) -> 
             model=ScorerLM(scorer),
             tasks=tasks,
             task_manager=manager,
+            num_fewshot=settings.shots,
+            fewshot_random_seed=settings.shots_seed,
             limit=settings.sample,
             bootstrap_iters=BOOTSTRAPS,
             log_samples=False,
@@ -142,9 +142,10 @@ def _read_results(results: dict[str, dict[str, Any]]) -> tuple[dict[str, float |
             if not isinstance(value, int | float) or "_stderr" in name or not filter_name:
                 continue
             label = f"{task}/{name}" if len(results) > 1 else name
-            metrics[label if filter_name == "none" else f"{label},{filter_name}"] = float(value)
+            number = float(value) if math.isfinite(value) else None  # such as a perplexity beyond all numbers
+            metrics[label if filter_name == "none" else f"{label},{filter_name}"] = number
             error = values.get(f"{name}_stderr,{filter_name}")
-            if isinstance(error, int | float):
+            if number is not None and isinstance(error, int | float) and math.isfinite(error):
                 intervals[label] = (value - Z * error, value + Z * error)
     return metrics, intervals
 
@@ -173,29 +174,3 @@ def _load(file: Path) -> tuple[Any, list[Any]]:
         ) from None
     group = loaded["groups"].get(name)
     return manager, [group] if group is not None else list(loaded["tasks"].values())
-
-
-@torch.inference_mode()
-def write_greedily(scorer: TorchScorer, prompt: str, stops: Sequence[str], max_tokens: int) -> str:
-    """The likeliest continuation, token by token, up to the first stop text; a long prompt loses its first tokens."""
-    net = scorer.net
-    tokenizer = scorer.tokenizer
-    device = scorer.net.head.device
-    max_tokens = min(max_tokens, scorer.positions - 1)
-    ids = (tokenizer.encode(prompt) or [tokenizer.eos_id])[-(scorer.positions - max_tokens) :]
-    heads, width = net.cache_shape
-    cache = Cache(net.shape.layers, heads, width, 1, scorer.positions, device, scorer.dtype)
-    cache.read(torch.zeros(1, dtype=torch.long, device=device))
-    written: list[int] = []
-    new = torch.tensor([ids], device=device)
-    with autocast(device, scorer.dtype):
-        for position in range(len(ids), len(ids) + max_tokens):
-            token = int(net.logits(net(new, cache=cache)[:, -1]).argmax())
-            written.append(token)
-            text = tokenizer.decode(written)
-            if token == tokenizer.eos_id or any(stop in text for stop in stops if stop):
-                break
-            new = torch.tensor([[token]], device=device)
-            cache.extend(torch.tensor([[position]], device=device), position + 1)
-    text = tokenizer.decode([token for token in written if token != tokenizer.eos_id])
-    return min((text.split(stop)[0] for stop in stops if stop), key=len, default=text)

@@ -20,10 +20,10 @@ from textmill.config import EvaluateConfig, RunConfig
 from textmill.config.load import first_mistake, merge_trees
 from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import name_of_texts
-from textmill.evaluation.metrics import format_number
+from textmill.evaluation.metrics import check_finite, format_number
 from textmill.evaluation.split_tokens import open_tokens
 from textmill.evaluation.task import Measured, Result, Scorer, Task, TaskEntry
-from textmill.storage.files import format_path, read_json
+from textmill.storage.files import format_path, hash_json, read_json
 from textmill.storage.progress import format_duration
 from textmill.storage.stages import MANIFEST
 
@@ -36,20 +36,38 @@ class MeasuredTask:
     function: Callable[[Scorer, EvaluateConfig, TaskEntry], Measured]
     objectives: tuple[str, ...] = ("next_token",)
     """The models that it can measure, by what they predict."""
+    takes_shots: bool = False
+    """Whether `evaluate.shots` puts examples into its prompts."""
 
     def measure(self, scorer: Scorer, config: RunConfig) -> Result:
         """The metrics of the task under its label, with their intervals and the protocol card."""
-        check_objective(self, scorer)
+        check_objective(self, scorer.objective, scorer.checkpoint.folder)
         start = time.monotonic()
         settings = self._with_overrides(config.evaluate)
+        if settings.shots and not self.takes_shots:
+            warn(f"evaluate.shots: {self.entry.name} has no examples in its prompts; it is ignored there")
         opener = partial(open_tokens, scorer, config.model_copy(update={"evaluate": settings}))
         measured = self.function(scorer, settings, replace(self.entry, open_tokens=opener))
         warn_if_untrained(scorer, measured.token_loss)
-        training_data = describe_training_data(scorer, config, measured.card)
+        training_data = {}
+        if "sha256" in measured.card:  # not for a task that reads no file
+            is_own = scorer.checkpoint.folder.parent.resolve() == config.folder_of("train").resolve()
+            training_data["training_data"] = UNKNOWN
+            if is_own and not config.tokens.use:
+                training_data["training_data"] = describe_corpus(
+                    config.folder_of("corpus"),
+                    config.folder_of("tokens"),
+                    measured.card["sha256"],
+                    scorer.checkpoint.progress,
+                )
         seconds = {"seconds": time.monotonic() - start}
         card = {"task": self.entry.name, **measured.card, **training_data, **model_card(scorer), **seconds}
         intervals = {name: list(ends) for name, ends in measured.intervals.items()}
+        for value in measured.metrics.values():
+            check_finite(0.0 if value is None else value, str(scorer.checkpoint.folder))
         result: Result = {**measured.metrics, "intervals": intervals, "card": card}
+        if measured.items:
+            result[ITEMS] = [{"task": self.entry.label, **item} for item in measured.items]
         if published := published_values(measured.card):
             result["published"] = published
         return {self.entry.label: result}
@@ -77,14 +95,35 @@ class MeasuredTask:
         """The protocol card, a line for each fact."""
         return format_card(result[self.entry.label]["card"])
 
-    def result_name(self, settings: EvaluateConfig) -> str:
-        """The label of its entry; if it measures texts or a split, the name of these too."""
-        if self.entry.file is not None:
-            return self.entry.label
-        if settings.text:
-            return f"{self.entry.label}-{name_of_texts(settings.text)}"
-        default = settings.split == EvaluateConfig().split
-        return self.entry.label if default else f"{self.entry.label}-{settings.split}"
+    def result_name(self, result: Result) -> str:
+        """The label of its entry, what was measured, and a checksum of the protocol."""
+        card = result[self.entry.label]["card"]
+        return "-".join([self.entry.label, *name_data(card), hash_facts(card)])
+
+
+ITEMS = "items"
+"""The key of the per-item log, which is written next to the result instead of in it."""
+NOT_PROTOCOL = ("file", "text", "seconds", "device", "training_data", "truncated_contexts", "ties")
+"""What a card says about a place, a machine or an outcome: it does not change what is measured."""
+
+
+def name_data(card: dict[str, Any]) -> list[str]:
+    """What was measured, as parts of a file name: the hash of the file, the texts or the split, and the sample."""
+    parts = []
+    if card.get("text"):
+        parts.append(name_of_texts(card["text"]))
+    elif "split" in card:
+        parts.append(card["split"])
+    if "sha256" in card:
+        parts.append(card["sha256"][:8])
+    if sampled := card.get("sample", card["examples"] if "of" in card else None):
+        parts.append(f"sample{sampled}")
+    return parts
+
+
+def hash_facts(card: dict[str, Any]) -> str:
+    """A short checksum of a protocol card: two measurements with the same one replace each other."""
+    return hash_json({key: value for key, value in card.items() if key not in NOT_PROTOCOL})[:6]
 
 
 def format_metrics(label: str, result: Result) -> str:
@@ -93,7 +132,7 @@ def format_metrics(label: str, result: Result) -> str:
     lambada
       accuracy    32.6%  (31.3% to 33.9%)  published: gpt2 32.6%
     """
-    names = [name for name in result if name not in ("intervals", "card", "published")]
+    names = [name for name in result if name not in ("intervals", "card", "published", ITEMS)]
     if not names:
         return label
     width = max(map(len, names))
@@ -113,23 +152,29 @@ def format_metrics(label: str, result: Result) -> str:
     return "\n".join(lines)
 
 
-def check_objective(task: Task, scorer: Scorer) -> None:
-    """Refuse a task that a model cannot do because of what it predicts."""
-    if scorer.objective in (task.objectives if isinstance(task, MeasuredTask) else ("next_token",)):
+def check_objective(task: Task, objective: str, model: Path | str) -> None:
+    """Refuse a task that a model cannot do because of what it predicts; `model` is its name in the error."""
+    if objective in (task.objectives if isinstance(task, MeasuredTask) else ("next_token",)):
         return
     name = task.entry.name if isinstance(task, MeasuredTask) else "perplexity"  # which is a module
-    where = scorer.checkpoint.folder
-    is_masked = scorer.objective == "masked"
+    is_masked = objective == "masked"
     predicts = "masked tokens, not the next one" if is_masked else "the next token, not masked ones"
     advice = "pseudo_perplexity, pairs:FILE or choices:FILE" if is_masked else "perplexity"
-    raise TextmillError(f"{where}: predicts {predicts}, so it has no {name}; use evaluate.tasks={advice}")
+    raise TextmillError(f"{model}: predicts {predicts}, so it has no {name}; use evaluate.tasks={advice}")
 
 
 def model_card(scorer: Scorer) -> dict[str, Any]:
     """What the protocol card says about the model; its checkpoint and step are next to the card."""
+    tokenizer = scorer.tokenizer
+    first: dict[str, str] = {}
+    if scorer.objective == "next_token":
+        first["first_context"] = str(tokenizer.inner.id_to_token(tokenizer.first_id))
+        if tokenizer.adds_bos:
+            first["begin_token"] = "before every text, as the tokenizer adds it"
     return {
-        "tokenizer": scorer.tokenizer.fingerprint[:12],
-        "vocabulary": scorer.tokenizer.vocab,
+        **first,
+        "tokenizer": tokenizer.fingerprint[:12],
+        "vocabulary": tokenizer.vocab,
         "positions": scorer.positions,
         "precision": scorer.precision,
         "device": scorer.device,
@@ -173,7 +218,8 @@ def warn_if_foreign_tokenizer(scorer: Scorer, end: int) -> None:
     """Warn if the end-of-text token or the size of the tokenizer does not fit the model's config.json."""
     tokenizer = scorer.tokenizer
     folder = format_path(scorer.checkpoint.folder)
-    if end < scorer.vocab and end != tokenizer.eos_id:
+    named = tokenizer.model_ids.get("eos_token_id")
+    if end < scorer.vocab and tokenizer.eos_id not in (named if isinstance(named, list) else [end]):
         warn(
             f"{folder}: config.json has {end} as end-of-text token, its tokenizer {tokenizer.eos_id}; check that the "
             "tokenizer belongs to the model"
@@ -220,19 +266,6 @@ UNKNOWN = "unknown: there is no corpus next to the model"
 REBUILT = "unknown: corpus or tokens were made again after training"
 
 
-def describe_training_data(scorer: Scorer, config: RunConfig, card: dict[str, Any]) -> dict[str, str]:
-    """What the card says about the training data; nothing for a task that reads no file."""
-    if "sha256" not in card:
-        return {}
-    run = config.folder_of("train")
-    is_own = scorer.checkpoint.folder.parent.resolve() == run.resolve() and not config.tokens.use
-    progress = scorer.checkpoint.progress
-    if not is_own:
-        return {"training_data": UNKNOWN}
-    corpus = config.folder_of("corpus")
-    return {"training_data": describe_corpus(corpus, config.folder_of("tokens"), card["sha256"], progress)}
-
-
 def describe_corpus(folder: Path, tokens: Path, sha256: str, progress: dict[str, Any]) -> str:
     """Whether the corpus in a folder was checked for a file, if it is the one of a checkpoint's `progress`."""
     try:
@@ -248,6 +281,5 @@ def describe_corpus(folder: Path, tokens: Path, sha256: str, progress: dict[str,
     if sha256 not in checked:
         return "not checked for this file: corpus.decontaminate does not name it"
     found = account.get(checked[sha256], {})
-    action = "marked" if manifest["made_from"].get("corpus.decontaminate_action") == "mark" else "dropped"
     count = found.get("documents", 0)
-    return f"checked for this file: {count:,} {'document' if count == 1 else 'documents'} {action}"
+    return f"checked for this file: {count:,} {'document' if count == 1 else 'documents'} dropped"

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from textmill.corpus.accounts import format_count
 from textmill.errors import TextmillError
+from textmill.evaluation.task import LossPart
 
 COLUMNS = {
     "token_perplexity": "token ppl",
@@ -31,11 +34,7 @@ MAX_MEAN_LOSS = math.log(1e15)
 def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str, float | None]:
     """Perplexities from the summed loss in nats and the number of tokens, and of words and bytes where they are
     known."""
-    if not math.isfinite(loss):
-        raise TextmillError(
-            f"{model}: its loss is {loss}, not a finite number; the weights are damaged or training diverged; "
-            f"use an earlier --step"
-        )
+    check_finite(loss, model)
     metrics: dict[str, float | None] = {
         "loss": loss / counts["tokens"],
         "token_perplexity": perplexity_of(loss, counts["tokens"]),
@@ -46,6 +45,17 @@ def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str
         metrics["byte_perplexity"] = perplexity_of(loss, counts["bytes"])
         metrics["bits_per_byte"] = loss / counts["bytes"] / math.log(2) if counts["bytes"] else None
     return metrics
+
+
+def check_finite(losses: float | NDArray[np.float64], model: Path | str) -> None:
+    """Refuse losses that are NaN or infinite: what would be computed from them is no measurement."""
+    values = np.asarray(losses)
+    if not np.isfinite(values).all():
+        found = values[~np.isfinite(values)].flat[0]
+        raise TextmillError(
+            f"{model}: its loss is {found}, not a finite number; the weights are damaged or training diverged; "
+            "use an earlier --step"
+        )
 
 
 def metric_intervals(mean: Interval | None, counts: dict[str, int]) -> dict[str, Interval]:
@@ -101,7 +111,8 @@ def describe_windows(result: dict[str, Any]) -> str:
     context = f" all but the first {window:,} have at least {window - stride:,} tokens of context;"
     origin = f"Text {', '.join(result['text'])}" if "text" in result else f"Split {result['split']}"
     each = " of each store" if result.get("stores", 1) > 1 else ""
-    first = "is only read" if result.get("first_token") == "context" else "is predicted from an end-of-text token"
+    begin = result.get("card", {}).get("first_context", "the end-of-text token")
+    first = "is only read" if result.get("first_token") == "context" else f"is predicted from {begin}"
     lines = [
         f"{origin}: {sizes}.",
         f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and "
@@ -114,7 +125,8 @@ def describe_windows(result: dict[str, Any]) -> str:
         )
     if (interval := result.get("intervals", {}).get("token_perplexity")) is not None:
         low, high = (format_number("token_perplexity", end) for end in interval)
-        lines.append(f"95% confidence interval of the token perplexity, from the spread of windows: {low} to {high}.")
+        method = result["interval"].removeprefix("95%, ")
+        lines.append(f"95% confidence interval of the token perplexity, {method}: {low} to {high}.")
     if "append_end" in result:
         lines.append(_describe_ends(result))
     if "words" in result:
@@ -167,9 +179,9 @@ def proportion_interval(correct: int, count: int) -> Interval:
 
 
 def mean_loss_interval(losses: Sequence[float], tokens: Sequence[int]) -> Interval | None:
-    """The interval of the mean loss per token, from the sums of independent windows or texts; None for a single one.
+    """The interval of the mean loss per token, from the sums of independent texts; None for a single one.
 
-    A ratio of two sums, linearised: windows differ in their loss and in their number of tokens.
+    A ratio of two sums, linearised: texts differ in their loss and in their number of tokens.
     """
     counts = np.asarray(tokens, np.float64)
     sums = np.asarray(losses, np.float64)[counts > 0]
@@ -178,8 +190,47 @@ def mean_loss_interval(losses: Sequence[float], tokens: Sequence[int]) -> Interv
         return None
     mean = sums.sum() / counts.sum()
     variance = len(counts) / (len(counts) - 1) * ((sums - mean * counts) ** 2).sum() / counts.sum() ** 2
-    half = Z * math.sqrt(variance)
+    half = t_quantile(len(counts) - 1) * math.sqrt(variance)
     return float(mean - half), float(mean + half)
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5% quantile of Student's t: an expansion in 1/freedom (Abramowitz and Stegun 26.7.5), exact to 0.1% from 4
+    on."""
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+    )
+    return Z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+FEW_DOCUMENTS = 10
+"""With fewer documents than this, blocks of the text are compared instead."""
+BLOCKS = 20
+"""As many blocks: long enough that a subject or a style changes between them more than within."""
+
+
+def document_interval(parts: Sequence[LossPart]) -> tuple[Interval | None, str]:
+    """The interval of the mean loss per token, and what it is computed from.
+
+    The tokens of a document resemble one another, so its windows are no independent measurements: documents are. A text
+    of few documents is divided into blocks.
+    """
+    numbers = np.array([part.document for part in parts], np.int64)
+    losses = np.array([part.loss for part in parts])
+    tokens = np.array([part.tokens for part in parts], np.int64)
+    _, units = np.unique(numbers, return_inverse=True)
+    documents = int(units.max(initial=-1)) + 1
+    name = "documents"
+    if documents < FEW_DOCUMENTS and len(parts) > documents:
+        middles = np.cumsum(tokens) - tokens / 2
+        count = min(BLOCKS, len(parts))
+        units = np.minimum((middles * count / tokens.sum()).astype(np.int64), count - 1)
+        name = "blocks of the text"
+    interval = mean_loss_interval(np.bincount(units, losses).tolist(), np.bincount(units, tokens).tolist())
+    return interval, f"95%, from the spread of {len(np.unique(units)):,} {name}"
 
 
 def transform(interval: Interval | None, function: Callable[[float], float | None]) -> Interval | None:

@@ -80,17 +80,21 @@ class Rows:
         return not self.trees_NT.max(initial=0) and self.branches_NT.max(initial=0) <= 1
 
 
-def build_trees(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, end: int, positions: int) -> list[Tree]:
-    """Group pairs by context, longest tree first. An empty context is the token `end`; one that does not fit into
-    `positions` together with its continuation loses its first tokens."""
+def build_trees(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, first: int, positions: int, alone: bool = False
+) -> list[Tree]:
+    """Group pairs by context, or leave each `alone`; longest tree first.
+
+    An empty context is the token `first`; one that does not fit into `positions` together with its continuation loses
+    its first tokens."""
     trees: list[Tree] = []
     growing: dict[Ids, Tree] = {}
     for number, (context, continuation) in enumerate(pairs):
         space = positions + 1 - len(continuation)
-        context_ids = tuple(context if len(context) <= space else context[-space:]) or (end,)
+        context_ids = tuple(context if len(context) <= space else context[-space:]) or (first,)
         branch = tuple(continuation)
         tree = growing.get(context_ids)
-        if tree is None or not _has_space(tree, branch):
+        if tree is None or alone or not _has_space(tree, branch):
             tree = growing[context_ids] = Tree(context_ids)
             trees.append(tree)
         tree.add(branch, number)
@@ -102,11 +106,13 @@ def _has_space(tree: Tree, branch: Ids) -> bool:
     return branch in tree.branches or tree.tokens + len(branch) - 1 <= limit
 
 
-def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterator[list[list[Tree]]]:
+def pack(
+    trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int, alone: bool = False
+) -> Iterator[list[list[Tree]]]:
     """Divide trees into batches of rows; trees must come longest first.
 
     A row has at least `row_tokens` tokens of space, or as many as its longest tree; a batch has about `batch_tokens`.
-    A tree goes into the row with the least space that is enough.
+    A tree goes into the row with the least space that is enough, or `alone` into one of its own.
     """
     rows: list[list[Tree]] = []
     free: list[tuple[int, int]] = []  # the space left in a row, and its number; sorted
@@ -114,7 +120,7 @@ def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterat
     for tree in trees:
         tokens = tree.tokens
         best_fit = bisect_left(free, (tokens, 0))
-        if best_fit < len(free):
+        if best_fit < len(free) and not alone:
             space, row = free.pop(best_fit)
         else:
             if rows and (len(rows) + 1) * length > batch_tokens:

@@ -29,13 +29,15 @@ from textmill.config import EngineConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
+from textmill.evaluation.metrics import check_finite
 from textmill.evaluation.packing import CONTEXT, Rows, Tree, build_trees, fill_rows, pack
-from textmill.evaluation.task import ALL_BATCHES, Numbered, Pair, Score, Scorer, Share, StoreLoss
+from textmill.evaluation.task import ALL_BATCHES, LossPart, Numbered, Pair, Score, Scorer, Share, StoreLoss
 from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct
 from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
 from textmill.models import check_masked_head, check_next_token, open_family
 from textmill.models.base_torch import BaseNet
+from textmill.models.decode_torch import net_slots
 from textmill.models.layers_torch import Cache
 from textmill.models.nets_torch import open_net
 from textmill.ranges import expand_ranges
@@ -163,6 +165,25 @@ class TextScorer(ABC):
                 encoded.append((context_ids.tolist(), ids[len(context_ids) :].tolist()))
         return encoded
 
+    def log_likelihoods(
+        self,
+        ids_NT: NDArray[np.int64],
+        places_M: NDArray[np.int64],
+        labels_M: NDArray[np.int64],
+        *,
+        cache: Cache | None = None,
+        greedy: bool = False,
+    ) -> Callable[[], Result]:
+        """`token_log_likelihoods` of this net; a number that is not finite is an error, whatever it is used for."""
+        wait = token_log_likelihoods(self.net, ids_NT, places_M, labels_M, self.dtype, cache=cache, greedy=greedy)
+
+        def wait_and_check() -> Result:
+            log_likelihoods_M, greedy_M = wait()
+            check_finite(-log_likelihoods_M, self.checkpoint.folder)
+            return log_likelihoods_M, greedy_M
+
+        return wait_and_check
+
     def check_lengths(self, pairs: Sequence[Pair]) -> None:
         """Refuse a continuation without tokens, or one that is longer than the model's positions."""
         for _, continuation in pairs:
@@ -197,18 +218,34 @@ class TorchScorer(TextScorer):
         """What the model predicts."""
         return "next_token"
 
+    @property
+    def _added_ids(self) -> list[int]:
+        return [self.tokenizer.first_id] if self.tokenizer.adds_bos else []
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """The token ids of each (context, continuation), after a begin token if the tokenizer's files add one to every
+        text; an empty context stays empty, and is scored as the tokenizer's first token."""
+        added = self._added_ids
+        encoded = super().encode_pairs(pairs)
+        return [
+            ([*added, *context], continuation) if context else ([], continuation) for context, continuation in encoded
+        ]
+
     def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
         """Score each (context, continuation) and return the scores in the order given.
 
         A context that several pairs have is computed once. Rows have texts of similar length, or several texts."""
         self._check(pairs)
-        trees = build_trees(pairs, end=self.tokenizer.eos_id, positions=self.positions)
+        # Only attention can tell several texts of a row apart.
+        alone = not self.net.has_attention_cache
+        trees = build_trees(pairs, first=self.tokenizer.first_id, positions=self.positions, alone=alone)
         is_cpu = self.net.head.device.type == "cpu"
         batch_tokens = self.batch * self.positions
         batches = pack(
             trees,
             row_tokens=CPU_ROW_TOKENS if is_cpu else GPU_ROW_TOKENS,
             batch_tokens=min(batch_tokens, CPU_BATCH_TOKENS) if is_cpu else batch_tokens,
+            alone=alone,
         )
         total = sum(tree.tokens for tree in trees)
         with progress("score", total=total, unit="tokens", second_unit="texts") as bar:
@@ -237,9 +274,7 @@ class TorchScorer(TextScorer):
         """Queue a batch on the device; return a function that waits for its scores, by the number of the pair."""
         rows = fill_rows(packed, self.tokenizer.eos_id)
         cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
-        wait_for_result = token_log_likelihoods(
-            self.net, rows.ids_NT, rows.places_M, rows.labels_M, self.dtype, cache=cache, greedy=True
-        )
+        wait_for_result = self.log_likelihoods(rows.ids_NT, rows.places_M, rows.labels_M, cache=cache, greedy=True)
         return lambda: _scores_of(rows, *wait_for_result())
 
     def sum_losses(
@@ -255,9 +290,10 @@ class TorchScorer(TextScorer):
     ) -> StoreLoss:
         """Sum the loss of every token of a store once; see Scorer. window_batches says which window predicts what."""
         end = self.tokenizer.eos_id
-        first_input = end if predict_first else None
+        first_input = self.tokenizer.first_id if predict_first else None
         count = count_windows(store, length=length, stride=stride, first_input=first_input)
         windows = _sample_windows(count, sample, seed)
+        document_ends = np.cumsum(np.asarray(store.lengths, np.int64))
         own_batches = [number for number in range(-(-len(windows) // self.batch)) if self.share.is_mine(number)]
         own_windows = [windows[number * self.batch : (number + 1) * self.batch] for number in own_batches]
         batches = window_batches(
@@ -276,16 +312,17 @@ class TorchScorer(TextScorer):
                     labels = np.where((batch.labels == end) & (not count_end), IGNORED, batch.labels)
                     # A short text does not fill its window, which can have tens of thousands of tokens.
                     used = 1 + int(np.flatnonzero((labels != IGNORED).any(0)).max(initial=0))
-                    sums, counts, _ = self._score_labels(batch.inputs[:, :used], labels[:, :used], store.prefix)
-                    results.append((number, [(-sums).tolist(), counts.tolist()]))
-                    bar.advance(len(counts) * self.share.parts, int(counts.sum()))
+                    starts = windows[number * self.batch :][: len(labels)] * stride + (first_input is None)
+                    documents_NT = np.searchsorted(document_ends, starts[:, None] + np.arange(used), "right")
+                    parts = self._score_parts(batch.inputs[:, :used], labels[:, :used], documents_NT, store.prefix)
+                    results.append((number, parts))
+                    bar.advance(len(labels) * self.share.parts, sum(part.tokens for part in parts))
                     self.share.ranks.report_progress()
                 return results
 
-            results = [result for _, result in self.share.gather(compute)]
-        losses = [loss for result in results for loss in result[0]]
-        tokens = [count for result in results for count in result[1]]
-        return StoreLoss(float(np.sum(losses)), sum(tokens), 0, losses, tokens)
+            parts = [LossPart(*part) for _, result in self.share.gather(compute) for part in result]
+        loss = float(np.sum([part.loss for part in parts]))
+        return StoreLoss(loss, sum(part.tokens for part in parts), 0, len(windows), parts)
 
     def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
@@ -307,10 +344,11 @@ class TorchScorer(TextScorer):
                     samples = np.arange(begin, min(begin + self.batch, layout.samples_per_epoch), dtype=np.int64)
                     if self.share.is_mine(number):
                         arrays = layout.build_samples(samples)
-                        sums, counts, likeliest = self._score_labels(
+                        log_likelihoods_M, greedy_M = self._score_labels(
                             arrays.inputs, arrays.labels, store.prefix, greedy=True
                         )
-                        results.append((number, [-float(sums.sum()), int(counts.sum()), likeliest]))
+                        loss = -float(log_likelihoods_M.sum())
+                        results.append((number, [loss, len(log_likelihoods_M), int(greedy_M.sum())]))
                     bar.advance(len(samples))
                 return results
 
@@ -320,23 +358,70 @@ class TorchScorer(TextScorer):
         correct = sum(batch_correct for _, _, batch_correct in results)
         return StoreLoss(loss, tokens, correct)
 
+    @torch.inference_mode()
+    def write_texts(self, prompts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
+        """The likeliest continuation of each prompt, token by token, up to the first stop text."""
+        with progress("generate", total=len(prompts), unit="texts") as bar:
+
+            def compute() -> Numbered:
+                texts: Numbered = []
+                for number, prompt in enumerate(prompts):
+                    if self.share.is_mine(number):
+                        texts.append((number, self._write_text(prompt, stops, max_tokens)))
+                    bar.advance(1)
+                return texts
+
+            return [text for _, text in self.share.gather(compute)]
+
+    def _write_text(self, prompt: str, stops: Sequence[str], max_tokens: int) -> str:
+        """One text; a prompt that leaves no space for `max_tokens` loses its first tokens."""
+        device = self.net.head.device
+        max_tokens = min(max_tokens, self.positions - 1)
+        ids = [*self._added_ids, *self.tokenizer.encode(prompt)] or [self.tokenizer.first_id]
+        ids = ids[-(self.positions - max_tokens) :]
+        written: list[int] = []
+        text = ""
+        with autocast(device, self.dtype):
+            slots = net_slots(self.net, 1, self.positions, self.dtype)
+            logits_V = self.net.logits(slots.prefill(0, [ids])[0, -1])
+            for position in range(len(ids), len(ids) + max_tokens):
+                token = int(logits_V.argmax())
+                check_finite(float(logits_V[token]), self.checkpoint.folder)
+                if token in self.tokenizer.end_ids:
+                    break
+                written.append(token)
+                text = self.tokenizer.inner.decode(written, skip_special_tokens=True)
+                if any(stop in text for stop in stops):
+                    break
+                logits_V = slots.decode(torch.tensor([token], device=device), [position])[0]
+        return min((text.split(stop)[0] for stop in stops), key=len, default=text)
+
     def _score_labels(
         self, inputs: NDArray[np.int32], labels: NDArray[np.int32], where: Path, greedy: bool = False
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64], int]:
-        """The log-likelihood and the number of predicted tokens of each row, and how many are the likeliest."""
-        has_loss_NT = labels != IGNORED
-        counts = has_loss_NT.sum(1, dtype=np.int64)
+    ) -> Result:
+        """The log-likelihood of each label that is not ignored, in their order, and whether it is the likeliest."""
         check_ids(int(inputs.min()), int(max(inputs.max(), labels.max())), self.vocab, where)
-        if not counts.any():
-            return np.zeros(len(counts)), counts, 0
-        places_M = np.flatnonzero(has_loss_NT)
-        wait_for_result = token_log_likelihoods(
-            self.net, inputs.astype(np.int64), places_M, labels[has_loss_NT].astype(np.int64), self.dtype, greedy=greedy
-        )
-        log_likelihoods_M, greedy_M = wait_for_result()
-        sums: NDArray[np.float64] = np.zeros(len(counts))
-        np.add.at(sums, places_M // labels.shape[1], log_likelihoods_M)
-        return sums, counts, int(greedy_M.sum())
+        has_loss_NT = labels != IGNORED
+        if not has_loss_NT.any():
+            return np.zeros(0), np.zeros(0, np.bool_)
+        labels_M = labels[has_loss_NT].astype(np.int64)
+        return self.log_likelihoods(inputs.astype(np.int64), np.flatnonzero(has_loss_NT), labels_M, greedy=greedy)()
+
+    def _score_parts(
+        self, inputs: NDArray[np.int32], labels: NDArray[np.int32], documents_NT: NDArray[np.int64], where: Path
+    ) -> list[LossPart]:
+        """The loss of each document in each row of a batch."""
+        log_likelihoods_M, _ = self._score_labels(inputs, labels, where)
+        rows_M, columns_M = np.nonzero(labels != IGNORED)
+        documents_M = documents_NT[rows_M, columns_M]
+        is_first_M = np.ones(len(rows_M), np.bool_)
+        is_first_M[1:] = (np.diff(rows_M) != 0) | (np.diff(documents_M) != 0)
+        starts = np.flatnonzero(is_first_M)
+        if not len(starts):
+            return []
+        losses = np.add.reduceat(-log_likelihoods_M, starts)
+        counts = np.diff(starts, append=len(rows_M))
+        return list(map(LossPart, documents_M[starts].tolist(), losses.tolist(), counts.tolist()))
 
 
 def _scores_of(rows: Rows, log_likelihoods_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> dict[int, Score]:
@@ -400,10 +485,10 @@ def token_log_likelihoods(
 
 
 def can_use_kernel(net: BaseNet) -> bool:
-    """True for a net on a GPU that has all rows of the head and no cap of its logits; else `net.logits` computes them.
+    """True for a net on a GPU that has all rows of the head; else `net.logits` computes them.
 
     The kernel reads the logits of a token once, where torch reads and writes them several times."""
-    return can_run_kernels(net.head) and len(net.head) >= net.shape.vocab and not net.logit_softcap
+    return can_run_kernels(net.head) and len(net.head) >= net.shape.vocab
 
 
 def _with_kernel(
@@ -541,9 +626,7 @@ class MaskedScorer(TextScorer):
     def _score_batch(self, number: int, batch: MaskedBatch) -> Callable[[], Numbered]:
         """Queue a batch on the device; return a function that waits for its partial scores."""
         check_ids(int(batch.labels_N.min()), int(batch.ids_NT.max()), self.vocab, self.checkpoint.folder)
-        wait_for_result = token_log_likelihoods(
-            self.net, batch.ids_NT, batch.places_N, batch.labels_N, self.dtype, greedy=True
-        )
+        wait_for_result = self.log_likelihoods(batch.ids_NT, batch.places_N, batch.labels_N, greedy=True)
         return lambda: [(number, _partial_scores(batch, *wait_for_result()))]
 
     def sum_losses(self, *_: Any, **__: Any) -> StoreLoss:
@@ -552,6 +635,10 @@ class MaskedScorer(TextScorer):
 
     def sum_answer_losses(self, *_: Any, **__: Any) -> StoreLoss:
         """The same for answers."""
+        self._refuse()
+
+    def write_texts(self, *_: Any, **__: Any) -> list[str]:
+        """Nor does it continue a text."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

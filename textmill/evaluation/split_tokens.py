@@ -10,15 +10,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from textmill.config import CorpusConfig, RunConfig
+from textmill.corpus.find_sources import find_sources, read_records, source_state, split_into_chunks
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
-from textmill.corpus.sources import find_sources, read_records, source_state, split_into_chunks
 from textmill.corpus.streams import is_remote
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
-from textmill.tokens.splits import open_splits
+from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import StoreWriter, TokenStore, dtype_for, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -48,11 +48,22 @@ class SplitTokens:
 @contextmanager
 def open_tokens(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
     """The tokens of `evaluate.text`, or else of `evaluate.split`."""
+    split = config.evaluate.split
     if config.evaluate.text:
-        with _open_text(scorer, config) as tokens:
+        append_end = config.evaluate.count_end is not False
+        with _open_text(scorer.tokenizer, config.evaluate.text, config.corpus, append_end) as tokens:
             yield tokens
+    elif config.tokens.use:
+        yield _open_used(open_splits(config, scorer.tokenizer), split)
     else:
-        yield _open_used(scorer, config) if config.tokens.use else _open_made(scorer, config)
+        folder = config.folder_of("tokens")
+        checkpoint = scorer.checkpoint.folder
+        if config.model.init_from and not (folder / MANIFEST).is_file():
+            raise TextmillError(
+                f"{folder}: has no tokens to measure {checkpoint} on; name a text: evaluate.text=FILE, or other tasks: "
+                "evaluate.tasks"
+            )
+        yield _open_made(scorer, folder, split)
 
 
 @dataclass
@@ -76,23 +87,24 @@ class _Texts:
 
 
 @contextmanager
-def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
+def _open_text(
+    tokenizer: TextTokenizer, names: list[str], corpus: CorpusConfig, append_end: bool
+) -> Iterator[SplitTokens]:
     """Any files, tokenised into a temporary folder."""
-    sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding, setting="evaluate.text")
+    sources = find_sources(names, encoding=corpus.encoding, setting="evaluate.text")
     longest = max(source_state(source).bytes for source in sources)
-    unit = config.corpus.documents
+    unit = corpus.documents
     if unit == "section" and longest <= MAX_FILE_BYTES:
         unit = "file"  # a run's folder records the default too, so whether it was set does not count
     whole = {"documents": unit, "chat": None, "cut_records": False}
-    texts = _Texts(sources, config.corpus.model_copy(update=whole))
-    append_end = config.evaluate.count_end is not False
-    with temporary_store(texts, scorer.tokenizer, append_end=append_end) as store:
+    texts = _Texts(sources, corpus.model_copy(update=whole))
+    with temporary_store(texts, tokenizer, append_end=append_end) as store:
         if not store.tokens:
-            raise TextmillError(f"{', '.join(config.evaluate.text)}: has no text; evaluate.text names it")
+            raise TextmillError(f"{', '.join(names)}: has no text; evaluate.text names it")
         files = {source.name: _fingerprint(source) for source in sources}
         sha256 = next(iter(files.values())) if len(files) == 1 else hash_json(files)
         facts = {
-            "text": list(config.evaluate.text),
+            "text": list(names),
             "files": len(files),
             "sha256": sha256,
             "append_end": append_end,
@@ -103,7 +115,7 @@ def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
             [store],
             [],
             {**counts, "words": texts.counts["words"], "bytes": texts.counts["bytes"]},
-            scorer.tokenizer.vocab,
+            tokenizer.vocab,
             facts,
         )
 
@@ -113,18 +125,11 @@ def _fingerprint(source: Source) -> str:
     return hash_file(source.path) if is_file else str(source_state(source).fingerprint)
 
 
-def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
+def _open_made(scorer: Scorer, folder: Path, split: str) -> SplitTokens:
     """What `tokenize` wrote, after checking that the model can read it."""
-    folder = config.folder_of("tokens")
-    split = config.evaluate.split
-    checkpoint = scorer.checkpoint.folder
-    if config.model.init_from and not (folder / MANIFEST).is_file():
-        raise TextmillError(
-            f"{folder}: has no tokens to measure {checkpoint} on; name a text: evaluate.text=FILE, or other tasks: "
-            "evaluate.tasks"
-        )
     manifest = open_manifest(folder, "tokenize")
     if manifest["tokenizer"] != scorer.tokenizer.fingerprint:
+        checkpoint = scorer.checkpoint.folder
         raise TextmillError(
             f"{folder}: made with another tokenizer than that of {checkpoint}; tokenize for this model: "
             f"tokenizer.use={checkpoint} with another tokenizer.folder and tokens.folder"
@@ -143,15 +148,13 @@ def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
     return SplitTokens([store], [open_store(folder / "train")], counts, manifest["vocab"], facts)
 
 
-def _open_used(scorer: Scorer, config: RunConfig) -> SplitTokens:
+def _open_used(splits: Splits, split: str) -> SplitTokens:
     """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
-    splits = open_splits(config, scorer.tokenizer)
-    split = config.evaluate.split
     stores = splits.stores(split)
     if not stores:
         raise _empty_split("tokens.use", split, [name for name in splits.by_split if splits.stores(name)])
     counts = {"documents": sum(map(len, stores)), "tokens": sum(store.tokens for store in stores)}
-    return SplitTokens(stores, splits.stores("train"), counts, scorer.tokenizer.vocab, {"stores": len(stores)})
+    return SplitTokens(stores, splits.stores("train"), counts, splits.tokenizer.vocab, {"stores": len(stores)})
 
 
 def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "") -> TextmillError:

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EvaluateConfig, RunConfig
+from textmill.config import RunConfig
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 Result = dict[str, Any]
 """What a task returns: plain values, written as JSON."""
+ItemLog = dict[str, Any]
+"""One example as the model answered it: its `id`, and its metrics by name."""
 Pair = tuple[Sequence[int], Sequence[int]]
 """The token ids of a context and of its continuation."""
 
@@ -36,6 +38,15 @@ class Score:
     """Whether the last token is the model's most likely one."""
 
 
+class LossPart(NamedTuple):
+    """The summed loss of consecutive tokens of one document."""
+
+    document: int
+    """The document's number."""
+    loss: float
+    tokens: int
+
+
 @dataclass(frozen=True)
 class StoreLoss:
     """The summed loss of a token store."""
@@ -45,10 +56,10 @@ class StoreLoss:
     tokens: int
     correct: int = 0
     """Tokens that are the model's most likely ones; counted for answers only."""
-    window_losses: Sequence[float] = ()
-    """The loss of each window, for a confidence interval."""
-    window_tokens: Sequence[int] = ()
-    """The tokens predicted in each window."""
+    windows: int = 0
+    """How many windows were read."""
+    parts: Sequence[LossPart] = ()
+    """The loss by document and window, in the order of the text, for a confidence interval."""
 
 
 class Scorer(Protocol):
@@ -85,7 +96,8 @@ class Scorer(Protocol):
         """Score each (context, continuation), in the order given.
 
         Both are encoded as one text, so that tokens are those of running text; spaces at the end of the context count
-        to the continuation. An empty context is the end-of-text token.
+        to the continuation. An empty context is the tokenizer's begin token, or its end-of-text token if there is
+        none.
         """
         ...
 
@@ -103,6 +115,10 @@ class Scorer(Protocol):
         """
         ...
 
+    def write_texts(self, prompts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
+        """The likeliest continuation of each prompt, token by token, up to the first of the `stops`."""
+        ...
+
     def sum_losses(
         self,
         store: TokenStore,
@@ -116,8 +132,8 @@ class Scorer(Protocol):
     ) -> StoreLoss:
         """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
 
-        The first token is predicted from an end-of-text token, or is only context. End-of-text tokens may be left out
-        of the sum. With `sample`, only so many random windows are read.
+        The first token is predicted from the tokenizer's first token, or is only context. End-of-text tokens may be
+        left out of the sum. With `sample`, only so many random windows are read.
         """
         ...
 
@@ -136,7 +152,7 @@ class TaskEntry:
     label: str
     """The key of its result: the task's name, unless several entries have the same."""
     file: Path | None = None
-    """The file after NAME: or in the user's YAML file."""
+    """The file, folder or pattern after NAME: or in the user's YAML file."""
     sha256: str | None = None
     """What the file's checksum must be, if the user gave one."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -157,6 +173,8 @@ class Measured:
     """95% confidence intervals of metrics."""
     token_loss: float | None = None
     """The mean loss of all scored tokens in nats, to notice untrained weights."""
+    items: Sequence[ItemLog] = ()
+    """What the model answered to each example, for the log next to the result."""
 
 
 class Task(Protocol):
@@ -175,8 +193,9 @@ class Task(Protocol):
         """How the numbers were measured: what a reader must know to compare them."""
         ...
 
-    def result_name(self, settings: EvaluateConfig) -> str:
-        """What the result's file in RUN/evaluation is called after the step; usually the task's own name."""
+    def result_name(self, result: Result) -> str:
+        """What the result's file in RUN/evaluation is called after the step: the task, the data, the sample, and a
+        checksum of the protocol, so that other measurements do not replace it."""
         ...
 
 

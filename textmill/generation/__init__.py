@@ -36,11 +36,20 @@ def generate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
     sample = config.sample
     has_prompts = as_json or sample.prompt is not None or sample.prompts_file is not None
     is_interactive = not has_prompts and is_terminal(sys.stdin) and is_terminal(sys.stdout)
-    prompts = [] if is_interactive else find_prompts(sample)
+    found = [] if is_interactive else find_prompts(sample)
+    prompts = [prompt for prompt, _ in found]
     generator = open_generator(checkpoint, config.engine)
+    for prompt, place in found:
+        generator.check_prompt(prompt, sample, place)
     if as_json or sample.prompts_file is not None:
-        return _print_json(generator, prompts, sample)
-    return _print_samples(generator, prompts, sample) if prompts else _continue_lines(generator, sample, checkpoint)
+        texts = _print_json(generator, prompts, sample)
+    elif prompts:
+        texts = _print_samples(generator, prompts, sample)
+    else:
+        texts = _continue_lines(generator, sample, checkpoint)
+    if not all(texts) and open_template(checkpoint.tokenizer) is not None:
+        warn("the model was finetuned for chat and ended a text at once; to ask it something, use textmill chat")
+    return texts
 
 
 def sample_prompts(

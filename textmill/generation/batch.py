@@ -21,9 +21,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from textmill.generation.constraints import TokenTable
 from textmill.generation.incremental_text import StopStringFilter, TextDecoder
 from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
-from textmill.generation.sampling import SamplingRules, SamplingState, choose_next_ids, collect_rules, new_state
+from textmill.generation.sampling import (
+    CapturedSampling,
+    SamplingRules,
+    SamplingState,
+    choose_next_ids,
+    collect_rules,
+    new_state,
+)
 from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots
@@ -60,6 +68,8 @@ class RunningBatch:
     """The model's context length."""
     new_decoder: Callable[[Sequence[int]], TextDecoder]
     """Returns a text decoder for a prompt."""
+    tokens: TokenTable
+    """For constrained texts."""
     limit: int
     """Texts at a time; there may be more slots."""
     running: list[RunningText] = field(default_factory=list)
@@ -68,6 +78,8 @@ class RunningBatch:
     """Texts that join at the next step."""
     run_ahead: bool = False
     """Start a step before the tokens of the previous one are received."""
+    captured_sampling: CapturedSampling | None = None
+    """Set if the slots' steps are CUDA graphs."""
     _rules: SamplingRules | None = None
     """The sampling rules of the running texts; None if texts have joined or left since they were collected."""
     _pending: PendingTokens | None = None
@@ -85,10 +97,15 @@ class RunningBatch:
 
     def add(self, number: int, request: Request, max_new: int) -> None:
         """Let a text join at the next step; there must be a free slot."""
-        ends = tuple(dict.fromkeys((self.tokenizer.eos_id, *request.stop_ids)))
+        ends = tuple(dict.fromkeys((*self.tokenizer.end_ids, *request.stop_ids)))
         vocab = self.tokenizer.vocab
         device = self.slots.device
-        state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
+        sample = request.sample
+        if request.grammar:  # it decides when the text may end
+            sample = sample.model_copy(update={"min_tokens": 0})
+        state = new_state(sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
+        if request.grammar:
+            state.constraint = self.tokens.new_constraint(request.grammar, ends)
         decoder = self.new_decoder(request.ids)
         stops = StopStringFilter(request.stop)
         self.waiting.append(RunningText(number, request, max_new, list(request.ids), state, decoder, stops))
@@ -181,13 +198,11 @@ class RunningBatch:
     def _can_run_ahead(self) -> bool:
         """Whether the next step needs the pending tokens on the device only, not on the host.
 
-        The host must know them for texts that end with them, that fill the context, or that have penalties.
+        The host must know them for texts that end with them, that fill the context, or that have penalties or a
+        constraint.
         """
         return all(
-            text.state.new_tokens < text.max_new
-            and text.cached < self.positions
-            and text.state.seen_V is None
-            and text.state.counts_V is None
+            text.state.new_tokens < text.max_new and text.cached < self.positions and not text.state.needs_last_token
             for text in self.running
         )
 
@@ -206,7 +221,7 @@ class RunningBatch:
         logits_NV = self.slots.decode(self._last_ids(), cached)[:, : self.tokenizer.vocab]
         states = [text.state for text in self.running]
         self._rules = self._rules or collect_rules(states, self.slots.device)
-        ids_N = choose_next_ids(logits_NV, states, self._rules)
+        ids_N = choose_next_ids(logits_NV, states, self._rules, self.captured_sampling)
         logprobs = self._compute_logprobs(logits_NV, ids_N)
         for text in self.running:
             text.cached += 1
@@ -300,7 +315,10 @@ class RunningText:
         self.received += 1
         self.state.add(id_)
         token = Token(id_, self.stops.add(self.decoder.add(id_)), logprob, top)
-        if self.stops.hit:
+        constraint = self.state.constraint
+        if constraint is not None and constraint.problem:
+            return [token, self.finish("error", constraint.problem)]
+        if self.stops.hit or (constraint is not None and constraint.is_complete):
             return [token, self.finish("stop")]
         if self.received >= self.max_new:
             return [token, self.finish("length")]

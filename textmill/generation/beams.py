@@ -44,7 +44,7 @@ def beam_search(generator: Generator, request: Request, max_new: int) -> list[Do
     sample = request.sample
     prompt = list(request.ids)
     tokenizer = generator.tokenizer
-    ends = tuple(dict.fromkeys((tokenizer.eos_id, *request.stop_ids)))
+    ends = tuple(dict.fromkeys((*tokenizer.end_ids, *request.stop_ids)))
     slots = generator.new_slots(sample.beams, len(prompt) + max_new)
     if len(prompt) > 1:
         slots.prefill(0, [prompt[:-1]])

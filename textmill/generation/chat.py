@@ -12,6 +12,7 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import build_config, merge_trees, parse_settings
 from textmill.errors import TextmillError, warn
+from textmill.generation.constraints import sample_grammar
 from textmill.generation.prompts import Terminal, is_terminal
 from textmill.generation.requests import Request
 from textmill.models import check_next_token, find_run_model, read_shape
@@ -84,7 +85,8 @@ class Conversation:
     def _answer(self, line: str) -> None:
         ids = self._render([*self.messages, {"role": "user", "content": line}])
         sample = self.sample.model_copy(update={"seed": self.sample.seed + self.answers, "slide_context": False})
-        request = Request(tuple(ids), sample, tuple(sample.stop), tuple(self.template.stop_ids))
+        grammar = sample_grammar(sample)
+        request = Request(tuple(ids), sample, tuple(sample.stop), tuple(self.template.stop_ids), grammar=grammar)
         self.answers += 1
         texts: list[str] = []
 
@@ -156,7 +158,8 @@ def answer_all(
     sample = sample.model_copy(update={"slide_context": False})
     stops = tuple(sample.stop)
     ends = tuple(template.stop_ids)
-    requests = [Request(tuple(ids), sample, stops, ends) for ids in questions]
+    grammar = sample_grammar(sample)
+    requests = [Request(tuple(ids), sample, stops, ends, grammar=grammar) for ids in questions]
     return generator.complete(names, requests, sample, count)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,10 @@ DEFAULT_CHOICES = 5
 """Tokens that are returned for a mask if the request does not say how many."""
 
 
-def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> list[str]:
-    """Fill the masks of `sample.prompt`, or without a prompt of every line that is typed or piped in.
+def fill(
+    config: RunConfig, texts: Sequence[str] = (), step: StepChoice | None = None, as_json: bool = False
+) -> list[str]:
+    """Fill the masks of each text, of `sample.prompt`, or without them of every line that is typed or piped in.
 
     Returns the texts with the most likely token in each mask; `sample.top_k` is how many are shown.
     """
@@ -36,16 +38,18 @@ def fill(config: RunConfig, step: StepChoice | None = None, as_json: bool = Fals
 
     checkpoint = find_run_model(config, step)
     sample = config.sample
-    given = as_json or sample.prompt is not None or sample.prompts_file is not None
-    typed = not given and is_terminal(sys.stdin) and is_terminal(sys.stdout)
-    prompts = [] if typed else find_prompts(sample)
+    in_settings = sample.prompt is not None or sample.prompts_file is not None
+    if texts and in_settings:
+        raise TextmillError("sample.prompt or sample.prompts_file: is set, and texts are given too; give one of them")
+    typed = not (as_json or texts or in_settings) and is_terminal(sys.stdin) and is_terminal(sys.stdout)
+    found = [] if typed else [(text, "TEXT") for text in texts] or find_prompts(sample)
     filler = open_filler(checkpoint, config.engine, sample.top_k)
     if typed:
         print(f"{checkpoint.folder}: type a text with {filler.mask}; ctrl-D ends")
         return list(_fill_lines(filler))
-    for prompt in prompts:
-        filler.texts.check(prompt)
-    return [_print(one, as_json) for one in filler.fill(prompts)]
+    for prompt, place in found:
+        filler.texts.check(prompt, place)
+    return [_print(one, as_json) for one in filler.fill([prompt for prompt, _ in found])]
 
 
 def _fill_lines(filler: Filler) -> Iterator[str]:

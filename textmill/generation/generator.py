@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
 
@@ -15,11 +16,13 @@ from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Event, RunningBatch
 from textmill.generation.beams import beam_search
+from textmill.generation.constraints import TokenTable, sample_grammar
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
-from textmill.generation.requests import Done, FinishReason, Request, max_new_tokens, repeat_request
+from textmill.generation.requests import Done, FinishReason, MemoryShort, Request, max_new_tokens, repeat_request
+from textmill.generation.sampling import CapturedSampling
 from textmill.models import check_next_token
 from textmill.models.base_torch import BaseNet
-from textmill.models.decode_torch import Slots, bytes_per_slot, open_slots
+from textmill.models.decode_torch import CapturedSlots, Slots, bytes_per_slot, open_slots
 from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
@@ -46,6 +49,7 @@ class Generator:
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
         self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
+        self._tokens = TokenTable(tokenizer)
         self._spare_slots: Slots | None = None
         self._beam_request: Request | None = None
         self._beam_texts: list[Done] = []
@@ -132,17 +136,20 @@ class Generator:
         return self._beam_texts[request.beam_rank]
 
     def new_request(self, prompt: str, sample: SampleConfig) -> Request:
-        """Return a request for a prompt."""
-        return Request(tuple(self.encode_prompt(prompt)), sample, tuple(sample.stop))
+        """Return the request that continues a prompt with these settings and their stop strings."""
+        return Request(tuple(self.encode_prompt(prompt)), sample, tuple(sample.stop), grammar=sample_grammar(sample))
 
-    def encode_prompt(self, prompt: str) -> list[int]:
+    def check_prompt(self, prompt: str, sample: SampleConfig, place: str) -> None:
+        """Raise if a prompt cannot be continued; the error names its place."""
+        request = Request(tuple(self.encode_prompt(prompt, place)), sample)
+        max_new_tokens(request, self.positions, self.tokenizer.vocab, place)
+
+    def encode_prompt(self, prompt: str, place: str = "sample.prompt") -> list[int]:
         """Return the prompt's token ids; for an empty prompt, the end-of-text token."""
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise TextmillError(
-                "sample.prompt: has a lone surrogate (half of a character); give it as UTF-8 text"
-            ) from None
+            raise TextmillError(f"{place}: has a lone surrogate (half of a character); give it as UTF-8 text") from None
         return self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
 
     def max_new_tokens(self, request: Request) -> int:
@@ -167,14 +174,21 @@ class Generator:
             spare = None  # frees its memory for the new slots
             spare = self.new_slots(slots, length)
         on_gpu = self.device.type == "cuda"
-        return RunningBatch(spare, self.tokenizer, self.positions, self._new_decoder, slots, run_ahead=on_gpu)
+        batch = RunningBatch(
+            spare, self.tokenizer, self.positions, self._new_decoder, self._tokens, slots, run_ahead=on_gpu
+        )
+        if isinstance(spare, CapturedSlots) and spare.captured:
+            if spare.sampling is None:  # it must not keep the slots, and their memory, alive
+                spare.sampling = CapturedSampling(WeakMethod(spare.capture), spare.slots)
+            batch.captured_sampling = spare.sampling
+        return batch
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Allocate the KV cache; raise if the device has too little memory."""
         each = bytes_per_slot(self.net, length)
         free = _free_memory(self.device)
         if (slots + 1) * each > free:  # there is one slot more than texts
-            raise TextmillError(
+            raise MemoryShort(
                 f"the KV cache of {slots} texts needs {slots * each / 2**30:.1f} GiB, but "
                 f"{free / 2**30:.1f} GiB are free; set sample.batch or serve.slots to {max(free // each - 1, 0)} or "
                 "less"
@@ -185,14 +199,29 @@ class Generator:
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/meminfo") as lines:
+            kilobytes = dict(line.split()[:2] for line in lines)["MemAvailable:"]
+            return int(kilobytes) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, separate_adapter: bool = False) -> Generator:
-    """Load a checkpoint's net and tokenizer; an adapter is merged into its base, or computed separately."""
+def check_memory(checkpoint: Checkpoint, device: torch.device) -> None:
+    """Raise if the weights of a checkpoint do not fit into the device's free memory."""
+    size = sum(file.stat().st_size for file in checkpoint.folder.glob("*.safetensors") if file.stem != "optimizer")
+    free = _free_memory(device)
+    if size > free:
+        raise MemoryShort(
+            f"{checkpoint.folder}: the weights need {size / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
+        )
+
+
+def open_generator(checkpoint: Checkpoint, engine: EngineConfig) -> Generator:
+    """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device, separate=separate_adapter)
+    net = open_net(checkpoint.folder, device)
     check_next_token(net.shape, checkpoint.folder, "generate text")
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(

@@ -1,9 +1,10 @@
 """Messages between the HTTP process and the model process: JSON over a socket, each preceded by its length in bytes.
 
-The HTTP process sends the settings of the model, and receives {"positions": 1024}, or {"refused": "why"}. After that,
-for a request with number 7 and 29.5 seconds of time, whose text is streamed:
+The HTTP process sends the settings of the model, and receives {"ready": true}, or {"refused": "why", "memory": false},
+where memory says that there is too little of it. After that, for a request with number 7 and 29.5 seconds of time,
+whose text is streamed:
 
-    to the model process        ["submit", 7, [[464, 4475], {"temperature": 0}, [], [], [], 0, false], 29.5, true]
+    to the model process        ["submit", 7, [[464, 4475], {"temperature": 0}, [], [], [], 0, false, ""], 29.5, true]
                                 ["cancel", 7]
                                 ["close", 30]                           with the grace in seconds
     from the model process      [512, 3, 0.0, "", [[7, " by the", [], null], [7, " river", [], ["stop", 3, "", []]]]]
@@ -14,10 +15,8 @@ new chunks; without chunks it is a heartbeat. `pack_request` and `pack_chunk` wr
 
 from __future__ import annotations
 
-import gc
 import socket
 import struct
-import sys
 import threading
 from typing import Any
 
@@ -28,10 +27,6 @@ from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, Fil
 
 HEARTBEAT_SECONDS = 0.5
 """Longest time between two messages of a healthy model process."""
-THREAD_SWITCH_SECONDS = 0.0001
-"""How long a thread may hold the interpreter lock (GIL). Python's default of 5 ms delays every reply."""
-GC_THRESHOLD = 20_000
-"""New objects between two garbage collections. Python's default of 700 costs a fifteenth of a request's time."""
 
 LENGTH_PREFIX = struct.Struct("!Q")
 """The length in bytes that precedes each message."""
@@ -68,17 +63,6 @@ def pack_message(message: Any) -> bytes:
     return LENGTH_PREFIX.pack(len(encoded)) + encoded
 
 
-def tune_interpreter() -> None:
-    """Reduce latency in a serving process: frequent thread switches, rare garbage collection.
-
-    Objects that exist now are excluded from garbage collection: scanning them would pause all requests for 0.1 s.
-    """
-    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
-
-
 def new_socket_pair() -> tuple[MessageSocket, socket.socket]:
     """Return this process's end, and the end to pass to a child process."""
     ours, theirs = socket.socketpair()
@@ -92,7 +76,16 @@ def pack_request(request: Request | EncoderRequest) -> list[Any]:
     if isinstance(request, FillRequest):
         return ["fill", request.prompts, request.choices]
     sample = request.sample.model_dump(exclude_defaults=True)
-    return [request.ids, sample, request.stop, request.stop_ids, request.bias, request.logprobs, request.echo]
+    return [
+        request.ids,
+        sample,
+        request.stop,
+        request.stop_ids,
+        request.bias,
+        request.logprobs,
+        request.echo,
+        request.grammar,
+    ]
 
 
 def unpack_request(packed: list[Any]) -> Request | EncoderRequest:
@@ -101,9 +94,10 @@ def unpack_request(packed: list[Any]) -> Request | EncoderRequest:
         return EmbedRequest(tuple(map(tuple, packed[1])))
     if packed[0] == "fill":
         return FillRequest(tuple(packed[1]), packed[2])
-    ids, sample, stop, stop_ids, bias, logprobs, echo = packed
+    ids, sample, stop, stop_ids, bias, logprobs, echo, grammar = packed
     pairs = tuple((id_, value) for id_, value in bias)
-    return Request(tuple(ids), SampleConfig.model_validate(sample), tuple(stop), tuple(stop_ids), pairs, logprobs, echo)
+    settings = SampleConfig.model_validate(sample)
+    return Request(tuple(ids), settings, tuple(stop), tuple(stop_ids), pairs, logprobs, echo, grammar)
 
 
 def replace_surrogates(text: str) -> str:

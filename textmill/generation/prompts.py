@@ -22,16 +22,19 @@ from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 
 
-def find_prompts(sample: SampleConfig) -> list[str]:
-    """Return the texts to continue: `sample.prompts_file`, `sample.prompt`, lines of a pipe, or one empty text."""
+def find_prompts(sample: SampleConfig) -> list[tuple[str, str]]:
+    """Return the texts to continue: `sample.prompts_file`, `sample.prompt`, lines of a pipe, or one empty text.
+
+    Each comes with its place for error messages, such as "prompts.txt:2".
+    """
     if sample.prompts_file is not None:
         return _read_file(Path(sample.prompts_file), sample)
     if sample.prompt is not None:
-        return [sample.prompt]
-    return [line for line, _ in read_piped_lines("prompts")] or [""]
+        return [(sample.prompt, "sample.prompt")]
+    return list(read_piped_lines("prompts")) or [("", "sample.prompt")]
 
 
-def _read_file(path: Path, sample: SampleConfig) -> list[str]:
+def _read_file(path: Path, sample: SampleConfig) -> list[tuple[str, str]]:
     """Read prompts from a file: one per line, or one JSON object per line in a .jsonl file."""
     if sample.prompt:
         raise TextmillError("sample.prompts_file: sample.prompt is set too; set one of them")
@@ -44,8 +47,8 @@ def _read_file(path: Path, sample: SampleConfig) -> list[str]:
     if not lines:
         raise TextmillError(f"sample.prompts_file: {path}: is empty; write one prompt per line")
     if path.suffix == ".jsonl":
-        return [_parse_prompt(line, place) for line, place in lines]
-    return [line for line, _ in lines]
+        return [(_parse_prompt(line, place), place) for line, place in lines]
+    return lines
 
 
 def _parse_prompt(line: str, where: str) -> str:

@@ -20,6 +20,10 @@ class QueueFull(Exception):
     """The queue is full; try again later."""
 
 
+class MemoryShort(TextmillError):
+    """The model does not fit into the memory that is free."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue, and the sampling settings."""
@@ -37,6 +41,8 @@ class Request:
     """0: no log-probabilities; k: those of each new token and of the k most likely tokens at its position."""
     echo: bool = False
     """Also compute log-probabilities of the prompt's own tokens."""
+    grammar: str = ""
+    """What the text must follow, made by a function of constraints.py; empty: anything."""
     beam_rank: int = 0
     """Which of the texts that beam search finds; 0 is the best."""
 
@@ -106,20 +112,35 @@ class TextChunk:
     """Set in the last chunk. `Done.text` is already part of `text`."""
 
 
+class ModelStats(NamedTuple):
+    """The texts of a model: those active and waiting now, the most of each, and counts since its start."""
+
+    active: int
+    waiting: int
+    slots: int
+    queue: int
+    tokens: int
+    requests: int
+    cancelled: int
+
+
 DeliverChunk = Callable[[TextChunk], None]
 
 
-def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
-    """Return how many new tokens the request allows and the context has space for; raise if it cannot be done."""
+def max_new_tokens(request: Request, positions: int, vocab: int, place: str = "sample.prompt") -> int:
+    """Return how many new tokens the request allows and the context has space for; raise if it cannot be done.
+
+    `place` names the prompt in the error.
+    """
     length = len(request.ids)
     requested = request.sample.max_tokens
     unknown = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
     if not request.ids or unknown:
         found = f"{unknown[0]} is not a token id" if unknown else "it has no tokens"
-        raise TextmillError(f"sample.prompt: {found}; give at least one id, from 0 to {vocab - 1:,}")
+        raise TextmillError(f"{place}: {found}; give at least one id, from 0 to {vocab - 1:,}")
     if length > positions - min(requested, 1):
         raise TextmillError(
-            f"sample.prompt: {length:,} tokens; the model's context is {positions:,} tokens, at least one of them new; "
+            f"{place}: {length:,} tokens; the model's context is {positions:,} tokens, at least one of them new; "
             f"shorten the prompt to {positions - 1:,} tokens"
         )
     slides = request.sample.slide_context and request.sample.beams == 1

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +29,16 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
+from textmill.generation.constraints import Constraint
 from textmill.kernels import sampling_triton
+from textmill.kernels.sampling_triton import RowSettings
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
 
 MASKED = -math.inf
 """The logit of a token that cannot be chosen."""
+FORBIDDEN = -1e30
+"""The logit of a token that a constraint forbids; finite, since kernels report logits that are not."""
 MIN_TEMPERATURE = 1e-30
 """A smaller temperature underflows in single precision. The most likely token is certain long before."""
 STEPS_AHEAD = 16
@@ -55,6 +59,8 @@ class SamplingState:
     """Whether each token is in the prompt or the new text; kept if there is a repetition penalty."""
     counts_V: Tensor | None = None
     """How often each token is in the new text; kept if there is a presence or frequency penalty."""
+    constraint: Constraint | None = None
+    """What the text must follow."""
 
     def add(self, id_: int) -> None:
         """Count one more new token for the penalties."""
@@ -62,6 +68,18 @@ class SamplingState:
             self.seen_V[id_] = True
         if self.counts_V is not None:
             self.counts_V[id_] += 1
+        if self.constraint is not None:
+            self.constraint.add(id_)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether its logits are changed by more than the ban on ending and the warpers."""
+        return bool(self.bias) or any(one is not None for one in (self.seen_V, self.counts_V, self.constraint))
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token can only be chosen when the host knows the last one."""
+        return any(one is not None for one in (self.seen_V, self.counts_V, self.constraint))
 
 
 def new_state(
@@ -132,11 +150,11 @@ class SamplingRules:
     """Whether any row has a temperature above 0."""
     sampled_N: Tensor | None
     """Which rows are sampled; None if all or none are. The others take the most likely token."""
-    top_k_only: TopKSampling | None
-    """Set if all rows are sampled and use no rule but temperature and top_k."""
+    settings: RowSettings | None
+    """What the kernels need; None if no row is sampled, or if one uses typical_p, which they lack."""
     uniforms: UniformNumbers
     adjusted: tuple[int, ...]
-    """Rows with a logit bias or a penalty."""
+    """Rows with a logit bias, a penalty or a constraint."""
     below_min_tokens: tuple[int, ...]
     """Rows that may not end yet."""
     end_positions: EndPositions = field(default_factory=dict)
@@ -156,14 +174,12 @@ def collect_rules(states: Sequence[SamplingState], device: torch.device) -> Samp
     any_sampled = any(is_sampled)
     all_sampled = all(is_sampled)
     sampled_N = copy_to_device(is_sampled, device) if any_sampled and not all_sampled else None
-    only_top_k = all_sampled and {warper.key for warper in warpers} <= {"temperature", "top_k"}
-    top_k_only = new_top_k_sampling([state.sample for state in states], device) if only_top_k else None
-    adjusted = tuple(
-        row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.counts_V is not None
-    )
+    in_kernels = any_sampled and all(warper.key != "typical_p" for warper in warpers)
+    settings = new_row_settings([state.sample for state in states], device) if in_kernels else None
+    adjusted = tuple(row for row, state in enumerate(states) if state.is_adjusted)
     below = tuple(row for row, state in enumerate(states) if state.new_tokens < state.sample.min_tokens)
     uniforms = UniformNumbers(states, device)
-    return SamplingRules(warpers, any_sampled, sampled_N, top_k_only, uniforms, adjusted, below)
+    return SamplingRules(warpers, any_sampled, sampled_N, settings, uniforms, adjusted, below)
 
 
 def _collect_warpers(
@@ -205,7 +221,7 @@ def apply_rules(logits_NV: Tensor, states: Sequence[SamplingState], rules: Sampl
 
 
 def apply_bias_and_penalties(logits_NV: Tensor, states: Sequence[SamplingState], rows: Sequence[int]) -> None:
-    """Apply the logit bias and the penalties of these rows, in place."""
+    """Apply the logit bias, the penalties and the constraints of these rows, in place."""
     for row in rows:
         state = states[row]
         logits_V = logits_NV[row]
@@ -219,6 +235,8 @@ def apply_bias_and_penalties(logits_NV: Tensor, states: Sequence[SamplingState],
             logits_V -= (
                 state.counts_V * state.sample.frequency_penalty + (state.counts_V > 0) * state.sample.presence_penalty
             )
+        if state.constraint is not None:
+            logits_V.masked_fill_(copy_to_device(~state.constraint.allowed(), logits_V.device), FORBIDDEN)
 
 
 def ban_end_tokens(
@@ -241,14 +259,15 @@ def sample_ids(logits_NV: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_NV, points_N1, right=True).squeeze(1)
 
 
-def choose_next_ids(logits_NV: Tensor, states: Sequence[SamplingState], rules: SamplingRules) -> Tensor:
+def choose_next_ids(
+    logits_NV: Tensor, states: Sequence[SamplingState], rules: SamplingRules, captured: CapturedSampling | None = None
+) -> Tensor:
     """Return each text's next token, which depends on its logits, seed and number of new tokens only.
 
-    -1 means that the text's logits are not finite.
+    -1 means that the text's logits are not finite. With `captured`, the logits are the result of a CUDA graph.
     """
-    simple = rules.top_k_only or not rules.any_sampled
-    if can_run_kernels(logits_NV) and not rules.adjusted and simple:
-        return _choose_next_ids_fused(logits_NV, states, rules)
+    if can_run_kernels(logits_NV) and (rules.settings is not None or not rules.any_sampled):
+        return _choose_next_ids_fused(logits_NV, states, rules, captured)
     low_N, high_N = logits_NV.aminmax(dim=1)
     finite_N = high_N.float() - low_N.float() < math.inf
     logits_NV = apply_rules(logits_NV, states, rules)
@@ -261,13 +280,68 @@ def choose_next_ids(logits_NV: Tensor, states: Sequence[SamplingState], rules: S
     return torch.where(finite_N, ids_N, -1)
 
 
-def _choose_next_ids_fused(logits_NV: Tensor, states: Sequence[SamplingState], rules: SamplingRules) -> Tensor:
+def _choose_next_ids_fused(
+    logits_NV: Tensor, states: Sequence[SamplingState], rules: SamplingRules, captured: CapturedSampling | None
+) -> Tensor:
     banned_NK = _find_banned_ids(states, rules, logits_NV.device)
-    if rules.top_k_only is None:
+    uniforms_N = None if rules.settings is None else rules.uniforms.at(states[0].new_tokens)
+    if rules.adjusted:
+        logits_NV = logits_NV.to(torch.float32, copy=True)
+        apply_bias_and_penalties(logits_NV, states, rules.adjusted)
+    elif captured is not None:
+        return captured.choose(logits_NV, banned_NK, rules.settings, uniforms_N)
+    return _run_kernels(logits_NV, banned_NK, rules.settings, uniforms_N)
+
+
+def _run_kernels(
+    logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSettings | None, uniforms_N: Tensor | None
+) -> Tensor:
+    if settings is None or uniforms_N is None:
         return sampling_triton.greedy_ids(logits_NV, banned_NK)
-    uniforms_N = rules.uniforms.at(states[0].new_tokens)
-    kth_N = rules.top_k_only.kth_logit(logits_NV, banned_NK)
-    return sampling_triton.sample_ids(logits_NV, banned_NK, rules.top_k_only.temperatures_N, kth_N, uniforms_N)
+    return sampling_triton.sample_ids(logits_NV, banned_NK, settings, uniforms_N)
+
+
+class CapturedSampling:
+    """The kernels of sampling as one CUDA graph for each size of the batch and set of rules in it.
+
+    `capture()` is `CapturedSlots.capture`, which captures a function. Rows are padded to a power of two, at most to
+    `slots`; the rows of padding are greedy.
+    """
+
+    def __init__(self, capture: Callable[[], Any], slots: int) -> None:
+        self._capture = capture
+        self._slots = slots
+        self._graphs: dict[Any, tuple[Any, Tensor, list[Tensor | None]]] = {}
+        self._copied: dict[Any, tuple[Tensor | None, ...]] = {}
+        """The tensors that each graph's inputs were copied from, so that settings are copied once."""
+
+    def choose(
+        self, logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSettings | None, uniforms_N: Tensor | None
+    ) -> Tensor:
+        """What the kernels return. The logits must be at the same address whenever a batch has their size."""
+        count = len(logits_NV)
+        rows = min(1 << (count - 1).bit_length(), self._slots)
+        given = (banned_NK, *(settings or (None,) * 4), uniforms_N)
+        sizes = tuple(None if tensor is None else tensor.shape[1:] for tensor in given)
+        key = (logits_NV.data_ptr(), rows, sizes)
+        if key not in self._graphs:
+            padded_NV = logits_NV.as_strided((rows, logits_NV.shape[1]), logits_NV.stride())
+            inputs = [None if tensor is None else tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in given]
+            ids_N = torch.empty(rows, dtype=torch.long, device=logits_NV.device)  # not in the graphs' shared memory
+            banned, *four, uniforms = inputs
+            own = None if settings is None else RowSettings(*four)  # type: ignore[arg-type]
+            graph, _ = self._capture()(
+                lambda: ids_N.copy_(_run_kernels(padded_NV, banned, own, uniforms)), lambda: None
+            )
+            self._graphs[key] = graph, ids_N, inputs
+        graph, ids_N, inputs = self._graphs[key]
+        before = self._copied.get(key, (None,) * len(given))
+        for target, tensor, last in zip(inputs, given, before, strict=True):
+            if target is not None and tensor is not None and tensor is not last:
+                target[:count] = tensor
+        self._copied[key] = given
+        graph.replay()
+        return ids_N[:count]
 
 
 def _find_banned_ids(states: Sequence[SamplingState], rules: SamplingRules, device: torch.device) -> Tensor | None:
@@ -281,35 +355,18 @@ def _find_banned_ids(states: Sequence[SamplingState], rules: SamplingRules, devi
     return rules.banned_ids[below]
 
 
-@dataclass(frozen=True)
-class TopKSampling:
-    """The settings of rows that are all sampled with temperature and top_k and no other rule."""
-
-    temperatures_N: Tensor
-    k_N1: Tensor | None
-    """Each row's top_k, 0 for no limit; None if no row has a limit."""
-    largest_k: int
-
-    def kth_logit(self, logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor | None:
-        """Return each row's smallest logit that may still be chosen."""
-        if self.k_N1 is None:
-            return None
-        more = 0 if banned_NK is None else banned_NK.shape[1]
-        found = logits_NV.topk(min(self.largest_k + more, logits_NV.shape[1]), dim=1)
-        values_NK = found.values.float()
-        if banned_NK is not None:
-            banned = (found.indices[:, :, None] == banned_NK[:, None]).any(2)
-            values_NK = values_NK.masked_fill(banned, MASKED).sort(1, descending=True).values
-        kth_N1 = values_NK.gather(1, (self.k_N1 - 1).clamp(0, values_NK.shape[1] - 1))
-        return torch.where(self.k_N1 > 0, kth_N1, MASKED)[:, 0]
-
-
-def new_top_k_sampling(samples: Sequence[SampleConfig], device: torch.device) -> TopKSampling:
-    """Collect the temperatures and top_k of all rows."""
-    temperatures = [max(sample.temperature, MIN_TEMPERATURE) for sample in samples]
-    k = [sample.top_k for sample in samples]
-    k_N1 = copy_to_device(k, device)[:, None] if any(k) else None
-    return TopKSampling(copy_to_device(temperatures, device, torch.float32), k_N1, max(k))
+def new_row_settings(samples: Sequence[SampleConfig], device: torch.device) -> RowSettings:
+    """Collect the settings of all rows for the kernels; a rule that no row uses is None."""
+    temperatures = [sample.temperature and max(sample.temperature, MIN_TEMPERATURE) for sample in samples]
+    top_k = [sample.top_k for sample in samples]
+    top_p = [sample.top_p for sample in samples]
+    least = [math.log(sample.min_p) if sample.min_p else MASKED for sample in samples]
+    return RowSettings(
+        copy_to_device(temperatures, device, torch.float32),
+        copy_to_device(top_k, device, torch.int32) if any(top_k) else None,
+        copy_to_device(top_p, device, torch.float32) if min(top_p) < 1 else None,
+        copy_to_device(least, device, torch.float64),
+    )
 
 
 def apply_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty_N1: Tensor) -> Tensor:
@@ -330,13 +387,13 @@ def keep_top_k(logits_NV: Tensor, k_N1: Tensor, largest_k: int) -> Tensor:
 
 
 def keep_top_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
-    """Nucleus sampling: keep the fewest most likely tokens whose probabilities add up to p, at least one."""
-    sorted_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
+    """Nucleus sampling: keep the fewest most likely tokens whose probabilities add up to p, at least one, and those as
+    likely as the last of them."""
+    sorted_NV = logits_NV.sort(dim=1, descending=True).values
     probabilities_NV = sorted_NV.softmax(1)
     more_likely_NV = probabilities_NV.cumsum(1) - probabilities_NV  # the sum over more likely tokens
-    is_beyond_NV = more_likely_NV >= p_N1
-    is_beyond_NV[:, 0] = False
-    return logits_NV.masked_fill(is_beyond_NV.scatter(1, order_NV, is_beyond_NV), MASKED)
+    kept_N1 = (more_likely_NV < p_N1).sum(1, keepdim=True).clamp(min=1)
+    return logits_NV.masked_fill(logits_NV < sorted_NV.gather(1, kept_N1 - 1), MASKED)
 
 
 def keep_min_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import (
     Done,
     FinishReason,
+    ModelStats,
     QueueFull,
     Request,
     Token,
@@ -129,18 +130,18 @@ class ModelThread(ABC, Generic[Item]):
                 job.end_reason = "cancelled"
                 self._next_deadline = -math.inf
 
-    def stats(self) -> dict[str, int | float]:
-        """Return the counts for /metrics."""
+    def stats(self) -> ModelStats:
+        """Return what the thread does and has done."""
         with self._changed:
-            return {
-                "active": len(self._active),
-                "waiting": len(self._waiting),
-                "slots": self.slots,
-                "queue": self.queue,
-                "tokens": self._tokens,
-                "requests": self._requests,
-                "cancelled": self._cancelled,
-            }
+            return ModelStats(
+                active=len(self._active),
+                waiting=len(self._waiting),
+                slots=self.slots,
+                queue=self.queue,
+                tokens=self._tokens,
+                requests=self._requests,
+                cancelled=self._cancelled,
+            )
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
@@ -246,7 +247,9 @@ class ModelThread(ABC, Generic[Item]):
             self._fail(error)
             return
         self._step_started = None
-        self._failed_steps = 0
+        failed = [isinstance(event, Done) and event.reason == "error" for _, event in events]
+        if failed:  # a step that runs ahead may have no events
+            self._failed_steps = self._failed_steps + 1 if all(failed) else 0
         for number, event in events:
             if isinstance(event, Done):
                 self._end(self._active[number], event)
@@ -282,22 +285,22 @@ class ModelThread(ABC, Generic[Item]):
             self.cancel(job.number)
 
 
-PREFILL_TOKENS = 8192
-"""Prompt tokens that join in one step, unless a single prompt has more."""
+MAX_JOINING_TOKENS = 8192
+"""Most prompt tokens that join in one step, unless a single prompt has more."""
 PREFILL_SECONDS = 0.0015
 """About how long one prefill delays each running text, however few prompts it reads."""
 MAX_JOIN_WAIT = 0.04
 """Longest time that a request with a free slot waits for others to join with."""
 WARM_UP_SAMPLES = tuple(
-    SampleConfig(temperature=temperature, top_k=k, min_tokens=least)
-    for temperature, k in ((0, 0), (0.8, 0), (0.8, 50))
+    SampleConfig(temperature=temperature, top_k=k, top_p=p, min_tokens=least)
+    for temperature, k, p in ((0, 0, 1), (0.8, 0, 1), (0.8, 50, 1), (0.8, 0, 0.9), (0.8, 50, 0.9))
     for least in (0, 1)
 )
 """Sampling settings that are tried before the first request, because kernels are compiled at first use."""
 
 
 class NewText(NamedTuple):
-    """A text to generate."""
+    """A request, and how many new tokens its context has space for."""
 
     request: Request
     max_new: int
@@ -343,6 +346,14 @@ class Scheduler(ModelThread[NewText]):
                     self._batch.step()
             warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")
 
+    def check_model(self) -> None:
+        """Generate one token; raise if the model cannot, because its weights are not finite."""
+        self._batch.add(0, Request((self.tokenizer.eos_id,), SampleConfig(temperature=0)), 1)
+        while not self._batch.is_empty:
+            for _, event in self._batch.step():
+                if isinstance(event, Done) and event.reason == "error":
+                    raise TextmillError(event.message)
+
     def _count_joining(self, waiting: Sequence[Job[NewText]], active: int, now: float) -> int:
         """Return how many of the waiting texts join now.
 
@@ -356,7 +367,7 @@ class Scheduler(ModelThread[NewText]):
         tokens = 0
         for count, job in enumerate(waiting):
             tokens += len(job.item.request.ids)
-            if count and tokens > PREFILL_TOKENS:
+            if count and tokens > MAX_JOINING_TOKENS:
                 return count
         return len(waiting)
 
@@ -381,9 +392,10 @@ def open_scheduler(
     model_lock: TicketLock | None = None,
 ) -> Scheduler:
     """Load a checkpoint and return a scheduler that is ready for requests; others may use the model too, in turn."""
-    generator = open_generator(checkpoint, engine, separate_adapter=serve.adapter == "separate")
+    generator = open_generator(checkpoint, engine)
     scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step, model_lock=model_lock)
     scheduler.warm_up()
+    scheduler.check_model()
     return scheduler
 
 

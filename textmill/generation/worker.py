@@ -5,6 +5,7 @@ python -m textmill.generation.worker FILE        FILE: file descriptor of the op
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -29,10 +30,9 @@ from textmill.generation.messages import (
     MessageSocket,
     pack_chunk,
     replace_surrogates,
-    tune_interpreter,
     unpack_request,
 )
-from textmill.generation.requests import DeliverChunk, Done, Request, TextChunk, Token, TokenLogprob
+from textmill.generation.requests import DeliverChunk, Done, MemoryShort, Request, TextChunk, Token, TokenLogprob
 from textmill.models import has_masked_head, open_family, read_shape
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 CHUNK_SECONDS = 0.02
 """Time between two chunks of a streamed text: continuous for a reader, and few messages even at 100,000 tokens/s."""
+THREAD_SWITCH_SECONDS = 0.0001
+"""How long a thread may hold the interpreter lock (GIL). Python's default of 5 ms delays every reply."""
+GC_THRESHOLD = 20_000
+"""New objects between two garbage collections. Python's default of 700 costs a fifteenth of a request's time."""
 
 
 class Worker:
@@ -65,11 +69,14 @@ class Worker:
         threading.Thread(target=self._read_commands, name="textmill-commands", daemon=True).start()
         try:
             self._open(settings)
-        except TextmillError as error:
-            self.parent.send({"refused": str(error)})
+        except (TextmillError, RuntimeError) as error:
+            out_of_memory = isinstance(error, MemoryShort) or type(error).__name__ == "OutOfMemoryError"  # torch's
+            if not isinstance(error, TextmillError) and not out_of_memory:
+                raise
+            self.parent.send({"refused": str(error), "memory": out_of_memory})
             return EXIT_USER
         tune_interpreter()
-        self.parent.send({"positions": self.model_threads[0].positions})
+        self.parent.send({"ready": True})
         while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
         for thread in self.model_threads:
@@ -151,8 +158,8 @@ class Worker:
     def _send(self, chunks: list[list[Any]]) -> None:
         """Send the state (also the heartbeat) and new chunks. `_read_commands` notices a parent that is gone."""
         stats = [thread.stats() for thread in self.model_threads]
-        tokens = sum(counts["tokens"] for counts in stats)
-        cancelled = sum(counts["cancelled"] for counts in stats)
+        tokens = sum(counts.tokens for counts in stats)
+        cancelled = sum(counts.cancelled for counts in stats)
         step_seconds = max(thread.step_seconds() for thread in self.model_threads)
         problems = [thread.problem(float("inf")) for thread in self.model_threads]
         problem = next((text for text in problems if text), "")
@@ -205,9 +212,12 @@ def open_served_model(
     Both compute with the same net, in turn.
     """
     # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
+    from textmill.devices import open_device
     from textmill.generation.encoder import Embedder, EncoderThread, Filler, open_embedder
+    from textmill.generation.generator import check_memory
     from textmill.generation.scheduler import TicketLock, open_scheduler
 
+    check_memory(checkpoint, open_device(engine.device))
     model_lock = TicketLock()
     where = str(checkpoint.folder)
     shape = read_shape(checkpoint.folder)
@@ -226,6 +236,17 @@ def open_served_model(
     encoder, pooling = new_text_encoder(shape, generator.tokenizer, embed, checkpoint.folder)
     embedder = Embedder(generator.net, encoder, pooling, where)
     return scheduler, EncoderThread(embedder, None, model_lock=model_lock, after_step=after_step, **limits)
+
+
+def tune_interpreter() -> None:
+    """Reduce latency in a serving process: frequent thread switches, rare garbage collection.
+
+    Objects that exist now are excluded from garbage collection: scanning them would pause all requests for 0.1 s.
+    """
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def main() -> None:

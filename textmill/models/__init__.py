@@ -11,12 +11,12 @@ decode_torch.py  generation with a KV cache for any causal net, on a GPU with CU
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,7 @@ __all__ = [
     "find_family_module",
     "find_run_model",
     "has_masked_head",
+    "hf_config_of",
     "initial_weights",
     "known_weights",
     "label_head_of",
@@ -52,6 +53,7 @@ __all__ = [
     "recorded_numbers",
     "to_checkpoint",
     "to_memory",
+    "tokenizer_files",
     "weights_of",
     "with_label_head",
 ]
@@ -106,6 +108,35 @@ def read_shape(folder: Path) -> Shape:
     if with_weights is not None and path.name == "config.json" and any(path.parent.glob("*.safetensors")):
         shape = with_weights(shape, read_model_names(path.parent))
     return shape
+
+
+class SavedTokenizer(Protocol):
+    """What a model folder needs of its tokenizer."""
+
+    @property
+    def model_ids(self) -> Mapping[str, Any]: ...
+    @property
+    def is_qwen(self) -> bool: ...
+    def files(self, longest: int | None = None, *, segments: bool = False) -> dict[str, str]: ...
+
+
+def hf_config_of(shape: Shape, tokenizer: SavedTokenizer | None) -> dict[str, Any]:
+    """The config.json of a model with this tokenizer, with the special tokens that the tokenizer brought along.
+
+    In a folder of `qwen2`, transformers replaces whatever splits a text by Qwen's way, so a net with another tokenizer
+    is a `seed_oss`, which computes the same.
+    """
+    hf = open_family(shape.family).hf_config_of(shape)
+    if tokenizer is None:
+        return hf
+    if hf["model_type"] == "qwen2" and not tokenizer.is_qwen:
+        hf = open_family(shape.family).hf_config_of(shape, "seed_oss")  # type: ignore[call-arg]
+    return hf | {key: id_ for key, id_ in tokenizer.model_ids.items() if id_ is not None or key != "eos_token_id"}
+
+
+def tokenizer_files(shape: Shape, tokenizer: SavedTokenizer) -> dict[str, str]:
+    """The files of a model's tokenizer."""
+    return tokenizer.files(shape.positions, segments=getattr(shape, "types", 1) > 1)
 
 
 def _check_size(shape: Shape, folder: Path) -> None:

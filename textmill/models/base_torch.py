@@ -20,7 +20,7 @@ from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.fp8_torch import WIDTH_MULTIPLE
 from textmill.models.family import Shape
-from textmill.models.layers_torch import Cache, Context, Mask, choose_mask
+from textmill.models.layers_torch import Cache, Context, Mask, StateCache, choose_mask
 
 
 def _embed_inputs(net: Any, *arguments: Any) -> Any:
@@ -53,6 +53,10 @@ def compile_parts(**settings: Any) -> CompiledParts:
 
 class BaseBlock(nn.Module):
     """A block of a net; a family writes `compute`."""
+
+    auxiliary_loss: Tensor | None = None
+    """What this pass adds to the loss: `compute` sets it in a net with `has_auxiliary_loss`, such as a mixture of
+    experts that balances their load; a mean over the tokens of the pass."""
 
     def forward(self, x_NTE: Tensor, context: Context, compiled: CompiledParts | None = None) -> Tensor:
         """The residual stream after this block."""
@@ -87,12 +91,12 @@ class BaseNet(nn.Module):
     """True if few tokens of a sample have a label: the head is computed for those alone."""
     has_pair_head = False
     """True if `pair_logits` predicts a class for each packed sentence pair."""
+    has_auxiliary_loss = False
+    """True if blocks set `auxiliary_loss`."""
     has_label_head = False
     """True if `label_logits` replaces the head: the labels of a batch are not tokens of the vocabulary."""
     fp8_activations: tuple[str, ...] = ()
     """Activations that the family's MLPs can have in fp8; empty: it has no fp8 code."""
-    logit_softcap = 0.0
-    """Logits x become cap * tanh(x / cap); 0: they stay."""
     causal = True
     """False if tokens attend in both directions."""
 
@@ -149,6 +153,25 @@ class BaseNet(nn.Module):
     def cache_shape(self) -> tuple[int, int]:
         """Key heads and head width of the KV cache; grouped-query attention has fewer key heads than query heads."""
         return self.shape.heads, self.shape.width // self.shape.heads
+
+    def take_auxiliary_loss(self) -> Tensor:
+        """The sum of what the blocks add to the loss of the last pass."""
+        losses: list[Any] = [block.auxiliary_loss for block in self.blocks]
+        for block in self.blocks:
+            block.auxiliary_loss = None  # type: ignore[assignment]
+        return torch.stack(losses).sum()
+
+    def new_cache(self, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> Cache | StateCache | None:
+        """What generation keeps of `slots` texts of up to `length` tokens: here keys and values.
+
+        A family may return a cache of its own, such as a `StateCache`, or None: then every new token takes a pass over
+        its whole text."""
+        return Cache(self.shape.layers, *self.cache_shape, slots, length, device, dtype)
+
+    @property
+    def has_attention_cache(self) -> bool:
+        """Whether all that tokens know of each other comes from keys and values in the cache."""
+        return type(self).new_cache is BaseNet.new_cache
 
     def embed_inputs(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> tuple[Tensor, Context]:
         """The residual stream before the first block, and the context with what blocks need: mask, rotary angles.
@@ -235,13 +258,4 @@ class BaseNet(nn.Module):
 
     def logits(self, x_NTE: Tensor) -> Tensor:
         """Logits of the real vocabulary; padding rows never reach a softmax."""
-        logits = F.linear(self.head_input(x_NTE), self.head, self.head_bias)[..., : self.shape.vocab]
-        return cap_logits(logits, self.logit_softcap)
-
-
-def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """Logits limited smoothly to plus and minus `cap`, in fp32 at least; 0: they stay."""
-    if not cap:
-        return logits
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    return cap * torch.tanh(wide / cap)
+        return F.linear(self.head_input(x_NTE), self.head, self.head_bias)[..., : self.shape.vocab]

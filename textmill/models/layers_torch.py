@@ -22,7 +22,6 @@ from textmill.kernels.dropout_torch import block_keys, drop
 from textmill.kernels.fp8_torch import fp8_mlp
 from textmill.kernels.gelu_torch import bias_gelu
 from textmill.kernels.norms_torch import norm_with_residual_gradient
-from textmill.kernels.qkv_torch import project_qkv, split_qkv
 from textmill.kernels.triton_support import HAS_TRITON
 from textmill.models.hf_config import GELUS
 
@@ -46,15 +45,15 @@ class Context(NamedTuple):
 
     dropout_keys: Tensor | None = None
     """A key for each sample, from which dropout is computed; None: no dropout. Each block has its own."""
-    cache: Cache | None = None
-    """The keys and values of earlier tokens."""
+    cache: Any = None
+    """What is kept of earlier tokens: a `Cache` with their keys and values, or the cache of the family's own."""
     mask: Mask | None = None
     """Which tokens each one attends to; None: all, or in a causal net all before it."""
     extra: Any = None
     """What a family adds, such as rotary angles."""
 
     def of_block(self, layer: int) -> Context:
-        """The context of one block."""
+        """The same with dropout keys for one block."""
         return self._replace(dropout_keys=block_keys(self.dropout_keys, layer))
 
 
@@ -139,7 +138,7 @@ def linears(x_NTE: Tensor, layers: tuple[nn.Linear, ...], context: Context) -> t
 
 
 def linear_and_activation(x_NTE: Tensor, layer: nn.Module, activation: str, context: Context) -> Tensor:
-    """A linear layer and its activation."""
+    """A linear layer and its activation; in training on a GPU, one kernel adds the bias and computes GELU."""
     if activation in GELUS and HAS_TRITON and x_NTE.is_cuda and torch.is_grad_enabled() and type(layer) is nn.Linear:
         x_NTF = matmul.linear(x_NTE, layer.weight, None)
         y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), layer.bias, activation == "gelu_new")
@@ -212,9 +211,8 @@ def add_fp8_mlp(
 
 def split_heads(x_NTE: Tensor, layer: nn.Linear, head_width: int, context: Context) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [N, H, T, D] of one linear layer, whose outputs are grouped by head."""
-    if type(layer) is nn.Linear and matmul.use_tuned_matmul(x_NTE, layer.weight):
-        return project_qkv(x_NTE, layer.weight, layer.bias, head_width)
-    return split_qkv(linear(x_NTE, layer, context), head_width)
+    q, k, v = linear(x_NTE, layer, context).view(*x_NTE.shape[:2], -1, 3, head_width).unbind(3)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def attention(
@@ -233,7 +231,7 @@ def attention(
     cache, mask = context.cache, context.mask
     grouped = q_NHTD.shape[1] != k_NHTD.shape[1]
     if cache is not None:
-        y_NHTD = cache.attend(number, q_NHTD, k_NHTD, v_NHTD)
+        y_NHTD: Tensor = cache.attend(number, q_NHTD, k_NHTD, v_NHTD)
     elif isinstance(mask, BlockMask):
         y_NHTD = flex_attention(q_NHTD, k_NHTD, v_NHTD, block_mask=mask, enable_gqa=grouped)
     elif dropout is not None and dropout.is_active(context):
@@ -317,6 +315,51 @@ class Cache:
     def reorder(self, sources: Tensor, used: int) -> None:
         """Fill the first slots with the first `used` tokens of the slots `sources`, for beam search."""
         self.memory[:, : len(sources), :used] = self.memory[:, sources, :used]
+
+
+class StateCache:
+    """The states of running texts in a recurrent net: one tensor of a fixed shape for each layer and slot.
+
+    A block calls `state`, then `store` with the state after its tokens. A pass has no padding, except of samples that
+    end together."""
+
+    def __init__(
+        self, layers: int, shape: tuple[int, ...], slots: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.memory = torch.zeros(layers, slots + 1, *shape, device=device, dtype=dtype)
+        self.rows: Tensor = torch.zeros(0, dtype=torch.long, device=device)
+        self.positions_NT: Tensor | None = None
+        """Positions of the new tokens; None: the pass reads contexts from their first token (prefill)."""
+
+    def read(self, slots_N: Tensor) -> None:
+        """The next pass reads contexts from their first token into these slots."""
+        self.rows = slots_N
+        self.positions_NT = None
+
+    def extend(self, positions_NT: Tensor, longest: int) -> None:
+        """The next pass adds a token at these positions to the first slots."""
+        self.rows = torch.arange(len(positions_NT), device=positions_NT.device)
+        self.positions_NT = positions_NT
+
+    def state(self, layer: int) -> Tensor:
+        """The state [N, ...] of each text before the pass; zeros where it begins."""
+        states = self.memory[layer, self.rows]
+        if self.positions_NT is None:
+            return torch.zeros_like(states)
+        begins_N = (self.positions_NT[:, 0] == 0).view(-1, *[1] * (states.dim() - 1))
+        return states.masked_fill(begins_N, 0)
+
+    def store(self, layer: int, states: Tensor) -> None:
+        """The state of each text after the pass."""
+        self.memory[layer, self.rows] = states.to(self.memory.dtype)
+
+    def move(self, source: int, target: int, used: int) -> None:
+        """Copy one slot into another."""
+        self.memory[:, target] = self.memory[:, source]
+
+    def reorder(self, sources: Tensor, used: int) -> None:
+        """Fill the first slots with the slots `sources`, for beam search."""
+        self.memory[:, : len(sources)] = self.memory[:, sources]
 
 
 # Masks and positions of packed samples, where attention stays inside documents.

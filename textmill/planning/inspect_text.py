@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 
 from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.accounts import format_count
+from textmill.corpus.find_sources import group_chunks, read_records, source_state, split_into_chunks
 from textmill.corpus.records import BadRecord
-from textmill.corpus.source import Source, SourceChunk
-from textmill.corpus.sources import read_records, source_state, split_into_chunks
+from textmill.corpus.source import BINARY_DOCUMENTS, Source, SourceChunk
 from textmill.corpus.streams import decompress, open_raw
 from textmill.errors import TextmillError, warn
 from textmill.planning.plan import TextProfile
@@ -76,9 +76,10 @@ class _Sample:
 
 def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequence[int]) -> TextProfile:
     """The facts of a text, from a sample of at most SAMPLE_BYTES taken from its beginning, middle and end."""
-    total = sum(source_state(source).bytes for source in sources)
-    chunks = split_into_chunks(sources, corpus.documents)
-    sample, read_bytes = _read_sample(chunks, corpus)
+    sizes = [source_state(source).bytes for source in sources]
+    total = sum(sizes)
+    groups = list(group_chunks(split_into_chunks(sources, corpus.documents, sizes), total))
+    sample, read_bytes = _read_sample(groups, corpus)
     if not sample.texts:
         found = "no text"
         if sample.bad_records:
@@ -98,26 +99,30 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
     )
 
 
-def _read_sample(chunks: Sequence[SourceChunk], corpus: CorpusConfig) -> tuple[_Sample, float]:
+def _read_sample(groups: Sequence[Sequence[SourceChunk]], corpus: CorpusConfig) -> tuple[_Sample, float]:
     """The sample, and how many bytes of the files it stands for."""
-    places = chunks[:: max(1, len(chunks) // SAMPLE_CHUNKS)]
+    places = groups[:: max(1, len(groups) // SAMPLE_CHUNKS)]
     share = SAMPLE_BYTES // len(places)
     end = time.monotonic() + SAMPLE_SECONDS
     sample = _Sample()
     read_bytes = 0.0
     ratios = dict[str, float]()
-    for chunk in places:
-        taken = 0
-        finished = True
-        for text in _texts(chunk, corpus, sample):
-            taken += sample.add(text, share - taken)
-            if taken >= share or time.monotonic() > end:
-                finished = False
+    for group in places:
+        left = share
+        for chunk in group:
+            taken = 0
+            for text in _texts(chunk, corpus, sample):
+                taken += sample.add(text, left - taken)
+                if taken >= left or time.monotonic() > end:
+                    break
+            size = chunk.stop - chunk.start
+            is_cut = taken >= left or time.monotonic() > end
+            if is_cut and (name := chunk.source.address) not in ratios:
+                ratios[name] = _file_bytes_per_text_byte(chunk.source, corpus)
+            read_bytes += min(size, taken * ratios[name]) if is_cut else size
+            left -= taken
+            if is_cut:
                 break
-        size = chunk.stop - chunk.start
-        if not finished and (name := chunk.source.address) not in ratios:
-            ratios[name] = _file_bytes_per_text_byte(chunk.source, corpus)
-        read_bytes += size if finished else min(size, taken * ratios[name])
         if time.monotonic() > end:
             break
     return sample, read_bytes
@@ -138,6 +143,11 @@ def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
     """Bytes of a file, which may be compressed and have markup, for a byte of its text; from the file's beginning."""
     if source.format in NO_STREAM:
         return NO_STREAM[source.format]
+    if source.format in BINARY_DOCUMENTS:
+        chunk = SourceChunk(source, 0, 0)
+        return source_state(source).bytes / max(
+            1, sum(len(_encoded(text)) for text in _texts(chunk, corpus, _Sample()))
+        )
     with TemporaryDirectory() as folder:
         begin = Path(folder) / "begin"
         with open_raw(source.address) as raw:
@@ -148,7 +158,7 @@ def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
             file_bytes = round(len(data) * source_state(source).bytes / content)
         begin.write_bytes(data[: data.rfind(b"\n") + 1] or data)
         part = replace(source, address=str(begin))
-        chunk = SourceChunk(0, part, 0, begin.stat().st_size)
+        chunk = SourceChunk(part, 0, begin.stat().st_size)
         text_bytes = sum(len(_encoded(text)) for text in _texts(chunk, corpus, _Sample()))
     return file_bytes / text_bytes if text_bytes else 1.0
 

@@ -19,16 +19,20 @@ WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 10
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
 VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
 BYTES_PER_PIECE = 800
-"""Bytes of text for each vocabulary entry, so that most entries are seen often enough to be learnt."""
+MANY_BYTES_PER_PIECE = 1600
+"""Bytes of text for each vocabulary entry, so that most entries are seen often enough to be learnt. The second, if time
+is left over: a smaller vocabulary then only makes overfitting harder."""
 FLOPS_PER_PARAMETER = 6
 """Multiplications and additions of forward and backward, for each parameter and token."""
-MAX_PARAMETERS_PER_TOKEN = 10
+MAX_PARAMETERS_PER_TOKEN = 25
 """The largest net for a text: more parameters for each unique token do not help."""
-DROPOUT_EPOCHS = 18
-"""Dropout pays from this many epochs on; below it costs speed and loss."""
+REPEATED_EPOCHS = 8
+"""From this many epochs on, dropout and a head that has the weights of the embeddings are used against overfitting. In
+fewer epochs, both cost loss."""
 DROPOUT = 0.1
-UNTIED_EPOCHS = 12
-"""A head with weights of its own is used in fewer epochs than this: it was better in 5, and worse in 20."""
+MIN_HELD_OUT_BYTES = 20_000
+MIN_HELD_OUT_DOCUMENTS = 5
+"""What each of the valid and test splits has at least, as long as that is not more than a tenth of the text."""
 EMBEDDING_RATE_FACTOR = 4.0
 """With such a head: the learning rate of the embeddings, as a multiple of the head's."""
 MASKED = 0.15
@@ -46,7 +50,11 @@ COMPILE_SECONDS = 30.0
 FEW_CORES_SECONDS = 60.0
 """On a GPU, what compiling takes, and what it takes with few cores."""
 EAGER_SPEED = 0.5
+LLAMA_EAGER_SPEED = 0.25
 """The speed of a net that is not compiled, relative to a compiled one."""
+LLAMA_EPOCHS = 5
+"""A Llama that is not compiled on a GPU is better than a GPT-2 from so many epochs on, although it is slower: it was
+worse in 2.3 epochs and better in 8.6."""
 SMALL_EAGER_GAIN = 1.25
 """A small net that is not compiled reaches this times `EAGER_SPEED`, since its steps are CUDA graphs."""
 MIN_BATCH_TOKENS = 512
@@ -57,10 +65,11 @@ STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "tokenize": 3e6}
 """Bytes of text that one core handles in a second; several cores handle as much as the root of their number."""
 FIT_RATE = 2.5e6
 """Bytes of text in a second that a vocabulary is fitted on, which uses one core for most of its time."""
+FITTED_BYTES_PER_MINUTE = 5e6
 FITTED_BYTES = 20e6
 MIN_FITTED_DOCUMENTS = 2000
-"""A vocabulary is fitted on about this much text: more takes time and hardly changes it (docs/autopilot.md). Fewer
-documents are all used, unless they are so long that pieces of them are sampled."""
+"""A vocabulary is fitted on about this much text, at most the second: more takes time and hardly changes it
+(bench/LOG.md). Fewer documents are all used, unless they are so long that pieces of them are sampled."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +93,19 @@ class TextProfile:
     typical_document_bytes: float = 0.0
     """Mean bytes of the documents, weighted by their bytes: where most of the text is, even if most documents are
     short."""
-    train_fraction: float = 0.9
-    """The part of the text in the train split."""
+    split_by: str = "document"
+    """`corpus.split_by`: position or file where documents are sections of longer texts."""
+
+    @property
+    def held_out_percent(self) -> int:
+        """How much of the text each of the valid and test splits gets: text that the net does not learn from."""
+        needed = max(MIN_HELD_OUT_BYTES / max(1, self.bytes), MIN_HELD_OUT_DOCUMENTS / self.different_documents)
+        return min(10, max(1, math.ceil(100 * needed)))
 
     @property
     def train_bytes(self) -> float:
         """Bytes of text in the train split, duplicates removed."""
-        return self.bytes * self.train_fraction * (1 - self.duplicates)
+        return self.bytes * (1 - self.held_out_percent / 50) * (1 - self.duplicates)
 
     @property
     def different_documents(self) -> int:
@@ -159,21 +174,26 @@ class Plan:
 
     def is_untied(self, family: str) -> bool:
         """Whether the head has weights of its own: that of a Llama, in few epochs."""
-        return family == "llama" and self.epochs < UNTIED_EPOCHS
+        return family == "llama" and self.epochs < REPEATED_EPOCHS
 
 
-def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, masked: bool = False) -> Plan:
+def plan_for(
+    text: TextProfile, machine: MachineProfile, minutes: float, masked: bool = False, family: str = "gpt2"
+) -> Plan:
     """The settings for this text on this machine, so that the whole command takes about these minutes.
 
     `masked`: of a model that predicts masked tokens.
     """
-    training_seconds = max(5.0, 60 * minutes - _other_seconds(text, machine))
+    training_seconds = max(5.0, 60 * minutes - _other_seconds(text, machine, minutes))
     predicted = MASKED if masked else 1.0
-    compiled = _is_compiled(machine, minutes, training_seconds)
-    net = _best_candidate(text, machine, training_seconds, predicted, compiled=compiled)
-    if compiled and not _may_be_long(machine, net):
-        compiled = False
-        net = _best_candidate(text, machine, training_seconds, predicted, compiled=False)
+    eager = _Pace(0.0, _eager_speed(machine, family))
+    pace = _compiled_pace(machine)
+    if not _is_compiled(machine, minutes, training_seconds, pace, eager):
+        pace = eager
+    net = _best_candidate(text, machine, pace.full_speed_seconds(training_seconds), predicted)
+    if pace.compiled and not _may_be_long(machine, net):
+        pace = eager
+        net = _best_candidate(text, machine, pace.full_speed_seconds(training_seconds), predicted)
     epochs = min(net.epochs, MAX_EPOCHS)
     run_tokens = epochs * net.unique_tokens
     length = min(_length(text, machine, net, run_tokens), MASKED_LENGTH if masked else MAX_LENGTH)
@@ -194,19 +214,18 @@ def plan_for(text: TextProfile, machine: MachineProfile, minutes: float, masked:
         learning_rate=settings.learning_rate,
         adamw_rate_factor=settings.adamw_rate_factor,
         weight_decay=settings.weight_decay,
-        dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and net.parameters >= net.unique_tokens else 0.0,
+        dropout=DROPOUT if epochs >= REPEATED_EPOCHS and net.parameters >= net.unique_tokens else 0.0,
         parameters=net.parameters,
         train_tokens=round(net.unique_tokens),
-        compiled=compiled,
-        seconds=_training_seconds(machine, net.multiplied_parameters, run_tokens, compiled),
+        compiled=pace.compiled,
+        seconds=pace.seconds_for(machine, net.multiplied_parameters, run_tokens),
     )
 
 
 def _best_candidate(
-    text: TextProfile, machine: MachineProfile, training_seconds: float, predicted: float, *, compiled: bool
+    text: TextProfile, machine: MachineProfile, full_speed_seconds: float, predicted: float
 ) -> _Candidate:
     """The largest net that still sees the text often enough; a larger one would end undertrained."""
-    full_speed_seconds = _full_speed_seconds(machine, training_seconds, compiled)
     candidates = list(_candidates(text, machine, full_speed_seconds, predicted))
     return max(
         (candidate for candidate in candidates if candidate.fits_text and candidate.sees_text_often_enough),
@@ -225,47 +244,63 @@ def _may_be_long(machine: MachineProfile, net: _Candidate) -> bool:
     return seconds >= shortest_compiled_run(machine.cores)
 
 
-def _is_compiled(machine: MachineProfile, minutes: float, training_seconds: float) -> bool:
+@dataclass(frozen=True)
+class _Pace:
+    """How fast steps are, compiled or not."""
+
+    compile_seconds: float
+    speed: float
+    """Relative to the measured one."""
+
+    @property
+    def compiled(self) -> bool:
+        return self.compile_seconds > 0
+
+    def full_speed_seconds(self, training_seconds: float) -> float:
+        """Seconds at the measured speed in which as many steps are done as in so many seconds of this run."""
+        return (training_seconds - self.compile_seconds) * self.speed
+
+    def seconds_for(self, machine: MachineProfile, parameters: float, tokens: float) -> float:
+        """Seconds of training on so many tokens."""
+        at_full_speed = FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters)
+        return self.compile_seconds + at_full_speed / self.speed
+
+
+def _compiled_pace(machine: MachineProfile) -> _Pace:
+    return _Pace(COMPILE_SECONDS if machine.cores >= MANY_CORES else FEW_CORES_SECONDS, 1.0)
+
+
+def _eager_speed(machine: MachineProfile, family: str) -> float:
+    if machine.device == "cpu":
+        return 1.0
+    return LLAMA_EAGER_SPEED if family == "llama" else EAGER_SPEED
+
+
+def _is_compiled(
+    machine: MachineProfile, minutes: float, training_seconds: float, compiled: _Pace, eager: _Pace
+) -> bool:
     """Whether compiling saves time in a run of so many seconds, and the engine does it."""
-    compiled_seconds = _full_speed_seconds(machine, training_seconds, compiled=True)
-    saves_time = compiled_seconds >= _full_speed_seconds(machine, training_seconds, compiled=False)
+    saves_time = compiled.full_speed_seconds(training_seconds) >= eager.full_speed_seconds(training_seconds)
     return machine.device == "cuda" and 60 * minutes >= shortest_compiled_run(machine.cores) and saves_time
 
 
-def _compile_seconds_and_speed(machine: MachineProfile, compiled: bool) -> tuple[float, float]:
-    """Seconds of compiling, and the speed of steps relative to the measured one."""
-    if compiled:
-        return COMPILE_SECONDS if machine.cores >= MANY_CORES else FEW_CORES_SECONDS, 1.0
-    return 0.0, EAGER_SPEED if machine.device == "cuda" else 1.0
-
-
-def _full_speed_seconds(machine: MachineProfile, training_seconds: float, compiled: bool) -> float:
-    """Seconds at the measured speed in which as many steps are done as in so many seconds of this run."""
-    compile_seconds, speed = _compile_seconds_and_speed(machine, compiled)
-    return (training_seconds - compile_seconds) * speed
-
-
-def _training_seconds(machine: MachineProfile, parameters: float, tokens: float, compiled: bool) -> float:
-    compile_seconds, speed = _compile_seconds_and_speed(machine, compiled)
-    return compile_seconds + FLOPS_PER_PARAMETER * parameters * tokens / machine.flops(parameters) / speed
-
-
-def default_minutes(text: TextProfile, machine: MachineProfile, masked: bool = False) -> float:
+def default_minutes(text: TextProfile, machine: MachineProfile, masked: bool = False, family: str = "gpt2") -> float:
     """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
     max_minutes = MAX_MINUTES[machine.device]
-    plan = plan_for(text, machine, max_minutes, masked)
+    plan = plan_for(text, machine, max_minutes, masked, family)
     if not plan.ends_early:
         return max_minutes
-    return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
+    return min(max_minutes, math.ceil(10 * (plan.seconds + _other_seconds(text, machine, max_minutes)) / 60) / 10)
 
 
-def auto_family(machine: MachineProfile, plan: Plan) -> str:
-    """The family that is best for a plan on this machine.
+def auto_family(text: TextProfile, machine: MachineProfile, minutes: float) -> str:
+    """The family that is best for a text on this machine.
 
-    A Llama needs fewer bits per byte in the same time, unless it is not compiled on a GPU: its steps then take twice as
-    long as GPT-2's (bench/LOG.md).
+    A Llama needs fewer bits per byte in the same time. Only if it is not compiled on a GPU, where its steps take twice
+    as long as GPT-2's, and the time is too short to repeat the text, GPT-2 is better (bench/LOG.md).
     """
-    return "llama" if machine.device == "cpu" or plan.compiled else "gpt2"
+    plan = plan_for(text, machine, minutes, family="llama")
+    return "llama" if machine.device == "cpu" or plan.compiled or plan.epochs >= LLAMA_EPOCHS else "gpt2"
 
 
 def layers_of(width: int) -> int:
@@ -326,17 +361,22 @@ def _candidates(
     text: TextProfile, machine: MachineProfile, seconds: float, predicted_fraction: float
 ) -> Iterator[_Candidate]:
     """A net of each width, with its best vocabulary and the epochs that fit in the seconds."""
-    for width in WIDTHS:
-        vocab = _vocab(text, width, predicted_fraction)
+
+    def candidate(width: int, bytes_per_piece: int) -> _Candidate:
+        vocab = _vocab(text, width, predicted_fraction, bytes_per_piece)
         unique_tokens = text.train_bytes / text.bytes_per_token[vocab]
         parameters = _Candidate(vocab, width, unique_tokens, 0, predicted_fraction).multiplied_parameters
         run_tokens = seconds * machine.flops(parameters) / (FLOPS_PER_PARAMETER * parameters)
-        yield _Candidate(vocab, width, unique_tokens, run_tokens / unique_tokens, predicted_fraction)
+        return _Candidate(vocab, width, unique_tokens, run_tokens / unique_tokens, predicted_fraction)
+
+    for width in WIDTHS:
+        small_vocab = candidate(width, MANY_BYTES_PER_PIECE)
+        yield small_vocab if small_vocab.epochs > MAX_EPOCHS else candidate(width, BYTES_PER_PIECE)
 
 
-def _vocab(text: TextProfile, width: int, predicted_fraction: float) -> int:
+def _vocab(text: TextProfile, width: int, predicted_fraction: float, bytes_per_piece: int) -> int:
     """The vocabulary that makes a pass over the text cheapest, among those whose entries are seen often enough."""
-    allowed = [vocab for vocab in text.bytes_per_token if vocab * BYTES_PER_PIECE <= text.train_bytes]
+    allowed = [vocab for vocab in text.bytes_per_token if vocab * bytes_per_piece <= text.train_bytes]
 
     def cost_per_byte(vocab: int) -> float:
         net = _Candidate(vocab, width, 1.0, 0, predicted_fraction)
@@ -358,15 +398,16 @@ def _length(text: TextProfile, machine: MachineProfile, net: _Candidate, run_tok
     return max(32, min(longest, next_power_of_two))
 
 
-def fitted_fraction(text: TextProfile) -> float:
+def fitted_fraction(text: TextProfile, minutes: float) -> float:
     """The fraction of the documents, or of the pieces of long ones, that the vocabulary is fitted on."""
+    wanted = min(FITTED_BYTES, FITTED_BYTES_PER_MINUTE * max(1.0, minutes))
     many = text.different_documents >= MIN_FITTED_DOCUMENTS or text.document_bytes > 2 * PIECE_CHARACTERS
-    return float(f"{FITTED_BYTES / text.bytes:.2g}") if many and text.bytes > FITTED_BYTES else 1.0
+    return float(f"{wanted / text.bytes:.2g}") if many and text.bytes > wanted else 1.0
 
 
-def _other_seconds(text: TextProfile, machine: MachineProfile) -> float:
+def _other_seconds(text: TextProfile, machine: MachineProfile, minutes: float) -> float:
     """Seconds of the stages before and after training, with start-up."""
-    fit = text.bytes * fitted_fraction(text) / FIT_RATE
+    fit = text.bytes * fitted_fraction(text, minutes) / FIT_RATE
     parts = (text.bytes / rate / math.sqrt(machine.cores) for rate in STAGE_RATES.values())
     return machine.startup_seconds + fit + sum(parts)
 

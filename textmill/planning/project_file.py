@@ -36,8 +36,6 @@ class Project:
     machine: MachineProfile
     plan: Plan
     family: str = "gpt2"
-    other_minutes: str = ""
-    """What more or fewer minutes would bring."""
 
     @property
     def masked(self) -> bool:
@@ -50,7 +48,6 @@ def project_yaml(project: Project) -> str:
     text = project.text
     machine = project.machine
     plan = project.plan
-    other_minutes = project.other_minutes
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
     quoted = shlex.quote(project.folder)
     millions = count_model_parameters(project) / 1e6
@@ -58,7 +55,7 @@ def project_yaml(project: Project) -> str:
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {millions:.1f}M parameters, {_minutes(plan)}.
-{f"# Expected {other_minutes}.{chr(10)}#" if other_minutes else "#"}
+#
 #   textmill run {quoted}        # all stages: {stages}
 #   textmill COMMAND --help      # every setting with its default
 #
@@ -145,7 +142,7 @@ def _common_sections(project: Project) -> dict[str, list[Row]]:
                 f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is cheapest",
             ),
             *([("chat", "default", "tokens that mark who speaks, and the end of an answer")] if records.chat else []),
-            *_sample_rows(text),
+            *_sample_rows(text, plan.minutes),
         ],
         "model": [
             *([("family", family, "rotary positions, RMSNorm and a gated MLP")] if family == "llama" else []),
@@ -175,8 +172,8 @@ def _common_sections(project: Project) -> dict[str, list[Row]]:
     }
 
 
-def _sample_rows(text: TextProfile) -> list[Row]:
-    fraction = fitted_fraction(text)
+def _sample_rows(text: TextProfile, minutes: float) -> list[Row]:
+    fraction = fitted_fraction(text, minutes)
     return [("fit_sample", fraction, "this fraction of the documents is enough")] if fraction < 1 else []
 
 
@@ -202,10 +199,13 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextProfile) ->
     if text.section:
         what = "a record" if text.cut_records else "plain text"
         rows.append(("section_chars", text.section, f"{what} is cut into documents of about this many characters"))
-    few = text.documents <= 200
-    rows.append(
-        ("split", "80,10,10" if few else "90,5,5", "percent for train, valid and test; a document keeps its split")
-    )
+    held_out = text.held_out_percent
+    ratios = f"{100 - 2 * held_out},{held_out},{held_out}"
+    rows.append(("split", ratios, "percent for train, valid and test; a document keeps its split"))
+    if text.split_by == "position":
+        rows.append(("split_by", "position", "the end of a long text is valid and test, after a gap: so they are new"))
+    elif text.split_by == "file":
+        rows.append(("split_by", "file", "all sections of a file are in one split: so valid and test are new"))
     return rows
 
 

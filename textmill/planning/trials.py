@@ -136,7 +136,7 @@ def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
     second = yield Trial("train.seed", {"train.seed": current.seed + 1}, length.of(same_speed=True))
     if second.loss is not None:
         outcome.noise = max(NOISE, abs(second.loss - first.loss))
-    for candidate in _candidates(current):
+    for candidate in candidates(current):
         if candidate.needs_full_length and not is_full:
             continue
         outcome.worth.setdefault(candidate.setting, 0.0)
@@ -191,13 +191,6 @@ def _climb(
     return is_better
 
 
-def first_changes(current: Current) -> Iterator[tuple[Changes, bool]]:
-    """The nearest value of each setting in each direction, and whether its steps take as long as the plan's."""
-    for candidate in _candidates(current):
-        for ladder in candidate.ladders:
-            yield ladder[0], candidate.same_speed
-
-
 Ladder = list[Changes]
 """Values to try one after the other, as long as each is better than the one before."""
 
@@ -218,7 +211,7 @@ class Candidate(NamedTuple):
         return next(iter(self.ladders[0][0]))
 
 
-def _candidates(current: Current) -> Iterator[Candidate]:
+def candidates(current: Current) -> Iterator[Candidate]:
     """The settings to try; what is usually worth most comes first."""
     rates = _factors("train.learning_rate", current.learning_rate)
     yield Candidate(rates, needs_full_length=False, same_speed=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from textmill.planning.forecast import forecast_run
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.training.auto_preset import target_epochs
 from textmill.training.loop import OVERFITTING_RATIO
@@ -121,16 +120,6 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     if others["bigram"] and bits >= others["bigram"]:
         lines.append(NO_BETTER)
     return lines
-
-
-def describe_forecast(measured: dict[str, Any] | None, facts: FinishedRun, vocab: int) -> list[str]:
-    """What half and four times the training time would give, from the bits per byte that were measured."""
-    bits = (measured or {}).get("model", {}).get("bits_per_byte")
-    if measured is None or bits is None or not facts.from_scratch or state_of(facts) == "overfitting":
-        return []
-    size = measured["bytes"] / measured["tokens"]
-    half, more = forecast_run(bits, size, vocab, facts.parameters, facts.unique_tokens, facts.epochs)
-    return [f"With half the training time: about {half:.2f} bits per byte; with four times: about {more:.2f}."]
 
 
 def describe_state(facts: FinishedRun) -> str:

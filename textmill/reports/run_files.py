@@ -137,9 +137,10 @@ class RunFiles:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The results that `evaluate` saved, by step."""
+        """The results that `evaluate` saved, by step; those of a sample come before those of all data."""
         files = sorted((self.folder / EVALUATIONS).glob("*.json"))
-        return sorted((read_json(path) for path in files), key=lambda result: result.get("step") or 0)
+        results = [read_json(path) for path in files if not path.name.endswith(".predictions.json")]
+        return sorted(results, key=lambda result: (result.get("step") or 0, "sample" not in result))
 
     def bits_per_byte_at(self, step: int | None) -> float | None:
         """Bits per byte of the valid split after a step, as training or `evaluate` measured them."""

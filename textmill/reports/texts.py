@@ -100,11 +100,20 @@ def describe_evaluation(result: dict[str, Any]) -> str:
     step = f"step {result.get('step', 0):,}"
     tasks = {name: value for name, value in result.items() if isinstance(value, dict) and "card" in value}
     if tasks:  # a task on a file: its metrics are next to its protocol card
-        return f"{step}, {'; '.join(f'{name}: {_format_metrics(task)}' for name, task in tasks.items())}"
+        return f"{step}, {'; '.join(_describe_task(name, task) for name, task in tasks.items())}"
     metrics = result.get("model", {})
     titles = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
     figures = _format_metrics({title: metrics.get(key) for key, title in titles.items()})
     return f"{step}, {describe_origin(result)}: {figures or 'no figures'}"
+
+
+def _describe_task(name: str, task: dict[str, Any]) -> str:
+    """The metrics of a task without those of its groups, and the file that they were measured on."""
+    card = task["card"]
+    file = [Path(card["file"]).name] if "file" in card else []
+    sample = [f"{card['examples']:,} of {card['of']:,} examples"] if "of" in card else []
+    data = f" ({', '.join([*file, *sample])})" if file or sample else ""
+    return f"{name}{data}: {_format_metrics({key: value for key, value in task.items() if '/' not in key})}"
 
 
 def _format_metrics(metrics: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from io import StringIO
-from itertools import islice
+from itertools import islice, pairwise
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -66,6 +66,13 @@ def new_runner(config: BeamRunner) -> PipelineRunner:
 
 def _check_options(options: list[str]) -> None:
     """Refuse what Beam's own parser does not know, which Beam would ignore, and what its validator finds."""
+    for before, word in pairwise(["", *options]):
+        has_value = not before.startswith("--") or "=" in before
+        if has_value and not word.startswith("-"):
+            raise TextmillError(
+                f"runner.options: found '{word}', which is no option; "
+                "write --NAME=VALUE, such as --direct_running_mode=multi_processing"
+            )
     usage = StringIO()
     try:
         with redirect_stderr(usage):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import random
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -26,9 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from textmill.generation.messages import replace_surrogates
 from textmill.server.errors import HttpError, error_response, quote_value, routing_error_response
 from textmill.server.openapi import describe_api, render_reference
-from textmill.server.replies import to_json_bytes
+from textmill.server.replies import DROPPED_MESSAGES, to_json_bytes
 from textmill.server.routes import new_routes
-from textmill.server.service import Service, queue_full_error, stopping_error
+from textmill.server.served_models import ServedModels
+from textmill.server.service import queue_full_error, stopping_error
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 PAGE_FILES = {
@@ -49,13 +52,15 @@ PAGE_HEADERS = {
 PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
 """Paths that need no key; all others do."""
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate", "/v1/embeddings", "/fill"})
+REQUEST_ID = "X-Request-ID"
+VALID_REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def new_app(service: Service) -> ASGIApp:
-    """Return the application that serves one model."""
-    api_routes = new_routes(service)
+def new_app(models: ServedModels) -> ASGIApp:
+    """Return the application that serves these models."""
+    api_routes = new_routes(models)
     description = describe_api(api_routes)
     routes = [
         *api_routes,
@@ -64,16 +69,17 @@ def new_app(service: Service) -> ASGIApp:
     ]
     for path, (name, media_type) in PAGE_FILES.items():
         routes.append(Route(path, _static((PAGE_FOLDER / name).read_bytes(), media_type, PAGE_HEADERS)))
-    app: ASGIApp = AccessControl(Router(routes), service)
-    if service.config.allowed_origins:
+    app: ASGIApp = AccessControl(Router(routes), models)
+    if models.config.allowed_origins:
         app = CORSMiddleware(
             app,
-            allow_origins=service.config.allowed_origins,
+            allow_origins=models.config.allowed_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["Retry-After"],
+            allow_headers=["*"],  # OpenAI's JavaScript client sends a dozen of its own
+            allow_private_network=True,
+            expose_headers=["Retry-After", REQUEST_ID, DROPPED_MESSAGES],
         )
-    return RequestLog(app, service, {route.path for route in routes})
+    return RequestLog(app, models, {route.path for route in routes})
 
 
 def _static(content: bytes, media_type: str, headers: dict[str, str]) -> Callable[[Request], Awaitable[Response]]:
@@ -84,14 +90,15 @@ def _static(content: bytes, media_type: str, headers: dict[str, str]) -> Callabl
 
 
 class RequestLog:
-    """Counts requests and writes one log line per request, without prompts unless `serve.log_prompts` is set.
+    """Counts requests and writes one log line per request, without prompts.
 
-    Routes add fields to the line through `scope["log_fields"]`.
+    Routes add fields to the line through `scope["log_fields"]`. Its `id` is in the reply too: the client's, or a new
+    one.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
+    def __init__(self, app: ASGIApp, models: ServedModels, paths: set[str]) -> None:
         self.app = app
-        self.service = service
+        self.models = models
         self.paths = paths
         """Other paths are logged and counted as "other"."""
 
@@ -99,13 +106,17 @@ class RequestLog:
         """Run one request and log it."""
         started = time.monotonic()
         status = 0
-        fields = scope["log_fields"] = {}
+        request_id = Headers(scope=scope).get(REQUEST_ID, "")
+        if not VALID_REQUEST_ID.fullmatch(request_id):
+            request_id = f"req-{random.getrandbits(64):016x}"
+        fields = scope["log_fields"] = {"id": request_id}
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self.service.stopping:
+                message["headers"] = [*message["headers"], (REQUEST_ID.lower().encode(), request_id.encode())]
+                if self.models.stopping:
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
@@ -119,7 +130,7 @@ class RequestLog:
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             method = scope["method"] if scope["method"] in METHODS else "other"
-            self.service.metrics.requests[method, path, status] += 1
+            self.models.metrics.requests[method, path, status] += 1
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             seconds = f"{time.monotonic() - started:.3f}s"
             route_fields = [f"{key}={to_json(value)}" for key, value in fields.items()]
@@ -133,9 +144,9 @@ class AccessControl:
     Also turns the errors of the routes into replies.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, models: ServedModels) -> None:
         self.app = app
-        self.service = service
+        self.models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject the request, or pass it on."""
@@ -160,10 +171,10 @@ class AccessControl:
 
     def _check_host(self, headers: Headers) -> HttpError | None:
         """A server on localhost accepts local host names only. This prevents DNS rebinding."""
-        if not _is_local(self.service.config.host):
+        if not _is_local(self.models.config.host):
             return None
         name = _remove_port(headers.get("host", ""))
-        if _is_local(name) or _is_address(name) or name in self.service.config.allowed_hosts:
+        if _is_local(name) or _is_address(name) or name in self.models.config.allowed_hosts:
             return None
         return HttpError(
             403, f"{quote_value(name)} is not a name of this server; add it to serve.allowed_hosts", code="host"
@@ -174,7 +185,7 @@ class AccessControl:
 
         A browser sets Sec-Fetch-Site, but not over http to another machine; then the Origin must be the server's own.
         """
-        allowed = self.service.config.allowed_origins
+        allowed = self.models.config.allowed_origins
         origin = headers.get("origin")
         site = headers.get("sec-fetch-site")
         if "*" in allowed or origin in allowed or site in ("same-origin", "none"):
@@ -188,10 +199,10 @@ class AccessControl:
         )
 
     def _check_key(self, headers: Headers) -> HttpError | None:
-        if self.service.key is None:
+        if self.models.key is None:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.service.key.encode()):
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.models.key.encode()):
             return None
         problem = "the key is wrong" if key else "a key is needed"
         return HttpError(401, f"{problem}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
@@ -200,11 +211,11 @@ class AccessControl:
         """Backpressure: a full or stopping server rejects a request before reading its body, which costs little."""
         if path not in GENERATING_PATHS:
             return None
-        if self.service.stopping:
+        if self.models.stopping:
             return stopping_error()
-        stats = self.service.model.stats()
-        full = stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
-        return queue_full_error(self.service) if full else None
+        stats = self.models.stats()
+        full = stats.active + stats.waiting >= stats.slots + stats.queue
+        return queue_full_error(stats, self.models.metrics) if full else None
 
 
 def _check_host_header(scope: Scope, headers: Headers) -> HttpError | None:

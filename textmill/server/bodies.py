@@ -33,8 +33,25 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
+IGNORED = frozenset(
+    {
+        "cache_prompt",
+        "id",
+        "id_slot",
+        "name",
+        "prompt_cache_retention",
+        "reasoning",
+        "reasoning_content",
+        "return_progress",
+        "timestamp",
+        "timings_per_token",
+    }
+)
+"""Unknown fields that front ends send, and that have no effect on the text."""
+
+
 class Body(BaseModel):
-    """A JSON object with strict types and no unknown fields."""
+    """A JSON object with strict types and without unknown fields, except those that ask for nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
     EXPECTED: ClassVar[dict[str, str]] = {
@@ -55,6 +72,24 @@ class StreamOptions(Body):
     """End with a chunk that has the token counts."""
     include_obfuscation: bool = False
     """Accepted and ignored."""
+
+
+class JsonSchema(Body):
+    """A JSON schema and its name."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    """Accepted and ignored, as are `description` and `strict`: every text follows the schema."""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text is."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    """json_object: a JSON object; json_schema: JSON that follows `json_schema`."""
+    json_schema: JsonSchema | None = None
 
 
 class SamplingBody(Body):
@@ -90,11 +125,19 @@ class SamplingBody(Body):
     """The text ends before the first of these; an empty list: none."""
     stop_token_ids: Ids | None = None
     """Additional tokens that end the text."""
+    response_format: ResponseFormat | None = None
+    """The text is JSON. It may end early, at `max_tokens`; `finish_reason` is then length."""
+    choices: Texts | None = None
+    """The text is one of these."""
+    regex: str | None = None
+    """The text matches this regular expression of Rust's syntax as a whole."""
+    grammar: str | None = None
+    """The text follows this grammar in Lark's syntax, as llguidance reads it."""
     stream: bool | None = None
     """Stream the text as server-sent events."""
     stream_options: StreamOptions | None = None
     user: Any = None
-    """Accepted and ignored, as are the next five fields."""
+    """Accepted and ignored, as are the next five fields, and fields with an empty value: null, false, [], {} or ""."""
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
@@ -120,7 +163,7 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A message's content as a list has parts; only text is accepted."""
 
     type: Literal["text"]
     text: str
@@ -138,13 +181,6 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     tool_calls: None = None
-    name: None = None
-
-
-class TextFormat(Body):
-    """The only reply format."""
-
-    type: Literal["text"] = "text"
 
 
 class ChatBody(SamplingBody):
@@ -160,8 +196,6 @@ class ChatBody(SamplingBody):
     """Return each new token's log-probability."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     """Number of most likely tokens to return at each position; needs `logprobs`."""
-    response_format: TextFormat | None = None
-    """Only text is supported."""
     modalities: list[Literal["text"]] | None = None
     """Only text is supported."""
     tool_choice: Literal["none", "auto"] | None = None
@@ -207,12 +241,29 @@ class FillBody(Body):
     """The model's name, as in /v1/models."""
 
 
+class PreferenceBody(Body):
+    """Two answers, one of which is better."""
+
+    messages: list[Message] | None = Field(None, max_length=4096, fail_fast=True)
+    """The conversation before the answers."""
+    prompt: str | None = None
+    """The text that both continue, instead of `messages`."""
+    chosen: str
+    rejected: str
+    chosen_by: dict[str, Any] | None = None
+    """The model and the settings of the chosen text."""
+    rejected_by: dict[str, Any] | None = None
+    """The same of the other."""
+
+
 class TokenizeBody(Body):
     """A text to tokenize; no special tokens are added."""
 
     text: str | None = None
     prompt: str | None = None
     """Like `text`, but special tokens in it are recognised; used by lm-evaluation-harness."""
+    model: str | None = Field(None, max_length=500)
+    """The model whose tokenizer to use."""
     add_special_tokens: bool | None = None
     """Accepted and ignored."""
 
@@ -221,6 +272,8 @@ class DetokenizeBody(Body):
     """Token ids to decode."""
 
     tokens: Ids
+    model: str | None = Field(None, max_length=500)
+    """The model whose tokenizer to use."""
 
 
 BODIES: dict[str, type[Body]] = {
@@ -228,6 +281,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/embeddings": EmbeddingBody,
     "/fill": FillBody,
+    "/preferences": PreferenceBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -271,13 +325,21 @@ def _parse(raw: bytes, body_type: type[BodyType]) -> BodyType:
     """Parse and validate a body.
 
     Invalid bodies are parsed a second time by Python's json, which accepts every encoding and reports the position.
+    Fields that ask for nothing are then removed.
     """
     try:
         return body_type.model_validate_json(raw)
     except ValidationError:
         pass
     try:
-        return body_type.model_validate(json.loads(raw))
+        tree = json.loads(raw)
+        if isinstance(tree, dict):
+            tree = _remove_harmless(tree, body_type)
+            if body_type is ChatBody and isinstance(messages := tree.get("messages"), list):
+                tree["messages"] = [
+                    _remove_harmless(one, Message) if isinstance(one, dict) else one for one in messages
+                ]
+        return body_type.model_validate(tree)
     except json.JSONDecodeError as error:
         raise HttpError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except ValidationError as error:
@@ -285,6 +347,17 @@ def _parse(raw: bytes, body_type: type[BodyType]) -> BodyType:
         raise HttpError(400, message, field=field) from None
     except (ValueError, RecursionError):  # not UTF-8, a number with thousands of digits, deeply nested lists
         raise HttpError(400, UNREADABLE) from None
+
+
+def _remove_harmless(tree: dict[str, Any], body_type: type[Body]) -> dict[str, Any]:
+    """Return a JSON object without ignored fields, and without unknown or unsupported ones whose value is empty."""
+    fields = body_type.model_fields
+    supported = {name for name, field in fields.items() if field.annotation is not type(None)}
+    return {
+        name: value
+        for name, value in tree.items()
+        if name in supported or (name not in IGNORED and value not in (None, False, "", [], {}))
+    }
 
 
 def _describe_errors(errors: Sequence[Mapping[str, Any]], body_type: type[Body]) -> tuple[str, str | None]:

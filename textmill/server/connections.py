@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ LINGER_SECONDS = 1.0
 """How long a rejected connection stays open, so that the client can read the reason."""
 MAX_HEADER = 64 * 1024
 """Largest request header in bytes, approximately."""
+NOT_ASCII = re.compile(rb"[\x80-\xff]")
+"""Bytes that httptools refuses in a URL, but that people type and curl sends: they are escaped."""
 OTHER_FILES = 256
 """Open files that are not client connections."""
 
@@ -67,6 +70,7 @@ class Connection(HttpToolsProtocol):
         self._wait_started = 0.0
         self._received = 0
         self._in_header = False
+        self._in_request_line = True
         self._timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -105,6 +109,10 @@ class Connection(HttpToolsProtocol):
         """Parse input, and reject a header that is too large."""
         if self in self.pool.rejected:
             return
+        if self._in_request_line:
+            line, newline, rest = data.partition(b"\n")
+            data = NOT_ASCII.sub(_escape_byte, line) + newline + rest
+            self._in_request_line = not newline
         super().data_received(data)
         self._received += len(data)
         if self._in_header and self._received > MAX_HEADER:
@@ -127,8 +135,9 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """The request has arrived in time."""
         self._stop_waiting()
+        self._in_request_line = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -193,6 +202,10 @@ class Connection(HttpToolsProtocol):
         """Reply to input that is not HTTP, in the same format as all errors."""
         self.transport.write(_format_reply(400, "the request is not valid HTTP; send HTTP/1.1", "no_http"))
         self.transport.close()
+
+
+def _escape_byte(byte: re.Match[bytes]) -> bytes:
+    return b"%%%02X" % byte[0][0]
 
 
 def _format_reply(status: int, message: str, code: str, headers: bytes = b"") -> bytes:

@@ -46,7 +46,7 @@ def error_body(status: int, message: str, field: str | None = None, code: str | 
 
 
 def error_response(error: HttpError) -> Response:
-    """Return an error as a response."""
+    """Return an error as JSON, with the headers of its status."""
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

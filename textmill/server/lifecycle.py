@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,23 @@ from typing import Any
 
 import uvicorn
 
-from textmill.checkpoints.folders import Checkpoint, StepChoice
-from textmill.config import EngineConfig, RunConfig, ServeConfig
+from textmill.checkpoints.folders import Checkpoint, StepChoice, list_checkpoints
+from textmill.config import RunConfig, ServeConfig
 from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
 from textmill.generation.embed import can_embed, new_text_encoder
 from textmill.generation.fill import new_masked_texts
-from textmill.generation.messages import tune_interpreter
 from textmill.generation.requests import check_served_settings
+from textmill.generation.worker import tune_interpreter
 from textmill.models import find_run_model, has_masked_head, open_family, read_shape
 from textmill.processes.signals import handled_signals
 from textmill.server.app import new_app
 from textmill.server.connections import Connection, ConnectionPool, raise_file_limit
-from textmill.server.model_process import ModelProcess, start_model_process
+from textmill.server.metrics import Metrics
+from textmill.server.model_process import new_model_process
+from textmill.server.served_models import ServedModels
 from textmill.server.service import Service
 from textmill.tokens.chat import open_template
+from textmill.where import Where
 
 BACKLOG = 2048
 DRAIN_SECONDS = 0.2
@@ -37,16 +41,40 @@ SEND_SECONDS = 5
 """Time after the grace for sending the ends of cancelled texts."""
 FORCE_EXIT_SECONDS = 0.2
 """How often a stopping server checks for a second ctrl-C."""
+FOLLOW_SECONDS = 2.0
+"""How often `--follow` looks for a newer checkpoint."""
 KEY_VARIABLE = "TEXTMILL_API_KEY"
 MIN_KEY_LENGTH = 8
-OpenModel = Callable[[Checkpoint, EngineConfig, ServeConfig], ModelProcess]
 
 
-def serve(config: RunConfig, step: StepChoice | None = None) -> None:
-    """Serve a model over HTTP until stopped."""
+def serve(
+    config: RunConfig,
+    others: Sequence[Where] = (),
+    step: StepChoice | None = None,
+    follow: bool = False,
+    preferences: str | None = None,
+) -> None:
+    """Serve a model over HTTP until stopped, and others beside it.
+
+    `follow`: change to each newer checkpoint. `preferences`: a file for the answers that users of the page prefer.
+    """
     raise_file_limit(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # first, because loading the model may take minutes
-    if run(open_service(config, step), listening):
+    if preferences is not None:
+        with open(preferences, "a"):  # fails now if it cannot be written
+            pass
+    services = [open_service(config, "latest" if follow else step)]
+    for other in others:
+        services.append(open_service(other.config, "latest" if follow else other.step, beside=services[0]))
+    check_names(services)
+    services[0].model.start()
+    configs = [config, *(other.config for other in others)]
+    followed = [(service, one) for service, one in zip(services, configs, strict=True) if follow and is_run(one)]
+    if follow and not followed:
+        raise TextmillError("--follow: there is no run to follow; give the folder of a run, or leave it out")
+    models = ServedModels(services)
+    models.preferences = None if preferences is None else Path(preferences)
+    if run(models, listening, followed):
         raise AlreadyReported(EXIT_BUG)
 
 
@@ -71,17 +99,19 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def open_service(config: RunConfig, step: StepChoice | None = None, open_model: OpenModel | None = None) -> Service:
-    """Open the service of a config. By default the model runs in a process of its own."""
-    serve = config.serve
-    key = read_api_key(config.serve)
+def open_service(config: RunConfig, step: StepChoice | None = None, beside: Service | None = None) -> Service:
+    """Open the service of a config; its model has a process of its own, which is not started yet.
+
+    A service `beside` another one shares its config, key and metrics.
+    """
+    serve = config.serve if beside is None else beside.config
+    key = read_api_key(serve) if beside is None else beside.key
     check_served_settings(config.sample)
     checkpoint = find_run_model(config, step)
     shape = read_shape(checkpoint.folder)
     generates = open_family(shape.family).OBJECTIVE == "next_token"
     template = open_template(checkpoint.tokenizer) if generates else None
-    open_model = open_model or partial(start_model_process, embed=config.embed)
-    model = open_model(checkpoint, config.engine, serve)
+    model = new_model_process(checkpoint, config.engine, serve, config.embed)
     tokenizer = model.tokenizer
     encoder = new_text_encoder(shape, tokenizer, config.embed, checkpoint.folder)[0] if can_embed(shape) else None
     masked_texts = new_masked_texts(tokenizer, shape.positions, checkpoint.folder) if has_masked_head(shape) else None
@@ -89,14 +119,49 @@ def open_service(config: RunConfig, step: StepChoice | None = None, open_model: 
         model,
         serve,
         config.sample,
-        name=serve.model_name or find_model_name(checkpoint),
+        name=(serve.model_name if beside is None else None) or find_model_name(checkpoint),
         step=checkpoint.step,
         template=template,
         key=key,
         generates=generates,
         text_encoder=encoder,
         masked_texts=masked_texts,
+        metrics=Metrics() if beside is None else beside.metrics,
     )
+
+
+def check_names(services: Sequence[Service]) -> None:
+    """Make names unique: checkpoints of one run get their step as well. Raise if that is not enough."""
+    counts = Counter(service.name for service in services)
+    for service in services:
+        if counts[service.name] > 1:
+            service.name += f"-step-{service.step}"
+    twice = [name for name, count in Counter(service.name for service in services).items() if count > 1]
+    if twice:
+        raise TextmillError(f"two models are named '{twice[0]}', after their folders; rename a folder")
+
+
+def is_run(config: RunConfig) -> bool:
+    """Whether a config has checkpoints of a run."""
+    return bool(list_checkpoints(config.folder_of("train")))
+
+
+async def follow_run(models: ServedModels, service: Service, config: RunConfig) -> None:
+    """Change to each newer checkpoint of a run, as soon as it is complete."""
+    while True:
+        await asyncio.sleep(FOLLOW_SECONDS)
+        try:
+            if await asyncio.to_thread(newest_step, config) > service.step:
+                newer = await asyncio.to_thread(open_service, config, "latest", service)
+                if newer.step > service.step:  # else the newest one is damaged
+                    await models.replace(service, newer)
+        except TextmillError as error:  # it may have been deleted meanwhile
+            warn(f"--follow: {error}; trying again")
+
+
+def newest_step(config: RunConfig) -> int:
+    """Return the step of a run's newest checkpoint; 0 if there is none."""
+    return max(list_checkpoints(config.folder_of("train")), default=0)
 
 
 def find_model_name(checkpoint: Checkpoint) -> str:
@@ -128,16 +193,18 @@ def read_api_key(serve: ServeConfig) -> str | None:
     return key
 
 
-def run(service: Service, listening: socket.socket) -> str:
-    """Serve on a bound socket until SIGTERM, SIGHUP or ctrl-C; return what was wrong with the model then, or
-    nothing."""
-    serve = service.config
-    protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, service.metrics))
+def run(models: ServedModels, listening: socket.socket, followed: Sequence[tuple[Service, RunConfig]] = ()) -> str:
+    """Serve on a bound socket until SIGTERM, SIGHUP or ctrl-C; return what was wrong with a model then, or nothing.
+
+    Of `followed` runs the newest checkpoint is served.
+    """
+    serve = models.config
+    protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, models.metrics))
     listening.listen(BACKLOG)  # clients may connect from here on; they wait in the backlog
     host, port = listening.getsockname()[:2]
     host_in_url = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
-        new_app(service),
+        new_app(models),
         http=protocol,
         lifespan="off",
         ws="none",
@@ -147,12 +214,11 @@ def run(service: Service, listening: socket.socket) -> str:
         timeout_graceful_shutdown=SEND_SECONDS,
         backlog=BACKLOG,
     )
-    if service.key is None and host not in ("127.0.0.1", "::1"):
+    if models.key is None and host not in ("127.0.0.1", "::1"):
         warn(f"serve.host={serve.host}: anyone who can reach this machine can use the model; set serve.key_file")
-    step = f" at step {service.step:,}" if service.step else ""
-    print(f"serving {service.name}{step} at http://{host_in_url}:{port}/ ; ctrl-C stops", flush=True)
+    print(f"serving {models.title()} at http://{host_in_url}:{port}/ ; ctrl-C stops", flush=True)
     tune_interpreter()
-    server = Server(settings, service)
+    server = Server(settings, models, followed)
     # uvicorn raises the signal again after it has stopped. That would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -167,26 +233,30 @@ def run(service: Service, listening: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn with a graceful shutdown: running texts have `serve.shutdown_grace` seconds to finish."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, models: ServedModels, followed: Sequence[tuple[Service, RunConfig]]
+    ) -> None:
         super().__init__(config)
-        self.service = service
+        self.models = models
+        self.followed = followed
         self.problem = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the model process, then listen."""
-        await self.service.model.connect()
+        await self.models.connect()
+        self.following = [asyncio.create_task(follow_run(self.models, *one)) for one in self.followed]
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running texts finish, and end the others with an error. Until then, reply to new requests with 503."""
-        self.problem = self.service.problem()
-        self.service.stopping = True
-        model = self.service.model
-        closing = asyncio.create_task(model.close(self.service.config.shutdown_grace))
+        self.problem = self.models.problem()
+        for task in self.following:
+            task.cancel()
+        closing = asyncio.create_task(self.models.close(self.models.config.shutdown_grace))
         while not closing.done() and not self.force_exit:
             await asyncio.wait({closing}, timeout=FORCE_EXIT_SECONDS)
         if not closing.done():  # a second ctrl-C
-            await model.close(0)
+            await self.models.close(0)
         await self._stop_listening(sockets or [])
         await super().shutdown(sockets)
         await closing

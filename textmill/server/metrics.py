@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from textmill.generation.requests import ModelStats
+
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the histogram buckets, in seconds."""
 
@@ -61,23 +63,23 @@ class Metrics:
         """Return the mean time of recent generation requests; one second if there were none."""
         return sum(self._recent_seconds) / len(self._recent_seconds) if self._recent_seconds else 1.0
 
-    def to_text(self, stats: Mapping[str, int | float], name: str, step: int) -> str:
-        """Return all metrics in Prometheus format."""
-        lines = _head("textmill_model_info", "gauge", "The served model.")
-        lines.append(f'textmill_model_info{{model="{_escape(name)}",step="{step}"}} 1')
+    def to_text(self, stats: ModelStats, steps: Mapping[str, int]) -> str:
+        """Return all metrics in Prometheus format; `steps` are those of the models that are loaded."""
+        lines = _head("textmill_model_info", "gauge", "The models in memory.")
+        lines += [f'textmill_model_info{{model="{_escape(name)}",step="{step}"}} 1' for name, step in steps.items()]
         gauges = [
-            ("active", stats["active"], "Texts being generated."),
-            ("waiting", stats["waiting"], "Texts waiting for a slot."),
-            ("slots", stats["slots"], "Texts that can be generated at a time."),
-            ("queue", stats["queue"], "Texts that may wait."),
+            ("active", stats.active, "Texts being generated."),
+            ("waiting", stats.waiting, "Texts waiting for a slot."),
+            ("slots", stats.slots, "Texts that can be generated at a time."),
+            ("queue", stats.queue, "Texts that may wait."),
             ("connections", self.connections, "Open connections."),
         ]
         for key, value, description in gauges:
             lines += [*_head(f"textmill_{key}", "gauge", description), f"textmill_{key} {value}"]
         counters = [
-            ("generated_tokens", stats["tokens"], "Tokens generated, including those of requests that ended early."),
-            ("scheduled", stats["requests"], "Texts submitted to the model."),
-            ("cancelled", stats["cancelled"], "Texts that were cancelled."),
+            ("generated_tokens", stats.tokens, "Tokens generated, including those of requests that ended early."),
+            ("scheduled", stats.requests, "Texts submitted to the model."),
+            ("cancelled", stats.cancelled, "Texts that were cancelled."),
             ("prompt_tokens", self.prompt_tokens, "Prompt tokens of answered requests."),
             ("answered_tokens", self.new_tokens, "New tokens of answered requests."),
             ("refused", self.refused, "Requests refused because the queue was full."),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from pydantic_core import from_json
@@ -27,18 +28,23 @@ from textmill.generation.requests import (
     DeliverChunk,
     Done,
     EncoderRequest,
+    MemoryShort,
+    ModelStats,
     QueueFull,
     Request,
     TextChunk,
     describe_hang,
     max_new_tokens_served,
 )
+from textmill.models import read_shape
 from textmill.models.family_files import loaded_family_files
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
 EXIT_SECONDS = 10.0
 """Time after the grace in which the model process must exit by itself."""
+RESTART_SECONDS = (0, 1, 2, 4, 8)
+"""How long to wait before each restart in a row. The row ends when the model answers a request."""
 SILENT_SECONDS = 2.0
 """A longer time without a heartbeat counts as time of the current step."""
 
@@ -46,24 +52,23 @@ SILENT_SECONDS = 2.0
 class ModelProcess:
     """The model in another process. Every accepted request gets exactly one Done, even if that process dies.
 
-    Everything happens in the event loop that calls `connect`.
+    `start` it, then `connect` to it in the event loop, where everything else happens; or `load` it there. A process
+    that dies is started again.
     """
 
-    def __init__(
-        self,
-        worker: MessageSocket,
-        process: subprocess.Popen[bytes],
-        tokenizer: TextTokenizer,
-        positions: int,
-        serve: ServeConfig,
-    ) -> None:
+    def __init__(self, tokenizer: TextTokenizer, positions: int, serve: ServeConfig, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        """What the process is started with."""
         self.vocab = tokenizer.vocab
         self.positions = positions
         self.tokenizer = tokenizer
         self.slots = serve.slots
         self.queue = serve.queue
-        self.process = process
-        self._socket = worker.socket
+        self.process: subprocess.Popen[bytes]
+        self._worker: MessageSocket
+        self._writer: asyncio.StreamWriter
+        self._running: asyncio.Task[None] | None = None
+        """Reads what the process sends, and restarts it; None before `connect`."""
         self._in_flight: dict[int, DeliverChunk] = {}
         self._requests = 0
         self._tokens = 0
@@ -71,13 +76,45 @@ class ModelProcess:
         self._last_heartbeat = time.monotonic()
         self._step_seconds = 0.0
         self._problem = ""
+        self._restarts = 0
+        """Restarts in a row."""
         self._closing = False
-        self._exited = False
+        self._close_requested = asyncio.Event()
+        self._exited = True
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is a process, or one that is being restarted."""
+        return self._running is not None and not self._running.done()
+
+    def start(self) -> None:
+        """Start the process and wait until it is ready; its user errors are raised here."""
+        self.process, self._worker = spawn()
+        load_model(self._worker, self.process, self.settings)
 
     async def connect(self) -> None:
         """Start to read what the process sends; must be called before the first request."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        self._reading = asyncio.create_task(self._read(reader))
+        self._running = asyncio.create_task(self._run(await self._open()))
+
+    async def load(self) -> None:
+        """Start the process and connect to it."""
+        await asyncio.to_thread(self.start)
+        await self.connect()
+
+    async def unload(self) -> None:
+        """End the process, which must have no requests; it can be loaded again."""
+        await self.close(0)
+        self._closing = False
+        self._close_requested.clear()
+
+    async def _open(self) -> asyncio.StreamReader:
+        """Open the connection to a new process."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._worker.socket)
+        self._last_heartbeat = time.monotonic()
+        self._step_seconds = 0.0
+        self._problem = ""
+        self._exited = False
+        return reader
 
     def submit(
         self,
@@ -117,18 +154,18 @@ class ModelProcess:
         if not self._writer.is_closing():
             self._writer.write(packed)
 
-    def stats(self) -> dict[str, int | float]:
-        """Return the counts for /metrics."""
+    def stats(self) -> ModelStats:
+        """Return what the process does and has done."""
         active = min(len(self._in_flight), self.slots)
-        return {
-            "active": active,
-            "waiting": len(self._in_flight) - active,
-            "slots": self.slots,
-            "queue": self.queue,
-            "tokens": self._tokens,
-            "requests": self._requests,
-            "cancelled": self._cancelled,
-        }
+        return ModelStats(
+            active=active,
+            waiting=len(self._in_flight) - active,
+            slots=self.slots,
+            queue=self.queue,
+            tokens=self._tokens,
+            requests=self._requests,
+            cancelled=self._cancelled,
+        )
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
@@ -146,14 +183,51 @@ class ModelProcess:
         A second call may shorten the grace.
         """
         self._closing = True
-        self._send(["close", grace])
-        await asyncio.wait({self._reading}, timeout=grace + EXIT_SECONDS)
-        if not self._reading.done():
+        self._close_requested.set()
+        if not self._exited:
+            self._send(["close", grace])
+        elif hasattr(self, "process"):  # it may be loading the model
             self.process.kill()
-            await self._reading
+        if self._running is None:
+            return
+        await asyncio.wait({self._running}, timeout=grace + EXIT_SECONDS)
+        if not self._running.done():
+            self.process.kill()
+            await self._running
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Receive chunks until the model process exits; a process that sends anything else is killed."""
+    async def _run(self, reader: asyncio.StreamReader | None) -> None:
+        """Read what the process sends until it exits; start it again, unless the server closes."""
+        while reader is not None:
+            exit_status = await self._read(reader)
+            self._exited = True
+            self._end_all(exit_status)
+            reader = await self._restart(exit_status)
+
+    async def _restart(self, exit_status: str) -> asyncio.StreamReader | None:
+        """Start the process again; None if the server closes, or after too many restarts in a row."""
+        while not self._close_requested.is_set() and self._restarts < len(RESTART_SECONDS):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._close_requested.wait(), RESTART_SECONDS[self._restarts])
+            self._restarts += 1
+            if self._close_requested.is_set():
+                return None
+            try:
+                await asyncio.to_thread(self.start)
+                reader = await self._open()
+            except (TextmillError, OSError) as error:
+                warn(f"the model's process cannot be started again: {error}")
+                continue
+            if self._close_requested.is_set():
+                self._send(["close", 0])
+            warn("the model's process has been started again")
+            return reader
+        if not self._close_requested.is_set():
+            self._problem = f"the model's process has died ({exit_status}), and restarts failed; restart the server"
+            warn(self._problem)
+        return None
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        """Receive chunks until the process exits, and return how; a process that sends anything else is killed."""
         try:
             while True:
                 [size] = LENGTH_PREFIX.unpack(await reader.readexactly(LENGTH_PREFIX.size))
@@ -165,7 +239,7 @@ class ModelProcess:
             self.process.kill()
         exit_status = await asyncio.to_thread(wait_for_exit, self.process)
         self._writer.close()
-        self._end_all(exit_status)
+        return exit_status
 
     def _receive(self, tokens: int, cancelled: int, step_seconds: float, problem: str, chunks: list[list[Any]]) -> None:
         """Note the state of the model process, and pass its chunks on."""
@@ -179,13 +253,14 @@ class ModelProcess:
             deliver = self._in_flight.pop(number, None) if chunk.done else self._in_flight.get(number)
             if deliver is not None:
                 deliver(chunk)
+            if chunk.done and chunk.done.reason != "error":
+                self._restarts = 0
 
     def _end_all(self, exit_status: str) -> None:
-        """The process has exited: end all requests and accept no more."""
-        self._exited = True
+        """The process has exited: end all requests."""
         done = Done("cancelled", 0, "")
         if not self._closing:
-            self._problem = f"the model's process has died ({exit_status}); restart the server"
+            self._problem = f"the model's process has died ({exit_status}) and is being restarted; try again soon"
             warn(self._problem)
             done = Done("error", 0, "", self._problem)
         in_flight = self._in_flight
@@ -204,11 +279,23 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def start_model_process(
-    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig | None = None
+def new_model_process(
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig
 ) -> ModelProcess:
-    """Start the model process and wait until it is ready; its user errors are raised here."""
-    tokenizer = open_tokenizer(checkpoint.tokenizer)
+    """Return the model process of a checkpoint, which is not started yet."""
+    settings = {
+        "folder": str(checkpoint.folder),
+        "engine": engine.model_dump(mode="json"),
+        "serve": serve.model_dump(mode="json"),
+        "embed": embed.model_dump(mode="json"),
+        "family_files": loaded_family_files(),
+    }
+    positions: int = read_shape(checkpoint.folder).positions
+    return ModelProcess(open_tokenizer(checkpoint.tokenizer), positions, serve, settings)
+
+
+def spawn() -> tuple[subprocess.Popen[bytes], MessageSocket]:
+    """Start a process that waits for its settings; return it and the socket to it."""
     worker, theirs = new_socket_pair()
     # The child imports what this process imports, and nothing from the current folder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -221,14 +308,12 @@ def start_model_process(
             stdout=STDERR,
             start_new_session=True,  # ctrl-C reaches this process only, which then closes the worker
         )
+    return process, worker
+
+
+def load_model(worker: MessageSocket, process: subprocess.Popen[bytes], settings: dict[str, Any]) -> None:
+    """Let the process load the model, and wait until it is ready."""
     try:
-        settings = {
-            "folder": str(checkpoint.folder),
-            "engine": engine.model_dump(mode="json"),
-            "serve": serve.model_dump(mode="json"),
-            "embed": (embed or EmbedConfig()).model_dump(mode="json"),
-            "family_files": loaded_family_files(),
-        }
         worker.send(settings)
         reply = worker.receive()
     except (EOFError, OSError):
@@ -239,8 +324,7 @@ def start_model_process(
         raise
     if "refused" in reply:
         process.wait()
-        raise TextmillError(reply["refused"])
-    return ModelProcess(worker, process, tokenizer, reply["positions"], serve)
+        raise (MemoryShort if reply["memory"] else TextmillError)(reply["refused"])
 
 
 def _start_error(process: subprocess.Popen[bytes]) -> TextmillError:
@@ -248,6 +332,6 @@ def _start_error(process: subprocess.Popen[bytes]) -> TextmillError:
     exit_status = wait_for_exit(process)
     if process.returncode >= 0:
         return AlreadyReported(EXIT_BUG)
-    return TextmillError(
+    return MemoryShort(
         f"the model's process was killed by {exit_status} while it loaded the model; check that there is enough memory"
     )

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
+from textmill.generation.constraints import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from textmill.generation.requests import Request
 from textmill.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from textmill.server.errors import HttpError, quote_value
@@ -51,18 +54,13 @@ class Prompt:
     tokenizer: TextTokenizer
     empty: bool = False
     """Whether the prompt was empty; `ids` is then the end-of-text token."""
+    dropped: int = 0
+    """Messages of the conversation that were left out because it is longer than the context."""
 
     @property
     def text(self) -> str:
         """The prompt as text; few replies need it."""
         return self.tokenizer.decode(list(self.ids)) if self.sent_text is None else self.sent_text
-
-
-def check_model(service: Service, name: str | None) -> None:
-    """Raise if the request names another model."""
-    if name is not None and name != service.name:
-        message = f"model: unknown model {quote_value(name)}; this server has '{service.name}'"
-        raise HttpError(404, message, field="model", code="model_not_found")
 
 
 def check_generates(service: Service) -> None:
@@ -131,8 +129,8 @@ async def read_prompt(service: Service, text_or_ids: str | list[int], field: str
     return prompt
 
 
-async def read_chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
-    """Render a conversation with the model's chat template."""
+async def read_chat_prompt(service: Service, messages: Sequence[Message], max_tokens: int | None = None) -> Prompt:
+    """Render a conversation with the model's chat template; leave out its oldest turns if it is too long."""
     if service.template is None:
         raise HttpError(
             400,
@@ -140,20 +138,62 @@ async def read_chat_prompt(service: Service, messages: Sequence[Message]) -> Pro
             code="no_chat_template",
         )
     turns = [
-        {"role": "system" if message.role == "developer" else message.role, "content": _read_content(message)}
+        {"role": "system" if message.role == "developer" else message.role, "content": read_content(message)}
         for message in messages
     ]
     for index, turn in enumerate(turns):
         check_surrogates(turn["content"], f"messages.{index}.content")
-    check_characters(service, sum(len(turn["content"]) for turn in turns), "messages")
+    conversation = Conversation(turns)
+    starts = conversation.list_starts(service.longest_text) if service.config.drop_oldest else [0]
+    check_characters(service, conversation.count_characters(starts[0]), "messages")
+
+    def render(dropped: int) -> list[int]:
+        assert service.template is not None
+        return list(service.template.render(conversation.without(dropped), add_generation_prompt=True))
+
+    space = min(max_tokens or service.sample.max_tokens, service.model.positions // 4)
+    longest = service.model.positions - max(space, 1)
     try:
-        ids = service.template.render(turns, add_generation_prompt=True)
+        dropped = starts[0]
+        ids = render(dropped)
+        if len(ids) > longest and len(starts) > 1:
+            place = bisect_left(starts, True, lo=1, hi=len(starts) - 1, key=lambda start: len(render(start)) <= longest)
+            dropped = starts[place]
+            ids = render(dropped)
     except TextmillError as error:
         raise HttpError(400, str(error), field="messages") from None
-    return await read_prompt(service, list(ids), "messages")
+    return replace(await read_prompt(service, ids, "messages"), dropped=dropped)
 
 
-def _read_content(message: Message) -> str:
+class Conversation:
+    """Messages whose oldest turns may be dropped. System messages at the start stay."""
+
+    def __init__(self, turns: Sequence[dict[str, str]]) -> None:
+        self._turns = turns
+        self._system = next((index for index, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
+        self._characters_before = [0, *accumulate(len(turn["content"]) for turn in turns)]
+
+    def list_starts(self, characters: float) -> list[int]:
+        """Return how many messages may be dropped: none, or all before a later one of the user.
+
+        Without those that leave more than this many characters; at least one.
+        """
+        roles = [turn["role"] for turn in self._turns[self._system :]]
+        starts = [0, *(index for index in range(1, len(roles)) if roles[index] == "user")]
+        return [start for start in starts if self.count_characters(start) <= characters] or starts[-1:]
+
+    def count_characters(self, dropped: int) -> int:
+        """Return the characters of what is left."""
+        before = self._characters_before
+        return before[-1] - before[self._system + dropped] + before[self._system]
+
+    def without(self, dropped: int) -> list[dict[str, str]]:
+        """Return what is left if this many messages are dropped."""
+        return [*self._turns[: self._system], *self._turns[self._system + dropped :]]
+
+
+def read_content(message: Message) -> str:
+    """Return the text of a message."""
     return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
 
 
@@ -230,7 +270,38 @@ def _build_requests(
     samples = [sample]
     for number in range(1, body.n or 1):
         samples.append(sample.model_copy(update={"seed": (sample.seed + number) % 2**63}))
-    return [Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo) for prompt in prompts for seeded in samples]
+    grammar = _read_grammar(body)
+    return [
+        Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo, grammar)
+        for prompt in prompts
+        for seeded in samples
+    ]
+
+
+def _read_grammar(body: SamplingBody) -> str:
+    """Return the grammar that the text must follow; empty if there is none."""
+    wanted = body.response_format
+    json_format = wanted if wanted is not None and wanted.type != "text" else None
+    given = {"choices": body.choices, "regex": body.regex, "grammar": body.grammar, "response_format": json_format}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise HttpError(400, f"{names[0]}: not together with {names[1]}; send one of them", field=names[0])
+    try:
+        if body.choices is not None:
+            return choice_grammar(body.choices, "choices")
+        if body.regex is not None:
+            return regex_grammar(body.regex, "regex")
+        if body.grammar is not None:
+            return lark_grammar(body.grammar, "grammar")
+        if json_format is None:
+            return ""
+        if json_format.type == "json_object":
+            return json_grammar({"type": "object"}, "response_format")
+        if json_format.json_schema is None:
+            raise HttpError(400, "response_format.json_schema: is missing", field="response_format")
+        return json_grammar(json_format.json_schema.schema_, "response_format.json_schema.schema")
+    except TextmillError as error:
+        raise HttpError(400, str(error), field=names[0]) from None
 
 
 def sampling_settings(service: Service, body: SamplingBody, max_tokens: int | None) -> SampleConfig:
@@ -250,7 +321,7 @@ def sampling_settings(service: Service, body: SamplingBody, max_tokens: int | No
         message = f"min_tokens: {quote_value(body.min_tokens)} is above max_tokens, {settings['max_tokens']}"
         raise HttpError(400, message, field="min_tokens")
     settings["seed"] = random.getrandbits(62) if body.seed is None else body.seed % 2**63
-    return service.sample.model_copy(update={**settings, "prompt": None, "count": 1})
+    return service.sample.model_copy(update={**settings, "prompt": None, "json_schema": None, "count": 1})
 
 
 def _read_stops(service: Service, body: SamplingBody) -> tuple[str, ...]:

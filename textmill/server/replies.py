@@ -30,19 +30,21 @@ from textmill.server.bodies import ChatBody, CompletionBody, SamplingBody
 from textmill.server.errors import HttpError, error_body
 from textmill.server.model_requests import Prompt
 from textmill.server.service import (
-    GeneratedText,
     IndexedChunk,
     InFlightRequest,
+    ReceivedText,
     Service,
     merge_chunks,
     wait_for_disconnect,
 )
 from textmill.server.token_text import TokenTexts
 
-FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "length", "error": "stop"}
-"""From our reason to OpenAI's `finish_reason`."""
-ENDED = {"timeout": "time limit", "cancelled": "server stopping"}
-"""The additional field `ended`, for reasons that OpenAI does not have."""
+FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length"}
+"""From our reason to OpenAI's `finish_reason`. A text that fails or is cancelled has none, but an error."""
+TIME_LIMIT = {"ended": "time limit"}
+"""An additional field of a text that reached its time limit, a reason that OpenAI does not have."""
+DROPPED_MESSAGES = "X-Dropped-Messages"
+"""The header that says how many of the oldest messages of a conversation were left out."""
 MIN_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no infinity."""
 STALLED_SECONDS = 60.0
@@ -62,6 +64,7 @@ class Reply:
             "created": int(time.time()),
             "model": service.name,
         }
+        self.headers: dict[str, str] = {}
         self.streams_usage = body.stream_options is not None and body.stream_options.include_usage
         self.prompt_tokens = prompt_tokens
         self.new_tokens = 0
@@ -83,8 +86,8 @@ class Reply:
             return {"finish_reason": None}
         self.new_tokens += done.tokens
         self.reasons.append(done.reason)
-        fields = {"finish_reason": FINISH_REASONS[done.reason]}
-        return fields | {"ended": ENDED[done.reason]} if done.reason in ENDED else fields
+        fields = {"finish_reason": FINISH_REASONS.get(done.reason)}
+        return {**fields, **TIME_LIMIT} if done.reason == "timeout" else fields
 
 
 class CompletionReply(Reply):
@@ -102,7 +105,7 @@ class CompletionReply(Reply):
         self.offsets: dict[int, TextOffsets] = defaultdict(TextOffsets)
         """By the text's index."""
 
-    def build(self, texts: Sequence[GeneratedText]) -> JsonObject:
+    def build(self, texts: Sequence[ReceivedText]) -> JsonObject:
         """Return the complete reply."""
         choices = []
         for index, text in enumerate(texts):
@@ -120,7 +123,7 @@ class CompletionReply(Reply):
         """Yield the prompts if they are echoed."""
         if self.body.echo:
             for index in range(len(self.prompts) * self.texts_per_prompt):
-                yield {"choices": [self._choice(index, GeneratedText(), None, self._prompt_of(index).text)]}
+                yield {"choices": [self._choice(index, ReceivedText(), None, self._prompt_of(index).text)]}
 
     def next_chunks(self, received: Sequence[IndexedChunk]) -> Iterator[JsonObject]:
         """Yield one chunk for each text that has new tokens."""
@@ -130,7 +133,7 @@ class CompletionReply(Reply):
             if choice["text"] or choice["logprobs"] or text.done:
                 yield {"choices": [choice]}
 
-    def _choice(self, index: int, text: GeneratedText, logprobs: JsonObject | None, start: str = "") -> JsonObject:
+    def _choice(self, index: int, text: ReceivedText, logprobs: JsonObject | None, start: str = "") -> JsonObject:
         new_text = "" if self.prompt_only else text.text
         done = text.done
         if self.prompt_only and done is not None:
@@ -151,10 +154,13 @@ class ChatReply(Reply):
 
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
         super().__init__(service, body, "chat.completion", "chatcmpl", len(prompt.ids))
+        self.dropped = prompt.dropped
+        if prompt.dropped:
+            self.headers[DROPPED_MESSAGES] = str(prompt.dropped)
         self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
         self.body = body
 
-    def build(self, texts: Sequence[GeneratedText]) -> JsonObject:
+    def build(self, texts: Sequence[ReceivedText]) -> JsonObject:
         """Return the complete reply."""
         choices = []
         for index, text in enumerate(texts):
@@ -162,6 +168,10 @@ class ChatReply(Reply):
             logprobs = self._logprobs(text.logprobs)
             choices.append({"index": index, "message": message, "logprobs": logprobs, **self._finish(text.done)})
         return {**self.head, "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> JsonObject:
+        """Return the token counts, and how many messages were dropped."""
+        return {**super().usage(), "dropped_messages": self.dropped} if self.dropped else super().usage()
 
     def first_chunks(self) -> Iterator[JsonObject]:
         """Yield the first chunk of each answer, which names the role."""
@@ -252,7 +262,7 @@ class EventStream(Response):
         reply: CompletionReply | ChatReply,
         on_end: Callable[[], None],
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **reply.headers})
         del self.headers["content-length"]
         self.service = service
         self.in_flight = in_flight

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from textmill.errors import TextmillError
 from textmill.generation.embed import EncodedText, TextEncoder, format_vector
 from textmill.generation.fill import DEFAULT_CHOICES, MaskedTexts
+from textmill.generation.messages import replace_surrogates
 from textmill.generation.requests import EmbedRequest, EncoderRequest, FillRequest, Request
 from textmill.server.bodies import (
     BODIES,
@@ -27,6 +28,7 @@ from textmill.server.bodies import (
     EmbeddingBody,
     FillBody,
     Message,
+    PreferenceBody,
     TokenizeBody,
     read_body,
 )
@@ -36,17 +38,19 @@ from textmill.server.model_requests import (
     chat_requests,
     check_generates,
     check_ids,
-    check_model,
     check_surrogates,
     completion_requests,
     decode,
     encode,
     read_chat_prompt,
+    read_content,
     read_prompt,
     read_prompts,
 )
 from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
+from textmill.server.served_models import ServedModels
 from textmill.server.service import MAX_INPUTS, Service, start_request, wait_for_texts
+from textmill.storage.files import append_line
 
 MAX_FILL_CHOICES = 100_000
 """Tokens that one request to /fill may ask for, over all of its masks; each takes about 60 bytes of the reply."""
@@ -56,14 +60,14 @@ NO_CACHE = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def new_routes(service: Service) -> list[Route]:
-    """Return the API routes of a service. Their docstrings are the descriptions in /docs and /openapi.json."""
-    api = Api(service)
+def new_routes(models: ServedModels) -> list[Route]:
+    """Return the API routes of a server. Their docstrings are the descriptions in /docs and /openapi.json."""
+    api = Api(models)
 
     def post(path: str, answer: Callable[[Any, HttpRequest], Awaitable[Response]]) -> Route:
         @wraps(answer)
         async def endpoint(http: HttpRequest) -> Response:
-            return await answer(await read_body(http, BODIES[path], service.config.max_body), http)
+            return await answer(await read_body(http, BODIES[path], models.config.max_body), http)
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -73,10 +77,11 @@ def new_routes(service: Service) -> list[Route]:
         Route("/generate", api.generate),
         post("/v1/embeddings", api.embeddings),
         post("/fill", api.fill),
+        post("/preferences", api.prefer),
         post("/tokenize", api.tokenize),
         post("/detokenize", api.detokenize),
         Route("/tokenizer_info", api.tokenizer_info),
-        Route("/v1/models", api.models),
+        Route("/v1/models", api.list_models),
         Route("/v1/models/{name:path}", api.model),
         Route("/health", api.health),
         Route("/ready", api.ready),
@@ -85,46 +90,26 @@ def new_routes(service: Service) -> list[Route]:
 
 
 class Api:
-    """The endpoints of one service."""
+    """The endpoints of a server."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, models: ServedModels) -> None:
+        self.models = models
 
     async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text."""
-        check_generates(self.service)
-        check_model(self.service, body.model)
-        prompts = await read_prompts(self.service, body)
-        requests = completion_requests(self.service, body, prompts)
-        self._log_prompts(http, lambda: [prompt.text for prompt in prompts])
-        return await self._answer(http, requests, CompletionReply(self.service, body, prompts), bool(body.stream))
+        service = self.models.find(body.model)
+        check_generates(service)
+        prompts = await read_prompts(service, body)
+        requests = completion_requests(service, body, prompts)
+        return await _answer(service, http, requests, CompletionReply(service, body, prompts), bool(body.stream))
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        check_generates(self.service)
-        check_model(self.service, body.model)
-        prompt = await read_chat_prompt(self.service, body.messages)
-        requests = chat_requests(self.service, body, prompt)
-        self._log_prompts(http, lambda: [prompt.text])
-        return await self._answer(http, requests, ChatReply(self.service, body, prompt), bool(body.stream))
-
-    async def _answer(
-        self, http: HttpRequest, requests: list[Request], reply: CompletionReply | ChatReply, streamed: bool
-    ) -> Response:
-        """Submit the requests to the model; reply with a stream, or with all texts once they are complete."""
-        in_flight = start_request(self.service, requests, streamed=streamed)
-
-        def log_end() -> None:
-            self.service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds())
-            http.scope["log_fields"].update(
-                prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
-            )
-
-        if streamed:
-            return EventStream(self.service, in_flight, reply, on_end=log_end)
-        body = reply.build(await wait_for_texts(self.service, http, in_flight))
-        log_end()
-        return Response(to_json_bytes(body), media_type=JSON)
+        service = self.models.find(body.model)
+        check_generates(service)
+        prompt = await read_chat_prompt(service, body.messages, body.max_completion_tokens or body.max_tokens)
+        requests = chat_requests(service, body, prompt)
+        return await _answer(service, http, requests, ChatReply(service, body, prompt), bool(body.stream))
 
     async def generate(self, http: HttpRequest) -> Response:
         """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
@@ -138,30 +123,30 @@ class Api:
             found = f"is given {len(sentences)} times" if sentences else "is missing"
             raise HttpError(400, f"sentence: {found}; use /generate?sentence=TEXT", field="sentence")
         [sentence] = sentences
-        check_generates(self.service)
-        if self.service.template is not None:
+        service = self.models.find(None)
+        check_generates(service)
+        if service.template is not None:
             chat_body = ChatBody(messages=[Message(role="user", content=sentence)])
-            prompt = await read_chat_prompt(self.service, chat_body.messages)
-            requests = chat_requests(self.service, chat_body, prompt)
+            prompt = await read_chat_prompt(service, chat_body.messages)
+            requests = chat_requests(service, chat_body, prompt)
             start = ""
         else:
-            prompt = await read_prompt(self.service, sentence, "sentence")
-            requests = completion_requests(self.service, CompletionBody(prompt=sentence), [prompt])
+            prompt = await read_prompt(service, sentence, "sentence")
+            requests = completion_requests(service, CompletionBody(prompt=sentence), [prompt])
             start = sentence
-        self._log_prompts(http, lambda: [sentence])
-        in_flight = start_request(self.service, requests, streamed=False)
-        [text] = await wait_for_texts(self.service, http, in_flight)
+        in_flight = await start_request(service, requests, streamed=False)
+        [text] = await wait_for_texts(service, http, in_flight)
         assert text.done is not None
         new_tokens = text.done.tokens
-        self.service.metrics.add_texts(len(prompt.ids), new_tokens, in_flight.seconds())
+        service.metrics.add_texts(len(prompt.ids), new_tokens, in_flight.seconds())
         fields = {"prompt_tokens": len(prompt.ids), "new_tokens": new_tokens, "ended": text.done.reason}
         http.scope["log_fields"].update(fields)
         return JSONResponse({"input": sentence, "response": start + text.text}, headers=NO_CACHE)
 
     async def embeddings(self, body: EmbeddingBody, http: HttpRequest) -> Response:
         """Return a vector for each text."""
-        check_model(self.service, body.model)
-        encoder = self.service.text_encoder
+        service = self.models.find(body.model)
+        encoder = service.text_encoder
         if encoder is None:
             raise HttpError(400, "this model has no embeddings", code="cannot_embed")
         if body.dimensions is not None and body.dimensions != encoder.dimension:
@@ -170,101 +155,138 @@ class Api:
         inputs: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
         if inputs and isinstance(inputs[0], int):
             inputs = [inputs]
-        _check_count(self.service, len(inputs), "input")
-        encoded = await asyncio.to_thread(_encode, self.service, encoder, inputs, bool(body.truncate))
+        _check_count(service, len(inputs), "input")
+        encoded = await asyncio.to_thread(_encode, service, encoder, inputs, bool(body.truncate))
         request = EmbedRequest(tuple(tuple(text.ids.tolist()) for text in encoded))
         tokens = sum(len(ids) for ids in request.ids)
-        self._log_prompts(http, lambda: [body.input] if isinstance(body.input, str) else body.input)
-        vectors = await self._encode(http, request, tokens)
+        vectors = await _run_encoder(service, http, request, tokens)
         build_reply = partial(_embeddings_json, vectors, encoder.dimension, body.encoding_format or "float")
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        content = await asyncio.to_thread(build_reply, {"model": self.service.name, "usage": usage})
+        content = await asyncio.to_thread(build_reply, {"model": service.name, "usage": usage})
         return Response(content, media_type=JSON)
 
     async def fill(self, body: FillBody, http: HttpRequest) -> Response:
         """Return the most likely tokens for each mask of a text."""
-        check_model(self.service, body.model)
-        masked_texts = self.service.masked_texts
+        service = self.models.find(body.model)
+        masked_texts = service.masked_texts
         if masked_texts is None:
-            advice = "use POST /v1/completions" if self.service.generates else "use POST /v1/embeddings"
+            advice = "use POST /v1/completions" if service.generates else "use POST /v1/embeddings"
             raise HttpError(400, f"this model does not predict masked tokens; {advice}", code="cannot_fill")
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        _check_count(self.service, len(prompts), "prompt")
+        _check_count(service, len(prompts), "prompt")
         tokens = await asyncio.to_thread(_check_prompts, masked_texts, prompts)
         top_k = body.top_k or DEFAULT_CHOICES
         _check_choices(sum(prompt.count(masked_texts.mask) for prompt in prompts), top_k)
-        self._log_prompts(http, lambda: prompts)
-        filled = await self._encode(http, FillRequest(tuple(prompts), top_k), tokens)
+        filled = await _run_encoder(service, http, FillRequest(tuple(prompts), top_k), tokens)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        content = await asyncio.to_thread(_fill_json, filled, {"model": self.service.name, "usage": usage})
+        content = await asyncio.to_thread(_fill_json, filled, {"model": service.name, "usage": usage})
         return Response(content, media_type=JSON)
-
-    async def _encode(self, http: HttpRequest, request: EncoderRequest, tokens: int) -> str:
-        """Run a request of this many tokens; return its result: JSON for masks, numbers in base64 for embeddings."""
-        in_flight = start_request(self.service, [request], streamed=False)
-        [text] = await wait_for_texts(self.service, http, in_flight)
-        self.service.metrics.add_texts(tokens, 0, in_flight.seconds())
-        http.scope["log_fields"].update(prompt_tokens=tokens)
-        return text.text
-
-    def _log_prompts(self, http: HttpRequest, prompts: Callable[[], object]) -> None:
-        if self.service.config.log_prompts:
-            http.scope["log_fields"]["prompts"] = prompts()
 
     async def tokenize(self, body: TokenizeBody, _: HttpRequest) -> Response:
         """Return the tokens of a text."""
+        service = self.models.find(body.model)
         text = body.prompt if body.text is None else body.text
         if text is None or (body.text is not None and body.prompt is not None):
             raise HttpError(400, "text: send either text or prompt", field="text")
-        parts = [text] if body.prompt is None else self.service.token_texts.split_special_tokens(text)
+        parts = [text] if body.prompt is None else service.token_texts.split_special_tokens(text)
         ids: list[int] = []
         for part in parts:
-            ids += [part] if isinstance(part, int) else await encode(self.service, part, "text")
+            ids += [part] if isinstance(part, int) else await encode(service, part, "text")
         if len(ids) < LONG_TEXT:
-            content = _tokens_json(self.service, ids)
+            content = _tokens_json(service, ids)
         else:
-            content = await asyncio.to_thread(_tokens_json, self.service, ids)
+            content = await asyncio.to_thread(_tokens_json, service, ids)
         return Response(content, media_type=JSON)
 
     async def detokenize(self, body: DetokenizeBody, _: HttpRequest) -> Response:
         """Return the text of token ids."""
-        check_ids(self.service, body.tokens, "tokens")
-        text = await decode(self.service, body.tokens)
+        service = self.models.find(body.model)
+        check_ids(service, body.tokens, "tokens")
+        text = await decode(service, body.tokens)
         return JSONResponse({"text": text, "prompt": text})
 
     async def tokenizer_info(self, _: HttpRequest) -> Response:
         """Return the special tokens and the chat template, as lm-evaluation-harness expects them."""
-        tokenizer = self.service.model.tokenizer
+        service = self.models.find(None)
+        tokenizer = service.model.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
-        template = None if self.service.template is None else self.service.template.jinja
+        template = None if service.template is None else service.template.jinja
         return JSONResponse(
             {**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.eos_id), "chat_template": template}
         )
 
-    async def models(self, _: HttpRequest) -> Response:
-        """List the served model."""
-        return JSONResponse({"object": "list", "data": [self.service.model_info()]})
+    async def list_models(self, _: HttpRequest) -> Response:
+        """List the served models; the first answers requests that name none."""
+        preferences = {"preferences": True} if self.models.preferences else {}
+        return JSONResponse({"object": "list", "data": self.models.describe(), **preferences})
+
+    async def prefer(self, body: PreferenceBody, _: HttpRequest) -> Response:
+        """Append a preference to the server's file, as a line of JSON in the format that TRL reads."""
+        if self.models.preferences is None:
+            message = "this server keeps no preferences; start it with --preferences FILE"
+            raise HttpError(400, message, code="no_preferences")
+        if (body.messages is None) == (body.prompt is None):
+            raise HttpError(400, "messages: send either messages or prompt", field="messages")
+        line: dict[str, Any]
+        if body.messages is None:
+            line = {"prompt": body.prompt, "chosen": body.chosen, "rejected": body.rejected}
+        else:
+            messages = [{"role": one.role, "content": read_content(one)} for one in body.messages]
+            answers = {name: [{"role": "assistant", "content": getattr(body, name)}] for name in ("chosen", "rejected")}
+            line = {"prompt": messages, **answers}
+        line |= {"chosen_by": body.chosen_by, "rejected_by": body.rejected_by}
+        try:
+            append_line(self.models.preferences, replace_surrogates(json.dumps(line, ensure_ascii=False)))
+        except OSError as error:
+            raise HttpError(500, f"the preference cannot be written: {error.strerror}") from None
+        return JSONResponse({"object": "preference"})
 
     async def model(self, http: HttpRequest) -> Response:
-        """Describe one model."""
-        check_model(self.service, http.path_params["name"])
-        return JSONResponse(self.service.model_info())
+        """Describe a model; 404 for an unknown name."""
+        return JSONResponse(self.models.find(http.path_params["name"]).model_info())
 
     async def health(self, _: HttpRequest) -> Response:
-        """Whether the server is alive and its model works; 503 if the server needs a restart."""
-        problem = self.service.problem()
+        """Whether the server is alive and its models work; 503 if the server needs a restart."""
+        problem = self.models.problem()
         return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
 
     async def ready(self, _: HttpRequest) -> Response:
-        """Whether the server accepts requests; 503 if it is stopping or its model does not work."""
-        problem = "stopping" if self.service.stopping else self.service.problem()
+        """Whether the server accepts requests; 503 if it is stopping or a model does not work."""
+        problem = "stopping" if self.models.stopping else self.models.problem()
         return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
     async def metrics(self, _: HttpRequest) -> Response:
         """Counts and times in Prometheus format."""
-        service = self.service
-        content = service.metrics.to_text(service.model.stats(), service.name, service.step)
+        content = self.models.metrics.to_text(self.models.stats(), self.models.steps())
         return PlainTextResponse(content, media_type=METRICS_TYPE)
+
+
+async def _answer(
+    service: Service, http: HttpRequest, requests: list[Request], reply: CompletionReply | ChatReply, streamed: bool
+) -> Response:
+    """Submit the requests to the model; reply with a stream, or with all texts once they are complete."""
+    in_flight = await start_request(service, requests, streamed=streamed)
+
+    def log_end() -> None:
+        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds())
+        http.scope["log_fields"].update(
+            prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
+        )
+
+    if streamed:
+        return EventStream(service, in_flight, reply, on_end=log_end)
+    body = reply.build(await wait_for_texts(service, http, in_flight))
+    log_end()
+    return Response(to_json_bytes(body), headers=reply.headers, media_type=JSON)
+
+
+async def _run_encoder(service: Service, http: HttpRequest, request: EncoderRequest, tokens: int) -> str:
+    """Run a request of this many tokens; return its result: JSON for masks, numbers in base64 for embeddings."""
+    in_flight = await start_request(service, [request], streamed=False)
+    [text] = await wait_for_texts(service, http, in_flight)
+    service.metrics.add_texts(tokens, 0, in_flight.seconds())
+    http.scope["log_fields"].update(prompt_tokens=tokens)
+    return text.text
 
 
 def _tokens_json(service: Service, ids: list[int]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from textmill.config import SampleConfig, ServeConfig
 from textmill.errors import TextmillError
 from textmill.generation.embed import TextEncoder
 from textmill.generation.fill import MaskedTexts
-from textmill.generation.requests import Done, EncoderRequest, QueueFull, Request, TextChunk, TokenLogprob
+from textmill.generation.requests import Done, EncoderRequest, ModelStats, QueueFull, Request, TextChunk, TokenLogprob
 from textmill.server.errors import HttpError
 from textmill.server.metrics import Metrics
 from textmill.server.model_process import ModelProcess
@@ -32,6 +32,8 @@ MAX_INPUTS = 4096
 
 IndexedChunk = tuple[int, TextChunk]
 """A text's index within its HTTP request, and its next chunk."""
+RETRY_BROKEN_SECONDS = 5
+"""When a client should try again if the model does not work."""
 QUIET_SECONDS = 15.0
 """After this time without a chunk, the model is checked and a streaming client gets a keep-alive comment."""
 
@@ -48,6 +50,8 @@ class Service:
     step: int = 0
     template: AnyTemplate | None = None
     key: str | None = None
+    load: Callable[[], Awaitable[None]] | None = None
+    """Loads the model if it is not in memory; None: it always is."""
     generates: bool = True
     """Whether the model predicts the next token, so that it continues texts."""
     text_encoder: TextEncoder | None = None
@@ -75,9 +79,7 @@ class Service:
 
     def model_info(self) -> dict[str, Any]:
         """Return the model's entry in /v1/models."""
-        sample = self.sample.model_dump(exclude={"prompt", "prompts_file", "count", "seed", "slide_context"})
-        # The API keeps the fields' old names.
-        sample |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}
+        sample = self.sample.model_dump(exclude={"prompt", "prompts_file", "count", "seed"})
         limits = {
             "max_tokens": self.config.max_tokens,
             "n": MAX_CHOICES,
@@ -95,6 +97,7 @@ class Service:
             "step": self.step,
             "vocab": self.model.vocab,
             "chat": self.template is not None,
+            "language": self.token_texts.language,
             "sample": sample,
             "limits": limits,
             "generate": self.generates,
@@ -107,15 +110,19 @@ class Service:
         return self.model.problem(self.config.step_timeout)
 
     def retry_after(self) -> int:
-        """Estimate the seconds until a refused client should try again, from the queue and recent request times."""
-        stats = self.model.stats()
-        rounds = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
-        return max(1, min(60, math.ceil(rounds * self.metrics.mean_seconds())))
+        """Estimate the seconds until a refused client should try again."""
+        return seconds_until_free(self.model.stats(), self.metrics)
+
+
+def seconds_until_free(stats: ModelStats, metrics: Metrics) -> int:
+    """Estimate how long a queue lasts, from its length and recent request times."""
+    rounds = (stats.waiting + stats.active) / max(stats.slots, 1)
+    return max(1, min(60, math.ceil(rounds * metrics.mean_seconds())))
 
 
 @dataclass
-class GeneratedText:
-    """One text so far, and how it ended."""
+class ReceivedText:
+    """What has arrived of one text, and how it ended."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -184,7 +191,7 @@ class InFlightRequest:
                 return
             received = self._received
             self._received = []
-            if not received and (problem := self._service.problem()):
+            if not received and (problem := self._model.problem(self._service.config.step_timeout)):
                 raise broken_model_error(problem)
             self._ended += sum(chunk.done is not None for _, chunk in received)
             yield received
@@ -199,17 +206,26 @@ class InFlightRequest:
         return time.monotonic() - self.started
 
 
-def start_request(service: Service, requests: Sequence[Request | EncoderRequest], *, streamed: bool) -> InFlightRequest:
-    """Submit the texts of a request; raise HttpError if the queue is full, the server stops or a text is invalid."""
+async def start_request(
+    service: Service, requests: Sequence[Request | EncoderRequest], *, streamed: bool
+) -> InFlightRequest:
+    """Load the model if necessary and submit the texts of a request.
+
+    Raises HttpError if the queue is full, the server stops or a text is invalid.
+    """
     if service.stopping:
         raise stopping_error()
     if problem := service.problem():
         raise broken_model_error(problem)
+    if service.load is not None:
+        await service.load()  # from here to `submit` nothing else runs, so it stays loaded
     in_flight = InFlightRequest(service)
     try:
         in_flight.submit(requests, service.config.request_timeout, streamed)
     except QueueFull:
-        raise (stopping_error() if service.stopping else queue_full_error(service)) from None
+        raise (
+            stopping_error() if service.stopping else queue_full_error(service.model.stats(), service.metrics)
+        ) from None
     except TextmillError as error:
         if problem := service.problem():  # it may have broken a moment ago
             raise broken_model_error(problem) from None
@@ -217,10 +233,10 @@ def start_request(service: Service, requests: Sequence[Request | EncoderRequest]
     return in_flight
 
 
-def queue_full_error(service: Service) -> HttpError:
+def queue_full_error(stats: ModelStats, metrics: Metrics) -> HttpError:
     """Count and return the error of a full server."""
-    service.metrics.refused += 1
-    wait = service.retry_after()
+    metrics.refused += 1
+    wait = seconds_until_free(stats, metrics)
     return HttpError(429, f"the server's queue is full; try again in {wait} s", code="queue_full", retry_after=wait)
 
 
@@ -230,13 +246,13 @@ def stopping_error() -> HttpError:
 
 
 def broken_model_error(problem: str) -> HttpError:
-    """Return the error of a server whose model does not work."""
-    return HttpError(503, problem, code="model_broken")
+    """Return the error of a server whose model does not work; it may recover, or be restarted."""
+    return HttpError(503, problem, code="model_broken", retry_after=RETRY_BROKEN_SECONDS)
 
 
-async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFlightRequest) -> list[GeneratedText]:
+async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFlightRequest) -> list[ReceivedText]:
     """Return the complete texts; cancel them if the client disconnects."""
-    texts = [GeneratedText() for _ in in_flight.numbers]
+    texts = [ReceivedText() for _ in in_flight.numbers]
     disconnect = asyncio.create_task(wait_for_disconnect(http.receive))
     disconnect.add_done_callback(in_flight.on_disconnect)
     try:
@@ -260,15 +276,15 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _raise_failed(service: Service, texts: list[GeneratedText]) -> None:
-    """Raise HttpError for errors of the model, and for texts that ended without a token."""
+def _raise_failed(service: Service, texts: list[ReceivedText]) -> None:
+    """Raise HttpError for errors of the model, texts that a shutdown ended, and texts without a token in time."""
     for text in texts:
         assert text.done is not None
         if text.done.reason == "error":
             raise HttpError(500, text.done.message or "the model failed; see the server's log", code="model_error")
         if text.done.reason == "timeout":
             service.metrics.timeouts += 1
-        if not text.done.tokens and text.done.reason == "cancelled":
+        if text.done.reason == "cancelled":
             raise stopping_error()
         if not text.done.tokens and text.done.reason == "timeout":
             wait = service.retry_after()
@@ -276,9 +292,9 @@ def _raise_failed(service: Service, texts: list[GeneratedText]) -> None:
             raise HttpError(429, message, code="timeout", retry_after=wait)
 
 
-def merge_chunks(received: Sequence[IndexedChunk]) -> Iterator[tuple[int, GeneratedText]]:
+def merge_chunks(received: Sequence[IndexedChunk]) -> Iterator[tuple[int, ReceivedText]]:
     """Merge the chunks of each text; yield its index and new text, in the order of first appearance."""
-    merged: dict[int, GeneratedText] = {}
+    merged: dict[int, ReceivedText] = {}
     for index, chunk in received:
-        merged.setdefault(index, GeneratedText()).add(chunk)
+        merged.setdefault(index, ReceivedText()).add(chunk)
     yield from merged.items()

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from textmill.tokens.vocabulary.token_bytes import BYTE_TOKEN, SPACE, byte_level_alphabet
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+LANGUAGES = {
+    "ko": (re.compile("[\uac00-\ud7a3]"), 0.2),
+    "ja": (re.compile("[\u3040-\u30ff]"), 0.1),
+    "zh": (re.compile("[\u4e00-\u9fff]"), 0.2),
+    "ru": (re.compile("[\u0400-\u04ff]"), 0.2),
+    "ar": (re.compile("[\u0600-\u06ff]"), 0.2),
+    "tr": (re.compile("[\u011f\u0131\u0130\u015f]"), 0.04),
+}
+"""Letters of a language, and the share of a vocabulary's tokens that have one if it was made for that language."""
+SAMPLED_TOKENS = 2000
 
 
 class TokenTexts:
@@ -21,6 +32,16 @@ class TokenTexts:
         is_byte_level = type(tokenizer.inner.decoder).__name__ == "ByteLevel"
         self.byte_letters = byte_level_alphabet() if is_byte_level else None
         self.get_bytes = lru_cache(maxsize=100_000)(self._find_bytes)
+
+    @cached_property
+    def language(self) -> str:
+        """The language that the vocabulary was made for, as far as its letters tell; else en."""
+        vocab = self.tokenizer.vocab
+        texts = [self.get_text(id_) for id_ in range(0, vocab, max(1, vocab // SAMPLED_TOKENS))]
+        for language, (letters, share) in LANGUAGES.items():
+            if sum(letters.search(text) is not None for text in texts) > share * len(texts):
+                return language
+        return "en"
 
     def _find_bytes(self, id_: int) -> bytes:
         """Return the bytes of one token; empty for an unused id."""

@@ -195,6 +195,15 @@ def create_folder(path: Path, setting: str) -> None:
         raise TextmillError(f"{path}: cannot be created ({error.strerror}); set another {setting}") from None
 
 
+def check_folder(path: Path, setting: str) -> None:
+    """Refuse a folder that cannot be created or written, without creating it."""
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise TextmillError(f"{path}: cannot be created ({existing} is a file); set another {setting}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise TextmillError(f"{path}: cannot be written (no permission in {existing}); set another {setting}")
+
+
 @contextmanager
 def claim_folder(folder: Path, setting: str, first: bool) -> Iterator[Callable[[], None]]:
     """Create a folder and lock it on the first rank; yields a function that keeps what is written there.
@@ -271,3 +280,12 @@ def try_remove(path: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file in one write, so that lines of several processes do not mix."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)

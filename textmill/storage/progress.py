@@ -21,15 +21,21 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress(name: str, total: float | None = None, unit: str = "", second_unit: str = "") -> Iterator[Bar]:
-    """Show the progress of the work inside; 'bytes' is shown as MB, of `second_unit` only the rate is shown."""
+def progress(
+    name: str, total: float | None = None, unit: str = "", second_unit: str = "", is_short: bool = False
+) -> Iterator[Bar]:
+    """Show the progress of the work inside; 'bytes' is shown as MB, of `second_unit` only the rate is shown.
+
+    `is_short`: work that is usually done at once, so that nothing of it stays on the screen unless it takes long.
+    """
     if sys.stderr.isatty():
-        with _rich_bar(name, total, unit, second_unit) as bar:
+        with _rich_bar(name, total, unit, second_unit, is_short) as bar:
             yield bar
         return
     lines = PlainLines(name, total, unit, sys.stderr, second_unit)
     yield lines
-    lines.end()
+    if not is_short or lines.last_line > lines.start:
+        lines.end()
 
 
 class PlainLines:
@@ -70,7 +76,7 @@ class PlainLines:
 
 
 @contextmanager
-def _rich_bar(name: str, total: float | None, unit: str, second_unit: str) -> Iterator[Bar]:
+def _rich_bar(name: str, total: float | None, unit: str, second_unit: str, transient: bool) -> Iterator[Bar]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -94,7 +100,7 @@ def _rich_bar(name: str, total: float | None, unit: str, second_unit: str) -> It
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), RateColumn())
     remaining = TimeRemainingColumn(elapsed_when_finished=True)
-    with Progress(*columns, remaining, console=Console(stderr=True)) as display:
+    with Progress(*columns, remaining, console=Console(stderr=True), transient=transient) as display:
         task = display.add_task(name, total=total, second_done=0.0)
         second_done = 0.0
 

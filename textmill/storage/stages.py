@@ -218,6 +218,8 @@ def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _describe_source(old: Any, new: Any) -> str | None:
     """What happened to a source; None if it is the same source, read in another way."""
     if isinstance(old, dict) and isinstance(new, dict):
+        if old.get("files") != new.get("files"):
+            return f"has changed ({new.get('files'):,} files, {old.get('files'):,} before)"
         return "has changed" if old.get("sha256") != new.get("sha256") else None
     if isinstance(old, dict) or isinstance(new, dict):
         return "is new" if old is None else "is no longer there" if new is None else None

@@ -71,11 +71,11 @@ class ExampleRows:
         return read_examples(self.path)
 
 
-def read_examples(path: Path, *, rows: int = ROWS) -> Iterator[pa.RecordBatch]:
+def read_examples(path: Path) -> Iterator[pa.RecordBatch]:
     """The examples of a file as columns of SCHEMA."""
     first = 0
     records = read_records(path)
-    while block := list(islice(records, rows)):
+    while block := list(islice(records, ROWS)):
         features = [_split(path, first + number, data) for number, data in enumerate(block)]
         columns = {name: _column(path, first, name, [one[name] for one in features]) for name in KINDS}
         yield _to_batch(path, first, columns)

@@ -127,24 +127,24 @@ class JinjaTemplate:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the end of text, and the special token after an assistant's message."""
+        """Tokens that end an answer: the ends of a text, and the special token after an assistant's message."""
         special = {id_ for id_, token in self._with_special.get_added_tokens_decoder().items() if token.special}
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK.format(0)}]
         try:
-            after = self._text(turns, False).rpartition(MARK.format(0))[2]
+            after = self.text(turns, False).rpartition(MARK.format(0))[2]
         except TextmillError:  # it wants more turns, or other ones
             after = ""
         found = [id_ for id_ in self._encode(after) if id_ in special][:1]
-        return tuple(dict.fromkeys([*found, self.tokenizer.eos_id]))
+        return tuple(dict.fromkeys([*found, *self.tokenizer.end_ids]))
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         """The conversation as ids, as transformers renders it; special tokens in messages are plain text."""
         contents = [message["content"] for message in messages]
         special = [token.content for token in self._with_special.get_added_tokens_decoder().values()]
         if not any(token in content for content in contents for token in special):
-            return self._encode(self._text(messages, add_generation_prompt))
+            return self._encode(self.text(messages, add_generation_prompt))
         marked = [{**message, "content": MARK.format(number)} for number, message in enumerate(messages)]
-        pieces = MARKS.split(self._text(marked, add_generation_prompt))
+        pieces = MARKS.split(self.text(marked, add_generation_prompt))
         ids: list[int] = []
         for place, piece in enumerate(pieces):
             ids += self.tokenizer.encode(contents[int(piece)]) if place % 2 else self._encode(piece)
@@ -161,7 +161,8 @@ class JinjaTemplate:
         inner.encode_special_tokens = False
         return inner
 
-    def _text(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+    def text(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+        """The conversation as the template writes it."""
         roles = {**self.tokenizer.roles, "eos_token": self.tokenizer.inner.id_to_token(self.tokenizer.eos_id)}
         given: dict[str, Any] = {
             "messages": list(messages),

@@ -1,7 +1,7 @@
 """Token ids that other tools wrote (`tokens.use`): stores are used in place, datasets are converted into stores.
 
 A dataset has a column `input_ids`: Parquet files, a folder of `datasets.save_to_disk`, or BERT's examples in TFRecord
-files (bert_examples.py).
+files (bert_examples.py), numpy's .npy and pickled lists of arrays (array_rows.py).
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from textmill.config import RunConfig
-from textmill.corpus.document import SPLITS
+from textmill.config import CorpusConfig, RunConfig, TokensConfig
+from textmill.config.load import split_paths
+from textmill.corpus.document import SPLITS, Split
+from textmill.corpus.split import split_from_name, split_from_path
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
 from textmill.runners import Runner, open_runner
 from textmill.storage.files import format_path, hash_file, manifest_entry, read_json
 from textmill.storage.progress import progress
-from textmill.storage.remote_folders import fetch, is_url
+from textmill.storage.remote_folders import fetch, first_line, is_url
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.array_rows import ArrayRows, is_array_file
 from textmill.tokens.batches.batch import check_ids
 from textmill.tokens.bert_examples import ExampleRows
 from textmill.tokens.store import StoreWriter, dtype_for, open_store, store_paths, store_prefix
@@ -39,17 +42,6 @@ DICT_FILE = "dataset_dict.json"
 
 STATE_FILE = "state.json"
 """Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
-
-SPLIT_NAMES = {
-    "train": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "val": "valid",
-    "dev": "valid",
-    "test": "test",
-}
-
-SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})(?![a-z])")
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -77,22 +69,23 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
             f"tokens.kind={config.tokens.kind}: its rows are cut from a corpus, but tokens.use names existing tokens; "
             "remove one of them"
         )
-    paths = {number: used_path(used.path) for number, used in enumerate(config.tokens.use)}
-    tables = {number: path for number, path in paths.items() if existing_kind(path) == "table"}
+    entries = used_entries(config.tokens, config.corpus)
+    tables = [entry for entry in entries if entry.kind == "table"]
     if not tables:
         print("tokenize: nothing to do: tokens.use names token stores, which are read in place")
         return folder
-    tokenizer = tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)
+    tokenizer = tokenizer_of(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
     accounts, mtimes = input_accounts(tables, open_manifest(folder) if (folder / MANIFEST).is_file() else {})
-    made_from = {"corpus.split": config.corpus.split, "tokenizer": tokenizer.fingerprint, **accounts}
+    made_from = {"corpus.own_splits": config.corpus.own_splits, "tokenizer": tokenizer.fingerprint, **accounts}
+    made_from |= {f"split.{entry.number}": list(entry.fractions) for entry in tables}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
         return folder
     with stage.unfinished_folder() as part:
-        folders = {number: converted_folder(part, number, len(config.tokens.use)) for number in tables}
-        splits = _convert(tables, folders, config.corpus.split, tokenizer.vocab, open_runner(config.runner))
-        pairs = [where / f"{split}.{end}" for where in folders.values() for split in SPLITS for end in ("bin", "idx")]
+        folders = [converted_folder(part, entry.number, len(entries)) for entry in tables]
+        splits = _convert(tables, folders, tokenizer.vocab, open_runner(config.runner))
+        pairs = [where / f"{split}.{end}" for where in folders for split in SPLITS for end in ("bin", "idx")]
         files = {path.relative_to(part).as_posix(): manifest_entry(path) for path in pairs}
         shared = {
             "tokenizer": tokenizer.fingerprint,
@@ -100,10 +93,59 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
             "eos_id": tokenizer.eos_id,
             "mtimes": mtimes,
         }
-        used = {str(number): path.name for number, path in tables.items()}
+        used = {str(entry.number): entry.path.name for entry in tables}
         stage.write_manifest(part, files, {**shared, "used": used, "splits": splits})
     print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
     return folder
+
+
+@dataclass(frozen=True)
+class UsedEntry:
+    """An entry of `tokens.use`, `tokens.use_valid` or `tokens.use_test`."""
+
+    number: int
+    """Its place among the entries of the three settings."""
+    path: Path
+    kind: Literal["folder", "prefix", "table"]
+    """A folder of textmill, a prefix of .bin and .idx, or a dataset of rows."""
+    weight: float
+    split: Split | None
+    """The split that all of it belongs to; None for an entry of `tokens.use`."""
+    fractions: tuple[float, ...]
+    """How it is split if it has no splits of its own."""
+    keep_splits: bool
+    """Whether splits of its own count, if it has any."""
+
+
+def used_entries(tokens: TokensConfig, corpus: CorpusConfig) -> list[UsedEntry]:
+    """The entries of the three settings, in this order; refuses evaluation data among those to train on."""
+    named: list[tuple[str, float, Split | None]] = [(used.path, used.weight, None) for used in tokens.use]
+    named += [(path, 1.0, "valid") for path in tokens.use_valid]
+    named += [(path, 1.0, "test") for path in tokens.use_test]
+    train, valid, test = corpus.split
+    if tokens.use_valid:
+        valid = 0.0
+    if tokens.use_valid or tokens.use_test:
+        test = 0.0
+    entries = []
+    for number, (name, weight, split) in enumerate(named):
+        path = fetch(name) if is_url(name) else Path(name)
+        fractions = tuple(float(split == one) for one in SPLITS) if split else (train, valid, test)
+        entry = UsedEntry(number, path, existing_kind(path), weight, split, fractions, corpus.own_splits)
+        _check_names(entry)
+        entries.append(entry)
+    return entries
+
+
+def _check_names(entry: UsedEntry) -> None:
+    """Refuse to train on what is named after another split and would be split by `corpus.split`."""
+    has_splits = entry.kind == "folder" or (entry.kind == "table" and None not in _named_tables(entry))
+    split = split_from_name(entry.path.name)
+    if entry.split is None and entry.keep_splits and not has_splits and split not in (None, "train"):
+        raise TextmillError(
+            f"tokens.use: {entry.path}: is named after the {split} split, but would be trained on; name it in "
+            f"tokens.use_{split} instead, or set corpus.own_splits=false to train on it anyway"
+        )
 
 
 def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
@@ -116,22 +158,17 @@ def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
         return "table"
     raise TextmillError(
         f"tokens.use: {path}: no tokens found; name a prefix of .bin and .idx files, a folder written by textmill or "
-        f"datasets.save_to_disk, or Parquet files with a column input_ids"
+        f"datasets.save_to_disk, Parquet files with a column input_ids, or a .npy or .pickle file with ids"
     )
 
 
-def used_path(named: str) -> Path:
-    """Where an entry of `tokens.use` is, or its local copy if it is a URL."""
-    return fetch(named) if is_url(named) else Path(named)
-
-
 def converted_folder(folder: Path, number: int, count: int) -> Path:
-    """Where `tokenize` writes the stores of a dataset: the tokens folder, or a subfolder if tokens.use has several."""
+    """Where `tokenize` writes the stores of a dataset: the tokens folder, or a subfolder of it if there are several."""
     return folder if count == 1 else folder / f"used-{number}"
 
 
-def input_accounts(tables: dict[int, Path], manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Length and checksum, and mtime, of each file of datasets, by their numbers in `tokens.use`.
+def input_accounts(tables: Sequence[UsedEntry], manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Length and checksum, and mtime, of each file of datasets, by the numbers of their entries.
 
     A file with the length and mtime that the manifest has is not read again.
     """
@@ -139,7 +176,8 @@ def input_accounts(tables: dict[int, Path], manifest: dict[str, Any]) -> tuple[d
     times = manifest.get("mtimes", {})
     accounts = {}
     mtimes = {}
-    for name, path in [(f"{number}/{name}", file) for number in tables for name, file in named_files(tables[number])]:
+    files = [(f"{entry.number}/{name}", file) for entry in tables for name, file in named_files(entry.path)]
+    for name, path in files:
         if not path.is_file():
             raise TextmillError(f"{path}: file not found, but its dataset lists it")
         state = path.stat()
@@ -151,16 +189,16 @@ def input_accounts(tables: dict[int, Path], manifest: dict[str, Any]) -> tuple[d
 
 
 def _convert(
-    tables: dict[int, Path], folders: dict[int, Path], fractions: Sequence[float], vocab: int, runner: Runner
+    tables: Sequence[UsedEntry], folders: Sequence[Path], vocab: int, runner: Runner
 ) -> dict[str, dict[str, int]]:
     """Convert every split of every dataset on the runner; return the counts of each split over all datasets."""
     tasks: list[tuple[str, Conversion]] = []
-    for number, where in tables.items():
-        folders[number].mkdir(exist_ok=True)
-        for left in folders[number].glob("*.tmp-*"):  # left by a run that was killed
+    for entry, folder in zip(tables, folders, strict=True):
+        folder.mkdir(exist_ok=True)
+        for left in folder.glob("*.tmp-*"):  # left by a run that was killed
             left.unlink()
-        opened = open_tables(where, fractions)
-        tasks += [(split, Conversion(opened[split], folders[number] / split, vocab)) for split in SPLITS]
+        opened = open_tables(entry)
+        tasks += [(split, Conversion(opened[split], folder / split, vocab)) for split in SPLITS]
     splits: dict[str, dict[str, int]] = {split: {"documents": 0, "tokens": 0} for split in SPLITS}
     with progress("tokenize", total=sum(task.table.count for _, task in tasks), unit="rows") as bar:
         found = runner.map(convert_split, [task for _, task in tasks])
@@ -249,12 +287,12 @@ class ListColumn:
     lengths: NDArray[np.int64]
 
 
-def open_tables(where: Path, fractions: Sequence[float]) -> dict[str, Table]:
+def open_tables(entry: UsedEntry) -> dict[str, Table]:
     """The rows of each split: by the names of files and folders, or, if these name no split, by their fractions."""
-    named = _saved_files(where) if is_dataset(where) else _files_by_name(where, find_table_files(where))
+    named = _named_tables(entry)
     if None in named:
         files = named[None]
-        edges = split_borders(fractions, sum(map(count_rows, files)))
+        edges = split_borders(entry.fractions, sum(map(count_rows, files)))
         return {
             split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)
         }
@@ -263,6 +301,22 @@ def open_tables(where: Path, fractions: Sequence[float]) -> dict[str, Table]:
         files = named.get(split, ())
         tables[split] = Table(files, 0, sum(map(count_rows, files)))
     return tables
+
+
+def _named_tables(entry: UsedEntry) -> dict[str | None, tuple[Path, ...]]:
+    """The files of each split of a dataset; under None those of a dataset without splits."""
+    where = entry.path
+    if not entry.keep_splits:
+        return {None: tuple(path for _, path in named_files(where))}
+    named = _saved_files(where) if is_dataset(where) else _files_by_name(where, find_table_files(where))
+    if entry.split is None:
+        return named
+    if len(named) > 1:
+        raise TextmillError(
+            f"tokens.use_{entry.split}: {where}: has several splits ({', '.join(map(str, named))}); name the files or "
+            "the folder of one"
+        )
+    return {None: next(iter(named.values()))}
 
 
 def split_borders(fractions: Sequence[float], count: int) -> list[int]:
@@ -284,17 +338,19 @@ def is_dataset(path: Path) -> bool:
 
 
 def find_table_files(where: Path) -> list[Path]:
-    """The Parquet or TFRecord files of a file name, folder or glob; files of Apache Beam have no ending."""
+    """The files with rows of a file name, folder or glob; files of Apache Beam have no ending."""
     if where.is_file():
         return [where]
     if where.is_dir():
         found = sorted(
             path
             for path in where.rglob("*")
-            if path.is_file() and (path.suffix == ".parquet" or SHARD.search(path.name) or TFRECORD.search(path.name))
+            if path.is_file()
+            and (path.suffix in (".parquet", ".npy") or SHARD.search(path.name) or TFRECORD.search(path.name))
         )
     else:
-        found = sorted(path for path in map(Path, glob.glob(str(where), recursive=True)) if path.is_file())
+        names = (name for path in split_paths(str(where)) for name in glob.glob(path, recursive=True))
+        found = sorted(path for path in map(Path, names) if path.is_file())
     return found
 
 
@@ -314,12 +370,13 @@ def _saved_files(folder: Path) -> dict[str | None, tuple[Path, ...]]:
         return {None: _arrow_files(folder)}
     splits: dict[str | None, tuple[Path, ...]] = {}
     for name in read_json(folder / DICT_FILE)["splits"]:
-        if name not in SPLIT_NAMES:
+        split = split_from_name(name)
+        if split is None:
             raise TextmillError(
                 f"{folder}: unknown split '{name}'; known are train, validation and test; "
                 f"to use it anyway, name its own folder: {folder / name}"
             )
-        splits[SPLIT_NAMES[name]] = splits.get(SPLIT_NAMES[name], ()) + _arrow_files(folder / name)
+        splits[split] = splits.get(split, ()) + _arrow_files(folder / name)
     return splits
 
 
@@ -333,18 +390,16 @@ def _arrow_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _files_by_name(where: Path, files: Sequence[Path]) -> dict[str | None, tuple[Path, ...]]:
-    """Group files by split: the name of a file, or of a folder above it, starts with the name of the split."""
+    """Group files by split: the one that a file, or else a folder above it, is named after."""
     splits: dict[str | None, tuple[Path, ...]] = {}
     for path in files:
         inside = path.relative_to(where).parts if where.is_dir() else (path.name,)
-        matches = [SPLIT_PREFIX.match(part.lower()) for part in inside]
-        match = next((match for match in matches if match is not None), None)
-        split = SPLIT_NAMES[match[1]] if match else None
+        split = split_from_path(inside)
         splits[split] = (*splits.get(split, ()), path)
     if None in splits and len(splits) > 1:
         raise TextmillError(
             f"{where}: {splits[None][0].name} is not named after a split, but other files are; "
-            f"name all files train-*, validation-* or test-*, or none"
+            f"name all files train-*, validation-* or test-*, or none, or set corpus.own_splits=false to pool them"
         )
     return splits
 
@@ -353,6 +408,8 @@ def count_rows(path: Path) -> int:
     """The number of rows in a file; an Arrow stream must be read up to its last batch header."""
     if _is_examples(path):
         return count_records(path)
+    if is_array_file(path):
+        return len(ArrayRows(path))
     with _open_table(path) as file:
         if isinstance(file, pq.ParquetFile):
             return int(file.metadata.num_rows)
@@ -383,9 +440,12 @@ def has_masked_rows(table: Table) -> bool:
 
 @contextmanager
 def _open_table(path: Path) -> Iterator[Any]:
-    """A Parquet file, TFRecord file, or Arrow stream over mapped memory; whatever is wrong with it names the file."""
+    """A file of Parquet, TFRecord or numpy, or an Arrow stream over mapped memory; errors name the file."""
     if _is_examples(path):
         yield ExampleRows(path)
+        return
+    if is_array_file(path):
+        yield ArrayRows(path)
         return
     try:
         with pa.memory_map(str(path)) as stream:
@@ -399,8 +459,7 @@ def _open_table(path: Path) -> Iterator[Any]:
     except FileNotFoundError:
         raise TextmillError(f"{path}: file not found") from None
     except (pa.ArrowException, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TextmillError(f"{path}: not a complete Parquet file or Arrow stream ({first})") from None
+        raise TextmillError(f"{path}: not a complete Parquet file or Arrow stream ({first_line(error)})") from None
 
 
 def _schema_of(file: Any) -> pa.Schema:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from textmill.config import RunConfig, TokensConfig
+from textmill.config import RunConfig
 from textmill.config.tokenizer import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
@@ -19,14 +18,14 @@ from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.batches.blend import Source
 from textmill.tokens.existing_tokens import (
     Table,
+    UsedEntry,
     converted_folder,
     count_rows,
-    existing_kind,
     has_masked_rows,
     input_accounts,
     open_tables,
     split_borders,
-    used_path,
+    used_entries,
 )
 from textmill.tokens.store import TokenStore, open_store, store_prefix
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer, tokenizer_of
@@ -69,7 +68,7 @@ class Splits:
     fingerprint: str
     """The fingerprint of all tokens; a run cannot be resumed with another one."""
     manifest: dict[str, Any]
-    """The manifest written by `tokenize`; empty for existing stores."""
+    """The manifest written by `tokenize`; for existing stores only `splits`: the counts of each split, where known."""
     files: dict[Path, dict[str, Any]] = field(default_factory=dict)
     """The files that training reads and that a manifest lists, with their length and checksum there."""
 
@@ -93,45 +92,55 @@ class _SplitSource:
     fingerprint: str
     features: dict[str, FeatureRows] | None = None
     files: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By split what `tokenize` counted; empty for tokens of other tools."""
 
 
 def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Splits:
     """Open the splits of a config and check that they were made with the tokenizer (default: the one of the config)."""
     if config.tokens.use:
-        tokenizer = tokenizer or tokenizer_of(config.folder_of("tokenizer"), config.tokenizer)
-        folder = config.folder_of("tokens")
-        sources = [
-            _open_existing(config.tokens, number, folder, tokenizer, config.corpus.split, config.train.layout)
-            for number in range(len(config.tokens.use))
-        ]
-        weights = [entry.weight for entry in config.tokens.use]
-        fingerprints = [(source.fingerprint, weight) for source, weight in zip(sources, weights, strict=True)]
-        files: dict[Path, dict[str, Any]] = {}
-        for source in sources:
-            files |= source.files
-        stores = _weighted_stores(sources, weights)
-        return Splits(stores, tokenizer, hash_sources(fingerprints), {}, files, fingerprints)
+        tokenizer = tokenizer or tokenizer_of(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
+        return _open_used(config, tokenizer)
     folder = config.folder_of("tokenizer")
     tokens = config.folder_of("tokens")
     manifest = open_manifest(tokens, "tokenize")
     tokenizer = tokenizer or open_tokenizer(folder)
     source = _open_folder(tokens, tokenizer, folder, config.train.layout == "features")
-    stores = _weighted_stores([source], [1.0])
+    stores: dict[str, list[WeightedStore]] = {split: [_weighted_store(source, split, 1.0)] for split in SPLITS}
     return Splits(stores, tokenizer, source.fingerprint, manifest, source.files, [(source.fingerprint, 1.0)])
 
 
-def hash_sources(sources: Sequence[Source]) -> str:
-    """The fingerprint of several stores and their weights."""
-    return hash_json([list(source) for source in sources])
+def _open_used(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
+    """The stores of `tokens.use`; those of `tokens.use_valid` and `tokens.use_test` replace its valid and test
+    split."""
+    entries = used_entries(config.tokens, config.corpus)
+    folder = config.folder_of("tokens")
+    opened = [_open_existing(entry, folder, len(entries), tokenizer, config.train.layout) for entry in entries]
+    files: dict[Path, dict[str, Any]] = {}
+    for source in opened:
+        files |= source.files
+    pairs = list(zip(entries, opened, strict=True))
+    # Evaluation data that `tokens.use` may name too has no rows to train on.
+    has_rows = [(entry, source) for entry, source in pairs if not entry.split and source.stores["train"].tokens]
+    to_train = has_rows or [(entry, source) for entry, source in pairs if not entry.split]
+    by_split = {"train": to_train}
+    for split in ("valid", "test"):
+        own = [(entry, source) for entry, source in pairs if entry.split == split]
+        shared = [(entry, source) for entry, source in pairs if not entry.split]
+        by_split[split] = own or shared
+    stores = {
+        split: [_weighted_store(source, split, entry.weight) for entry, source in chosen]
+        for split, chosen in by_split.items()
+    }
+    # How often each of several stores is read is not known here.
+    counts = {split: chosen[0][1].counts.get(split) for split, chosen in by_split.items() if len(chosen) == 1}
+    fingerprint = hash_json([[source.fingerprint, entry.weight, entry.split] for entry, source in pairs])
+    sources = [(source.fingerprint, entry.weight) for entry, source in to_train]
+    return Splits(stores, tokenizer, fingerprint, {"splits": counts}, files, sources)
 
 
-def _weighted_stores(sources: list[_SplitSource], weights: list[float]) -> dict[str, list[WeightedStore]]:
-    by_split: dict[str, list[WeightedStore]] = {split: [] for split in SPLITS}
-    for source, weight in zip(sources, weights, strict=True):
-        for split in SPLITS:
-            features = source.features[split] if source.features else None
-            by_split[split].append(WeightedStore(source.stores[split], weight, features))
-    return by_split
+def _weighted_store(source: _SplitSource, split: str, weight: float) -> WeightedStore:
+    return WeightedStore(source.stores[split], weight, source.features[split] if source.features else None)
 
 
 def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with_features: bool) -> _SplitSource:
@@ -145,7 +154,7 @@ def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with
     stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
     made_from = manifest["made_from"]
     if not with_features or made_from.get("tokens.kind") != "features":
-        return _SplitSource(stores, manifest["fingerprint"], files=files)
+        return _SplitSource(stores, manifest["fingerprint"], files=files, counts=manifest["splits"])
     settings = {name: made_from[f"tokens.features.{name}"] for name in FeaturesConfig.model_fields}
     rule = FeaturesConfig(**settings)
     has_end_token = bool(made_from["tokens.append_end"])
@@ -154,7 +163,7 @@ def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with
     }
     tables = {split: _open_table(tuple(folder / name for name in names[split])) for split in SPLITS}
     features: dict[str, FeatureRows] = {split: FeatureRows(tables[split], rule, has_end_token) for split in SPLITS}
-    return _SplitSource(stores, manifest["fingerprint"], features, files)
+    return _SplitSource(stores, manifest["fingerprint"], features, files, manifest["splits"])
 
 
 def _check_files(folder: Path, manifest: dict[str, Any]) -> dict[Path, dict[str, Any]]:
@@ -177,17 +186,16 @@ def _open_table(files: tuple[Path, ...]) -> Table:
     return Table(files, 0, sum(map(count_rows, files)))
 
 
-def _open_existing(
-    tokens: TokensConfig, number: int, folder: Path, tokenizer: TextTokenizer, fractions: Sequence[float], layout: str
-) -> _SplitSource:
-    """Open one entry of `tokens.use`; only a Megatron prefix is split here, the others have splits already."""
-    path = used_path(tokens.use[number].path)
-    kind = existing_kind(path)
-    if kind == "folder":
-        return _open_folder(path, tokenizer, "the tokenizer of this run", layout == "features")
-    if kind == "prefix":
+def _open_existing(entry: UsedEntry, folder: Path, count: int, tokenizer: TextTokenizer, layout: str) -> _SplitSource:
+    """Open one of `count` entries; only a Megatron prefix is split here, the others have splits already."""
+    path = entry.path
+    number = entry.number
+    if entry.kind == "folder":
+        source = _open_folder(path, tokenizer, "the tokenizer of this run", layout == "features")
+        return source if entry.split is None else _as_one_split(source, entry)
+    if entry.kind == "prefix":
         store = open_store(store_prefix(path))
-        edges = split_borders(fractions, len(store))
+        edges = split_borders(entry.fractions, len(store))
         stores: dict[str, TokenStore] = {}
         for place, split in enumerate(SPLITS):
             stores[split] = store.slice(edges[place], edges[place + 1])
@@ -204,13 +212,15 @@ def _open_existing(
         )
     made_from = manifest["made_from"]
     converted = {name: account for name, account in made_from.items() if name.startswith(f"inputs.{number}/")}
-    if input_accounts({number: path}, manifest)[0] != converted or made_from["corpus.split"] != fractions:
+    is_same_split = made_from[f"split.{number}"] == list(entry.fractions)
+    is_same_split &= made_from["corpus.own_splits"] == entry.keep_splits
+    if input_accounts([entry], manifest)[0] != converted or not is_same_split:
         raise TextmillError(
-            f"{folder}: {path} or corpus.split has changed since it was converted; run: textmill tokenize WHERE --force"
+            f"{folder}: {path} or its split has changed since it was converted; run: textmill tokenize WHERE --force"
         )
     files = _check_files(folder, manifest)
-    where = converted_folder(folder, number, len(tokens.use))
-    tables = open_tables(path, fractions) if layout in ("features", "masked") else {}
+    where = converted_folder(folder, number, count)
+    tables = open_tables(entry) if layout in ("features", "masked") else {}
     if layout == "masked" and not all(map(has_masked_rows, tables.values())):
         tables = {}
     return _SplitSource(
@@ -219,6 +229,21 @@ def _open_existing(
         {split: FeatureRows(table) for split, table in tables.items()} or None,
         files,
     )
+
+
+def _as_one_split(source: _SplitSource, entry: UsedEntry) -> _SplitSource:
+    """A folder of textmill all of whose documents belong to one split: it may have only one that is not empty."""
+    filled = [split for split in SPLITS if source.stores[split].tokens]
+    if len(filled) != 1:
+        raise TextmillError(
+            f"tokens.use_{entry.split}: {entry.path}: has several splits ({', '.join(filled)}); name one: "
+            f"{entry.path / (entry.split or 'valid')}"
+        )
+    stores = dict(source.stores)
+    stores[entry.split or "valid"] = source.stores[filled[0]]
+    features = source.features and {split: source.features[filled[0]] for split in SPLITS}
+    counts: dict[str, dict[str, int]] = {entry.split or "valid": source.counts[filled[0]]} if source.counts else {}
+    return replace(source, stores=stores, features=features, counts=counts)
 
 
 def _hash_sampled_ids(store: TokenStore) -> str:

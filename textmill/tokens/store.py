@@ -397,21 +397,10 @@ class StoreWriter:
                 f"{store.prefix}: a store has either conversations or plain text, not both; "
                 f"join stores of the same kind"
             )
-        step = 8 * BLOCK
-        for start in range(0, store.tokens, step):
-            if store.loss_mask is not None:
-                self._add_mask(store.loss_mask[start : start + step], len(store.ids[start : start + step]))
-            self._ids.write(np.ascontiguousarray(store.ids[start : start + step]).data)
-        lengths = store.lengths
-        documents = store.index.documents
-        for start in range(0, len(lengths), BLOCK):
-            self._lengths.write(np.asarray(lengths[start : start + BLOCK], np.int32).tobytes())
-        shift = self.sequences - int(documents[store.first_document])
-        for start in range(store.first_document, store.first_document + len(store), BLOCK):
-            ends = documents[start + 1 : min(start + BLOCK, store.first_document + len(store)) + 1]
-            self._documents.write((ends + np.int64(shift)).astype(np.int64).tobytes())
-        self.sequences += len(lengths)
-        self.documents += len(store)
+        for begin in range(0, len(store), BLOCK):
+            part = store.slice(begin, min(begin + BLOCK, len(store)))
+            ends = part.index.documents[part.first_document : part.first_document + len(part) + 1]
+            self.add_flat(part.ids, part.lengths, np.diff(ends), part.loss_mask)
 
     def __enter__(self) -> StoreWriter:
         return self

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError, warn
@@ -44,6 +44,11 @@ class Trackers:
             raise
         except Exception as error:
             _warn(name, error)
+
+    @property
+    def names(self) -> list[str]:
+        """The trackers that are open."""
+        return list(self._open)
 
     def keep_notes(self, path: Path, *, append: bool) -> None:
         """Write all notes to this file too."""
@@ -123,19 +128,18 @@ def open_trackers(
     flops_per_token: float,
     peak_flops: float | None,
     settings: dict[str, Any],
-    stream: TextIO | None = None,
 ) -> Trackers:
     """Open the trackers of the config; metrics logged after step `start` are removed, since these steps run again."""
     modules = {kind: _import_tracker(kind) for kind in config.kinds}
-    trackers = Trackers(
-        new_console(Throughput(steps, start, tokens, flops_per_token, peak_flops), stream or sys.stdout)
-    )
+    trackers = Trackers(new_console(Throughput(steps, start, tokens, flops_per_token, peak_flops), sys.stdout))
     try:
         trackers.add(METRICS_FILE, lambda: _open_json_lines(folder, start))
         trackers.keep_notes(folder / NOTES_FILE, append=start > 0)
         for kind, module in modules.items():
             if module is not None:
                 trackers.add(kind, lambda module=module: module.new_tracker(config, folder, start, settings))  # type: ignore[misc]
+            if kind == "wandb" and kind in trackers.names:
+                trackers.note(module.describe_mode(config, folder))
     except BaseException:
         trackers.close()
         raise

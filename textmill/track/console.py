@@ -67,11 +67,13 @@ class Throughput:
         return f"{step:>{len(str(self.steps))}}/{self.steps}"
 
     def format_values(self, step: int, values: Values) -> list[str]:
-        """Loss and its terms, bits per byte, epoch, learning rate, throughput, MFU and time left as short texts."""
+        """Loss and its terms, bits per byte, perplexity, epoch, learning rate, throughput, MFU and time left."""
         texts = []
         if "loss" in values:
             bits = f" ({values['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in values else ""
             texts.append(f"loss {values['loss']:.4f}{bits}")
+        if "perplexity" in values:
+            texts.append(f"ppl {values['perplexity']:.2f}")
         for name in values:
             if name == "pair_loss" or name.startswith("distil_"):
                 texts.append(f"{name.removeprefix('distil_').replace('_', ' ')} {values[name]:.4f}")
@@ -192,10 +194,13 @@ def new_console(throughput: Throughput, stream: TextIO) -> Console:
 
 
 def format_valid(values: Values) -> str:
-    """The loss on the valid split, in bits per byte too, and the fraction of its tokens predicted correctly."""
-    accuracy = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
+    """The loss on the valid split, in bits per byte too, its perplexity, and the fraction of its tokens predicted
+    correctly, next to that of the last train batch."""
+    train = f" (train {values['train_accuracy']:.1%})" if "train_accuracy" in values else ""
+    accuracy = f"  accuracy {values['valid_accuracy']:.1%}{train}" if "valid_accuracy" in values else ""
+    perplexity = f"  ppl {values['valid_perplexity']:.2f}" if "valid_perplexity" in values else ""
     bits = f"  {values['valid_bits_per_byte']:.3f} bits/byte" if "valid_bits_per_byte" in values else ""
-    return f"valid loss {values['valid_loss']:.4f}{bits}{accuracy}"
+    return f"valid loss {values['valid_loss']:.4f}{bits}{perplexity}{accuracy}"
 
 
 def format_tasks(values: Values) -> list[str]:

@@ -1,10 +1,12 @@
-"""Weights & Biases tracker: writes into the run folder, offline by default."""
+"""Weights & Biases tracker: writes into the run folder, and sends it to W&B if there is a key."""
 
 from __future__ import annotations
 
+import netrc
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 # wandb reads it at import: otherwise it reports its own errors over the network, even in offline mode.
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -12,6 +14,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 import wandb
 
 from textmill.config import TrackConfig
+from textmill.storage.files import format_path
 from textmill.track import read_or_create_id
 
 
@@ -19,6 +22,7 @@ class WeightsAndBiases:
     """One W&B run; a resumed training continues it."""
 
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> None:
+        offline = is_offline(config)
         self._run = wandb.init(
             project=config.project,
             entity=config.wandb.entity,
@@ -28,8 +32,8 @@ class WeightsAndBiases:
             id=run_id,
             dir=str(folder),
             config=settings,
-            mode="offline" if config.wandb.offline else "online",
-            resume=None if config.wandb.offline else "allow",
+            mode="offline" if offline else "online",
+            resume=None if offline else "allow",
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, save_code=False, disable_job_creation=True
             ),
@@ -47,6 +51,30 @@ class WeightsAndBiases:
         """End the W&B run and wait for W&B's process to write its file; `finish` alone returns before that."""
         self._run.finish()
         wandb.teardown()
+
+
+def is_offline(config: TrackConfig) -> bool:
+    """Whether nothing is sent: as `track.wandb.offline` says, else if there is no key."""
+    return not _has_key() if config.wandb.offline is None else config.wandb.offline
+
+
+def describe_mode(config: TrackConfig, folder: Path) -> str:
+    """One line about where the metrics go, and why."""
+    if not is_offline(config):
+        return f"wandb: online, project {config.project}; track.wandb.offline=true keeps the metrics here"
+    why = "track.wandb.offline=true" if config.wandb.offline else "no key: set WANDB_API_KEY or run wandb login"
+    return f"wandb: offline ({why}); send it later: wandb sync {format_path(folder / 'wandb')}/offline-run-*"
+
+
+def _has_key() -> bool:
+    """Whether there is a key in the environment, or in the file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> WeightsAndBiases:

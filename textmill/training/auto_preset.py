@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.folders import list_checkpoints
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.config.training import AUTO_SETTINGS
 from textmill.errors import TextmillError
 from textmill.models import Shape, count_blocks_and_head
 from textmill.storage.files import read_json
 from textmill.storage.stages import Force
 from textmill.tokens.splits import Splits, open_splits
-from textmill.training.start import choose_shape
+from textmill.training.start import batch_multiple, choose_shape
 
 MUON_RATE = 0.125
 """Muon's learning rate is this divided by the square root of the width."""
@@ -37,17 +37,22 @@ MIN_STEPS = 2000
 """The batch is small enough for this many steps."""
 ADAMW_BATCH = 2
 """AdamW's batch is this many times Muon's."""
-MAX_WEIGHT_DECAY = 3.2
+MAX_WEIGHT_DECAY = 4.0
 """The highest weight decay that was the best in a measurement."""
+DECAY_EPOCHS = 0.4
+DECAY_EPOCHS_OF_FEW = 2.6
+DECAY_RATIO = 2.4
+"""The timescale of weight decay in epochs where text is repeated much: the first, in few epochs the second divided by
+their number, and longer for nets with fewer parameters per token than the third."""
 WARMUP = 0.05
 MAX_WARMUP_STEPS = 2000
 """Warm-up: a fraction of the run, but not more than so many steps."""
 TARGET_EPOCHS = 2.6
-TARGET_POWER = 0.45
+TARGET_POWER = 0.58
 """Epochs of a net that has as many parameters as the text has tokens; a net with more parameters needs more, by this
 power of its parameters per token."""
-MAX_EPOCHS = 25
-"""More epochs than this do not help a net of any size."""
+MAX_EPOCHS = 10
+"""More epochs than this do not help a net of any size: on text that it has not seen it only becomes worse."""
 TOKENS_PER_PARAMETER = 11
 """Tokens to train on for each parameter of a net that is so small for its text that these take less."""
 SMALL_NET = 1e7
@@ -67,7 +72,8 @@ def fill_auto_preset(config: RunConfig, force: Force = "no", processes: int = 1)
         )
     values = _saved_settings(config.folder_of("train")) if force == "no" else None
     if values is None:
-        values = _compute_settings(config, open_splits(config), processes)
+        multiple = batch_multiple(config.engine, processes)
+        values = _compute_settings(config.model, config.train, open_splits(config), multiple)
     changes: dict[str, Any] = {key: values[key] for key in open_settings if "." not in key}
     if "muon.adamw_rate_factor" in open_settings:
         factor = values["muon.adamw_rate_factor"]
@@ -86,10 +92,9 @@ def _saved_settings(run: Path) -> dict[str, Any] | None:
     return None
 
 
-def _compute_settings(config: RunConfig, data: Splits, processes: int) -> dict[str, Any]:
-    """All settings of AUTO_SETTINGS by formula."""
-    train = config.train
-    shape = choose_shape(config, data, None)
+def _compute_settings(model: ModelConfig, train: TrainConfig, data: Splits, multiple: int) -> dict[str, Any]:
+    """All settings of AUTO_SETTINGS by formula; the batch is a multiple of `multiple`."""
+    shape = choose_shape(model, train.length, data, None)
     unique_tokens = max(1, sum(store.tokens for store in data.stores("train")))
     length = train.length or shape.positions
     fixed_batch_tokens = None if "batch" in train.open_settings else train.batch * length
@@ -99,8 +104,7 @@ def _compute_settings(config: RunConfig, data: Splits, processes: int) -> dict[s
     else:
         by_steps = train.unit == "steps"
         batch_tokens = run_tokens / train.steps if by_steps else best_batch_tokens(train.optimizer, run_tokens)
-        micro_batch = config.engine.micro_batch
-        batch = _round_batch(batch_tokens / length, processes * (micro_batch if isinstance(micro_batch, int) else 1))
+        batch = _round_batch(batch_tokens / length, multiple)
     parameters = count_blocks_and_head(shape)
     settings = auto_settings(
         train.optimizer, shape.width, parameters, unique_tokens, run_tokens, batch_tokens=batch * length
@@ -198,7 +202,7 @@ def best_weight_decay(
     what it learnt. The best timescale is known for text that is repeated little and for text that is repeated much."""
     ratio = parameters / unique_tokens
     little_repeated = 1.08 * epochs * math.pow(epochs / ratio, -0.53)
-    much_repeated = max(0.3, 2.0 * math.pow(ratio, -0.5) * math.pow(max(unique_tokens, 2e6) / 2e6, -0.3))
+    much_repeated = max(DECAY_EPOCHS, DECAY_EPOCHS_OF_FEW / epochs) * max(1.0, DECAY_RATIO / ratio)
     timescale = min(little_repeated, much_repeated)
     return min(MAX_WEIGHT_DECAY, batch_tokens / (rate * unique_tokens * timescale))
 

@@ -28,9 +28,10 @@ MAX_SPIKES = 20
 class SkippedUpdates:
     """Checks each logged step for a skipped update. All ranks see the same numbers; only rank 0 reports."""
 
-    def __init__(self, run: Path, guard: SpikeGuard | None, first: bool) -> None:
-        """`first` is whether this is rank 0."""
+    def __init__(self, run: Path, guard: SpikeGuard | None, first: bool, precision: str) -> None:
+        """`first` is whether this is rank 0; `precision` is that of the matmuls."""
         self.run = run
+        self.full_precision = precision in ("float32", "fp32")
         self.guard = guard
         self.first = first
         self._bad_steps = 0
@@ -106,9 +107,10 @@ class SkippedUpdates:
     def _end_diverged(self, done: int, scale: float | None) -> None:
         saved = ", ".join(map(str, list_checkpoints(self.run)))
         kept = f" (kept checkpoints: {saved})" if saved else ""
+        precision = "" if self.full_precision else " or set engine.precision=fp32"
         self._end(
-            f"diverged: the loss is no longer finite at step {done}{_at_scale(scale)}; lower train.learning_rate or "
-            f"set engine.precision=fp32, and start from scratch with --force, or choose another train.folder{kept}"
+            f"diverged: the loss is no longer finite at step {done}{_at_scale(scale)}; lower train.learning_rate"
+            f"{precision}, and start from scratch with --force, or choose another train.folder{kept}"
         )
 
     def _end(self, reason: str) -> None:

@@ -1,19 +1,20 @@
 """The training loop: it decides when to log, evaluate, save and stop; the engine computes the steps.
 
-`train` locks the run folder, opens the data, chooses what to start from and builds the engine; `Training.run_steps`
-runs the steps, and `Training._after_step` does what is due after each: log, check, evaluate, save, stop.
+`open_training` locks the run folder, opens the data, chooses what to start from and builds the engine. `Training` is
+the loop: a caller iterates over its steps and runs each, and `Training._after_step` does what is due after it: log,
+check, evaluate, save, stop. `train` runs every step as the settings say; a researcher's own loop does other things.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from textmill.engines import Engine, Step, open_engine, open_ranks
 from textmill.engines.distillation.teachers import check_teachers, resolve_teachers
 from textmill.errors import TextmillError
 from textmill.generation import sample_prompts
+from textmill.models import open_family
 from textmill.processes.ranks import Ranks, report_each, run_on_all
 from textmill.processes.signals import StopSignals, stop_error, write_stopped_file
 from textmill.storage import faults
@@ -50,13 +52,11 @@ from textmill.training.run_folder import (
     take_snapshot,
 )
 from textmill.training.run_length import RunLength, plan_run_length
-from textmill.training.start import Start, choose_start, use_imported_model
+from textmill.training.start import Start, check_batch_memory, check_own_family, choose_start, use_imported_model
 from textmill.training.teacher_cache import open_teacher_cache
 from textmill.training.timing import MinutesTimer, StepLog
 from textmill.training.validation import Validation
 
-BYTES_PER_ID = 16
-"""Inputs and labels of a batch, in 8 bytes each."""
 CHECKED_FILE = "tokens_checked.json"
 """The files that were found intact, with length and modification time: a resumed run does not read them again."""
 POLL_SECONDS = 0.2
@@ -78,6 +78,23 @@ def train(
     `train.minutes` counts from `started`, by `time.perf_counter`, and leaves time to evaluate if the command
     `evaluates` after training.
     """
+    with open_training(config, force, step, change=change, started=started, evaluates=evaluates) as run:
+        for one in run:
+            one.run()
+    return config.folder_of("train")
+
+
+@contextmanager
+def open_training(
+    config: RunConfig,
+    force: Force = "no",
+    step: StepChoice = "latest",
+    *,
+    change: bool = False,
+    started: float | None = None,
+    evaluates: bool = False,
+) -> Iterator[Training | DoneTraining]:
+    """A run to iterate over, from its newest checkpoint on; the arguments are those of `train`."""
     started = time.perf_counter() if started is None else started
     run = config.folder_of("train")
     with (
@@ -89,21 +106,29 @@ def train(
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: complete_config(config, force, ranks))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
+        run_on_all(ranks, lambda: check_own_family(config.model, start.shape) if ranks.first else None)
         if reason := describe_end(config.train, start, run_length):
             if ranks.first:
                 print(f"train: done already: {format_path(run)} ({reason})")
-            return run
-        with_steps = config.model_copy(update={"train": run_length.train_with_all_steps})
-        engine = run_on_all(ranks, lambda: build_engine(with_steps, start, ranks, resources))
+            yield DoneTraining(run)
+            return
+        new_engine = partial(
+            open_engine, config.engine, run_length.train_with_all_steps, start.shape, config.model.lora, ranks
+        )
+        engine = run_on_all(ranks, lambda: resources.enter_context(closing(new_engine())))
+        run_on_all(ranks, lambda: load_start(engine, start))
         run_on_all(ranks, keep_folder)  # from here on a failed run leaves its folder
         with StopSignals() as stop_signals:
-            Training(config, run_length, data, start, engine, stop_signals).run_steps(batches, started, evaluates)
-    return run
+            training = Training(config, run_length, data, start, engine, stop_signals)
+            with closing(training.run_steps(batches, started, evaluates)) as training.steps:
+                yield training
 
 
 def complete_config(config: RunConfig, force: Force, ranks: Ranks) -> RunConfig:
     """The config with folders in place of an imported model and of teachers, and with what `train.preset=auto` sets."""
-    config = resolve_teachers(use_imported_model(config, write=ranks.first))
+    open_family(config.model.family)  # a file of the user's own, before any checkpoint that needs it is read
+    config = use_imported_model(config, write=ranks.first)
+    config = config.model_copy(update={"train": resolve_teachers(config.train)})
     return fill_auto_preset(config, force, ranks.world)
 
 
@@ -113,10 +138,10 @@ def prepare_run(
     """Open the data, choose what to start from, and compute the length of the run."""
     faults.break_process("start")
     data = open_splits(config)
-    check_teachers(config, data.tokenizer)
+    check_teachers(config.train.distil, config.engine, config.model, data.tokenizer)
     start = replace(choose_start(config, data, force, step, change), sources=data.sources)
     length = config.train.length or start.shape.positions
-    _check_batch_memory(config.train, length)
+    check_batch_memory(config.train, length)
     folder = config.folder_of("train") / INDEX_FOLDER
     history = data_ranges(start.ranges)
     batches = open_batches(config.train, data, length=length, folder=folder, history=history)
@@ -128,20 +153,9 @@ def prepare_run(
             "train on with the new settings"
         )
     if config.train.distil.cache:
-        batches.teacher, files = open_teacher_cache(config, data, run_length)
+        batches.teacher, files = open_teacher_cache(config.train, data, run_length)
         data = replace(data, files=data.files | files)
     return data, start, batches, run_length
-
-
-def _check_batch_memory(train: TrainConfig, length: int) -> None:
-    """Refuse a batch whose token ids alone do not fit into this machine's memory."""
-    needed = max(train.sizes) * length * BYTES_PER_ID
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise TextmillError(
-            f"train.batch: {max(train.sizes):,} samples of {length:,} tokens need {needed / 1e9:,.0f} GB, "
-            f"this machine has {memory / 1e9:,.0f} GB; lower it"
-        )
 
 
 def describe_end(train: TrainConfig, start: Start, length: RunLength) -> str | None:
@@ -152,20 +166,33 @@ def describe_end(train: TrainConfig, start: Start, length: RunLength) -> str | N
     return f"step {start.step:,}: {best.describe()}" if best.is_over(train.best.patience) else None
 
 
-def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitStack) -> Engine:
-    """Open the engine and load the weights and optimizer state that the run starts from."""
-    engine = open_engine(config, start.shape, ranks)
-    resources.callback(engine.close)
-    weights = report_each(ranks, start.weights)
-    optimizer_state = report_each(ranks, start.optimizer_state)
+def load_start(engine: Engine, start: Start) -> None:
+    """Load the weights and optimizer state that the run starts from."""
+    weights = report_each(engine.ranks, start.weights)
+    optimizer_state = report_each(engine.ranks, start.optimizer_state)
     engine.load(weights, optimizer_state, start.updates, start.source, start.loss_scale)
     if engine.guard:
         engine.guard.load_state(start.spikes)
-    return engine
+
+
+@dataclass(frozen=True)
+class DoneTraining:
+    """A run that has no step left."""
+
+    folder: Path
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        return iter(())
 
 
 class Training:
-    """A run in this process, from its start or resume to its end: the state that all steps share."""
+    """A run in this process, from its start or resume to its end: the state that all steps share.
+
+    Iterate over it to get its remaining steps. Each must be computed before the next one is taken: `step.run()`, or a
+    loop over its micro-batches.
+    """
+
+    steps: Generator[TrainingStep]
 
     def __init__(
         self, config: RunConfig, run_length: RunLength, data: Splits, start: Start, engine: Engine, signals: StopSignals
@@ -176,21 +203,51 @@ class Training:
         self.signals = signals
         self.ranks = engine.ranks
         self.first = engine.first
-        self.run, self.files = config.folder_of("train"), checkpoint_files(config, data, start)
+        self.folder = config.folder_of("train")
+        self.done = start.step
+        """Steps done."""
+        self.files = checkpoint_files(start, config.model.lora, data.tokenizer, config.to_yaml())
         self.run_length = run_length
-        """`train.minutes`: replaced by a new estimate of the number of steps, then by the final number."""
-        self.skipped_updates = SkippedUpdates(self.run, engine.guard, self.first)
-        self.saver = open_saver(self.run, run_length.train, start.step, self.ranks)
-        self.token_check = TokenCheck(self.run, data.files if self.first else {})
+        """`train.minutes`: replaced by every new estimate of the number of steps."""
+        self.skipped_updates = SkippedUpdates(self.folder, engine.guard, self.first, engine.describe()["precision"])
+        self.saver = open_saver(self.folder, run_length.train, start.step, self.ranks)
+        self.token_check = TokenCheck(self.folder, data.files if self.first else {})
         self.validation = Validation(config, data, start, engine, run_length.sample_length)
         self.validation.tasks.check()
 
-    def run_steps(self, batches: Batches, started: float, evaluates: bool) -> None:
-        """Run all remaining steps."""
-        open_folder = partial(open_run_folder, self.config, self.run_length, self.start, self.engine.describe())
-        self.trackers = open_folder() if self.first else Trackers()
+    def __iter__(self) -> Iterator[TrainingStep]:
+        return self.steps
+
+    def log(self, **metrics: float) -> None:
+        """Log metrics of the last step, or of the one that is being computed, in the first process."""
+        self.trackers.log(self.done, {name: float(value) for name, value in metrics.items()})
+
+    @contextmanager
+    def capture(self, name: str) -> Iterator[list[Any]]:
+        """The outputs of a module of the net, such as "blocks.3.attention", from the passes inside the `with` block."""
+        engine: Any = self.engine
+        if (net := getattr(engine, "net", None)) is None or getattr(engine, "compiled", None):
+            raise TextmillError(
+                "capture: needs the torch engine and a net that is not compiled; set engine.compile=false"
+            )
+        modules = dict(net.named_modules())
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, n=3)
+            raise TextmillError(f"capture: no module '{name}'; choose one such as {', '.join(near or [*modules][1:4])}")
+        outputs: list[Any] = []
+        hook = modules[name].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        try:
+            yield outputs
+        finally:
+            hook.remove()
+
+    def run_steps(self, batches: Batches, started: float, evaluates: bool) -> Generator[TrainingStep]:
+        """The remaining steps; after each comes what is due."""
+        facts = self.engine.describe()
+        self.batches = batches
+        self.trackers = open_run_folder(self.config, self.run_length, self.start, facts) if self.first else Trackers()
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
-        first = self.start.step + 1
+        first = None if self.run_length.known else self.start.step + 1
         self.timer = MinutesTimer(started, evaluates, first, self.ranks, self.step_log, self.validation.costs)
 
         def read(step: int) -> Batch:
@@ -203,10 +260,13 @@ class Training:
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
                 batch = self.run_length.with_multi_token_weight(inject_spike(batch, step), step)
-                self._after_step(step + 1, self.engine.train_step(batch, step, self.run_length.lr_at(step)))
+                current = TrainingStep(self.engine, batch, step + 1, self.run_length.lr_at(step))
+                self.done = step + 1
+                yield current
+                self._after_step(step + 1, current.finish())
             self.saver.wait()
             if self.first:
-                self.trackers.note(describe_best(self.run))
+                self.trackers.note(describe_best(self.folder))
         finally:
             self.saver.join()
             self.trackers.close()
@@ -218,8 +278,7 @@ class Training:
         run_length = self.run_length
         log.flush()
         self.skipped_updates.add(done, result)
-        if not run_length.known:
-            run_length = self.timer.after_step(run_length, done, result)
+        run_length = self.timer.after_step(run_length, done, result)
         is_new_length = run_length is not self.run_length
         self.trackers.advance(done)
         if result.note:
@@ -230,25 +289,25 @@ class Training:
             log.flush()
         if is_new_length:
             self.run_length = run_length
-            if run_length.known:
-                self.trackers.set_steps(run_length.steps)
+            self.trackers.set_steps(run_length.steps)
+            if self.timer.is_news(run_length):
                 self.trackers.note(f"train: {run_length.describe()}")
         check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
         metrics: dict[str, float] = {}
         if self.validation.is_due(run_length, done):
             with log.paused(result):
-                metrics = self.validation.measure(run_length, done, self.trackers)
+                metrics = self.validation.measure(run_length, done, self.trackers, self.batches.batch_at)
         stop_signal = agree_to_stop(self.ranks, self.signals, self.saver, self.token_check)
         if stop_signal or self.validation.stops_early or run_length.is_due(train.save_every, done):
             with log.paused(result):
                 saved = self._save(done, result, metrics)
         if stop_signal and done < run_length.steps:
             self.saver.wait()
-            raise stop_error(stop_signal, self.run, done, self.first, saved)
+            raise stop_error(stop_signal, self.folder, done, self.first, saved)
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
         values = {"loss": result.loss, **result.terms, **self.run_length.metrics_of(done), "grad_norm": result.norm}
-        values |= self.validation.train_bits(result.loss) | {"tokens_per_second": tokens_per_second}
+        values |= self.validation.train_metrics(result.loss) | {"tokens_per_second": tokens_per_second}
         self.trackers.log(done, values | self.skipped_updates.metrics(result))
         self.skipped_updates.check(done, result, self.trackers)
 
@@ -264,9 +323,100 @@ class Training:
         self.trackers.note(f"step {done}: saving {format_path(folder)}")
         if self.config.train.sample_prompts:
             self.saver.wait()
-            for line in write_samples(self.config, folder, done) if self.first else ():
-                self.trackers.note(line)
+            if self.first:
+                self._write_samples(folder, done)
         return True
+
+    def _write_samples(self, folder: Path, step: int) -> None:
+        """Append the continuations to samples.jsonl and note them; an error does not stop training."""
+        config = self.config
+        with closing(JsonLines(self.folder / SAMPLES_FILE)) as lines:
+            try:
+                prompts = config.train.sample_prompts
+                for line in sample_prompts(open_checkpoint(folder), prompts, config.sample, config.engine):
+                    lines.log(step, line)
+                    self.trackers.note(f"step {step}: {line['prompt']}|{line['text'][:200]!r}")
+            except Exception as error:
+                self.trackers.note(f"step {step}: train.sample_prompts: {error}")
+
+
+class TrainingStep:
+    """One step of a run, to be computed by the caller: `run`, or for each of its micro-batches `backward`.
+
+    The losses of all micro-batches and processes are added up. So a loss is a sum over tokens, each with its weight in
+    `batch.weights`; these are 1 in total.
+    """
+
+    def __init__(self, engine: Engine, batch: Batch, number: int, learning_rate: float) -> None:
+        self.engine = engine
+        self.samples = batch
+        """This process's part of the batch, in numpy."""
+        self.number = number
+        """Counted from 1."""
+        self.learning_rate = learning_rate
+        self._passes: Any = None
+        self._current: Any = None
+        self._needs_loss = False
+        self._result: Step | None = None
+        self._micro_batches: Iterator[Any] | None = None
+
+    def run(self) -> None:
+        """The passes and the update that the settings describe."""
+        self._result = self.engine.train_step(self.samples, self.number - 1, self.learning_rate)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches on the device, of this process: a loss of each must go to `backward`."""
+        engine: Any = self.engine
+        if not hasattr(engine, "open_step"):
+            raise TextmillError("an own loss in a loop needs engine.kind=torch; other engines have step.run() only")
+        if engine.scaler or engine.parallel.tensor:
+            wrong = "engine.precision=fp16" if engine.scaler else "engine.mesh.tensor"
+            raise TextmillError(f"an own loss in a loop does not work with {wrong}; remove it")
+        with engine.open_step(self.samples, self.number - 1, self.learning_rate) as self._passes:
+            for micro_batch in self._passes:
+                self._current = micro_batch
+                self._needs_loss = True
+                yield micro_batch
+                if self._needs_loss:
+                    raise TextmillError(f"step {self.number}: a micro-batch without a loss; call step.backward(loss)")
+        self._result = self._passes.result
+
+    @property
+    def batch(self) -> Any:
+        """The micro-batch of a step that has only one."""
+        if self._micro_batches is None:
+            self._micro_batches = iter(self)
+            next(self._micro_batches)
+        return self._current
+
+    @property
+    def net(self) -> Any:
+        """The net, a torch module: `net(ids)` are hidden states, `net.logits(hidden)` their logits."""
+        return self.engine.net  # type: ignore[attr-defined]
+
+    def logits(self, batch: Any) -> Any:
+        """The logits [N, T, vocabulary] of a micro-batch, in fp32: they take much more memory than `loss`."""
+        return self._passes.logits(batch)
+
+    def loss(self, batch: Any) -> Any:
+        """The loss that the settings describe."""
+        return self._passes.loss(batch)
+
+    def backward(self, loss: Any) -> None:
+        """Accumulate the gradients of a micro-batch's loss."""
+        self._passes.backward(loss)
+        self._needs_loss = False
+
+    def finish(self) -> Step:
+        """The result, once all micro-batches had their backward pass."""
+        if self._micro_batches is not None and next(self._micro_batches, None) is not None:
+            raise TextmillError(
+                f"step {self.number}: has several micro-batches; write: for batch in step, or set engine.micro_batch="
+                f"{len(self.samples.inputs)}"
+            )
+        if self._result is None:
+            raise TextmillError(f"step {self.number}: was not computed; call step.run(), or iterate over the step")
+        return self._result
 
 
 def agree_to_stop(ranks: Ranks, stop_signals: StopSignals, saver: Saver, token_check: TokenCheck) -> str | None:
@@ -336,19 +486,6 @@ class TokenCheck:
         """Raise the error that the check found so far, if there is one."""
         if self._error is not None:
             raise self._error
-
-
-def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:
-    """Append the continuations to samples.jsonl and yield lines for the console; an error does not stop training."""
-    with closing(JsonLines(folder.parent / SAMPLES_FILE)) as lines:
-        try:
-            for line in sample_prompts(
-                open_checkpoint(folder), config.train.sample_prompts, config.sample, config.engine
-            ):
-                lines.log(step, line)
-                yield f"step {step}: {line['prompt']}|{line['text'][:200]!r}"
-        except Exception as error:
-            yield f"step {step}: train.sample_prompts: {error}"
 
 
 def describe_best(run: Path) -> str:

@@ -23,17 +23,17 @@ from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_
 from textmill.checkpoints.best import VALID_LOSS, BestStep
 from textmill.checkpoints.folders import find_checkpoint_damage, link_best, list_checkpoints
 from textmill.checkpoints.writing import FilePlan, Snapshot, prune, remove_leftovers, write_checkpoint
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.errors import AlreadyReported, Interrupted, TextmillError, warn
-from textmill.models import open_family
+from textmill.models import hf_config_of, open_family, tokenizer_files
 from textmill.models.lora import peft_config_of, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import remove_folder, write_bytes, write_text
 from textmill.storage.stages import RUN_YAML, add_yaml_checksum
-from textmill.tokens.splits import Splits
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import METRICS_FILE, environment, truncate_after
 from textmill.training.changing import describe_changes
@@ -59,7 +59,7 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
     rules = rules_of(start.shape, config.train, config.model.lora)
     trained = [weight for weight in weights_with_adapters(start.shape, config.model.lora) if rules[weight.name].trained]
     flops_per_token = start.shape.flops_per_token(run_length.sample_length, trained)
-    flops_per_token += teacher_flops(config, run_length.sample_length)
+    flops_per_token += teacher_flops(config.train.distil, run_length.sample_length)
     trackers = open_trackers(
         config.track,
         run,
@@ -131,18 +131,19 @@ def _fingerprints(start: Start) -> dict[str, Any]:
     return {key: start.made_from.get(key) for key in ("tokens", "tokenizer", "model.init_from")}
 
 
-def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
+def checkpoint_files(
+    start: Start, lora: LoraConfig | None, tokenizer: TextTokenizer, run_yaml: str
+) -> dict[str, bytes]:
     """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml and the tokenizer."""
     shape = start.shape
-    lora = config.model.lora
-    hf_config = open_family(shape.family).hf_config_of(shape)
+    hf_config = hf_config_of(shape, tokenizer)
     if lora and start.base:
         configs = {MERGED_CONFIG: hf_config, ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)}
     else:
         configs = {"config.json": hf_config}
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in configs.items()}
-    texts["run.yaml"] = config.to_yaml()
-    texts.update(data.tokenizer.files(shape.positions))
+    texts["run.yaml"] = run_yaml
+    texts.update(tokenizer_files(shape, tokenizer))
     return {name: text.encode() for name, text in texts.items()}
 
 

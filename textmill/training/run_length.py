@@ -1,4 +1,5 @@
-"""The length of a run in steps, computed from steps, epochs, samples or tokens; minutes become steps during the run.
+"""The length of a run in steps, computed from steps, epochs, samples or tokens; minutes become steps during the run,
+and their number is corrected while it lasts (timing.py).
 
 With a batch of 8 samples of 1,024 tokens and 100 samples in an epoch, `train.epochs=2` is 25 steps (200 samples / 8),
 `train.tokens=100_000` is 12 steps (97 full samples, 12 full batches), and `train.epochs=1` is 13 steps, of which the
@@ -16,13 +17,13 @@ from typing import Any, Literal
 from textmill.config import TrainConfig
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.schedules import lr_at, multi_token_weight_at
+from textmill.schedules import lr_at, multi_token_weight_at, warmup_steps
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.batches.loader import Batches
 
 PROVISIONAL_STEPS = 20_000
-"""`train.minutes`: a warm-up that is a fraction rises as if the run had this many steps, until the first estimate."""
+"""`train.minutes`: until the first estimate, a warm-up that is a fraction rises as if the run had this many steps."""
 UNKNOWN = sys.maxsize
 """More steps than any run has."""
 
@@ -32,22 +33,23 @@ class RunLength:
     """The number of steps of a run, and the samples of each step."""
 
     train: TrainConfig
-    """The settings, with the length of the run in `steps` (with `train.minutes` an estimate until it is known), and the
-    memory of `train.average` in steps too."""
+    """The settings, with the length of the run in `steps` (with `train.minutes` the latest estimate), and the memory of
+    `train.average` in steps too."""
     sizes: BatchSizes
     epoch_samples: int
     """Samples of one epoch: one pass over all stores of the train split."""
     sample_length: int
     """Tokens of a sample."""
-    measured_at: int | None = None
-    """`train.minutes`: the step after which its number of steps was computed; None before."""
+    decay_start: float | None = None
+    """`train.minutes`: the step at which a decay would have started that is now where this one is and ends with the
+    run; None before the first estimate of the steps."""
     max_steps: int = UNKNOWN
     """`train.max_epochs`: not more steps than these."""
 
     @property
     def known(self) -> bool:
-        """Whether the number of steps is known: always, except in the first steps with `train.minutes`."""
-        return self.train.minutes is None or self.measured_at is not None
+        """Whether there is a number of steps: always, except in the first steps with `train.minutes`."""
+        return self.train.minutes is None or self.decay_start is not None
 
     @property
     def steps(self) -> int:
@@ -63,19 +65,19 @@ class RunLength:
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
-        return lr_at(step, self.train, self._decays_from, self.samples_after)
+        return lr_at(step, self.train, self._decay_start, self.samples_after)
 
     def with_multi_token_weight(self, batch: Batch, step: int) -> Batch:
         """The batch with the step's weight of `train.multi_token`, if that is set; like the learning rate, the weight
         does not fall before the number of steps is known."""
         if not self.train.multi_token.weight:
             return batch
-        return replace(batch, multi_token_weight=multi_token_weight_at(step, self.train, self._decays_from))
+        return replace(batch, multi_token_weight=multi_token_weight_at(step, self.train, self._decay_start or 0))
 
     @property
-    def _decays_from(self) -> int:
-        """The step from which schedules decay."""
-        return (self.measured_at or 0) if self.known else UNKNOWN
+    def _decay_start(self) -> float | None:
+        """The step from which schedules decay; None: after the warm-up."""
+        return self.decay_start if self.known else UNKNOWN
 
     def metrics_of(self, done: int) -> dict[str, float]:
         """The learning rate of step number `done`, the epochs after it, and its samples if not all have the same."""
@@ -109,24 +111,30 @@ class RunLength:
         """How often an interval of N steps, or an epoch, has ended within the first `done` steps."""
         return self.samples_after(done) // self.epoch_samples if every == "epoch" else done // every
 
-    def with_estimated_steps(self, steps: int) -> RunLength:
-        """`train.minutes`: with a first estimate of the steps. It turns a warm-up that is a fraction into steps, which
-        later estimates do not change."""
-        warmup = round(self.train.warmup * steps) if self.train.warmup < 1 else self.train.warmup
-        return replace(self, train=self.train.model_copy(update={"steps": steps, "warmup": warmup}))
-
     def with_measured_steps(self, steps: int, done: int) -> RunLength:
-        """`train.minutes`: with the final number of steps, computed after `done` of them."""
-        _check_warmup(self.train, steps)
-        return replace(self, train=self.train.model_copy(update={"steps": steps}), measured_at=done)
+        """`train.minutes`: with a new number of steps, computed after `done` of them.
+
+        The learning rate continues from where it is: the rest of its decay is stretched over the remaining steps. Only
+        a warm-up that is a fraction of the run may jump, while it lasts.
+        """
+        if self.known and steps == self.steps:
+            return self
+        if not self.known:
+            _check_warmup(self.train, steps)
+        train = self.train.model_copy(update={"steps": steps})
+        start: float = max(warmup_steps(train), done)
+        if self.decay_start is not None and self.decay_start < done == start:
+            decayed = (done - self.decay_start) / (self.steps - self.decay_start)
+            start = (done - decayed * steps) / (1 - decayed)
+        return replace(self, train=train, decay_start=start)
 
     def save_state(self) -> dict[str, Any]:
-        """`train.minutes`: what a checkpoint stores, so that a resumed run has the same number of steps and warm-up."""
+        """`train.minutes`: what a checkpoint stores, so that a resumed run has the same steps and learning rates."""
         if self.train.minutes is None:
             return {}
         steps = self.steps if self.known else None
         limits = {"minutes": self.train.minutes, "max_epochs": self.train.max_epochs}
-        return {**limits, "steps": steps, "measured_at": self.measured_at, "warmup": self.train.warmup}
+        return {**limits, "steps": steps, "decay_start": self.decay_start}
 
     def describe(self) -> str:
         """The length of the run in one line."""
@@ -184,15 +192,11 @@ def _steps_of_epochs(epochs: float, sizes: BatchSizes, epoch_samples: int) -> in
 
 
 def _restore(length: RunLength, saved: dict[str, Any]) -> RunLength:
-    """The length that a checkpoint stores; other minutes or epochs are measured again, with the same warm-up."""
-    train = length.train
-    steps = PROVISIONAL_STEPS
-    measured_at = None
-    if saved.get("steps") and (saved["minutes"], saved.get("max_epochs")) == (train.minutes, train.max_epochs):
-        steps = saved["steps"]
-        measured_at = saved["measured_at"]
-    changes = {"steps": steps, "warmup": saved.get("warmup", train.warmup)}
-    return replace(length, train=train.model_copy(update=changes), measured_at=measured_at)
+    """The length that a checkpoint stores; for other minutes or epochs the steps are estimated again."""
+    steps = saved.get("steps") or PROVISIONAL_STEPS
+    same_limits = (saved.get("minutes"), saved.get("max_epochs")) == (length.train.minutes, length.train.max_epochs)
+    decay_start = saved.get("decay_start") if same_limits else None
+    return replace(length, train=length.train.model_copy(update={"steps": steps}), decay_start=decay_start)
 
 
 def _check_warmup(train: TrainConfig, steps: int) -> None:

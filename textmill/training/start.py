@@ -8,6 +8,7 @@ change; what changed is recorded in progress.json (`_list_recorded_changes`).
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -27,11 +28,33 @@ from textmill.checkpoints.folders import (
     list_checkpoints,
     open_model,
 )
-from textmill.config import LoraConfig, RunConfig, ShapeConfig, TrainConfig
+from textmill.config import (
+    CorpusConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    ShapeConfig,
+    TokensConfig,
+    TorchEngine,
+    TrainConfig,
+)
 from textmill.config.load import merge_trees, read_yaml
+from textmill.config.model import is_own_file
+from textmill.config.section import results_of
+from textmill.config.tokenizer import turns_of
 from textmill.config.training import UNITS
-from textmill.engines.distillation.teachers import check_teachers, fingerprint_teachers
+from textmill.engines import check_engine
+from textmill.engines.distillation.teachers import (
+    check_teacher,
+    check_teachers,
+    fingerprint_teachers,
+    matched_layers,
+    teacher_folder,
+)
 from textmill.errors import TextmillError, warn
+from textmill.evaluation.measured_task import check_objective
+from textmill.evaluation.tasks import open_tasks
 from textmill.models import (
     Shape,
     check_segments,
@@ -44,24 +67,28 @@ from textmill.models import (
     weights_of,
     with_label_head,
 )
-from textmill.models.family_files import find_family_file
+from textmill.models.family_files import find_family_file, hash_own_file
 from textmill.models.lora import initial_adapters, normalized_targets, trained_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
+from textmill.processes.launch import read_launch
 from textmill.storage.files import hash_file
 from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.batches.batch import objectives_of
 from textmill.tokens.batches.blend import Source
 from textmill.tokens.batches.chat import check_training_data
+from textmill.tokens.batches.masking import check_counts_file
 from textmill.tokens.splits import Splits
-from textmill.tokens.vocabulary.tokenizer import open_named
+from textmill.tokens.vocabulary.tokenizer import open_used
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
 from textmill.track import check_trackers
 from textmill.training.changing import Ranges, add_range, can_change, change_dropout, check_changes, describe_changes
 
 IMPORTED = "imported"
 """The folder, inside that of the run, of the imported model."""
+BYTES_PER_ID = 16
+"""Inputs and labels of a batch, in 8 bytes each."""
 FAMILY_SHA256 = "model.family_sha256"
 """The checksum of the user's own family file, among the inputs of a run."""
 
@@ -111,32 +138,32 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
     `change` resumes with other settings from the checkpoint on.
     """
     run = config.folder_of("train")
+    model = config.model
+    train = config.train
     check_trackers(config.track)
     checkpoint = find_checkpoint(run, which, to_resume=True) if force != "yes" else None
     if checkpoint is None:
-        return start_new_run(config, data)
+        return start_new_run(model, train, config.corpus, data)
     before = checkpoint.progress["made_from"]
     # The weights of model.init_from may be gone by now; the checkpoint has their shape and fingerprint.
-    shape = choose_shape(config, data, checkpoint if config.model.init_from else None)
-    fingerprint = _fingerprint_init_from(config.model.init_from, before["model.init_from"])
-    after = describe_inputs(config, data, shape, fingerprint)
+    shape = choose_shape(model, train.length, data, checkpoint if model.init_from else None)
+    fingerprint = _fingerprint_init_from(model.init_from, before["model.init_from"])
+    after = describe_inputs(model, train, data, shape, fingerprint)
     changes = list_changes(before, after)
-    if not changes:
-        return _resume(config, data, checkpoint)
-    if change:
-        check_changes(changes)
-        start = _resume(config, data, checkpoint)
-        return _with_changed_settings(start, after, add_range(checkpoint, before, after, data))
-    if force == "no":
-        raise _changes_error(config, checkpoint, changes)
-    return start_new_run(config, data)
+    if changes and not change:
+        if force == "no":
+            raise _changes_error(run, model.family, checkpoint, changes)
+        return start_new_run(model, train, config.corpus, data)
+    check_changes(changes)
+    shape = choose_shape(model, train.length, data, checkpoint)
+    start = _resume(checkpoint, shape, model.lora, _list_recorded_changes(train, config.engine, checkpoint))
+    return _with_changed_settings(start, after, add_range(checkpoint, before, after, data)) if changes else start
 
 
-def _changes_error(config: RunConfig, checkpoint: Checkpoint, changes: list[str]) -> TextmillError:
-    run = config.folder_of("train")
+def _changes_error(run: Path, family: str, checkpoint: Checkpoint, changes: list[str]) -> TextmillError:
     if any(line.startswith(FAMILY_SHA256) for line in changes):
         return TextmillError(
-            f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
+            f"{family}: the file has changed since {run} was trained with it; put the old file back, "
             "choose another train.folder, or start the run from scratch with --force"
         )
     use_them = f"use the new ones from step {checkpoint.step:,} on with textmill train WHERE --change, "
@@ -167,14 +194,13 @@ def _setting_of(line: str) -> str:
     return line.partition(" ")[0]
 
 
-def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
+def _resume(checkpoint: Checkpoint, shape: Shape, lora: LoraConfig | None, changes: list[str]) -> Start:
     """The start from a checkpoint, with its optimizer state and all that it stores of the run so far."""
     progress = checkpoint.progress
-    changes = _list_recorded_changes(config, checkpoint)
     updates = int(progress["updates"])
     start = Start(
         step=checkpoint.step,
-        shape=choose_shape(config, data, checkpoint),
+        shape=shape,
         weights=checkpoint.weights(),
         optimizer_state=checkpoint.optimizer_state() if updates else [],
         updates=updates,
@@ -188,10 +214,10 @@ def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
         best=progress["best"],
         ranges=progress["ranges"],
     )
-    if config.model.lora is None:
+    if lora is None:
         return start
     adapter = open_adapter(checkpoint.folder)
-    trained = {weight.name for weight in trained_with_adapters(start.shape, config.model.lora)}
+    trained = {weight.name for weight in trained_with_adapters(shape, lora)}
     return replace(
         start,
         weights=read_base_and_adapter(adapter),
@@ -200,13 +226,14 @@ def _resume(config: RunConfig, data: Splits, checkpoint: Checkpoint) -> Start:
     )
 
 
-def _list_recorded_changes(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+def _list_recorded_changes(train: TrainConfig, engine: EngineConfig, checkpoint: Checkpoint) -> list[str]:
     """What changed since the checkpoint in the sections `train` and `engine` and in the version, a line each.
 
     The run's length is compared in the unit that sets it: steps are not listed if `train.epochs` sets it.
     """
     before = _flatten(read_yaml(checkpoint.folder / "run.yaml")[0], checkpoint.progress["textmill"])
-    after = _flatten(config.model_dump(mode="json"), __version__)
+    now = {"train": train.model_dump(mode="json"), "engine": engine.model_dump(mode="json")}
+    after = _flatten(now, __version__)
     (old_unit, old_length), (new_unit, new_length) = _pop_length(before), _pop_length(after)
     if old_unit == new_unit:
         before[f"train.{old_unit}"], after[f"train.{new_unit}"] = old_length, new_length
@@ -254,19 +281,19 @@ def _fingerprint_init_from(init_from: str | None, recorded: str | None) -> str |
     return fingerprint
 
 
-def start_new_run(config: RunConfig, data: Splits) -> Start:
+def start_new_run(model: ModelConfig, train: TrainConfig, corpus: CorpusConfig, data: Splits) -> Start:
     """The start of a new run."""
-    init_model = open_model(config.model.init_from) if config.model.init_from else None
-    shape = choose_shape(config, data, init_model)
-    _check_objective(config.train, shape)
-    _check_pairs(config, shape)
+    init_model = open_model(model.init_from) if model.init_from else None
+    shape = choose_shape(model, train.length, data, init_model)
+    _check_objective(train, shape)
+    _check_pairs(train, corpus, shape)
     if init_model is not None:
-        warn(f"model.init_from: using {describe_init_model(init_model, str(config.model.init_from))}")
-        shape, weights = _adapt_init_model(init_model, shape, config, data)
+        warn(f"model.init_from: using {describe_init_model(init_model, str(model.init_from))}")
+        shape, weights = _adapt_init_model(init_model, shape, model.init_layers, train, data)
     else:
-        _check_fit(shape, config, data, None)
-        weights = initial_weights(shape, config.train.seed)
-    check_training_data(config.train, data, config.train.length or shape.positions, shape.vocab)
+        _check_fit(shape, train, data, None)
+        weights = initial_weights(shape, train.seed)
+    check_training_data(train, data, train.length or shape.positions, shape.vocab)
     fingerprint = fingerprint_weights(init_model.folder) if init_model else None
     start = Start(
         step=0,
@@ -275,28 +302,29 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
         optimizer_state=[],
         updates=0,
         source=str(init_model.folder) if init_model else "the initial weights",
-        made_from=describe_inputs(config, data, shape, fingerprint),
+        made_from=describe_inputs(model, train, data, shape, fingerprint),
     )
-    if config.model.lora and init_model:
-        return _add_adapters(start, config.model.lora, init_model, config)
+    if model.lora and init_model:
+        return _add_adapters(start, model.lora, init_model, str(model.init_from), train.seed)
     return start
 
 
 def _adapt_init_model(
-    init_model: Checkpoint, shape: Shape, config: RunConfig, data: Splits
+    init_model: Checkpoint, shape: Shape, layers: list[int], train: TrainConfig, data: Splits
 ) -> tuple[Shape, Iterable[Named]]:
-    """The model of `model.init_from` with the blocks, vocabulary, positions and head that this run needs."""
+    """The model of `model.init_from` with the blocks (all if `layers` is empty), vocabulary, positions and head that
+    this run needs."""
     transfer = transfer_vocabulary(init_model.tokenizer, data.tokenizer, shape.vocab)
     weights: Iterable[Named] = init_model.weights()
-    if layers := config.model.init_layers:
+    if layers:
         weights = select_layer_weights(weights, shape, layers)
         shape = select_layers(shape, layers)
         print(f"train: {len(layers)} blocks of {read_shape(init_model.folder).layers}: {layers}", flush=True)
     shape = _resize_shape(shape, data, init_model, transfer)
-    _check_fit(shape, config, data, init_model)
+    _check_fit(shape, train, data, init_model)
     weights = resize_weights(weights, shape, transfer.kept, transfer.new)
     if label_head_of(shape):
-        weights = replace_heads(weights, shape, config.train.seed)
+        weights = replace_heads(weights, shape, train.seed)
     return shape, weights
 
 
@@ -319,8 +347,8 @@ def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: 
     return replace(shape, vocab=transfer.rows, eos_id=shape.eos_id if keeps_end else data.tokenizer.eos_id)
 
 
-def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config: RunConfig) -> Start:
-    """Add new LoRA adapters; weights of the base that were resized are saved with them."""
+def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, base: str, seed: int) -> Start:
+    """Add new LoRA adapters to `base`, the name of `init_model`; weights of it that were resized are saved too."""
     folder = init_model.folder
     if is_adapter(folder):
         advice = f"textmill export {shlex.quote(str(folder))} export.folder=MERGED, then model.init_from=MERGED"
@@ -331,33 +359,116 @@ def _add_adapters(start: Start, lora: LoraConfig, init_model: Checkpoint, config
     changed = [
         (name, values) for name, values in weights if name not in trained and not np.array_equal(values, before[name])
     ]
-    weights += initial_adapters(start.shape, lora, config.train.seed)
+    weights += initial_adapters(start.shape, lora, seed)
     # A hub name works on every machine; a folder is recorded by its full path.
-    base = str(config.model.init_from)
     if Path(base).is_dir():
         base = str(folder.resolve())
     return replace(start, weights=weights, base=base, changed_weights=changed)
 
 
-def check_start(config: RunConfig) -> None:
-    """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
+def check_start(config: RunConfig) -> Shape:
+    """Check before the first stage what training would reject after hours: missing models, files and packages, settings
+    that the engine cannot use; return the shape of the net, as far as it is known."""
+    model, train = config.model, config.train
     check_trackers(config.track)
-    check_teachers(config)
-    if config.tokenizer.use and not config.tokens.use:
-        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
-    family = open_family(config.model.family)
-    if config.model.init_from:
-        shape = read_shape(open_model(config.model.init_from).folder)
-        shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
-        chosen = config.model.shape.positions if isinstance(config.model.shape, ShapeConfig) else None
-        _check_length(config.train, chosen or shape.positions)
+    family = open_family(model.family)
+    check_teachers(train.distil, config.engine, model)
+    used = open_used(config.tokenizer, train.layout) if config.tokenizer.use and not config.tokens.use else None
+    vocab = used.vocab if used else config.tokenizer.vocab
+    if model.init_from:
+        shape = shape_of_checkpoint(open_model(model.init_from), model.shape)
+        shape = select_layers(shape, model.init_layers) if model.init_layers else shape
     else:
-        shape = family.shape_of(config.model, vocab=1, eos_id=0)
+        shape = family.shape_of(model, vocab=vocab, eos_id=0, length=train.length)
+    _check_length(train, shape.positions)
+    check_own_family(model, shape)
     if config.corpus.labels:
         shape = with_label_head(shape, config.corpus.labels, ["", ""])
-    _check_objective(config.train, shape)
-    _check_pairs(config, shape)
-    rules_of(shape, config.train, config.model.lora)
+    _check_objective(train, shape)
+    _check_pairs(train, config.corpus, shape)
+    if not config.tokens.use:
+        has_chat = used.chat is not None if used else bool(turns_of(config.tokenizer.chat, config.tokenizer.chat_turns))
+        _check_tokens(config.tokens, config.corpus, train, has_chat)
+    rules_of(shape, train, model.lora)
+    if train.masked.counts:
+        check_counts_file(Path(train.masked.counts))
+    for name in train.distil.teachers:
+        teacher = read_shape(teacher_folder(name))
+        check_teacher(name, replace(teacher, vocab=shape.vocab), shape, train)  # that of this run is not known yet
+        matched_layers(train.distil, shape.layers, teacher.layers)
+    for task in open_tasks(train.tasks):
+        check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
+    if not train.tasks:
+        check_measured(train.best.metric, [])
+    check_batch_memory(train, train.length or shape.positions)
+    _check_engine(config.engine, train, shape)
+    return shape
+
+
+def check_own_family(model: ModelConfig, shape: Shape) -> None:
+    """Refuse a family in the user's own file that breaks the contract of families; those of textmill have tests."""
+    if find_family_file(shape.family) is not None:
+        from textmill.models.contract_torch import check_family  # it imports torch, which JAX does not need
+
+        check_family(model, shape)
+
+
+def _check_tokens(tokens: TokensConfig, corpus: CorpusConfig, train: TrainConfig, has_chat: bool) -> None:
+    """Refuse a layout that cannot read the tokens which these settings will make."""
+    if tokens.level == "sentence" and corpus.sentences == "none":
+        raise TextmillError(
+            "tokens.level: sentence needs corpus.sentences=split (or lines, if each line is one already); set it, or "
+            "tokens.level=document"
+        )
+    if train.layout == "chat" and not has_chat:
+        raise TextmillError("tokenizer.chat: is not set, which train.layout=chat needs; set tokenizer.chat=default")
+    if train.layout == "features" and tokens.kind != "features":
+        raise TextmillError(
+            f"tokens.kind: {tokens.kind} has no feature rows, which train.layout=features needs; set "
+            "tokens.kind=features, or train.layout=packed"
+        )
+    pairs = train.masked.pairs
+    if train.layout == "masked" and pairs != "none" and tokens.level != "sentence":
+        raise TextmillError(
+            f"tokens.level: {tokens.level} has no sentences, which train.masked.pairs={pairs} needs; set "
+            "corpus.sentences=split and tokens.level=sentence, or train.masked.pairs=none"
+        )
+
+
+def _check_engine(engine: EngineConfig, train: TrainConfig, shape: Shape) -> None:
+    """Refuse settings that the engine cannot use in these processes."""
+    launch = read_launch(os.environ)
+    world = launch.world if launch else 1
+    if engine == TorchEngine() and world == 1:
+        return  # the defaults work everywhere, and importing torch takes seconds
+    if "batch" in train.open_settings:  # `train.preset=auto` will choose one that fits
+        train = train.model_copy(update={"batch": batch_multiple(engine, world)})
+    check_engine(engine, train, shape, world)
+
+
+def check_batch_memory(train: TrainConfig, length: int) -> None:
+    """Refuse a batch whose token ids alone do not fit into this machine's memory."""
+    needed = max(train.sizes) * length * BYTES_PER_ID
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise TextmillError(
+            f"train.batch: {max(train.sizes):,} samples of {length:,} tokens need {needed / 1e9:,.0f} GB, "
+            f"this machine has {memory / 1e9:,.0f} GB; lower it"
+        )
+
+
+def batch_multiple(engine: EngineConfig, processes: int) -> int:
+    """A number of samples that processes and micro-batches divide evenly, as does every multiple of it."""
+    return processes * (engine.micro_batch if isinstance(engine.micro_batch, int) else 1)
+
+
+def check_measured(metric: str, measured: list[str]) -> None:
+    """Refuse a `train.best.metric` of a task that no task of the run measures."""
+    if "/" in metric and metric not in measured:
+        raise TextmillError(
+            f"train.best.metric: '{metric}' is not measured; "
+            + (f"train.tasks measures {', '.join(measured)}" if measured else "set train.tasks")
+        )
 
 
 def _check_objective(train: TrainConfig, shape: Shape) -> None:
@@ -391,11 +502,10 @@ def _check_objective(train: TrainConfig, shape: Shape) -> None:
         )
 
 
-def _check_pairs(config: RunConfig, shape: Shape) -> None:
+def _check_pairs(train: TrainConfig, corpus: CorpusConfig, shape: Shape) -> None:
     """Refuse pairs of texts for a net that knows one segment."""
-    corpus = config.corpus
     other = "use another model.init_from"
-    if config.train.layout == "masked" and (pairs := config.train.masked.pairs) != "none":
+    if train.layout == "masked" and (pairs := train.masked.pairs) != "none":
         check_segments(shape, f"train.masked.pairs: {pairs}", f"set train.masked.pairs=none, or {other}")
     if corpus.labels == "question-answering":
         check_segments(shape, f"corpus.labels: {corpus.labels}", other)
@@ -403,7 +513,7 @@ def _check_pairs(config: RunConfig, shape: Shape) -> None:
         check_segments(shape, f"corpus.text_key: {corpus.text_key}", f"name one text, or {other}")
 
 
-def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkpoint | None) -> None:
+def _check_fit(shape: Shape, train: TrainConfig, data: Splits, init_model: Checkpoint | None) -> None:
     """Check that the tokenizer and the sample length fit the model."""
     if data.tokenizer.vocab > shape.vocab:
         model = init_model.folder if init_model else "the model"
@@ -411,7 +521,7 @@ def _check_fit(shape: Shape, config: RunConfig, data: Splits, init_model: Checkp
             f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
             f"tokenize with the model's own tokenizer: tokenizer.use={init_model.folder if init_model else 'FOLDER'}"
         )
-    _check_length(config.train, shape.positions)
+    _check_length(train, shape.positions)
 
 
 def _check_length(train: TrainConfig, positions: int) -> None:
@@ -446,24 +556,21 @@ def _may_be_foreign(path: Path) -> bool:
     return not is_adapter(path) and not any(path.glob("*.safetensors")) and not any(runs)
 
 
-def choose_shape(config: RunConfig, data: Splits, checkpoint: Checkpoint | None) -> Shape:
-    """The shape of the model: that of a checkpoint, where dropout and positions may be overridden, or the config's."""
+def choose_shape(model: ModelConfig, length: int | None, data: Splits, checkpoint: Checkpoint | None) -> Shape:
+    """The shape of a checkpoint, where dropout and positions may be overridden, or of a new model for samples of
+    `length` tokens."""
     if checkpoint is None:
-        family = open_family(config.model.family)
-        tokenizer = data.tokenizer
-        shape = family.shape_of(
-            config.model, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id, length=config.train.length
-        )
+        vocab = data.tokenizer.vocab
+        shape = open_family(model.family).shape_of(model, vocab=vocab, eos_id=data.tokenizer.eos_id, length=length)
     else:
-        shape = shape_of_checkpoint(config, checkpoint)
+        shape = shape_of_checkpoint(checkpoint, model.shape)
     labels = data.manifest.get("labels")
     return shape if labels is None else with_label_head(shape, labels["task"], labels["names"])
 
 
-def shape_of_checkpoint(config: RunConfig, checkpoint: Checkpoint) -> Shape:
+def shape_of_checkpoint(checkpoint: Checkpoint, override: ShapeConfig | str) -> Shape:
     """The shape of a checkpoint; `model.shape` may override dropout and positions."""
     shape = read_shape(checkpoint.folder)
-    override = config.model.shape
     if isinstance(override, str):
         return shape
     if override.dropout is not None:
@@ -471,25 +578,30 @@ def shape_of_checkpoint(config: RunConfig, checkpoint: Checkpoint) -> Shape:
     return replace(shape, positions=override.positions or shape.positions)
 
 
-def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_fingerprint: str | None) -> dict[str, Any]:
+def describe_inputs(
+    model: ModelConfig, train: TrainConfig, data: Splits, shape: Shape, weights_fingerprint: str | None
+) -> dict[str, Any]:
     """All settings and inputs that decide the result; given files count by their content, not by their path."""
-    settings = config.results("train")
-    if config.train.masked.counts:
-        settings["train.masked.counts"] = hash_file(Path(config.train.masked.counts))
-    settings["train.length"] = config.train.length or shape.positions
-    model = {f"model.{name}": value for name, value in recorded_numbers(shape).items()}
-    lora = config.model.lora.model_dump() if config.model.lora else None
-    if lora and config.model.lora:
-        lora["targets"] = normalized_targets(shape, config.model.lora)
+    settings = results_of(train, "train")
+    for key in ("loss", "optimizer"):
+        if is_own_file(value := getattr(train, key)):
+            settings[f"train.{key}"] = f"a file with SHA-256 {hash_own_file(value, f'train.{key}')}"
+    if train.masked.counts:
+        settings["train.masked.counts"] = hash_file(Path(train.masked.counts))
+    settings["train.length"] = train.length or shape.positions
+    numbers = {f"model.{name}": value for name, value in recorded_numbers(shape).items()}
+    lora = model.lora.model_dump() if model.lora else None
+    if lora and model.lora:
+        lora["targets"] = normalized_targets(shape, model.lora)
     inputs = {
         "model.init_from": weights_fingerprint,
-        "model.init_layers": config.model.init_layers or None,
+        "model.init_layers": model.init_layers or None,
         "model.lora": lora,
         "tokens": data.fingerprint,
         "tokenizer": data.tokenizer.fingerprint,
     }
-    if config.train.distil.teachers:
-        settings["train.distil.teachers"] = fingerprint_teachers(config)
+    if train.distil.teachers:
+        settings["train.distil.teachers"] = fingerprint_teachers(train.distil.teachers)
     if (file := find_family_file(shape.family)) is not None:
         inputs[FAMILY_SHA256] = file.sha256
-    return {**settings, **model, **inputs}
+    return {**settings, **numbers, **inputs}

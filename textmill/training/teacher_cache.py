@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import RunConfig
+from textmill.config import RunConfig, TrainConfig
+from textmill.config.section import results_of
 from textmill.config.training import TEACHER_CACHE
 from textmill.engines.distillation.teachers import check_teachers, check_top_k, fingerprint_teachers, resolve_teachers
 from textmill.errors import TextmillError
@@ -32,12 +33,13 @@ PER_FILE = "samples_per_file"
 
 def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     """Write the teachers' predictions for the samples of a run, next to its tokens; return their folder."""
-    config = fill_auto_preset(resolve_teachers(use_imported_model(config, write=True)))
-    _check_settings(config)
+    config = use_imported_model(config, write=True)
+    config = fill_auto_preset(config.model_copy(update={"train": resolve_teachers(config.train)}))
+    _check_settings(config.train)
     data = open_splits(config)
-    check_teachers(config, data.tokenizer)
+    check_teachers(config.train.distil, config.engine, config.model, data.tokenizer)
     init_model = open_model(config.model.init_from) if config.model.init_from else None
-    shape = replace(choose_shape(config, data, init_model), vocab=data.tokenizer.vocab)
+    shape = replace(choose_shape(config.model, config.train.length, data, init_model), vocab=data.tokenizer.vocab)
     check_top_k(config.train.distil, shape)
     length = config.train.length or shape.positions
     batches = open_batches(config.train, data, length=length, folder=None)
@@ -45,8 +47,8 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
     samples = run_length.samples_after(run_length.steps)
     folder = Path(config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE))
     torch_part: Any = import_module("textmill.engines.distillation.teachers_torch")
-    exact = torch_part.is_exact(config)
-    made_from = {**describe_cache(config, data, length), "samples": samples, "exact": exact}
+    exact = torch_part.is_exact(config.engine)
+    made_from = {**describe_cache(config.train, data, length), "samples": samples, "exact": exact}
     if force != "yes" and (existing := _existing(folder, made_from)):
         made_from = existing
         samples = existing["samples"]
@@ -63,7 +65,8 @@ def cache_teacher(config: RunConfig, force: Force = "no") -> Path:
         flush=True,
     )
     _check_disk(folder, samples * record.itemsize)
-    predictor = torch_part.TopPredictor(config, shape)  # refuses teachers that do not fit, before anything is written
+    # It refuses teachers that do not fit, before anything is written.
+    predictor = torch_part.TopPredictor(config.engine, config.train, shape)
     with stage.unfinished_folder() as part:
         files = _write_files(part, record, samples, batches, predictor)
         stage.write_manifest(part, files, {"bytes_per_token": bytes_per_token, PER_FILE: records_per_file(record)})
@@ -94,27 +97,27 @@ def _check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def _check_settings(config: RunConfig) -> None:
-    distil = config.train.distil
+def _check_settings(train: TrainConfig) -> None:
+    distil = train.distil
     if not distil.teachers:
         raise TextmillError("train.distil.teachers: there are none to cache; name a run or a model folder")
     if not distil.top_k:
         raise TextmillError("train.distil.top_k: is 0; set how many tokens to keep at each position, such as 64")
-    distil.check_samples(config.train.layout, config.train.minutes)
+    distil.check_samples(train.layout, train.minutes)
 
 
-def describe_cache(config: RunConfig, data: Splits, length: int) -> dict[str, Any]:
+def describe_cache(train: TrainConfig, data: Splits, length: int) -> dict[str, Any]:
     """All that decides the predictions of a sample: its tokens, by its number in the run, and the teachers."""
-    layout = f"train.{config.train.layout}."
-    settings = {key: value for key, value in config.results("train").items() if key.startswith(layout)}
+    layout = f"train.{train.layout}."
+    settings = {key: value for key, value in results_of(train, "train").items() if key.startswith(layout)}
     return {
         **settings,
-        "train.layout": config.train.layout,
+        "train.layout": train.layout,
         "train.length": length,
-        "train.seed": config.train.seed,
-        "train.distil.teachers": fingerprint_teachers(config),
-        "train.distil.temperature": config.train.distil.temperature,
-        "train.distil.top_k": config.train.distil.top_k,
+        "train.seed": train.seed,
+        "train.distil.teachers": fingerprint_teachers(train.distil.teachers),
+        "train.distil.temperature": train.distil.temperature,
+        "train.distil.top_k": train.distil.top_k,
         "tokens": data.fingerprint,
         "tokenizer": data.tokenizer.fingerprint,
     }
@@ -147,11 +150,11 @@ def _write_files(
 
 
 def open_teacher_cache(
-    config: RunConfig, data: Splits, length: RunLength
+    train: TrainConfig, data: Splits, length: RunLength
 ) -> tuple[TeacherCache, dict[Path, dict[str, Any]]]:
     """The cache of a run and its files, after checking that it was made for the samples of this run."""
-    folder = Path(str(config.train.distil.cache))
-    _check_settings(config)
+    folder = Path(str(train.distil.cache))
+    _check_settings(train)
     if not (folder / MANIFEST).is_file():
         raise TextmillError(f"train.distil.cache: {folder}: no predictions found; write them with: textmill {COMMAND}")
     manifest = open_manifest(folder, COMMAND)
@@ -160,7 +163,7 @@ def open_teacher_cache(
     made_from = dict(manifest["made_from"])
     samples = made_from.pop("samples")
     exact = made_from.pop("exact")
-    if changes := list_changes(made_from, describe_cache(config, data, length.sample_length)):
+    if changes := list_changes(made_from, describe_cache(train, data, length.sample_length)):
         raise TextmillError(
             f"train.distil.cache: {folder} was made for another run: {'; '.join(changes[:4])}; set them back, or write "
             f"the predictions again with: textmill {COMMAND} WHERE --force"
@@ -168,13 +171,13 @@ def open_teacher_cache(
     if (needed := length.samples_after(length.steps)) > samples:
         raise TextmillError(
             f"train.distil.cache: {folder} has the predictions of {samples:,} samples, the run needs {needed:,}; lower "
-            f"train.{config.train.unit}, or write more with: textmill {COMMAND} WHERE --force"
+            f"train.{train.unit}, or write more with: textmill {COMMAND} WHERE --force"
         )
     if damage := find_damage(folder, manifest["files"], deep=False):
         again = f"textmill {COMMAND} WHERE --force"
         raise TextmillError(f"train.distil.cache: {folder}: {damage[0]}; write it again: {again}")
     vocab = data.tokenizer.vocab
-    record = record_of(length.sample_length, config.train.distil.top_k, vocab, exact=exact)
+    record = record_of(length.sample_length, train.distil.top_k, vocab, exact=exact)
     cache = TeacherCache(folder, record, samples, manifest[PER_FILE], vocab)
     files = {folder / name: {**entry, "command": COMMAND} for name, entry in manifest["files"].items()}
     return cache, files

@@ -1,8 +1,8 @@
 """The time of steps: the throughput in the log, and how many steps fit in `train.minutes`.
 
-With `train.minutes`, step 1 compiles and is not timed. After step 4 there is a first estimate of the number of steps,
-which fixes a warm-up that is a fraction of the run. After step 51, or a tenth of a shorter run, the final number is
-computed; from then on the run is as deterministic as one with `train.steps`.
+With `train.minutes`, step 1 compiles and is not timed. After step 4 there is a first estimate of the number of steps.
+Whenever a fiftieth of the remaining steps is done, they are timed and the estimate is corrected, until the run ends:
+what slows a part of the run costs the time of that part. The learning rate has no jump then (`RunLength`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.progress import format_duration
 from textmill.training.run_length import RunLength
 
-ESTIMATE_STEPS = 3
-MEASURED_STEPS = 50
-"""Timed steps before the first estimate, and before the final number of steps is computed."""
-MEASURED_FRACTION = 0.1
-"""In a short run, this fraction of it is timed instead."""
+FIRST_STEPS = 3
+"""Timed steps before the first estimate."""
+FIRST_FRACTION = 0.1
+"""Or fewer, if they take this fraction of the time."""
+TIMED_FRACTION = 0.02
+"""The fraction of the remaining steps that is timed before the next estimate: even if they suddenly take 20 times as
+long, more than half of the remaining time is left."""
+PRINTED_CHANGE = 0.2
+"""A number of steps that changes by more than this fraction is printed."""
 END_SECONDS = 5.0
 """What a command that evaluates and generates after training needs besides a pass over the valid split."""
 MIN_FRACTION = 0.2
@@ -85,95 +89,111 @@ class Costs:
     full_pass: float
     tasks: float = 0.0
 
+    def scaled(self, factor: float) -> Costs:
+        """The costs when the device computes so many times more slowly."""
+        return Costs(factor * self.evaluation, self.save, factor * self.full_pass, factor * self.tasks)
+
 
 class MinutesTimer:
-    """Times the first steps. Rank 0's clock decides; all ranks call `after_step` together and get the same length."""
+    """Estimates the number of steps. Rank 0's clock decides; all ranks call `after_step` together and get the same
+    length."""
 
     def __init__(
         self,
         started: float,
         evaluates: bool,
-        first: int,
+        first: int | None,
         ranks: Ranks,
         log: StepLog,
         measure_costs: Callable[[], Costs],
     ) -> None:
         """`started` is when the command started, by `time.perf_counter`; `evaluates`: it evaluates after training.
 
-        `first` is the first step of this process, which is not timed: it includes compilation.
+        `first` is the first step of this process, which is not timed: it includes compilation. None: a resumed run
+        keeps the number of steps that it had.
         """
         self.started = started
         self.evaluates = evaluates
-        self.first = first
+        self.first = first or 0
         self.ranks = ranks
         self.log = log
         self.measure_costs = measure_costs
-        self._last_timed_step: int | None = None
-        """The step after which the final number is computed; None before the first estimate."""
+        self._next_step = self.first
+        """The step after which the length is estimated next."""
+        self._timed_from = (self.first, 0.0)
+        """The step after which timing began, and when that was."""
+        self._token_seconds = 0.0
+        """Of a token, as of the latest estimate."""
+        self._costs: Costs | None = None
+        """Measured at the first estimate."""
+        self._printed_steps = 0
 
     def after_step(self, length: RunLength, done: int, result: Step) -> RunLength:
-        """The length of the run after `done` steps: changed after the first estimate, and when it is known."""
-        if self._last_timed_step is None:
-            length = self._estimate(length, done, result)
-        if done != self._last_timed_step:
+        """The length of the run after `done` steps: another one after each estimate."""
+        if done != self._next_step or (length.known and done == length.steps):
             return length
-        with self.log.paused(result):
-            speed = self._tokens_per_second(length, done)
-            costs = self.measure_costs()
-        steps = fitting_steps(length, done, self._seconds_for_steps(length, costs.full_pass), speed, costs)
-        steps = self.ranks.all_gather(steps)[0]
-        return run_on_all(self.ranks, lambda: length.with_measured_steps(steps, done))
-
-    def _estimate(self, length: RunLength, done: int, result: Step) -> RunLength:
-        """The length with a first estimate of the steps; unchanged if too few steps are timed."""
         _ = result.loss  # waits until the step is finished
         if done == self.first:
-            self._timed_from = self._step_clock()
+            self._timed_from = done, self._step_clock()
             self._warn_of_late_start(length)
-            if done < length.max_steps:
-                return length
-        self._last_timed_step, steps = self.ranks.all_gather(self._first_estimate(length, done))[0]
-        return length if self._last_timed_step is None else length.with_estimated_steps(steps)
+        if not (length.known or self.ranks.all_gather(self._is_enough(length, done))[0]):
+            self._next_step = done + 1
+            return length
+        seconds = self._measure_token_seconds(length, done)
+        if self._costs is None:
+            with self.log.paused(result):
+                self._costs = self.measure_costs()
+            self._first_token_seconds = self._token_seconds = seconds
+            self._earliest_end = time.perf_counter() + self._least_seconds(length)
+        self._token_seconds = (self._token_seconds + seconds) / 2
+        costs = self._costs.scaled(self._token_seconds / self._first_token_seconds)
+        end = max(self._end(length) - (costs.full_pass if self.evaluates else 0.0), self._earliest_end)
+        steps = fitting_steps(length, done, end - time.perf_counter(), 1 / self._token_seconds, costs)
+        steps = self.ranks.all_gather(steps)[0]
+        self._next_step = done + max(1, round(TIMED_FRACTION * (steps - done)))
+        self._timed_from = done, self._step_clock()
+        return run_on_all(self.ranks, lambda: length.with_measured_steps(steps, done))
+
+    def is_news(self, length: RunLength) -> bool:
+        """Whether the number of steps differs much from the one of which this was true before."""
+        if abs(length.steps - self._printed_steps) <= PRINTED_CHANGE * self._printed_steps:
+            return False
+        self._printed_steps = length.steps
+        return True
+
+    def _is_enough(self, length: RunLength, done: int) -> bool:
+        """Whether enough steps are timed for the first estimate."""
+        left = max(self._end(length) - time.perf_counter(), self._least_seconds(length))
+        seconds_timed = self._step_clock() - self._timed_from[1]
+        return done >= min(self.first + FIRST_STEPS, length.max_steps) or seconds_timed >= FIRST_FRACTION * left
 
     def _step_clock(self) -> float:
         """A clock that stands still during evaluations and saves."""
         return time.perf_counter() - self.log.paused_seconds
 
-    def _seconds_left(self, length: RunLength) -> float:
-        """Seconds until training must end; what follows it is subtracted, except a pass over the valid split."""
-        assert length.train.minutes is not None
-        end = self.started + 60 * length.train.minutes - (END_SECONDS if self.evaluates else 0.0)
-        return end - time.perf_counter()
+    def _measure_token_seconds(self, length: RunLength, done: int) -> float:
+        step, start = self._timed_from
+        tokens = length.tokens_after(done) - length.tokens_after(step)
+        return max(1e-9, self._step_clock() - start) / max(1, tokens)
 
-    def _seconds_for_steps(self, length: RunLength, full_pass: float = 0.0) -> float:
-        """Seconds that steps get from now on: a model of a few steps would be of no use."""
+    def _end(self, length: RunLength) -> float:
+        """When training must end; what follows it is subtracted, except a pass over the valid split."""
         assert length.train.minutes is not None
-        left = self._seconds_left(length) - (full_pass if self.evaluates else 0.0)
-        return max(left, MIN_FRACTION * 60 * length.train.minutes)
+        return self.started + 60 * length.train.minutes - (END_SECONDS if self.evaluates else 0.0)
+
+    def _least_seconds(self, length: RunLength) -> float:
+        """What steps get even if the start took too long: a model of a few steps would be of no use."""
+        assert length.train.minutes is not None
+        return MIN_FRACTION * 60 * length.train.minutes
 
     def _warn_of_late_start(self, length: RunLength) -> None:
         """An error would leave the user without a model after all stages before."""
-        if self.ranks.first and self._seconds_left(length) <= 0:
+        if self.ranks.first and self._end(length) <= time.perf_counter():
             took = format_duration(time.perf_counter() - self.started)
             warn(
                 f"train.minutes: the command takes longer than {length.train.minutes:g} min: up to the end of the "
                 f"first step it took {took} already; steps get {MIN_FRACTION:.0%} of the minutes"
             )
-
-    def _tokens_per_second(self, length: RunLength, done: int) -> float:
-        tokens = length.tokens_after(done) - length.tokens_after(self.first)
-        return tokens / max(1e-9, self._step_clock() - self._timed_from)
-
-    def _first_estimate(self, length: RunLength, done: int) -> tuple[int | None, int]:
-        """(last step to time, estimated number of steps of the run); None if too few steps are timed so far."""
-        seconds_left = self._seconds_for_steps(length)
-        seconds_timed = self._step_clock() - self._timed_from
-        enough = done - self.first >= ESTIMATE_STEPS or seconds_timed >= MEASURED_FRACTION * seconds_left
-        if not enough and done < length.max_steps:
-            return None, 0
-        steps = fitting_steps(length, done, seconds_left, self._tokens_per_second(length, done), Costs(0.0, 0.0, 0.0))
-        timed_steps = min(MEASURED_STEPS, round(MEASURED_FRACTION * (steps - self.first)))
-        return max(done, self.first + timed_steps), steps
 
 
 def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_second: float, costs: Costs) -> int:

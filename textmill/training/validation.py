@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,6 @@ from textmill.checkpoints.best import open_best_step
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, TrainConfig
 from textmill.engines import Engine, EvalSums
-from textmill.errors import TextmillError
 from textmill.evaluation.task import Scorer, list_metrics
 from textmill.evaluation.tasks import open_tasks
 from textmill.processes.ranks import run_on_all
@@ -29,7 +28,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.track import Trackers
 from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength
-from textmill.training.start import Start
+from textmill.training.start import Start, check_measured
 from textmill.training.timing import Costs
 
 TIMED_BATCHES = 3
@@ -39,6 +38,8 @@ SAVE_SPEED = 1e9
 """Bytes of a trained weight in a checkpoint (the weight and two moments), and bytes written per second."""
 CHECKED_EXAMPLES = 2
 """Examples of each task that are measured before the first step, to find mistakes then."""
+MAX_EXPONENT = 700.0
+"""A larger loss would overflow as a perplexity."""
 EVERY_TOKEN = ("packed", "padded", "features")
 """Layouts in which every token has a loss, so that the loss of a token is that of its bytes."""
 
@@ -64,18 +65,27 @@ class Validation:
         train = self.config.train
         return {train.evaluate_every, *([train.tasks_interval] if train.tasks else [])}
 
-    def train_bits(self, loss: float) -> dict[str, float]:
-        """A train loss in bits per byte, if that is known."""
+    def train_metrics(self, loss: float) -> dict[str, float]:
+        """The perplexity of a train loss, and the loss in bits per byte, if that is known."""
         factor = train_bits_factor(self.data, self.config.train)
-        return {"bits_per_byte": factor * loss} if factor else {}
+        bits = {"bits_per_byte": factor * loss} if factor else {}
+        return self._perplexity("perplexity", loss) | bits
 
-    def measure(self, length: RunLength, done: int, trackers: Trackers) -> dict[str, float]:
-        """Log and return the metrics that are due after `done` steps."""
+    def _perplexity(self, name: str, loss: float) -> dict[str, float]:
+        """The perplexity of a token; a loss of examples has none."""
+        return {} if self.config.train.layout == "labelled" else {name: math.exp(min(loss, MAX_EXPONENT))}
+
+    def measure(
+        self, length: RunLength, done: int, trackers: Trackers, batch_at: Callable[[int], Batch]
+    ) -> dict[str, float]:
+        """Log and return the metrics that are due after `done` steps; `batch_at` has the train batch of a step."""
         train = self.config.train
         metrics: dict[str, float] = {}
         if length.is_due(train.evaluate_every, done):
             valid_metrics = self._measure_valid()
             if valid_metrics:
+                sums = self.engine.eval_step(batch_at(done - 1))
+                valid_metrics["train_accuracy"] = sums.correct / max(1, sums.loss_tokens)
                 trackers.log(done, valid_metrics)
             metrics |= valid_metrics
         if train.tasks and length.is_due(train.tasks_interval, done):
@@ -104,6 +114,7 @@ class Validation:
             if head_sums.loss_tokens:
                 values[f"{name}_loss"] = head_sums.loss / head_sums.loss_tokens
                 values[f"{name}_accuracy"] = head_sums.correct / head_sums.loss_tokens
+        values |= self._perplexity("valid_perplexity", values["valid_loss"])
         if factor := bits_factor(self.data, "valid", self.config.train):
             values["valid_bits_per_byte"] = factor * values["valid_loss"]
         return values
@@ -155,11 +166,7 @@ class TrainingTasks:
         metric = self.config.train.best.metric
         values = self._measure(self.start.step, CHECKED_EXAMPLES) if self.tasks else {}
         measured = [name for name in values if not name.endswith("/seconds")]
-        if "/" in metric and metric not in measured:
-            raise TextmillError(
-                f"train.best.metric: '{metric}' is not measured; "
-                + (f"train.tasks measures {', '.join(measured)}" if measured else "set train.tasks")
-            )
+        check_measured(metric, measured)
 
     def measure(self, done: int) -> dict[str, float]:
         """The metrics of all tasks after `done` steps, and the seconds of each; the same on all ranks."""

@@ -1,5 +1,5 @@
-"""The command verify: train a small copy of a parallel config on this machine, compare it with one process, and name
-the likely cause of a difference.
+"""The command verify: check a family's contract; train a small copy of a parallel config on this machine, compare it
+with one process, and name the likely cause of a difference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import RunConfig
+from textmill.config.load import build_config, merge_trees, parse_settings
 from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.models.contract_torch import check_family
 from textmill.verification.launcher import TrialResult, launch
-from textmill.verification.small_config import PrecisionTrial, VerificationPlan, build_plan
+from textmill.verification.small_config import VOCAB, PrecisionTrial, VerificationPlan, build_plan
+from textmill.where import Settings, open_config
 
 
 class MeshMismatch(TextmillError):
@@ -26,9 +30,13 @@ class MeshMismatch(TextmillError):
     exit_code = 1
 
 
-def verify(config: RunConfig) -> None:
-    """Check that the config's mesh gives the numbers of one process; report where they differ."""
+def verify(where: RunConfig | str | Path, settings: Settings = ()) -> None:
+    """Check that the config's mesh gives the numbers of one process, or the contract of the family in a file.py."""
     start = time.monotonic()
+    if str(where).endswith(".py"):
+        verify_family(str(where), settings)
+        return
+    config = open_config(where, settings)
     plan = build_plan(config)
     print(f"verify: {plan.describe()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="textmill-verify-") as folder:
@@ -42,6 +50,19 @@ def verify(config: RunConfig) -> None:
         for comparison in comparisons:
             print(f"  {trial.precision:<5} {comparison.format_line()}", flush=True)
     _conclude(plan, failed, time.monotonic() - start)
+
+
+def verify_family(path: str, settings: Settings) -> None:
+    """Print each property of the contract that a family in the user's own file keeps; the first broken one is an
+    error."""
+    start = time.process_time()
+    family = open_family(path)
+    sizes = getattr(family, "SIZES", {})
+    given = {"model.family": path} | ({"model.size": next(iter(sizes))} if sizes and "small" not in sizes else {})
+    model = build_config(merge_trees(parse_settings(given), parse_settings(settings))).model
+    shape = family.shape_of(model, vocab=VOCAB, eos_id=0)
+    check_family(model, shape, lambda line: print(f"  ok  {line}", flush=True))
+    print(f"verify: {family.NAME} keeps the contract of a family ({time.process_time() - start:.1f} s)")
 
 
 def _conclude(plan: VerificationPlan, failed: list[Comparison], seconds: float) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 
 from textmill.checkpoints.folders import open_model
 from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
+from textmill.config.deepspeed_json import read_user_config
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.config.model import is_family_file
-from textmill.engines.deepspeed_config import fill_unset, read_user_config
+from textmill.engines.deepspeed_config import fill_unset
 from textmill.engines.distillation.teachers import check_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.models import Shape, initial_weights, open_family, read_shape
@@ -106,12 +107,13 @@ class VerificationPlan:
 
 def build_plan(config: RunConfig) -> VerificationPlan:
     """The small copies of a config, for one process and for the mesh, in each precision."""
-    check_teachers(config)
+    check_teachers(config.train.distil, config.engine, config.model)
     config = _inline_user_config(config)
     full = _full_shape(config)
     if isinstance(config.engine, TorchEngine):
         mesh = config.engine.mesh
-        mesh_of(config, full, (mesh.replicate or 1) * mesh.shard * mesh.tensor)  # raises if it does not fit the run
+        world = (mesh.replicate or 1) * mesh.shard * mesh.tensor
+        mesh_of(config.engine, config.train, full, world)  # raises if it does not fit the run
     sizes = _mesh_sizes(config)
     precisions = _precisions(config)
     data_ranks = sizes["replicate"] * sizes["shard"]

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
         weights = [*initial_weights(shape, config.train.seed)]
         weights += initial_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
-        engine = open_engine(config, shape, ranks)
+        engine = open_engine(config.engine, config.train, shape, config.model.lora, ranks)
         engine.load(weights, [], 0, "the initial weights", LOSS_SCALE if config.engine.precision == "fp16" else None)
         result = run_trial(engine, config, folder)
         if engine.first:

@@ -5,20 +5,35 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from textmill.config import ExportConfig
 from textmill.config.tokenizer import CONTENT
-from textmill.conversion import gguf_gpt2, gguf_llama
-from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family
+from textmill.conversion.gguf_models import (
+    EMBEDDING,
+    FACTORS,
+    FAMILIES,
+    add_keys,
+    architecture_of,
+    change_layout,
+    gguf_names,
+    shape_of,
+    tensors_of,
+)
+from textmill.conversion.model import Array, Files, Hints, Model, check_layers, collect_weights, require_family
+from textmill.conversion.model_card import format_card, parse_card
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import manifest_entry, write_text
 from textmill.storage.tensor_files import Named
+from textmill.tokens.chat import MARK, MARKS, JinjaTemplate
+from textmill.tokens.vocabulary.foreign_files import LLAMA_3, QWEN, add_special_around
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16", "q8_0", "q4_0")
@@ -33,26 +48,26 @@ FILE_TYPES = {
 BLOCK = 32
 """Values that share a scale in a quantised type; rows of another length are written in F16."""
 MAGIC = b"GGUF"
-EMBEDDING = "token_embd.weight"
-KEPT = ("position_embd.weight", "rope_freqs.weight")
-"""Matrices and vectors that stay in F32."""
-LAYOUTS: dict[str, Any] = {"gpt2": gguf_gpt2, "llama": gguf_llama}
-"""How the models of each family are stored."""
+CARD_KEY = "textmill.card"
+"""The model card."""
+MAX_BASES = 16
+POSITIONS = "position_embd.weight"
+"""A matrix that stays in F32."""
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write NAME.gguf and a Modelfile for Ollama."""
     gguf = _package()
     shape = model.shape
-    require_family(shape, "gguf", *LAYOUTS)
-    architecture = LAYOUTS[shape.family].architecture_of(shape)
+    require_family(shape, "gguf", *dict.fromkeys(FAMILIES.values()))
+    architecture = architecture_of(shape)
     if model.tokenizer is None:
         raise TextmillError("export.kind: gguf holds the tokenizer, the model has none; put it next to the weights")
     name = re.sub(r"[^\w.-]+", "-", config.name or Path(str(config.folder)).name) or "model"
     path = folder / f"{name}.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     _add_keys(writer, model, gguf, config, name)
-    odd = _add_tensors(writer, model, gguf, config.precision)
+    odd = _add_tensors(writer, tensors_of(model, architecture, gguf), gguf, config.precision)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -68,14 +83,8 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: str) -> None:
     shape = model.shape
     writer.add_name(name)
-    if config.license:
-        writer.add_license(config.license)
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(shape.positions)
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.inner)
-    writer.add_head_count(shape.heads)
-    LAYOUTS[shape.family].add_keys(writer, shape)
+    _add_card(writer, model.card, config.license)
+    add_keys(writer, shape)
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[config.precision]))
     if config.precision.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -83,15 +92,57 @@ def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: 
     for key, value in keys_of(model.tokenizer, shape.vocab).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
         add[type(value)](f"tokenizer.{key}", value)
+    carried = {name: dict(getattr(model.tokenizer, name)) for name in CARRIED_FIELDS}
+    if any(carried.values()):
+        writer.add_string(CARRIED, json.dumps(carried, ensure_ascii=False))
 
 
-def _add_tensors(writer: Any, model: Model, gguf: Any, precision: str) -> int:
-    """Add every weight; norms, biases and positions stay in F32. Returns how many matrices could not be quantised."""
+def _add_card(writer: Any, card: str | None, given_license: str | None) -> None:
+    """What the head of the model card says: licence, languages, base models; and the card itself, for import."""
+    head = parse_card(card).head
+    licence = given_license or head.get("license")
+    languages, bases = (_texts_of(head.get(key)) for key in ("language", "base_model"))
+    if isinstance(licence, str):
+        writer.add_license(licence)
+    if languages:
+        writer.add_languages(languages)
+    if bases:
+        writer.add_base_model_count(len(bases))
+    for number, base in enumerate(bases):
+        writer.add_base_model_name(number, base)
+    if card:
+        writer.add_string(CARD_KEY, card)
+
+
+def _texts_of(value: Any) -> list[str]:
+    """A text or a list of texts, as a list."""
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
+
+
+def _card_of(keys: dict[str, Any]) -> str | None:
+    """The card that textmill wrote into a file, or one of what the file says about itself."""
+    if isinstance(card := keys.get(CARD_KEY), str):
+        return card
+    count = keys.get("general.base_model.count")
+    numbers = range(min(count, MAX_BASES) if isinstance(count, int) else 0)
+    bases = [keys.get(f"general.base_model.{number}.name") for number in numbers]
+    head = {
+        "license": keys.get("general.license"),
+        "language": _texts_of(keys.get("general.languages")),
+        "base_model": _texts_of(bases),
+    }
+    known = {key: value for key, value in head.items() if value}
+    name = keys.get("general.name")
+    return format_card(known, f"\n# {name}\n" if isinstance(name, str) else "\n") if known else None
+
+
+def _add_tensors(writer: Any, tensors: dict[str, Array], gguf: Any, precision: str) -> int:
+    """Add every tensor; norms, biases and positions stay in F32. Returns how many matrices could not be quantised."""
     wanted = getattr(gguf.GGMLQuantizationType, TYPES[precision])
     odd = 0
-    for name, values in LAYOUTS[model.shape.family].tensors_of(model).items():
+    for name, values in tensors.items():
         values = np.ascontiguousarray(values, np.float32)
-        if values.ndim < 2 or name in KEPT or precision == "fp32":
+        if values.ndim < 2 or name == POSITIONS or precision == "fp32":
             writer.add_tensor(name, values)
             continue
         kind = wanted
@@ -127,43 +178,49 @@ def read(path: Path, hints: Hints) -> Model:
     path = _file_of(path)
     gguf = _package()
     try:
-        reader = gguf.GGUFReader(path)
-        keys = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except Exception as error:  # the package raises what its arithmetic on a damaged file raises
-        raise TextmillError(f"{path}: not a readable GGUF file ({type(error).__name__}: {error})") from None
-    layouts = {name: layout for layout in LAYOUTS.values() for name in layout.ARCHITECTURES}
-    layout = layouts.get(str(keys.get("general.architecture")))
-    if layout is None:
+        with warnings.catch_warnings(action="ignore"):  # of numpy, about sums that overflow
+            reader = gguf.GGUFReader(path)
+            keys = {name: field.contents() for name, field in reader.fields.items()}
+            tensors = {tensor.name: tensor for tensor in reader.tensors}
+    except Exception:  # the package raises what its arithmetic on a damaged file raises
         raise TextmillError(
-            f"{path}: its architecture is {keys.get('general.architecture')!r}; textmill reads {', '.join(layouts)}"
-        )
+            f"{path}: not a readable GGUF file: its {path.stat().st_size:,} bytes end too early, or its header is "
+            "damaged; copy it again"
+        ) from None
+    kind = str(keys.get("general.architecture"))
+    if kind not in FAMILIES:
+        raise TextmillError(f"{path}: its architecture is {kind!r}; textmill reads {', '.join(FAMILIES)}")
     if EMBEDDING not in tensors:
         raise TextmillError(f"{path}: has no {EMBEDDING}; the file is damaged, or holds no weights")
-    shape = layout.shape_of(keys, tensors, path)
-    weights = collect_weights(shape, _named(tensors, shape, layout, gguf, path), str(path))
+    shape = shape_of(keys, tensors, path)
+    check_layers(shape, len(tensors), str(path))
+    names = {gguf_name: name for name, gguf_name in gguf_names(shape, kind, gguf).items()}
+    tensors.pop(FACTORS, None)  # part of the shape
+    weights = collect_weights(shape, _named(tensors, shape, names, gguf, path), str(path))
     tokenizer = open_tokenizer(hints.tokenizer) if hints.tokenizer else tokenizer_of(keys, str(path))
-    return Model(shape, weights, tokenizer)
+    return Model(shape, weights, tokenizer, card=_card_of(keys))
 
 
-def _named(tensors: dict[str, Any], shape: Any, layout: Any, gguf: Any, path: Path) -> Iterator[Named]:
-    for name, tensor in tensors.items():
-        if name == gguf_llama.FACTORS:
-            continue  # part of the shape
-        found = layout.weight_of(name, _values_of(tensor, gguf, path), shape)
-        if found is None:
-            raise TextmillError(f"{path}: has '{name}', which a {shape.family} does not have")
-        yield found
+def _named(tensors: dict[str, Any], shape: Any, names: dict[str, str], gguf: Any, path: Path) -> Iterator[Named]:
+    for gguf_name, tensor in tensors.items():
+        if gguf_name not in names:
+            raise TextmillError(f"{path}: has '{gguf_name}', which a {shape.family} does not have")
+        name = names[gguf_name]
+        yield name, change_layout(name, _values_of(tensor, gguf, path), shape, to_file=False)
 
 
 def _values_of(tensor: Any, gguf: Any, path: Path) -> Array:
     try:
         found: Array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         return found.reshape([int(side) for side in tensor.shape][::-1])
-    except Exception as error:  # a type that the package cannot turn into numbers, or a damaged size
+    except NotImplementedError:
         raise TextmillError(
-            f"{path}: '{tensor.name}' of type {tensor.tensor_type.name} cannot be read ({type(error).__name__}: "
-            f"{error}); convert the file to F32, F16, BF16, Q8_0 or Q4"
+            f"{path}: '{tensor.name}' is of type {tensor.tensor_type.name}, which the package gguf cannot turn into "
+            "numbers; convert the file to F32, F16, BF16, Q8_0 or Q4"
+        ) from None
+    except Exception:  # what numpy raises where the sizes do not fit
+        raise TextmillError(
+            f"{path}: '{tensor.name}' has other sizes than its {tensor.n_bytes:,} bytes; the file is damaged"
         ) from None
 
 
@@ -180,17 +237,18 @@ CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
 """llama.cpp's types of tokens; a control token is found in a text only where the caller asks for it."""
-_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
-    "gpt-2": (),
-    "smollm": ("digits",),
-    "qwen2": (_SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,),
-    "llama-bpe": (_SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,),
-}
+SPLITS = {"gpt-2": (), "smollm": ("digits",), "qwen2": (QWEN,), "llama-bpe": (LLAMA_3,)}
 """How llama.cpp splits words, by its own names: what comes before GPT-2's splitting, or a pattern in its place."""
 COMPOSING = ("qwen2",)
 """Those whose tokenizers compose characters (NFC) first; llama.cpp leaves that to its caller."""
+OTHER_ENDS = ("eot", "eom")
+"""llama.cpp's names of further tokens that end a text: end of turn and end of message."""
+ADDING_BOS = ("llama-bpe",)
+"""Ways of splitting words with which llama.cpp adds the begin token if a file does not say whether it should."""
+CARRIED = "textmill.tokenizer"
+"""JSON of what llama.cpp's keys have no place for: settings of tokenizer_config.json, config.json and
+generation_config.json."""
+CARRIED_FIELDS = ("settings", "model_ids", "generation")
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
 
 
@@ -209,15 +267,21 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
         "ggml.tokens": [token for token, _ in entries],
         "ggml.token_type": [kind for _, kind in entries],
         "ggml.merges": merges,
-        "ggml.add_bos_token": False,
-        "ggml.add_eos_token": False,
+        "ggml.add_bos_token": tokenizer.adds_bos,
+        "ggml.add_eos_token": tokenizer.adds_eos,
     }
     roles = {**tokenizer.roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.eos_id)}
     for role, name in ROLES.items():
         role_id = tokenizer.inner.token_to_id(roles.get(role) or "")
         if role_id is not None:
             keys[f"ggml.{name}_token_id"] = role_id
-    keys.setdefault("ggml.bos_token_id", tokenizer.eos_id)
+    begin = tokenizer.model_ids.get("bos_token_id")
+    keys.setdefault("ggml.bos_token_id", tokenizer.eos_id if type(begin) is not int or begin < 0 else begin)
+    others = [id_ for id_ in tokenizer.end_ids if id_ != tokenizer.eos_id]
+    if len(others) > len(OTHER_ENDS):
+        names = [str(tokenizer.inner.id_to_token(id_)) for id_ in others[len(OTHER_ENDS) :]]
+        warn(f"llama.cpp has no place for more than three tokens that end a text; without {', '.join(names)}")
+    keys |= {f"ggml.{name}_token_id": id_ for name, id_ in zip(OTHER_ENDS, others, strict=False)}
     template = tokenizer.chat.jinja() if tokenizer.chat else tokenizer.jinja
     return {**keys, "chat_template": template} if template else keys
 
@@ -293,7 +357,31 @@ def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
         if type(id_) is int and 0 <= id_ < len(tokens):
             roles[role] = tokens[id_]
     template = keys.get("tokenizer.chat_template")
-    return TextTokenizer(inner, end, roles, jinja=template if isinstance(template, str) else None)
+    jinja = template if isinstance(template, str) else None
+    tokenizer = replace(TextTokenizer(inner, end, roles, jinja=jinja), **_carried_of(keys, where))
+    adds_bos = keys.get("tokenizer.ggml.add_bos_token", split in ADDING_BOS)
+    adds_eos = keys.get("tokenizer.ggml.add_eos_token", False)
+    if tokenizer.bos_id is not None and (adds_bos or adds_eos):
+        begin = roles["bos_token"] if adds_bos else None
+        add_special_around(inner, begin, tokens[end] if adds_eos else None)
+    return tokenizer
+
+
+def _carried_of(keys: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a tokenizer that textmill wrote as JSON; of another file, its special tokens."""
+    text = keys.get(CARRIED)
+    if text is not None:
+        try:
+            tree = json.loads(text)
+            return {name: dict(tree.get(name, {})) for name in CARRIED_FIELDS}
+        except (TypeError, ValueError, AttributeError):
+            raise TextmillError(f"{where}: {CARRIED} is no JSON of settings; the file is damaged") from None
+    found = {name: keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", *OTHER_ENDS)}
+    ends = list(dict.fromkeys(found[name] for name in ("eos", *OTHER_ENDS) if type(found[name]) is int))
+    ids: dict[str, Any] = {"bos_token_id": found["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    if found["padding"] is not None:
+        ids["pad_token_id"] = found["padding"]
+    return {"model_ids": ids}
 
 
 def _build_tokenizer(tokens: list[str], kinds: list[int], merges: list[str], split: str, where: str) -> Tokenizer:
@@ -331,19 +419,99 @@ def _is_text_list(value: Any) -> bool:
 
 
 def modelfile(file: str, shape: Any, tokenizer: TextTokenizer) -> str:
-    """FROM the file, the chat template in Go's language, the longest context and the stop token."""
-    lines = [f"FROM ./{file}", f'TEMPLATE """{_template(tokenizer)}"""', f"PARAMETER num_ctx {shape.positions}"]
-    return "\n".join([*lines, f'PARAMETER stop "{tokenizer.inner.id_to_token(tokenizer.eos_id)}"']) + "\n"
+    """FROM the file, the chat template in Go's language, the longest context and the stop tokens."""
+    lines = [f"FROM ./{file}"]
+    stops = [str(tokenizer.inner.id_to_token(id_)) for id_ in tokenizer.end_ids]
+    if tokenizer.chat is not None:
+        turns = {role: (text.partition(CONTENT)[0], text.partition(CONTENT)[2]) for role, text in tokenizer.chat.turns}
+        lines.append(_go_template(Turns("", turns, tokenizer.chat.prompt)))
+    elif tokenizer.jinja is not None:
+        template = JinjaTemplate(tokenizer, tokenizer.jinja)
+        stops += [str(tokenizer.inner.id_to_token(id_)) for id_ in template.stop_ids]
+        if (found := find_turns(template)) is not None:
+            lines.append(_go_template(found))
+        else:
+            warn("the chat template cannot be written in Ollama's language: the Modelfile has none; llama.cpp uses it")
+            lines.append("# The model's chat template, which is in the GGUF file, cannot be written as a TEMPLATE.")
+    else:
+        lines.append('TEMPLATE """{{ .Prompt }}"""')
+    lines.append(f"PARAMETER num_ctx {shape.positions}")
+    return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops))]) + "\n"
 
 
-def _template(tokenizer: TextTokenizer) -> str:
-    """Turns of a conversation; a model without a chat template of ours continues the prompt."""
-    if tokenizer.chat is None:
-        return "{{ .Prompt }}"
+class Turns(NamedTuple):
+    """A chat template that writes the same around every message of a role."""
+
+    start: str
+    """What stands before a conversation that does not begin with a message of the system."""
+    around: dict[str, tuple[str, str]]
+    """What stands before and after a message, by role."""
+    prompt: str
+    """What begins an answer."""
+
+    def render(self, roles: Sequence[str], *, prompt: bool) -> str:
+        """A conversation of marks in place of messages."""
+        text = "" if roles[0] == "system" else self.start
+        for number, role in enumerate(roles):
+            before, after = self.around[role]
+            text += f"{before}{MARK.format(number)}{after}"
+        return text + (self.prompt if prompt else "")
+
+
+TALKS = (["user"], ["user", "assistant", "user"], ["user", "assistant", "user", "assistant", "user"])
+SYSTEM_TALKS = (["system", "user"], ["system", "user", "assistant", "user"])
+"""Conversations on which a translated template is compared with the model's own."""
+
+
+def find_turns(template: JinjaTemplate) -> Turns | None:
+    """What a template writes around messages, if that does not depend on their place; None otherwise.
+
+    Found by rendering conversations of marks; the result is compared with the template on longer ones.
+    """
+
+    def rendered(*roles: str, prompt: bool = False) -> list[str]:
+        """What stands between the marks of these messages."""
+        messages = [{"role": role, "content": MARK.format(number)} for number, role in enumerate(roles)]
+        text = template.text(messages, prompt)
+        # llama.cpp and Ollama add the begin token themselves.
+        begin = template.tokenizer.roles.get("bos_token")
+        pieces = MARKS.split(text.removeprefix(begin) if begin and template.tokenizer.adds_bos else text)
+        if pieces[1::2] != [str(number) for number in range(len(roles))]:
+            raise ValueError("messages are joined, left out or moved")
+        return pieces[::2]
+
+    try:
+        after_user = rendered("user")[1]
+        prompt = rendered("user", prompt=True)[1].removeprefix(after_user)
+        after_answer = rendered("user", "assistant")[2]
+        first, between, again, _ = rendered("user", "assistant", "user")
+        before_user = again.removeprefix(after_answer)
+        turns = {"user": (before_user, after_user), "assistant": (between.removeprefix(after_user), after_answer)}
+        talks = list(TALKS)
+        try:
+            before_system, after_system, _ = rendered("system", "user")
+            turns["system"] = (before_system, after_system.removesuffix(before_user))
+            talks += SYSTEM_TALKS
+        except (TextmillError, ValueError):  # a template without messages of the system
+            pass
+        found = Turns(first.removesuffix(before_user), turns, prompt)
+        for roles in talks:
+            if MARKS.split(found.render(roles, prompt=True))[::2] != rendered(*roles, prompt=True):
+                return None
+    except (TextmillError, ValueError):
+        return None
+    written = [found.start, found.prompt, *(half for halves in turns.values() for half in halves)]
+    return None if any(sign in half for half in written for sign in ("{{", "}}", '"""')) else found
+
+
+def _go_template(turns: Turns) -> str:
     branches = []
     keyword = "if"
-    for role, text in tokenizer.chat.turns:
-        before, _, after = text.partition(CONTENT)
+    for role, (before, after) in turns.around.items():
         branches.append(f'{{{{ {keyword} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}')
         keyword = "else if"
-    return f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}{tokenizer.chat.prompt}"
+    start = turns.start
+    if start and "system" in turns.around:
+        start = f'{{{{ if ne (index .Messages 0).Role "system" }}}}{start}{{{{ end }}}}'
+    loop = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"
+    return f'TEMPLATE """{start}{loop}{turns.prompt}"""'

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.writing import plan_files
+from textmill.checkpoints.writing import MAX_FILE_BYTES, plan_files
 from textmill.config import SIZES, ExportConfig
 from textmill.config.sizes import FAMILY_BY_TYPE
-from textmill.conversion.model import Files, Hints, Model, collect_weights
+from textmill.conversion.model import Files, Hints, Model, collect_weights, write_texts
+from textmill.conversion.model_card import CARD, read_licences
 from textmill.conversion.torch_files import read_tensor_tree
 from textmill.errors import TextmillError
-from textmill.models import open_family, read_shape
+from textmill.models import hf_config_of, open_family, read_shape, tokenizer_files
 from textmill.models.pooling import find_pooling, pooling_files
 from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.storage.tensor_files import SHARD_INDEX, Named, Precision, encode_safetensors, read_model
@@ -30,22 +32,22 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "*.model", "vocab.txt", "enco
 
 def text_files(shape: Any, tokenizer: TextTokenizer | None, precision: str, card: str | None = None) -> dict[str, str]:
     """Every file except the weights; the chat template is in the tokenizer's files."""
-    hf = {**open_family(shape.family).hf_config_of(shape), "dtype": DTYPES[precision]}
+    hf = {**hf_config_of(shape, tokenizer), "dtype": DTYPES[precision]}
     files = {"config.json": json.dumps(hf, indent=2) + "\n"}
-    files |= tokenizer.files(shape.positions) if tokenizer else {}
-    return {**files, "README.md": card} if card else files
+    files |= tokenizer_files(shape, tokenizer) if tokenizer else {}
+    return {**files, CARD: card} if card else files
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
-    """Write the folder; the weights in files of at most `export.max_file_gb`."""
+    """Write the folder; the weights in files of at most MAX_FILE_BYTES."""
     precision: Precision = config.precision  # type: ignore[assignment]  # `export` has checked it
-    texts = text_files(model.shape, model.tokenizer, precision, model.card)
+    texts = {**model.licences, **text_files(model.shape, model.tokenizer, precision, model.card)}
     if model.pooling is not None:
         texts |= pooling_files(model.pooling, model.shape.width)
         (folder / "1_Pooling").mkdir(exist_ok=True)
-    files = {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    files = write_texts(folder, texts)
     size = 4 if precision == "fp32" else 2
-    plan, named = plan_files("model", model.weights.items(), int(config.max_file_gb * 1e9 * 4 / size))
+    plan, named = plan_files("model", model.weights.items(), MAX_FILE_BYTES * 4 // size)
     file_of = plan.file_by_tensor()
     for name, part in itertools.groupby(named, lambda one: file_of[one[0]]):
         files[name] = write_bytes(folder / name, encode_safetensors(list(part), precision))
@@ -57,23 +59,28 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 
 
 def matches(path: Path) -> bool:
-    """A folder with a config.json and weights, or a file of weights next to a config.json."""
+    """A folder with a config.json and weights, or a file of weights, whatever its name."""
     if path.is_file():
-        ours = path.suffix == ".safetensors" or (path.suffix == ".bin" and path.stem.startswith("pytorch_model"))
-        return ours and (path.parent / "config.json").is_file()
+        return path.suffix == ".safetensors" or (path.suffix == ".bin" and zipfile.is_zipfile(path))
     has_weights = any(any(path.glob(f"*{end}")) for end in (".safetensors", ".bin", ".index.json"))
     return path.is_dir() and (path / "config.json").is_file() and has_weights
 
 
 def read(path: Path, hints: Hints) -> Model:
-    """Read a folder; pickled weights without running code."""
+    """Read a folder, or a file of torch's weights with any name; pickled weights without running code."""
     folder = path if path.is_dir() else path.parent
+    if path.is_file() and not hints.config and not (folder / "config.json").is_file():
+        raise TextmillError(f"{path}: has no config.json next to it; import it with --config config.json")
     shape = read_hf_shape(hints.config, *SIZES) if hints.config else read_shape(folder)
-    weights = collect_weights(shape, _read_weights(folder), str(folder))
+    is_bare = path.suffix == ".bin" and not path.stem.startswith("pytorch_model")
+    named = read_tensor_tree(path) if is_bare and path.is_file() else _read_weights(folder)
+    weights = collect_weights(shape, named, str(path if is_bare else folder))
     where = hints.tokenizer or folder
     has_tokenizer = any(any(folder.glob(name)) for name in TOKENIZER_FILES)
     tokenizer = open_tokenizer(where) if hints.tokenizer or has_tokenizer else None
-    return Model(shape, weights, tokenizer, pooling=find_pooling(folder))
+    card = (folder / CARD).read_text(encoding="utf-8", errors="replace") if (folder / CARD).is_file() else None
+    licences = read_licences(folder)
+    return Model(shape, weights, tokenizer, card=card, licences=licences, pooling=find_pooling(folder))
 
 
 def read_hf_shape(path: Path, *families: str) -> Any:

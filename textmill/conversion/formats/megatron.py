@@ -17,13 +17,22 @@ from torch import Tensor
 
 from textmill.config import ExportConfig
 from textmill.conversion.formats.hf import read_hf_shape, text_files
-from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family, require_gelu
+from textmill.conversion.model import (
+    Array,
+    Files,
+    Hints,
+    Model,
+    check_layers,
+    collect_weights,
+    require_family,
+    require_gelu,
+    write_texts,
+)
 from textmill.conversion.torch_files import read_tree, to_array, to_tensor, write_torch_file
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
-from textmill.storage.files import write_bytes, write_text
+from textmill.storage.files import write_text
 from textmill.storage.tensor_files import Named
-from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 States = dict[tuple[int, int], dict[str, Array]]
@@ -47,7 +56,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
             files[f"{rank}/{FILE}"] = write_torch_file(folder / rank / FILE, tree)
     files[TRACKER] = write_text(folder / TRACKER, RELEASE)
     texts = text_files(shape, model.tokenizer, config.precision)
-    return files | {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    return files | write_texts(folder, texts)
 
 
 def check_parallel(shape: Any, config: ExportConfig) -> None:
@@ -86,7 +95,6 @@ def _place_on_stage(
 ) -> list[str]:
     """The keys of a weight in the tree of a pipeline stage; none if the stage does not have it."""
     settings = config.megatron
-    is_first_stage = pipeline == 0
     is_last_stage = pipeline == settings.pipeline - 1
     is_new_version = settings.version in ("2.0", "3.0")
     blocks = ["language_model", "encoder" if is_new_version else "transformer"]
@@ -96,7 +104,7 @@ def _place_on_stage(
         is_here = layer // stage_layers == pipeline
         return [*blocks, f"layers.{layer % stage_layers}.{module}.{ending}"] if is_here else []
     if module.startswith("embedding."):
-        if is_first_stage:
+        if pipeline == 0:
             return ["language_model", "embedding", module.removeprefix("embedding."), ending]
         # A tied head is the token embedding, which the last stage needs too.
         is_head = is_last_stage and module in VOCABULARY and not shape.untied
@@ -185,9 +193,9 @@ def join_ranks(
     if shape.heads % sizes.tensor:
         raise TextmillError(f"{folder}: {sizes.tensor} tensor-parallel ranks do not divide {shape.heads} heads")
     order = order_of(version, str(folder))
+    check_layers(shape, sum(map(len, states.values())), str(folder))
     weights = collect_weights(shape, _join_weights(states, sizes, shape, order, folder), str(folder), padded=True)
-    tokenizer = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
-    return Model(shape, weights, open_tokenizer(tokenizer) if tokenizer else None)
+    return Model(shape, weights, hints.open_tokenizer(path))
 
 
 def _iteration_folder(path: Path) -> Path:
@@ -314,17 +322,13 @@ MODULES = {
     "post_attention_layernorm": "ln_2",
     "mlp.dense_h_to_4h": "mlp.c_fc",
     "mlp.dense_4h_to_h": "mlp.c_proj",
-}
-"""Megatron's modules of a block and those of GPT-2."""
-OUTSIDE = {
     "embedding.word_embeddings": "wte",
     "embedding.position_embeddings": "wpe",
     "final_layernorm": "ln_f",
     "output_layer": "lm_head",
 }
-"""The same outside the blocks."""
-_GPT2_MODULES = {gpt2: megatron for megatron, gpt2 in MODULES.items()}
-_GPT2_OUTSIDE = {gpt2: megatron for megatron, gpt2 in OUTSIDE.items()}
+"""Megatron's modules and those of GPT-2."""
+MEGATRON_MODULES = {gpt2: megatron for megatron, gpt2 in MODULES.items()}
 ROWS = ("attention.query_key_value", "mlp.dense_h_to_4h")
 COLUMNS = ("attention.dense", "mlp.dense_4h_to_h")
 """Matrices whose outputs, and whose inputs, are divided among tensor-parallel ranks."""
@@ -341,30 +345,22 @@ def to_megatron_name(name: str) -> tuple[int | None, str, str]:
     transformer.h.3.attn.c_attn.weight -> (3, "attention.query_key_value", "weight")
     """
     stem, _, ending = name.removeprefix("transformer.").rpartition(".")
-    if block := re.fullmatch(r"h\.(\d+)\.(.+)", stem):
-        return int(block[1]), _GPT2_MODULES[block[2]], ending
-    return None, _GPT2_OUTSIDE[stem], ending
+    block = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
+    return int(block[1]) if block else None, MEGATRON_MODULES[block[2] if block else stem], ending
 
 
 def to_gpt2_name(layer: int | None, module: str, ending: str) -> str | None:
     """The inverse of `to_megatron_name`; None if Megatron's GPT-2 has no such module."""
-    gpt2_module = (OUTSIDE if layer is None else MODULES).get(module)
-    if gpt2_module is None:
-        return None
-    if layer is not None:
-        return f"transformer.h.{layer}.{gpt2_module}.{ending}"
-    return f"{'' if module == 'output_layer' else 'transformer.'}{gpt2_module}.{ending}"
+    block = "" if layer is None else f"h.{layer}."
+    prefix = "" if module == "output_layer" else "transformer."
+    return f"{prefix}{block}{MODULES[module]}.{ending}" if module in MODULES else None
 
 
 def order_of(version: Any, where: str) -> tuple[int, int, int]:
     """The order of the axes of a checkpoint version; a checkpoint without one is of version 0."""
-    if version is None:
-        return ORDERS["0"]
-    if isinstance(version, int | float) and not isinstance(version, bool):
-        if version in (0, 1):
-            return ORDERS["0" if version == 0 else "1.0"]
-        if 2 <= version < 4:
-            return ORDERS["3.0"]
+    number = 0 if version is None else version
+    if type(number) in (int, float) and (number in (0, 1) or 2 <= number < 4):
+        return ORDERS["0" if number == 0 else "1.0" if number == 1 else "3.0"]
     raise TextmillError(
         f"{where}: its checkpoint_version is {version!r}, so the order of queries, keys and values is not known; "
         "Megatron has 0, 1.0, 2.0 and 3.0"
@@ -429,15 +425,11 @@ def count_ranks(ranks: dict[tuple[int, int], Path], args: dict[str, Any], folder
     pipeline_size = max(
         1 + max(pipeline for _, pipeline in ranks), _recorded_size(args, "pipeline_model_parallel_size")
     )
-    missing = []
-    for pipeline in range(pipeline_size):
-        for tensor in range(tensor_size):
-            if (tensor, pipeline) not in ranks:
-                missing.append(rank_folder(tensor, pipeline, pipeline_size))
-    if missing:
+    wanted = [(tensor, pipeline) for pipeline in range(pipeline_size) for tensor in range(tensor_size)]
+    if missing := [rank for rank in wanted if rank not in ranks]:
         raise TextmillError(
-            f"{folder}: lacks {len(missing)} of {tensor_size * pipeline_size} ranks, such as "
-            f"{missing[0]}/model_optim_rng.pt; copy the files of all ranks"
+            f"{folder}: lacks {len(missing)} of {len(wanted)} ranks, such as "
+            f"{rank_folder(*missing[0], pipeline_size)}/model_optim_rng.pt; copy the files of all ranks"
         )
     return ParallelSizes(tensor_size, pipeline_size)
 

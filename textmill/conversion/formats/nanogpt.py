@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ExportConfig
-from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family, require_gelu
+from textmill.conversion.model import (
+    Files,
+    Hints,
+    Model,
+    check_layers,
+    collect_weights,
+    require_family,
+    require_gelu,
+    write_texts,
+)
 from textmill.conversion.torch_files import Tree, named_tensors, read_tree, to_tensor, write_torch_file
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
-from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named
-from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 PRECISIONS = ("fp32",)
 FILE = "ckpt.pt"
@@ -49,7 +56,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     args |= {"bias": True, "dropout": shape.residual_dropout}
     files = {FILE: write_torch_file(folder / FILE, {"model": state, "model_args": args, "iter_num": 0, "config": {}})}
     texts = model.tokenizer.files(shape.positions) if model.tokenizer else {}
-    return files | {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    return files | write_texts(folder, texts)
 
 
 def matches(path: Path) -> bool:
@@ -66,10 +73,10 @@ def read(path: Path, hints: Hints) -> Model:
     if not isinstance(args, dict) or not isinstance(state, dict):
         raise TextmillError(f"{path}: has no model_args and model; it is not a checkpoint of nanoGPT")
     shape = _shape_of(args, hints, path)
+    check_layers(shape, len(state), str(path))
     transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
     weights = collect_weights(shape, _named(state, transposed, shape), str(path), padded=hints.vocab is not None)
-    where = hints.tokenizer or (path.parent if (path.parent / "tokenizer.json").is_file() else None)
-    return Model(shape, weights, open_tokenizer(where) if where else None)
+    return Model(shape, weights, hints.open_tokenizer(path.parent))
 
 
 def _shape_of(args: Tree, hints: Hints, path: Path) -> Any:

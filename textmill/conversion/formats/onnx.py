@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ExportConfig
-from textmill.conversion import onnx_gpt2, onnx_llama
 from textmill.conversion.formats.hf import read_hf_shape, text_files
-from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
-from textmill.conversion.onnx_graph import IR_VERSION, OPSET, Graph, run_in_two_parts
+from textmill.conversion.model import Files, Hints, Model, check_layers, collect_weights, require_family, write_texts
+from textmill.conversion.onnx_graph import (
+    FAMILIES,
+    IR_VERSION,
+    OPSET,
+    Graph,
+    build_nodes,
+    cache_shape,
+    run_in_two_parts,
+)
 from textmill.errors import TextmillError
 from textmill.models import weights_of
-from textmill.storage.files import manifest_entry, write_bytes
-from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+from textmill.storage.files import manifest_entry
 
-LAYOUTS: dict[str, Any] = {"gpt2": onnx_gpt2, "llama": onnx_llama}
-"""The nodes of the models of each family."""
 PRECISIONS = ("fp32", "fp16")
 FILE = "model.onnx"
 DATA = "model.onnx.data"
@@ -32,7 +36,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write model.onnx, and config.json and the tokenizer's files for the programs that run it."""
     onnx = _package()
     shape = model.shape
-    require_family(shape, "onnx", *LAYOUTS)
+    require_family(shape, "onnx", *FAMILIES)
     graph = Graph(onnx.helper)
     half = config.precision == "fp16"
     weights = []
@@ -44,7 +48,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
             stored = stored.astype(np.float16)
             graph.add("Cast", name + HALF, name=name, to=onnx.TensorProto.FLOAT)
         weights.append(onnx.numpy_helper.from_array(stored, name + HALF if half else name))
-    LAYOUTS[shape.family].build_nodes(graph, shape)
+    build_nodes(graph, shape)
     weights += [onnx.numpy_helper.from_array(values, name) for name, values in graph.constants.items()]
     proto = onnx.helper.make_model(
         onnx.helper.make_graph(graph.nodes, shape.family, *_interface(onnx, shape), weights),
@@ -55,8 +59,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     large = sum(weight.raw_data.__len__() for weight in weights) > LARGE
     onnx.save_model(proto, folder / FILE, save_as_external_data=large, location=DATA)
     onnx.checker.check_model(folder / FILE)
-    texts = text_files(shape, model.tokenizer, config.precision)
-    files = {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    files = write_texts(folder, text_files(shape, model.tokenizer, config.precision))
     return files | {name: manifest_entry(folder / name) for name in (FILE, DATA) if (folder / name).is_file()}
 
 
@@ -65,7 +68,7 @@ def _interface(onnx: Any, shape: Any) -> tuple[list[Any], list[Any]]:
     value = onnx.helper.make_tensor_value_info
     integer = onnx.TensorProto.INT64
     number = onnx.TensorProto.FLOAT
-    heads, width = LAYOUTS[shape.family].cache_shape(shape)
+    heads, width = cache_shape(shape)
     names = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
     inputs = [
         value("input_ids", integer, ["batch", "tokens"]),
@@ -89,17 +92,17 @@ def read(path: Path, hints: Hints) -> Model:
     onnx = _package()
     file = path / FILE if path.is_dir() else path
     config = hints.config or file.parent
-    shape = read_hf_shape(config, *LAYOUTS)
+    shape = read_hf_shape(config, *FAMILIES)
     try:
         proto = onnx.load(file)
         found = {one.name.removesuffix(HALF): onnx.numpy_helper.to_array(one) for one in proto.graph.initializer}
     except Exception as error:  # protobuf and the package raise many types
         raise TextmillError(f"{file}: not a readable ONNX file ({type(error).__name__}: {error})") from None
+    check_layers(shape, len(found), str(file))
     wanted = {weight.name for weight in weights_of(shape)}
     named = [(name, values.astype(np.float32)) for name, values in found.items() if name in wanted]
     weights = collect_weights(shape, named, str(file))
-    where = hints.tokenizer or (file.parent if (file.parent / "tokenizer.json").is_file() else None)
-    return Model(shape, weights, open_tokenizer(where) if where else None, _runner(proto, shape, file))
+    return Model(shape, weights, hints.open_tokenizer(file.parent), _runner(proto, shape, file))
 
 
 def _runner(proto: Any, shape: Any, file: Path) -> Any:
@@ -110,8 +113,7 @@ def _runner(proto: Any, shape: Any, file: Path) -> Any:
             from onnx.reference import ReferenceEvaluator
 
             evaluator = ReferenceEvaluator(proto)
-            cache_shape = LAYOUTS[shape.family].cache_shape(shape)
-            return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape.layers, cache_shape, ids)
+            return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape, ids)
         except Exception as error:  # a damaged graph fails anywhere
             raise TextmillError(f"{file}: its graph cannot be run ({type(error).__name__}: {error})") from None
 

@@ -16,6 +16,7 @@ from textmill.corpus.clean.filters import (
     repeated_ngram_fraction,
 )
 from textmill.corpus.clean.languages import detect_language
+from textmill.corpus.clean.quality import Weights, quality_of
 from textmill.corpus.clean.rules import break_at_markers, clean
 from textmill.corpus.document import Turn
 from textmill.errors import TextmillError
@@ -35,6 +36,8 @@ class Cleaner:
     """Cleans texts and drops those that fail a filter."""
 
     config: CorpusConfig
+    quality: Weights | None = None
+    """The trained filter of `corpus.quality_good`."""
     changed: Counter[str] = field(default_factory=Counter)
     """Documents changed by each rule, kept or not."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -77,7 +80,10 @@ class Cleaner:
         if limits.max_chars and len(text) > limits.max_chars:
             return "long"
         return (
-            self._failed_character_filter(text) or self._failed_word_filter(text) or self._failed_language_filter(text)
+            self._failed_character_filter(text)
+            or self._failed_word_filter(text)
+            or self._failed_language_filter(text)
+            or self._failed_quality_filter(text)
         )
 
     def _failed_character_filter(self, text: str) -> str | None:
@@ -109,3 +115,8 @@ class Cleaner:
         if not self.config.languages:
             return None
         return None if detect_language(text)[0] in self.config.languages else "language"
+
+    def _failed_quality_filter(self, text: str) -> str | None:
+        if self.quality is None or quality_of(self.quality, text) >= self.config.min_quality:
+            return None
+        return "quality"

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from textmill.corpus.clean.personal_numbers import mask_cards, mask_ibans, mask_identity_numbers, mask_ips
+
 _ENCODINGS = ("latin-1", "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "iso-8859-2", "mac-roman", "cp437")
 
 
@@ -191,7 +193,7 @@ def only_korean(text: str) -> str:
 
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff]")
-_PLAIN = re.compile("[\t\n -~\xa0-\U0010ffff]*+")  # one long match is twice as fast as a search without a hit
+_PLAIN = re.compile("[\t\n -~\xa0-\U0010ffff]*+")  # one long match instead of a search at each place
 _HIDDEN = "\u00ad\u200b\u2060\u180e"
 _ODD_SPACES = "\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f"
 _PUNCTUATION = {
@@ -371,15 +373,19 @@ RULES: dict[str, Rule] = {
     "width": to_half_width,
     "dsgpt2": only_korean,
     "emails": mask_emails,
+    "ips": mask_ips,
+    "ibans": mask_ibans,
+    "cards": mask_cards,
+    "identity": mask_identity_numbers,
     "phones": mask_phones,
     "url_lines": drop_url_lines,
     "boilerplate": drop_boilerplate,
     "spaces": trim_spaces,
 }
 """The order avoids extra rounds. Encoding is repaired first. Markers are read before they could be taken for tags.
-Entities are decoded before control characters are removed. Newlines are unified before control characters are removed.
-NFC runs after control characters are gone, since one may separate a letter from its accent. Line rules run on nearly
-finished lines."""
+Entities are decoded before control characters are removed. Newlines are unified before control characters are
+removed. NFC runs after control characters are gone, since one may separate a letter from its accent. Longer numbers
+are masked before telephone numbers, which could be a part of them. Line rules run on nearly finished lines."""
 SINGLE_PASS_RULES = frozenset({"newlines", "controls", "unicode", "spaces"})
 """These rules alone never need a second round."""
 MAX_ROUNDS = 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.chunk_task import ChunkTask
+from textmill.corpus.chunk_task import DROPPED, ChunkTask
 from textmill.corpus.dedup.clusters import exact_keep_masks, keep_one_per_cluster, smallest_members
 from textmill.corpus.dedup.minhash import choose_bands
 from textmill.corpus.dedup.near_duplicates import (
@@ -28,13 +28,11 @@ from textmill.corpus.dedup.near_duplicates import (
     sketch_chunk,
     write_shingle_sets,
 )
-from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.dropped import REPEAT_DTYPE
+from textmill.corpus.dropped import EXACT, GAP, NEAR, REPEAT_DTYPE
 from textmill.corpus.shards import take_rows
-from textmill.corpus.source import Source
-from textmill.corpus.split import assign_splits
+from textmill.corpus.split import DIGEST_BYTES, assign_splits, file_digest, split_records
 from textmill.errors import TextmillError
-from textmill.storage.files import write_bytes
+from textmill.storage.files import write_bytes, write_json
 
 RunTasks = Callable[[Callable[[Any], Any], Sequence[Any], str, str], list[Any]]
 """Runs a function over tasks and shows progress; arguments: function, tasks, title, unit of a task's size."""
@@ -42,6 +40,8 @@ SHOWN_PAIRS = 100
 """Near-duplicate pairs written to near_duplicates.jsonl."""
 PREVIEW_CHARACTERS = 200
 """Characters of each text in that file."""
+MEMORY = 512 << 20
+"""Bytes that a process may use to sort hashes or hold shingles; the result does not depend on it."""
 MAX_DOCUMENTS = 2**32
 """The most documents that near-duplicate search can number."""
 
@@ -51,9 +51,7 @@ class Decisions:
     """The decisions for each chunk, in order."""
 
     splits: list[NDArray[np.int8]]
-    """For each cleaned document, the index of its split in SPLITS; -1 if it is a dropped duplicate."""
-    dropped: list[dict[str, int]]
-    """The number of dropped duplicates by kind."""
+    """For each cleaned document, the index of its split in SPLITS, or why it is dropped (see DROPPED)."""
     pairs: list[dict[str, Any]]
     """The first near-duplicate pairs, for the user to inspect."""
     repeats: list[NDArray[Any]]
@@ -66,24 +64,37 @@ def write_decisions(tasks: Sequence[ChunkTask], decisions: Decisions) -> None:
         write_bytes(task.path("splits"), [split_indexes.tobytes()])
     for task, repeats in zip(tasks, decisions.repeats, strict=False):  # empty without corpus.keep_dropped
         write_bytes(task.path("repeats"), [np.sort(repeats, order="row").tobytes()])
+        write_json(task.path("names"), task.source_names)
 
 
 def decide_documents(
-    tasks: Sequence[ChunkTask], declared: Mapping[Source, Split | None], config: CorpusConfig, run: RunTasks
+    tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]], config: CorpusConfig, run: RunTasks
 ) -> Decisions:
-    """Assign splits, then drop exact duplicates, then near-duplicates."""
-    splits = [_assign_splits(task, declared[task.chunk.source]) for task in tasks]
+    """Assign splits by the ratios of each source, by name, then drop exact duplicates, then near-duplicates."""
+    splits, gaps = _assign_splits(tasks, ratios, config.split_by)
+    may_straddle = len(set(ratios.values())) > 1 or config.split_by != "document"
+    decisions = _drop_duplicates(tasks, splits, may_straddle, config, run)
+    for split, is_gap in zip(splits, gaps, strict=True):
+        split[is_gap & (split >= 0)] = DROPPED[GAP]
+    return decisions
+
+
+def _drop_duplicates(
+    tasks: Sequence[ChunkTask], splits: list[NDArray[np.int8]], may_straddle: bool, config: CorpusConfig, run: RunTasks
+) -> Decisions:
+    """Drop exact duplicates, then near-duplicates; of those in several splits the one in train is kept.
+
+    `may_straddle`: exact duplicates may be in several splits.
+    """
     if config.dedup == "none":
-        return Decisions(splits, [{} for _ in tasks], [], [np.zeros(0, REPEAT_DTYPE) for _ in tasks])
-    memory = config.dedup_memory << 20
+        return Decisions(splits, [], [np.zeros(0, REPEAT_DTYPE) for _ in tasks] if config.keep_dropped else [])
     # For each chunk: which documents are left after exact deduplication.
-    masks = exact_keep_masks(_LazyDigests(tasks), splits if any(declared.values()) else None, memory)
-    dropped = [{"duplicate": int((~mask).sum())} for mask in masks]
+    masks = exact_keep_masks(_LazyDigests(tasks), splits if may_straddle else None, MEMORY)
     for split, mask in zip(splits, masks, strict=True):
-        split[~mask] = -1
+        split[~mask] = DROPPED[EXACT]
     repeats = find_exact_repeats(_LazyDigests(tasks), masks) if config.keep_dropped else []
     if config.dedup == "exact":
-        return Decisions(splits, dropped, [], repeats)
+        return Decisions(splits, [], repeats)
     for task, mask in zip(tasks, masks, strict=True):
         write_bytes(task.path("exact"), [mask.tobytes()])
     pair_files = _find_near_duplicates(tasks, config, run)
@@ -92,21 +103,63 @@ def decide_documents(
     starts = np.cumsum([0, *(mask.sum() for mask in masks)])
     for chunk, (start, stop) in enumerate(pairwise(starts.tolist())):
         near_duplicates = np.flatnonzero(masks[chunk])[~is_kept[start:stop]]
-        splits[chunk][near_duplicates] = -1
-        if len(near_duplicates):
-            dropped[chunk]["near_duplicate"] = len(near_duplicates)
+        splits[chunk][near_duplicates] = DROPPED[NEAR]
     if config.keep_dropped:
         near_repeats = find_near_repeats(pair_files, is_kept, starts[:-1], masks)
         repeats = [np.concatenate([exact, near]) for exact, near in zip(repeats, near_repeats, strict=True)]
     pairs = _preview_pairs(pair_files, tasks, starts, masks, is_kept)
-    return Decisions(splits, dropped, pairs, repeats)
+    return Decisions(splits, pairs, repeats)
 
 
-def _assign_splits(task: ChunkTask, declared: Split | None) -> NDArray[np.int8]:
-    digests = task.read_digests()
-    if declared is None:
-        return assign_splits(digests, task.config.split)
-    return np.full(len(digests), SPLITS.index(declared), np.int8)
+def _assign_splits(
+    tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]], split_by: str
+) -> tuple[list[NDArray[np.int8]], list[NDArray[np.bool_]]]:
+    """The split of each cleaned document, by the ratios of its source, and which documents are in a gap."""
+    splits = []
+    for task in tasks:
+        if split_by == "file":
+            names = np.frombuffer(b"".join(map(file_digest, task.source_names)), np.uint8).reshape(-1, DIGEST_BYTES)
+            digests = np.repeat(names, task.read_rows(), axis=0)
+        elif split_by.startswith("field:"):
+            digests = np.fromfile(task.path("fields"), np.uint8).reshape(-1, DIGEST_BYTES)
+        else:
+            digests = task.read_digests()
+        of_task = np.zeros(len(digests), np.int8)
+        for one, rows in _rows_by_ratios(task, ratios):
+            of_task[rows] = assign_splits(digests[rows], one)
+        splits.append(of_task)
+    no_gaps = [np.zeros(len(one), np.bool_) for one in splits]
+    return _split_by_position(tasks, ratios) if split_by == "position" else (splits, no_gaps)
+
+
+def _split_by_position(
+    tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]]
+) -> tuple[list[NDArray[np.int8]], list[NDArray[np.bool_]]]:
+    """The same by position; the lines of one file may be in several chunks."""
+    cuts = [np.fromfile(task.path("cuts"), np.int64) for task in tasks]
+    bounds = np.cumsum([len(one) for one in cuts])[:-1]
+    every_cut = np.concatenate(cuts)
+    digests = np.concatenate([task.read_digests() for task in tasks])
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(ratios.values()))}
+    of_row = np.concatenate(
+        [np.repeat([numbers[ratios[name]] for name in task.source_names], task.read_rows()) for task in tasks]
+    )
+    splits = np.zeros(len(every_cut), np.int8)
+    is_gap = np.zeros(len(every_cut), np.bool_)
+    for one, number in numbers.items():
+        rows = np.flatnonzero(of_row == number)
+        splits[rows], is_gap[rows] = split_records(every_cut[rows], digests[rows], one)
+    return np.split(splits, bounds), np.split(is_gap, bounds)
+
+
+def _rows_by_ratios(
+    task: ChunkTask, ratios: Mapping[str, tuple[float, ...]]
+) -> Iterator[tuple[tuple[float, ...], NDArray[np.int64]]]:
+    """The cleaned documents of the sources that have the same ratios."""
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(ratios[name] for name in task.source_names))}
+    of_row = np.repeat([numbers[ratios[name]] for name in task.source_names], task.read_rows())
+    for one, number in numbers.items():
+        yield one, np.flatnonzero(of_row == number)
 
 
 class _LazyDigests(Sequence[Any]):
@@ -125,13 +178,12 @@ class _LazyDigests(Sequence[Any]):
 def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run: RunTasks) -> list[Path]:
     """Find near-duplicate pairs with MinHash LSH; return the files that hold the confirmed pairs."""
     folder = tasks[0].folder / "work"
-    memory = config.dedup_memory << 20
     counts = run(sketch_chunk, tasks, "prepare: sketch for near-duplicates", "bytes")
     if sum(counts) > MAX_DOCUMENTS:
         raise TextmillError(
             f"corpus.dedup=near supports at most {MAX_DOCUMENTS:,} documents; found {sum(counts):,}; use exact"
         )
-    bands = plan_band_tasks(folder, counts, choose_bands(config.dedup_threshold)[0], memory)
+    bands = plan_band_tasks(folder, counts, choose_bands(config.dedup_threshold)[0], MEMORY)
     run(find_candidate_pairs, bands, "prepare: find candidates", "hashes")
     pairs = merge_pairs(bands, folder / "pairs", folder / "marks")
     starts = np.cumsum([0, *counts[:-1]]).tolist()
@@ -141,7 +193,7 @@ def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run:
         "prepare: shingle candidates",
         "bytes",
     )
-    limits = config.dedup_threshold, min(memory, CACHE_BYTES)
+    limits = config.dedup_threshold, min(MEMORY, CACHE_BYTES)
     confirm_tasks = [
         ConfirmTask(folder, tuple(counts), number, pairs, *limits) for number in range(-(-pairs // PAIRS_PER_TASK))
     ]
@@ -181,9 +233,11 @@ def _preview_pairs(
         numbers_here = numbers[chunks == chunk]
         rows = np.flatnonzero(masks[chunk])[numbers_here - starts[chunk]]
         found = take_rows(tasks[chunk].path("parquet"), ["text", "id"], rows).to_pylist()
-        for number, row in zip(numbers_here.tolist(), found, strict=True):
+        names = tasks[chunk].source_names
+        sources = tasks[chunk].sources_of_rows()[rows].tolist()
+        for number, row, source in zip(numbers_here.tolist(), found, sources, strict=True):
             previews[number] = {
-                "file": tasks[chunk].chunk.source.name,
+                "file": names[source],
                 "place": row["id"],
                 "kept": bool(is_kept[number]),
                 "text": row["text"][:PREVIEW_CHARACTERS],

@@ -179,11 +179,6 @@ def choose_bands(threshold: float) -> tuple[int, int]:
     return math.ceil(math.log(1 - MIN_RECALL) / math.log(1 - threshold)), 1
 
 
-def recall_at(similarity: float, bands: int, rows: int) -> float:
-    """Return the probability that two sets of this Jaccard similarity have at least one equal band."""
-    return float(1 - (1 - similarity**rows) ** bands)
-
-
 def band_hashes(hashes: Hashes, counts: NDArray[np.int64], bands: int, rows: int) -> Hashes:
     """Return the band hashes [documents, bands]; the first `counts[0]` of the shingle `hashes` belong to document 0."""
     values = sketch(hashes, counts, bands * rows).reshape(len(counts), bands, rows)

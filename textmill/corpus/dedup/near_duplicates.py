@@ -67,7 +67,7 @@ def sketch_chunk(task: ChunkTask) -> int:
     # The lengths file is written last; its presence means that both files are complete.
     with (
         atomic_writer(task.path("lengths")) as lengths,
-        atomic_writer(band_hashes_path(task.folder / "work", task.chunk.number)) as stream,
+        atomic_writer(band_hashes_path(task.folder / "work", task.number)) as stream,
     ):
         for texts in _text_blocks(_read_texts(task, keep)):
             hashes, counts = _shingles(texts, task.config.dedup_shingles, task.config.dedup_shingle_size)

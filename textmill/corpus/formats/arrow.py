@@ -14,6 +14,7 @@ from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source, SourceChunk
 from textmill.corpus.streams import BrokenStream, open_seekable
 from textmill.corpus.text_fields import parse_text_key
+from textmill.storage.remote_folders import first_line
 
 MAGIC = b"ARROW1"
 """The first bytes of the Arrow file format; other files are read as the stream format."""
@@ -53,6 +54,4 @@ def _batches(stream: Any) -> Iterator[Any]:
             with pa.ipc.open_stream(stream) as batches:
                 yield from batches
     except (pa.ArrowException, OSError) as error:
-        raise BrokenStream(
-            f"invalid or incomplete Arrow file: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
+        raise BrokenStream(f"invalid or incomplete Arrow file: {first_line(error)}") from None

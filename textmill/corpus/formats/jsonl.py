@@ -20,9 +20,9 @@ from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
 
-def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
+def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange] | None:
     """Ranges of complete lines."""
-    return line_ranges(source)
+    return line_ranges(source, chunk_bytes)
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:

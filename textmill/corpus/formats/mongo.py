@@ -31,6 +31,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW_BYTES, BadRecord
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
+from textmill.corpus.split import split_from_name
 from textmill.corpus.text_fields import parse_text_key
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import hash_json, read_json
@@ -104,6 +105,13 @@ def find(entry: str, read_original: bool) -> list[Source]:
     for note in _find_irregularities(server, collection_ranges):
         warn(f"{address}: {note}")
     server.close()
+    pooled = [name for name in server.collections if split_from_name(name) in ("valid", "test")]
+    if pooled and split_from_name(os.path.basename(address)) is None:
+        warn(
+            f"{address}: the collections of one file are one source, which corpus.split divides; {', '.join(pooled)} "
+            "may be evaluation data: name train and such collections in files of their own, mongo:train.json and "
+            "mongo:test.json"
+        )
     return [Source(entry, address, "mongo", snapshot=Snapshot(tuple(collection_ranges), read_original))]
 
 
@@ -113,7 +121,7 @@ def next_idx(db: Any, collection: str) -> int:
     return int(last["idx"]) + 1 if last else 0
 
 
-def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange]:
+def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange]:
     """Ranges of positions."""
     size = source.snapshot.size
     for start in range(0, max(size, 1), DOCUMENTS_PER_CHUNK):

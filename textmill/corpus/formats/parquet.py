@@ -10,33 +10,33 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from textmill.config import CorpusConfig
-from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW_BYTES, BadRecord
 from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.streams import BrokenStream, open_seekable
 from textmill.corpus.text_fields import TextFields, parse_text_key
+from textmill.storage.remote_folders import first_line
 
 BATCH_ROWS = 1024
 
 
-def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
-    """Ranges of row groups of about CHUNK_BYTES each; None if the file is damaged."""
+def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange] | None:
+    """Ranges of row groups of about `chunk_bytes` each; None if the file is damaged."""
     try:
         with _open(source) as file:
-            return iter(_row_group_ranges(file.metadata))
+            return iter(_row_group_ranges(file.metadata, chunk_bytes))
     except BrokenStream:
         return None
 
 
-def _row_group_ranges(metadata: Any) -> list[ChunkRange]:
+def _row_group_ranges(metadata: Any, chunk_bytes: int) -> list[ChunkRange]:
     """Bytes are counted through the row groups' uncompressed data: a row group belongs to the range where it ends."""
     ranges_found: list[ChunkRange] = []
     start = first_row = end = end_row = 0
     for group in range(metadata.num_row_groups):
         end += metadata.row_group(group).total_byte_size
         end_row += metadata.row_group(group).num_rows
-        if end - start >= records.CHUNK_BYTES or group == metadata.num_row_groups - 1:
+        if end - start >= chunk_bytes or group == metadata.num_row_groups - 1:
             ranges_found.append((start, end, first_row))
             start = end
             first_row = end_row
@@ -63,7 +63,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                     yield from batch_records(batch, fields, next_row, file.schema_arrow.names)
                     next_row += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                reason = f"damaged from here to row {end_row}: {_first_line(error)}"[:RAW_BYTES]
+                reason = f"damaged from here to row {end_row}: {first_line(error)}"[:RAW_BYTES]
                 lost = group_metadata.total_byte_size * (end_row - next_row) // max(group_metadata.num_rows, 1)
                 yield BadRecord(chunk.source.name, f"row {next_row}", reason, b"", lost)
 
@@ -124,12 +124,8 @@ def _open(source: Source) -> Iterator[Any]:
         try:
             file = pq.ParquetFile(stream)
         except (pa.ArrowException, OSError) as error:
-            raise BrokenStream(f"invalid or incomplete Parquet file: {_first_line(error)}") from None
+            raise BrokenStream(f"invalid or incomplete Parquet file: {first_line(error)}") from None
         with file:
             yield file
     finally:
         stream.close()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

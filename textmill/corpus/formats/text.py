@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import READ_BYTES, Document, read_sections, section_limits
+from textmill.corpus.document import READ_BYTES, Document, SectionLimits, read_sections, section_limits
 from textmill.corpus.records import (
     RAW_BYTES,
     BadRecord,
@@ -24,9 +24,9 @@ MAX_BLOCK_CHARACTERS = 8 << 20
 """A block between blank lines is cut after this many characters."""
 
 
-def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
+def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange] | None:
     """Ranges of complete lines if each line is a document; otherwise the file is not split."""
-    return line_ranges(source) if document_unit == "line" else None
+    return line_ranges(source, chunk_bytes) if document_unit == "line" else None
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
@@ -37,6 +37,13 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
         yield _file_record(chunk)
     else:
         yield from _segment_records(chunk, config)
+
+
+def segment_limits(config: CorpusConfig) -> SectionLimits:
+    """The limits of sections, or of blocks between blank lines."""
+    if config.documents == "section":
+        return section_limits(config.section_chars)
+    return 1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS
 
 
 def _line_records(chunk: SourceChunk) -> Iterator[Document | BadRecord]:
@@ -71,10 +78,8 @@ def _file_record(chunk: SourceChunk) -> Document | BadRecord:
 
 
 def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    blocks = (1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS)
-    limits = section_limits(config.section_chars) if config.documents == "section" else blocks
     with open_stream(chunk.source) as stream:
-        for number, text in enumerate(read_sections(stream, limits), 1):
+        for number, text in enumerate(read_sections(stream, segment_limits(config)), 1):
             yield _segment_record(text, chunk.source.name, f"{config.documents} {number}")
 
 

@@ -48,7 +48,7 @@ PAGES = ("text/html", "application/xhtml+xml", "text/plain")
 CHARSET = re.compile(rb"""<meta[^>]{0,200}charset=["']?([\w.:-]{1,40})""", re.IGNORECASE)
 
 
-def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
+def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange] | None:
     """Ranges of a few hundred lines."""
     return _line_ranges(source.path) if is_splittable(source) else None
 

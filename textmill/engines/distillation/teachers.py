@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from textmill.checkpoints.adapters import is_adapter, tokenizer_folder
 from textmill.checkpoints.folders import open_model
-from textmill.config import DistilConfig, EngineConfig, JaxEngine, RunConfig, TorchEngine, TrainConfig
+from textmill.config import DistilConfig, EngineConfig, JaxEngine, ModelConfig, TorchEngine, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape, open_family, read_shape
 from textmill.storage.tensor_files import fingerprint_weights
@@ -25,19 +25,19 @@ PREDICTED = {"next_token": "the next token", "masked": "masked tokens"}
 """What the families of an objective predict, in words."""
 
 
-def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) -> None:
+def check_teachers(
+    distil: DistilConfig, engine: EngineConfig, model: ModelConfig, tokenizer: TextTokenizer | None = None
+) -> None:
     """Refuse engines that cannot distil, teachers that do not exist, and those with another tokenizer."""
-    names = config.train.distil.teachers
-    if not names:
+    if not distil.teachers:
         return
-    engine = config.engine
-    if config.train.distil.hidden:
+    if distil.hidden:
         _check_hidden(engine)
-    family = config.model.family
-    if config.model.init_from:
-        family = read_shape(open_model(config.model.init_from).folder).family
+    family = model.family
+    if model.init_from:
+        family = read_shape(open_model(model.init_from).folder).family
     objective = open_family(family).OBJECTIVE
-    for name in names:
+    for name in distil.teachers:
         folder = teacher_folder(name)
         teacher = read_shape(folder)
         teacher_objective = open_family(teacher.family).OBJECTIVE
@@ -70,14 +70,10 @@ def _check_hidden(engine: EngineConfig) -> None:
         raise TextmillError(f"train.distil.hidden: does not work with {conflict}")
 
 
-def resolve_teachers(config: RunConfig) -> RunConfig:
-    """The config with the folder of each teacher in place of its name; the checksums of a checkpoint are compared."""
-    distil = config.train.distil
-    if not distil.teachers:
-        return config
-    folders = [str(open_model(name, KEY).folder) for name in distil.teachers]
-    train = config.train.model_copy(update={"distil": distil.model_copy(update={"teachers": folders})})
-    return config.model_copy(update={"train": train})
+def resolve_teachers(train: TrainConfig) -> TrainConfig:
+    """The settings with the folder of each teacher in place of its name; the checksums of a checkpoint are compared."""
+    folders = [str(open_model(name, KEY).folder) for name in train.distil.teachers]
+    return train.model_copy(update={"distil": train.distil.model_copy(update={"teachers": folders})})
 
 
 def teacher_folder(name: str) -> Path:
@@ -86,16 +82,16 @@ def teacher_folder(name: str) -> Path:
     return folder if (folder / "config.json").is_file() or is_adapter(folder) else open_model(name, KEY).folder
 
 
-def fingerprint_teachers(config: RunConfig) -> list[str]:
+def fingerprint_teachers(names: list[str]) -> list[str]:
     """A fingerprint of each teacher's weights."""
-    return [fingerprint_weights(teacher_folder(name)) for name in config.train.distil.teachers]
+    return [fingerprint_weights(teacher_folder(name)) for name in names]
 
 
-def teacher_flops(config: RunConfig, length: int) -> float:
+def teacher_flops(distil: DistilConfig, length: int) -> float:
     """FLOPs of the teachers for one token: a forward pass, which is a third of a step; 0 if they are cached."""
-    if config.train.distil.cache:
+    if distil.cache:
         return 0.0
-    shapes = (read_shape(teacher_folder(name)) for name in config.train.distil.teachers)
+    shapes = (read_shape(teacher_folder(name)) for name in distil.teachers)
     return sum(shape.flops_per_token(length) / 3 for shape in shapes)
 
 
@@ -115,7 +111,6 @@ def chunk_tokens(vocab: int, *, compiled: bool) -> int:
 
 def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
     """Refuse a teacher that cannot teach this model."""
-    check_logits(teacher)
     where = f"train.distil.teachers: {name}"
     length = train.length or student.positions
     if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
@@ -132,12 +127,6 @@ def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig)
             f"{where}: has width {teacher.width}, the model {student.width}, and train.distil.{needs[0]} compares "
             f"hidden states; set train.distil.{needs[0]}=0"
         )
-
-
-def check_logits(shape: Shape) -> None:
-    """Refuse a net whose logits are capped: they are compared as the head gives them."""
-    if getattr(shape, "logit_softcap", 0):
-        raise TextmillError("train.distil: a model with model.shape.logit_softcap cannot be a teacher or be taught")
 
 
 def check_top_k(distil: DistilConfig, shape: Shape) -> None:

@@ -17,16 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import EngineConfig, TrainConfig
 from textmill.devices import attention_order, autocast, open_device, torch_dtype
 from textmill.engines.distillation.loss_torch import Prediction, TeacherOutput, Top, most_likely
-from textmill.engines.distillation.teachers import (
-    check_logits,
-    check_teacher,
-    check_top_k,
-    matched_layers,
-    teacher_folder,
-)
+from textmill.engines.distillation.teachers import check_teacher, check_top_k, matched_layers, teacher_folder
 from textmill.engines.micro_batches import MicroBatch, check_fields, micro_batches
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet, CompiledParts
@@ -100,7 +94,6 @@ def open_teachers(
     if not train.distil.teachers:
         return None
     check_top_k(train.distil, shape)
-    check_logits(shape)
     return CachedTeachers() if train.distil.cache else Teachers(train, shape, device, precision)
 
 
@@ -134,20 +127,20 @@ PASS_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 12}
 """Tokens that the teachers read at a time."""
 
 
-def is_exact(config: RunConfig) -> bool:
+def is_exact(engine: EngineConfig) -> bool:
     """Whether predictions are computed in fp32."""
-    return torch_dtype(config.engine.precision, open_device(config.engine.device)) == torch.float32
+    return torch_dtype(engine.precision, open_device(engine.device)) == torch.float32
 
 
 class TopPredictor:
     """The teachers of a run, on their device."""
 
-    def __init__(self, config: RunConfig, shape: Shape) -> None:
+    def __init__(self, engine: EngineConfig, train: TrainConfig, shape: Shape) -> None:
         """`shape` is that of the model that learns from them."""
-        self.device = open_device(config.engine.device)
-        self.precision = torch_dtype(config.engine.precision, self.device)
+        self.device = open_device(engine.device)
+        self.precision = torch_dtype(engine.precision, self.device)
         only_kl = {"mse": 0.0, "cosine": 0.0, "hidden": 0.0, "student_layers": [], "teacher_layers": []}
-        self.train = config.train.model_copy(update={"distil": config.train.distil.model_copy(update=only_kl)})
+        self.train = train.model_copy(update={"distil": train.distil.model_copy(update=only_kl)})
         self.teachers = Teachers(self.train, shape, self.device, self.precision)
         self.shape = shape
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from textmill.config import JaxEngine, RunConfig, TorchEngine
+from textmill.config import EngineConfig, JaxEngine, LoraConfig, TorchEngine, TrainConfig
 from textmill.devices import autocast
 from textmill.engines.distillation.teachers import teacher_bytes
 from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
+from textmill.engines.memory import state_deepspeed, state_torch
 from textmill.engines.memory.parts import (
     ACTIVATION_BYTES,
     ATTENTION_BYTES,
@@ -62,81 +62,87 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates for one shape; the state on a mesh is counted once."""
+    """Estimates for one net and its training, by engine and devices; the state on a mesh is counted once."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -> None:
         self.shape = shape
+        self.train = train
+        self.lora = lora
+        self.length = train.length or shape.positions
         self._states: dict[Any, State] = {}
 
-    def estimate(self, config: RunConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
+    def estimate(self, engine: EngineConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
         """The estimate on so many devices. `exact=False` counts two small nets instead of the entire one."""
-        mesh = mesh_for(config, self.shape, world)
-        engine = config.engine
+        mesh = mesh_for(engine, self.train, self.shape, world)
         name = device.precision if engine.precision == "auto" else engine.precision
         itemsize = DTYPES[name].itemsize
-        length = config.train.length or self.shape.positions
-        state = self._state(config, mesh, itemsize, exact)
-        state = replace(state, buffers=state.buffers + teacher_bytes(config.train, on_gpu=device.on_gpu))
-        sample = self._sample_bytes(config, mesh, device, name, length)
-        micro = self._micro_batch(config, mesh, device, state, sample, length)
+        state = self._state(engine, mesh, itemsize, exact)
+        state = replace(state, buffers=state.buffers + teacher_bytes(self.train, on_gpu=device.on_gpu))
+        sample = self._sample_bytes(engine, mesh, device, name)
+        micro = self._micro_batch(engine, mesh, device, state, sample)
         rows = -(-self.shape.padded_vocab // mesh.tensor)
-        logits = _logits_bytes(micro * length, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
+        logits = _logits_bytes(micro * self.length, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
         memory = Memory(state.weights, state.gradients, state.optimizer, state.buffers, round(micro * sample), logits)
-        passes = -(-config.train.batch // (mesh.data_ranks * micro))
+        passes = -(-self.train.batch // (mesh.data_ranks * micro))
         return Estimate(memory, state.host, micro, passes, mesh, itemsize, name, state, engine.kind)
 
-    def _state(self, config: RunConfig, mesh: Mesh, itemsize: int, exact: bool) -> State:
-        key = (config.engine.kind, getattr(config.engine, "zero", None), mesh, itemsize, exact)
+    def _state(self, engine: EngineConfig, mesh: Mesh, itemsize: int, exact: bool) -> State:
+        key = (engine.kind, getattr(engine, "zero", None), mesh, itemsize, exact)
         if key not in self._states:
             shape: Any = self.shape
-            if exact or shape.layers < 4 or config.model.lora:
-                state = _count(config, shape, mesh, itemsize)
+            if exact or shape.layers < 4 or self.lora:
+                state = self._count(engine, shape, mesh, itemsize)
             else:
-                two_blocks = _count(config, replace(shape, layers=2), mesh, itemsize)
-                three_blocks = _count(config, replace(shape, layers=3), mesh, itemsize)
+                two_blocks = self._count(engine, replace(shape, layers=2), mesh, itemsize)
+                three_blocks = self._count(engine, replace(shape, layers=3), mesh, itemsize)
                 state = _extrapolate(two_blocks, three_blocks, shape.layers)
             self._states[key] = state
         return self._states[key]
 
-    def _sample_bytes(self, config: RunConfig, mesh: Mesh, device: Device, precision: str, length: int) -> float:
+    def _count(self, engine: EngineConfig, shape: Shape, mesh: Mesh, itemsize: int) -> State:
+        if isinstance(engine, TorchEngine):
+            return state_torch.state_on_mesh(self.train, shape, self.lora, mesh)
+        if isinstance(engine, JaxEngine):
+            from textmill.engines.memory import state_jax  # imports JAX, which only its own plans need
+
+            return state_jax.state_on_mesh(self.train, shape, self.lora, mesh)
+        return state_deepspeed.state_on_ranks(engine, self.train, shape, self.lora, mesh.replicate, itemsize)
+
+    def _sample_bytes(self, engine: EngineConfig, mesh: Mesh, device: Device, precision: str) -> float:
         """Bytes of activations of one sample: measured constants on a GPU, a traced forward pass on a CPU."""
-        engine = config.engine
+        length = self.length
         itemsize = DTYPES[precision].itemsize
         if device.on_gpu or isinstance(engine, JaxEngine):
-            compiled = is_compiled(config, mesh, device)
+            compiled = is_compiled(engine, mesh, device)
             per_channel = JAX_ACTIVATION_BYTES if isinstance(engine, JaxEngine) else ACTIVATION_BYTES[compiled]
             per_weight = ATTENTION_BYTES[compiled]
             return sample_activations(
                 self.shape, length, per_channel, per_weight, itemsize, mesh, engine.activation_checkpointing
             )
-        # Imported here: it is needed for plans for a CPU only.
-
         key = ("sample", length, precision, engine.activation_checkpointing)
         if key not in self._states:
             traced = saved_per_sample(self.shape, length, DTYPES[precision], engine.activation_checkpointing)
             self._states[key] = State(0, 0, 0, round(traced))
         return self._states[key].buffers / mesh.tensor
 
-    def _micro_batch(
-        self, config: RunConfig, mesh: Mesh, device: Device, state: State, sample: float, length: int
-    ) -> int:
-        if not isinstance(config.engine, TorchEngine | JaxEngine):
-            return deepspeed_micro_batch(config.engine, config.train, self.shape, mesh.data_ranks)
-        if config.engine.micro_batch != "auto":
-            return config.engine.micro_batch
-        samples = rank_samples(config.train, mesh, compiled=is_compiled(config, mesh, device))
+    def _micro_batch(self, engine: EngineConfig, mesh: Mesh, device: Device, state: State, sample: float) -> int:
+        if not isinstance(engine, TorchEngine | JaxEngine):
+            return deepspeed_micro_batch(engine, self.train, self.shape, mesh.data_ranks)
+        if engine.micro_batch != "auto":
+            return engine.micro_batch
+        samples = rank_samples(self.train, mesh, compiled=is_compiled(engine, mesh, device))
         if not device.on_gpu:
-            return largest_on_cpu(samples, self.shape, length)
+            return largest_on_cpu(samples, self.shape, self.length)
         return largest_on_gpu(samples, state, sample, device.memory)
 
 
-def mesh_for(config: RunConfig, shape: Shape, world: int) -> Mesh:
-    """The mesh of a config on so many devices, checked like that of a run."""
-    if isinstance(config.engine, TorchEngine):
-        return mesh_of(config, shape, world)
+def mesh_for(engine: EngineConfig, train: TrainConfig, shape: Shape, world: int) -> Mesh:
+    """The mesh of any engine on so many devices, checked like that of a run."""
+    if isinstance(engine, TorchEngine):
+        return mesh_of(engine, train, shape, world)
     mesh = Mesh(replicate=world)
-    if isinstance(config.engine, JaxEngine):
-        axes = config.engine.mesh
+    if isinstance(engine, JaxEngine):
+        axes = engine.mesh
         replicate = axes.replicate or max(1, world // (axes.shard * axes.tensor))
         mesh = Mesh(replicate, axes.shard, axes.tensor)
         if mesh.data_ranks * mesh.tensor != world:
@@ -144,24 +150,17 @@ def mesh_for(config: RunConfig, shape: Shape, world: int) -> Mesh:
                 f"engine.mesh: replicate={replicate} x shard={axes.shard} x tensor={axes.tensor} needs "
                 f"{mesh.data_ranks * mesh.tensor} devices, found {world}; set plan.devices, or other axes"
             )
-    check_batch(config.train, mesh.data_ranks, config.engine.micro_batch, "device", "devices")
+    check_batch(train, mesh.data_ranks, engine.micro_batch, "device", "devices")
     return mesh
 
 
-def is_compiled(config: RunConfig, mesh: Mesh, device: Device) -> bool:
+def is_compiled(engine: EngineConfig, mesh: Mesh, device: Device) -> bool:
     """Whether a long run on this device compiles its net."""
-    if not isinstance(config.engine, TorchEngine):
+    if not isinstance(engine, TorchEngine):
         return False
-    if config.engine.compile != "auto":
-        return config.engine.compile
-    return device.on_gpu and mesh.tensor == 1 and not config.engine.deterministic
-
-
-def _count(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int) -> State:
-    """Calls `state_on_mesh` of memory/state_KIND.py."""
-    module = import_module(f"textmill.engines.memory.state_{config.engine.kind}")
-    state: State = module.state_on_mesh(config, shape, mesh, itemsize)
-    return state
+    if engine.compile != "auto":
+        return engine.compile
+    return device.on_gpu and mesh.tensor == 1 and not engine.deterministic
 
 
 def _extrapolate(two_blocks: State, three_blocks: State, layers: int) -> State:

@@ -25,7 +25,7 @@ JAX_ACTIVATION_BYTES = 48.0
 DIVIDED = 24 / 34
 """The fraction of activations that tensor-parallel ranks divide; with sequence parallelism they divide the rest too
 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models")."""
-CPU_LOGITS = 1 << 30
+CPU_LOGITS_BYTES = 1 << 30
 """On a CPU, whose caches are small: most bytes of logits that a micro-batch would have."""
 GPU_FRACTION = 0.6
 """The fraction of a GPU's memory for weights, moments and the activations that backward needs."""
@@ -104,7 +104,7 @@ def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:
 
 def largest_on_cpu(samples: int, shape: Shape, length: int) -> int:
     """The largest divisor of a rank's samples whose logits stay small."""
-    return largest_divisor(samples, CPU_LOGITS // (4 * length * shape.padded_vocab))
+    return largest_divisor(samples, CPU_LOGITS_BYTES // (4 * length * shape.padded_vocab))
 
 
 def largest_on_gpu(samples: int, state: State, sample_bytes: float, memory: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from textmill.config import RunConfig
+from textmill.config import LoraConfig, TrainConfig
+from textmill.config.deepspeed_json import read_user_config
 from textmill.config.engines import DeepSpeedEngine
-from textmill.engines.deepspeed_config import fill_unset, read_user_config
+from textmill.engines.deepspeed_config import fill_unset
 from textmill.engines.memory.parts import State
-from textmill.engines.meshes import Mesh
 from textmill.models import Shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
@@ -18,14 +18,14 @@ MOMENT_BYTES = 8
 """Of a trained weight: the fp32 master copy, and AdamW's two moments."""
 
 
-def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int) -> State:
-    """The state of a rank: stage 1 shards optimizer state, 2 gradients too, 3 weights too."""
-    assert isinstance(config.engine, DeepSpeedEngine)
-    world = mesh.replicate
-    section = fill_unset(config.engine, read_user_config(config.engine.deepspeed_config))
+def state_on_ranks(
+    engine: DeepSpeedEngine, train: TrainConfig, shape: Shape, lora: LoraConfig | None, world: int, itemsize: int
+) -> State:
+    """The state of one of `world` ranks: stage 1 shards optimizer state, 2 gradients too, 3 weights too."""
+    section = fill_unset(engine, read_user_config(engine.deepspeed_config))
     stage = section.zero if isinstance(section.zero, int) else 2
-    rules = rules_of(shape, config.train, config.model.lora)
-    members = [(weight, math.prod(weight.memory_shape)) for weight in weights_with_adapters(shape, config.model.lora)]
+    rules = rules_of(shape, train, lora)
+    members = [(weight, math.prod(weight.memory_shape)) for weight in weights_with_adapters(shape, lora)]
     every = sum(count for _, count in members)
     trained = sum(count for weight, count in members if rules[weight.name].trained)
     block = max(1, (every - shape.padded_vocab * shape.width) // shape.layers)

@@ -6,7 +6,7 @@ import math
 
 from jax.sharding import AbstractMesh, AxisType
 
-from textmill.config import RunConfig
+from textmill.config import LoraConfig, TrainConfig
 from textmill.engines.memory.parts import State
 from textmill.engines.mesh_jax import AXES, Shardings
 from textmill.engines.meshes import Mesh
@@ -16,13 +16,13 @@ from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 
 
-def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4) -> State:
+def state_on_mesh(train: TrainConfig, shape: Shape, lora: LoraConfig | None, mesh: Mesh) -> State:
     """The state of a device on a mesh of any size; JAX needs no device for it. Weights are fp32."""
     sizes = (mesh.replicate, mesh.shard, mesh.tensor)
     abstract = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    members = weights_with_adapters(shape, config.model.lora)
+    members = weights_with_adapters(shape, lora)
     shardings = Shardings(abstract, {weight.name: weight.split for weight in members if weight.split is not None})
-    rules = rules_of(shape, config.train, config.model.lora)
+    rules = rules_of(shape, train, lora)
     weights = gradients = optimizer = 0
     for weight in members:
         sharding = shardings.stored(weight.name, weight.memory_shape)
@@ -30,5 +30,5 @@ def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4
         weights += shard_bytes
         if rules[weight.name].trained:
             gradients += shard_bytes
-            optimizer += shard_bytes * len(state_names(weight, config.train))
+            optimizer += shard_bytes * len(state_names(weight, train))
     return State(weights, gradients, optimizer, 0, elements=weights // 4)

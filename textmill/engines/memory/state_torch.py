@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import LoraConfig, TrainConfig
 from textmill.engines.memory.parts import State
 from textmill.engines.meshes import Mesh
 from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, trained_of
@@ -23,18 +23,15 @@ FIRST_GROUP = 1 << 20
 """The number of the first fake process group: torch names groups by their numbers."""
 
 
-def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4) -> State:
-    """The state of rank 0, which has the most, on a mesh of any size: nothing is allocated and nothing is sent.
-
-    Weights are fp32 whatever the `itemsize` of matmuls.
-    """
+def state_on_mesh(train: TrainConfig, shape: Shape, lora: LoraConfig | None, mesh: Mesh) -> State:
+    """The state of rank 0, which has the most, on a mesh of any size: nothing is allocated and nothing is sent."""
     world = mesh.data_ranks * mesh.tensor
     with fake_ranks(world):
         parallel = Parallel(mesh, 0, torch.device("cpu"))
         with torch.device("meta"):
-            net = build_net(shape, config.model.lora)
+            net = build_net(shape, lora)
             parallel.shard_net(net)
-        return count_state(net, config.train, parallel)
+        return count_state(net, train, parallel)
 
 
 def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
@@ -88,6 +85,8 @@ def fake_ranks(world: int) -> Iterator[None]:
     before = distributed_c10d._world
     world_of_ranks = ThreadLocalWorld()
     world_of_ranks.group_count = FIRST_GROUP
+    if not hasattr(world_of_ranks, "comms"):
+        vars(world_of_ranks)["comms"] = []  # torch 2.11 reads it, but this kind of world lacks it there
     distributed_c10d._world = world_of_ranks  # type: ignore[assignment]
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

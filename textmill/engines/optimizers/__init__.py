@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from textmill.config import TrainConfig
+from textmill.config.model import is_own_file
 from textmill.engines.parallel_torch import Parallel
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet
+from textmill.models.family_files import load_part
 from textmill.models.nets_torch import parameters_of
 from textmill.models.parameter_groups import Rule, rules_of
 
@@ -60,7 +62,9 @@ class WeightsOptimizer(Protocol):
 
 
 def open_optimizer(name: str) -> Any:
-    """The module NAME_torch.py."""
+    """The module NAME_torch.py, or the user's own file."""
+    if is_own_file(name):
+        return OwnOptimizer(load_part(name, "train.optimizer", "update"))
     return import_module(f"textmill.engines.optimizers.{name}_torch")
 
 
@@ -73,6 +77,52 @@ def state_names(weight: Weight, train: TrainConfig) -> tuple[str, ...]:
     """The names of the tensors of a weight's optimizer state."""
     names: tuple[str, ...] = open_optimizer(optimizer_of(weight, train)).STATE
     return names
+
+
+class OwnOptimizer:
+    """The functions of such a file, made from those of the user's own: `update`, STATE and optionally `takes`.
+
+    `update(parameter, gradient, state, lr, decay)` changes a parameter in place; with `engine.mesh.shard` a parameter
+    is this rank's part. A skipped update is decided on the host, which waits for the device."""
+
+    def __init__(self, module: Any) -> None:
+        self.update = module.update
+        self.STATE: tuple[str, ...] = tuple(getattr(module, "STATE", ()))
+        self.takes = getattr(module, "takes", lambda weight: True)
+
+    def adamw_rate(self, train: TrainConfig) -> float:
+        """AdamW's rate for the weights that `takes` leaves to it."""
+        return train.muon.adamw_rate_factor
+
+    def state_bytes(self, members: list[Member], parallel: Parallel) -> int:
+        """A tensor of each name for this rank's parts."""
+        return len(self.STATE) * sum(parallel.local(member.parameter).nbytes for member in members)
+
+    def new_optimizer(self, members: list[Member], *_: Any, compiled: bool) -> OwnOptimizer:
+        """For these weights."""
+        self.members = members
+        self.tensors = {
+            name: {member.parameter: torch.zeros_like(member.parameter) for member in members} for name in self.STATE
+        }
+        return self
+
+    @torch.no_grad()
+    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
+        """One update of every weight."""
+        if not updated:
+            return
+        for _, parameter, rule in self.members:
+            if parameter.grad is not None:
+                state = {name: tensors[parameter] for name, tensors in self.tensors.items()}
+                self.update(parameter, parameter.grad * gradient_factor, state, lr * rule.rate, rule.decay)
+
+    def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
+        """The state by its names."""
+        return self.tensors
+
+    def load_state(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set the state of a parameter."""
+        self.tensors[name][parameter].copy_(values)
 
 
 class Optimizer:

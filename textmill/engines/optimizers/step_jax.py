@@ -17,15 +17,13 @@ import optax
 from jax import Array
 
 from textmill.config import LoraConfig, TrainConfig
+from textmill.engines.optimizers.muon_torch import ADAM_SCALE, MIN_NORM
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 
 State = dict[str, Any]
-ADAM_SCALE = 0.2
-MIN_NORM = 1e-7
-"""The constants of muon_torch.py."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,17 @@ class JaxStep:
         return not math.isfinite(self.norm)
 
 
+def check_optimizer(train: TrainConfig) -> None:
+    """Refuse an optimizer that the JAX engine does not have."""
+    if train.optimizer not in ("adamw", "muon"):
+        raise TextmillError(f"train.optimizer: the JAX engine has no {train.optimizer}; set engine.kind=torch")
+
+
 class Optimizer:
     """The update of all weights; a non-finite gradient or a spike skips it."""
 
     def __init__(self, shape: Shape, train: TrainConfig, lora: LoraConfig | None, precision: Any) -> None:
         """`precision` is that of Muon's orthogonalisation."""
-        if train.optimizer not in ("adamw", "muon"):
-            raise TextmillError(f"train.optimizer: the JAX engine has no {train.optimizer}; set engine.kind=torch")
         self.train = train
         self.rules = rules_of(shape, train, lora)
         self.precision = precision

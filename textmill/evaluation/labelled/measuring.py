@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config import RunConfig
+from textmill.config import CorpusConfig, EvaluateConfig
 from textmill.config.usage import AnswersConfig
+from textmill.corpus.find_sources import find_sources
 from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_examples, read_split
-from textmill.corpus.sources import find_sources
 from textmill.errors import TextmillError
 from textmill.evaluation.labelled.squad import AnswerScores, find_best_answer
 from textmill.evaluation.task import Result
@@ -111,21 +112,21 @@ class AnswerMeasure:
         return self.scores.metrics()
 
 
-def open_examples(config: RunConfig, task: str) -> Iterator[Example]:
-    """The examples of `evaluate.text`, or of a split of the corpus folder; an error if there are none."""
-    if config.evaluate.text:
-        sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding, setting="evaluate.text")
+def open_examples(evaluate: EvaluateConfig, corpus: CorpusConfig, folder: Path, task: str) -> Iterator[Example]:
+    """The examples of `evaluate.text`, or of a split of the corpus in a folder; an error if there are none."""
+    if evaluate.text:
+        sources = find_sources(evaluate.text, encoding=corpus.encoding, setting="evaluate.text")
         examples: Iterator[Example] = chain.from_iterable(
-            read_examples(source, task, config.corpus, needs_labels=False) for source in sources
+            read_examples(source, task, corpus, needs_labels=False) for source in sources
         )
-        what = ", ".join(config.evaluate.text)
+        what = ", ".join(evaluate.text)
     else:
-        if not config.corpus.labels:
+        if not corpus.labels:
             raise TextmillError(
                 "evaluate.text: is not set, and this model has no corpus of examples; name a file of examples"
             )
-        examples = read_split(config.folder_of("corpus"), config.evaluate.split)
-        what = f"the {config.evaluate.split} split"
+        examples = read_split(folder, evaluate.split)
+        what = f"the {evaluate.split} split"
     first = next(examples, None)
     if first is None:
         raise TextmillError(
@@ -134,25 +135,28 @@ def open_examples(config: RunConfig, task: str) -> Iterator[Example]:
     return chain([first], examples)
 
 
-def new_measure(config: RunConfig, task: str, names: tuple[str, ...]) -> Measure:
-    """The measure of a task; whether questions may have no answer is found in the examples, unless it is set."""
-    if task != ANSWERS:
-        return WordMeasure(names) if task == WORDS else SequenceMeasure(names)
-    no_answer = config.evaluate.answers.no_answer
-    if no_answer is None:
-        no_answer = any(example.answers == () for example in open_examples(config, task))
-    return AnswerMeasure(config.evaluate.answers, no_answer)
+def measure_labels(
+    evaluate: EvaluateConfig, corpus: CorpusConfig, folder: Path, predictor: Any, predictions: Path | None
+) -> Result:
+    """Predict all examples, write the predictions, and return the metrics with how they were measured.
 
-
-def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) -> Result:
-    """Predict all examples, write the predictions, and return the metrics with how they were measured."""
+    Whether questions may have no answer is found in the examples, unless it is set.
+    """
     start = time.monotonic()
     task = predictor.task
-    measure = new_measure(config, task, predictor.names)
+    read = partial(open_examples, evaluate, corpus, folder, task)
+    measure: Measure
+    if task == ANSWERS:
+        no_answer = evaluate.answers.no_answer
+        if no_answer is None:
+            no_answer = any(example.answers == () for example in read())
+        measure = AnswerMeasure(evaluate.answers, no_answer)
+    else:
+        measure = WordMeasure(predictor.names) if task == WORDS else SequenceMeasure(predictor.names)
     counts = {"examples": 0, "labelled": 0}
 
     def rows() -> Iterator[Row]:
-        for example, samples, logits in predictor.predict(open_examples(config, task)):
+        for example, samples, logits in predictor.predict(read()):
             counts["examples"] += 1
             counts["labelled"] += example.has_labels
             yield measure.add(example, samples, logits)
@@ -165,7 +169,7 @@ def measure_labels(config: RunConfig, predictor: Any, predictions: Path | None) 
         with atomic_writer(predictions) as stream:
             stream.writelines(_json_object(rows()) if task == ANSWERS else _json_lines(rows()))
     metrics: dict[str, float] = measure.metrics() if counts["labelled"] else {}
-    data = ", ".join(map(str, config.evaluate.text)) or f"{config.evaluate.split} split"
+    data = ", ".join(map(str, evaluate.text)) or f"{evaluate.split} split"
     card = {
         "data": data,
         **counts,

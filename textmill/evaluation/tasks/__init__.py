@@ -15,17 +15,17 @@ from textmill.config.load import read_yaml, under
 from textmill.config.usage import LM_EVAL, is_task_file, task_names
 from textmill.corpus.decontamination import EvaluationData, open_text_data
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import ReadItem, texts_of
-from textmill.evaluation.data_files import Record, open_data_file, read_items, slug
+from textmill.evaluation.choices import ChoiceTask, texts_of
+from textmill.evaluation.data_files import Record, find_data_files, open_data_file, slug
 from textmill.evaluation.measured_task import MeasuredTask
 from textmill.evaluation.task import Task, TaskEntry
 from textmill.storage.files import hash_json
 
 
 def open_tasks(entries: Sequence[str]) -> list[Task]:
-    """The tasks of `evaluate.tasks`; which names exist is checked when the config is read."""
+    """The tasks of `evaluate.tasks`, whose files must exist; which names exist is checked when the config is read."""
     parsed = [parse_entry(entry) for entry in entries]
-    parts: list[Callable[[Path], str]] = [lambda file: file.stem, lambda file: slug(str(file))]
+    parts: list[Callable[[Path], str]] = [lambda file: slug(file.stem), lambda file: slug(str(file))]
     for label_part in parts:  # the file's name; if that is not enough, its path
         labels = Counter(entry.label for entry in parsed)
         parsed = [_relabel(entry, label_part) if labels[entry.label] > 1 else entry for entry in parsed]
@@ -51,11 +51,36 @@ def _open(entry: TaskEntry) -> Task:
     if entry.name == LM_EVAL:
         if find_spec("lm_eval") is None:
             raise TextmillError(f"evaluate.tasks: {LM_EVAL} needs lm-eval; run: pip install 'textmill[eval]'")
-        return MeasuredTask(entry, lambda *given: import_module("textmill.evaluation.lm_eval_adapter").measure(*given))
+        adapter = "textmill.evaluation.lm_eval_adapter"
+        return MeasuredTask(entry, lambda *given: import_module(adapter).measure(*given), takes_shots=True)
     module = import_module(f"textmill.evaluation.tasks.{entry.name}")
     if hasattr(module, "format_table"):
         return cast(Task, module)
-    return MeasuredTask(entry, module.measure, getattr(module, "OBJECTIVES", ("next_token",)))
+    needs_file = hasattr(module, "FILES") and not getattr(module, "FILE_OPTIONAL", False)
+    if entry.file is not None or needs_file:
+        find_data_files(entry)
+    if (task := _choice_task(module, entry)) is not None:
+        return MeasuredTask(entry, task.measure, task.objectives, takes_shots=True)
+    objectives = getattr(module, "OBJECTIVES", ("next_token",))
+    return MeasuredTask(entry, module.measure, objectives, takes_shots=hasattr(module, "EXAMPLES"))
+
+
+def _choice_task(module: Any, entry: TaskEntry) -> ChoiceTask | None:
+    """The multiple choice of a task's file: its `TASK`, or what its `task_for` makes of the entry."""
+    task: ChoiceTask | None = getattr(module, "TASK", None)
+    return module.task_for(entry) if hasattr(module, "task_for") else task
+
+
+def list_tasks() -> str:
+    """Every task with what it measures, what its files are called and where they come from."""
+    lines: list[str] = []
+    for name in task_names():
+        module = import_module(f"textmill.evaluation.tasks.{name}")
+        summary = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+        lines += [f"{name}: {summary}", f"    files: {getattr(module, 'FILES', 'none')}"]
+        lines += [f"    from:  {module.SOURCE}"] if hasattr(module, "SOURCE") else []
+    lines.append("Nothing is downloaded: evaluate.tasks=[NAME:FILE] reads files that you name.")
+    return "\n".join(lines)
 
 
 OWN_KEYS = ("task", "name", "file", "sha256", "evaluate")
@@ -112,23 +137,24 @@ def open_evaluation_data(entry: str) -> EvaluationData:
         return open_text_data(entry)
     task = parse_entry(entry)
     module = import_module(f"textmill.evaluation.tasks.{task.name}")
-    path = open_data_file(task).path if task.file else None
-    if path is None or not (hasattr(module, "read_texts") or hasattr(module, "read_item")):
+    if task.file is None or not (hasattr(module, "read_texts") or hasattr(module, "TASK")):
         raise TextmillError(
             f"corpus.decontaminate: '{entry}' names no file of examples; name TASK:FILE, or a file of text"
         )
     kind = f"{task.name} {hash_json(dict(task.options))[:16]}" if task.options else task.name
-    return EvaluationData(path, lambda: _read(module, task), kind)
+    data = open_data_file(task)
+    return EvaluationData(data.path, lambda: _read(module, task), kind, data.sha256)
 
 
 def _read(module: Any, task: TaskEntry) -> Iterator[Sequence[str]]:
     """The texts of each example: those that the module reads itself, or the contexts of its items alone and with each
     candidate, without the labels of the prompt."""
-    assert task.file is not None
     if hasattr(module, "read_texts"):
         read_texts: Callable[[TaskEntry], Iterator[Sequence[str]]] = module.read_texts
         yield from read_texts(task)
         return
-    read_item: ReadItem = module.read_item
-    for place, record in read_items(task.file):
-        yield texts_of(read_item(record, place))
+    choice_task = _choice_task(module, task)
+    assert choice_task is not None
+    for file in open_data_file(task).files:
+        for place, record in choice_task.read_records(file):
+            yield texts_of(choice_task.read_item(record, place))

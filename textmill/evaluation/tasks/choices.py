@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import Item, ReadItem, choice_item, measure_choices, texts_of
-from textmill.evaluation.data_files import Record, open_data_file, read_items, text_of
-from textmill.evaluation.task import Measured, Scorer, TaskEntry
+from textmill.evaluation.choices import ChoiceTask, Item, choice_item
+from textmill.evaluation.data_files import Record, text_of
+from textmill.evaluation.task import TaskEntry
 from textmill.evaluation.tasks import fill_template, value_of
 
-OBJECTIVES = ("next_token", "masked")
-"""A masked model scores by pseudo-log-likelihoods."""
+FILES = 'your own lines of {"context": ..., "choices": [...], "answer": 0}'
 
 
-def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
-    """Lines of {"context": ..., "choices": [...], "answer": 0}, or other fields with the templates of a task file."""
-    return measure_choices(scorer, settings, entry, _reader(entry), "the likeliest continuation of the context")
-
-
-def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
-    """The texts of each question."""
-    read = _reader(entry)
-    for place, record in read_items(open_data_file(entry).path):
-        yield texts_of(read(record, place))
-
-
-def _reader(entry: TaskEntry) -> ReadItem:
+def task_for(entry: TaskEntry) -> ChoiceTask:
+    """The task with the templates of a task file, if that has any."""
     templates = {key: value for key, value in entry.options.items() if key != "evaluate"}
-
-    def read(record: Record, place: str) -> Item:
-        return _from_template(record, place, templates) if templates else read_item(record, place)
-
-    return read
+    if not templates:
+        return TASK
+    return replace(TASK, read_item=lambda record, place: _from_template(record, place, templates))
 
 
 def read_item(record: Record, place: str) -> Item:
@@ -63,3 +49,6 @@ def _from_template(record: Record, place: str, templates: Mapping[str, Any]) -> 
     right_answer = value_of(record, answer.strip("{}"), place) if isinstance(answer, str) else answer
     context = fill_template(str(templates.get("context", "{context}")), record, place)
     return choice_item(context, texts, right_answer, place, str(templates.get("delimiter", " ")))
+
+
+TASK = ChoiceTask(read_item, "the likeliest continuation of the context", objectives=("next_token", "masked"))

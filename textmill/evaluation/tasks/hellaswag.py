@@ -1,21 +1,17 @@
-"""HellaSwag: which of four endings continues a text (published as hellaswag_val.jsonl)."""
+"""HellaSwag: which of four endings continues a text."""
 
 from __future__ import annotations
 
 import re
 
-from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import Item, choice_item, measure_choices
+from textmill.evaluation.choices import ChoiceTask, Item, choice_item
 from textmill.evaluation.data_files import Record, text_of
-from textmill.evaluation.task import Measured, Scorer, TaskEntry
+from textmill.evaluation.examples import Examples, named
 
+FILES = "hellaswag_val.jsonl; examples: hellaswag_train.jsonl"
+SOURCE = "https://github.com/rowanz/hellaswag (data)"
 MARKUP = re.compile(r"\[.*?\]")
-
-
-def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
-    """Lines of {"activity_label", "ctx_a", "ctx_b", "endings", "label"}."""
-    return measure_choices(scorer, settings, entry, read_item, "HellaSwag as in lm-eval, no examples in the prompt")
 
 
 def read_item(record: Record, place: str) -> Item:
@@ -30,3 +26,6 @@ def read_item(record: Record, place: str) -> Item:
 
 def _clean(text: str) -> str:
     return MARKUP.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+TASK = ChoiceTask(read_item, "HellaSwag as in lm-eval", Examples(named("_train", "_val"), validation=True))

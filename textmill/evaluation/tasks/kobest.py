@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import Item, choice_item, measure_choices
+from textmill.evaluation.choices import ChoiceTask, Item, choice_item
 from textmill.evaluation.data_files import Record
-from textmill.evaluation.task import Measured, Scorer, TaskEntry
+from textmill.evaluation.examples import Examples, named
 
+FILES = "test.tsv of any of the five tasks; examples: train.tsv"
+SOURCE = "https://github.com/SKT-LSL/KoBEST_datarepo, or skt/kobest_v1 on the Hugging Face hub"
 COLUMNS = {
     "Text": "paragraph",
     "Question": "question",
@@ -29,11 +30,6 @@ COLUMNS = {
 }
 """The columns of the published TSV files, and the fields of the same data on the hub."""
 CONNECTORS = {"원인": " 왜냐하면", "결과": " 그래서"}
-
-
-def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
-    """The published test.tsv of any of the five tasks, or the same data with the fields of the hub."""
-    return measure_choices(scorer, settings, entry, read_item, "KoBEST as in lm-eval, no examples in the prompt")
 
 
 def read_item(record: Record, place: str) -> Item:
@@ -68,3 +64,6 @@ def _label(value: Any, place: str, from_one: bool) -> int:
     if not str(value).isdecimal():
         raise TextmillError(f"{place}: the label is {value!r}; KoBEST has a number, True or False there")
     return int(value) - from_one
+
+
+TASK = ChoiceTask(read_item, "KoBEST as in lm-eval", Examples(named("train", "test")))

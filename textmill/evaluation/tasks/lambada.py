@@ -1,9 +1,11 @@
-"""LAMBADA: predict the last word of a text (published as lambada_test.jsonl)."""
+"""LAMBADA: predict the last word of a text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from textmill.evaluation.measured_task import LAMBADA_SHA256
 from textmill.evaluation.metrics import mean_loss_interval, perplexity_of, proportion_interval, transform
 from textmill.evaluation.task import Measured, Score, Scorer, TaskEntry
 
+FILES = "lambada_test.jsonl"
+SOURCE = "GPT-2's preprocessing of LAMBADA: https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"
 PUBLISHED = [Published("lambada_test.jsonl", 1_819_752, LAMBADA_SHA256)]
 
 
@@ -22,7 +26,9 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
     """Lines of {"text": ...}; the last word after a space is predicted from all before it."""
     data = open_data_file(entry, PUBLISHED)
     every = [
-        (place, *split_last_word(text_of(record, "text", place), place)) for place, record in read_items(data.path)
+        (place, *split_last_word(text_of(record, "text", place), place))
+        for path in data.files
+        for place, record in read_items(path)
     ]
     if not every:
         raise TextmillError(f"{data.path}: has no texts; is it the right file?")
@@ -30,6 +36,16 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
     encoded = scorer.encode_pairs([(context, word) for _, context, word in texts])
     truncated = check_lengths(encoded, [place for place, *_ in texts], scorer)
     scores = scorer.score_tokens(encoded)
+    logs = [
+        {
+            "id": Path(place).name,
+            "word": word,
+            "score": score.log_likelihood,
+            "accuracy": float(score.greedy),
+            "last_token_accuracy": float(score.last_greedy),
+        }
+        for (place, _, word), score in zip(texts, scores, strict=True)
+    ]
     card = {
         **data.card,
         "protocol": "last word of each text",
@@ -39,13 +55,15 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
         "interval": "95%, Wilson; of perplexities from the mean loss",
         "truncated_contexts": truncated,
     }
-    return _measured(scores, sum(len(word.strip().encode()) for *_, word in texts), card)
+    octets = sum(len(word.strip().encode()) for *_, word in texts)
+    return replace(_measured(scores, octets, card), items=logs)
 
 
 def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
     """The texts, each an example."""
-    for place, record in read_items(open_data_file(entry, PUBLISHED).path):
-        yield [text_of(record, "text", place)]
+    for path in open_data_file(entry, PUBLISHED).files:
+        for place, record in read_items(path):
+            yield [text_of(record, "text", place)]
 
 
 def _measured(scores: list[Score], octets: int, card: dict[str, object]) -> Measured:

@@ -25,20 +25,26 @@ from numpy.typing import NDArray
 
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.data_files import SAMPLE_SEED, name_of_texts
-from textmill.evaluation.measured_task import format_card, model_card, warn_if_untrained
+from textmill.evaluation.data_files import SAMPLE_SEED
+from textmill.evaluation.measured_task import format_card, hash_facts, model_card, name_data, warn_if_untrained
 from textmill.evaluation.metrics import (
     compute_metrics,
     describe_answers,
     describe_windows,
+    document_interval,
     format_metrics,
-    mean_loss_interval,
     metric_intervals,
 )
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
-from textmill.evaluation.task import Result, Scorer
+from textmill.evaluation.task import LossPart, Result, Scorer
 from textmill.tokens.store import TokenStore
 
+FILES = "none: a split of the run, or evaluate.text"
+PROTOCOL_KEYS = (
+    *("split", "text", "sha256", "documents", "tokens", "window", "stride", "truncate"),
+    *("first_token", "count_end", "append_end", "document_unit"),
+)
+"""What a result says about how it was measured, beside its card."""
 ROWS = ("model", "unigram", "bigram")
 
 
@@ -54,7 +60,7 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
         else:
             result = _measure_windows(scorer, settings, tokens, window)
         with_baselines = settings.baselines and tokens.train and settings.count_end is not False
-        baselines = _measure_baselines(tokens, scorer.tokenizer.eos_id, is_chat) if with_baselines else {}
+        baselines = _measure_baselines(tokens, scorer.tokenizer.first_id, is_chat) if with_baselines else {}
     warn_if_untrained(scorer, result["model"]["loss"])
     card = {**model_card(scorer), "seconds": time.monotonic() - start}
     return {**result, **baselines, "card": card}
@@ -90,15 +96,22 @@ def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitToke
     if not predicted:
         raise TextmillError(f"{tokens.stores[0].prefix}: has no token to predict; give it more text")
     mean_loss = sum(measured.loss for measured in store_losses) / predicted
-    window_losses = [loss for measured in store_losses for loss in measured.window_losses]
-    window_tokens = [count for measured in store_losses for count in measured.window_tokens]
+    parts: list[LossPart] = []
+    for measured in store_losses:  # the documents of the next store have higher numbers
+        offset = parts[-1].document + 1 if parts else 0
+        parts += [part._replace(document=part.document + offset) for part in measured.parts]
     # The mean loss of sampled windows stands for that of all tokens.
     counts = {**tokens.counts, "tokens": predicted if settings.sample is None else tokens.counts["tokens"]}
-    intervals = metric_intervals(mean_loss_interval(window_losses, window_tokens), counts)
+    interval, interval_method = document_interval(parts)
+    intervals = metric_intervals(interval, counts)
     result: Result = {} if settings.text else {"split": settings.split}
     result |= {**counts, "window": window, "stride": stride}
     if settings.sample is not None:
-        result["sample"] = {"windows": len(window_losses), "tokens": predicted, "seed": SAMPLE_SEED}
+        result["sample"] = {
+            "windows": sum(measured.windows for measured in store_losses),
+            "tokens": predicted,
+            "seed": SAMPLE_SEED,
+        }
     if settings.first_token:
         result["first_token"] = settings.first_token
     if settings.count_end is not None:
@@ -106,6 +119,7 @@ def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitToke
     result |= {"precision": scorer.precision, "device": scorer.device, **tokens.facts}
     result["model"] = compute_metrics(mean_loss * counts["tokens"], counts, str(scorer.checkpoint.folder))
     result["intervals"] = {name: list(ends) for name, ends in intervals.items()}
+    result["interval"] = interval_method
     return result
 
 
@@ -144,11 +158,12 @@ def describe_method(result: Result) -> str:
     return f"{method}\n{format_card(result['card'])}" if "card" in result else method
 
 
-def result_name(settings: EvaluateConfig) -> str:
-    """The split, or the text: each has its own file."""
-    if settings.text:
-        return f"text-{name_of_texts(settings.text)}"
-    return settings.split
+def result_name(result: Result) -> str:
+    """The split or the text, the sample, and a checksum of the protocol."""
+    facts = {key: value for key, value in result.items() if key in PROTOCOL_KEYS} | result["card"]
+    if "sample" in result:
+        facts |= {"sample": result["sample"]["windows"]}
+    return "-".join(["perplexity", *name_data(facts), hash_facts(facts)])
 
 
 def _measure_baselines(tokens: SplitTokens, first: int, answers_only: bool = False) -> Result:

@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import PSEUDO
-from textmill.evaluation.data_files import open_data_file, read_items, read_lines, sample, sample_card, text_of
-from textmill.evaluation.metrics import mean_loss_interval, perplexity_of, transform
+from textmill.evaluation.data_files import kind_of, open_data_file, read_items, read_lines, sample, sample_card, text_of
+from textmill.evaluation.metrics import document_interval, perplexity_of, transform
 from textmill.evaluation.split_tokens import SplitTokens
-from textmill.evaluation.task import Measured, Scorer, TaskEntry
+from textmill.evaluation.task import LossPart, Measured, Scorer, TaskEntry
 
 OBJECTIVES = ("masked",)
+FILE_OPTIONAL = True
+"""Without a file it measures `evaluate.text` or a split."""
+FILES = 'none: a split of the run, or evaluate.text; or any .txt file, or your own lines of {"text": ...}'
 Ids = NDArray[Any]
 
 
@@ -47,10 +50,11 @@ def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
 
 
 def _read(entry: TaskEntry) -> Iterator[str]:
-    path = open_data_file(entry).path
-    if path.suffix == ".txt":
-        return (line for _, line in read_lines(path))
-    return (text_of(record, "text", place) for place, record in read_items(path))
+    for path in open_data_file(entry).files:
+        if kind_of(path) == ".txt":
+            yield from (line for _, line in read_lines(path))
+        else:
+            yield from (text_of(record, "text", place) for place, record in read_items(path))
 
 
 def _sequences(tokens: SplitTokens, end: int) -> Iterator[Ids]:
@@ -64,30 +68,29 @@ def _sequences(tokens: SplitTokens, end: int) -> Iterator[Ids]:
 
 def _measure(scorer: Scorer, texts: list[Ids], card: dict[str, Any], octets: int) -> Measured:
     """Score every token once; a text that is longer than the model is divided into pieces."""
-    pieces = [ids[begin : begin + scorer.positions] for ids in texts for begin in range(0, len(ids), scorer.positions)]
+    longest = scorer.positions
+    starts = [(number, begin) for number, ids in enumerate(texts) for begin in range(0, len(ids), longest)]
+    pieces = [texts[number][begin : begin + longest] for number, begin in starts]
     if not pieces:
         raise TextmillError(f"{card.get('file') or 'the text'}: has no token to predict; give it more text")
     scores = scorer.score_tokens([((), piece) for piece in pieces])  # type: ignore[misc]
-    losses = [-score.log_likelihood for score in scores]
-    counts = [score.tokens for score in scores]
-    loss = sum(losses) / sum(counts)
-    if not math.isfinite(loss):
-        raise TextmillError(
-            f"{scorer.checkpoint.folder}: its loss is {loss}, not a finite number; the weights are damaged or training "
-            "diverged; use an earlier --step"
-        )
+    parts = [
+        LossPart(number, -score.log_likelihood, score.tokens) for (number, _), score in zip(starts, scores, strict=True)
+    ]
+    tokens = sum(part.tokens for part in parts)
+    loss = sum(part.loss for part in parts) / tokens
     metrics: dict[str, float | None] = {"pseudo_loss": loss, "pseudo_perplexity": perplexity_of(loss, 1)}
-    interval = mean_loss_interval(losses, counts)
+    interval, interval_method = document_interval(parts)
     intervals = {"pseudo_loss": interval, "pseudo_perplexity": transform(interval, lambda mean: perplexity_of(mean, 1))}
     if octets:
-        per_byte = sum(counts) / octets / math.log(2)
+        per_byte = tokens / octets / math.log(2)
         metrics["pseudo_bits_per_byte"] = loss * per_byte
         intervals["pseudo_bits_per_byte"] = transform(interval, lambda mean: mean * per_byte)
     card |= {
         "protocol": PSEUDO,
-        "tokens": sum(counts),
+        "tokens": tokens,
         "pieces": len(pieces),
-        "interval": "95%, from the spread of texts",
+        "interval": interval_method,
         "special_tokens": "[CLS] and [SEP] are not scored",
     }
     return Measured(metrics, card, {name: ends for name, ends in intervals.items() if ends is not None}, loss)

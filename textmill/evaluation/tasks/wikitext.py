@@ -15,10 +15,10 @@ from typing import Literal
 
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, sample
-from textmill.evaluation.metrics import compute_metrics, mean_loss_interval, metric_intervals
+from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, read_raw_lines, sample
+from textmill.evaluation.metrics import compute_metrics, document_interval, metric_intervals
 from textmill.evaluation.split_tokens import temporary_store
-from textmill.evaluation.task import Measured, Pair, Scorer, StoreLoss, TaskEntry
+from textmill.evaluation.task import LossPart, Measured, Pair, Scorer, StoreLoss, TaskEntry
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Protocol:
     """transformers counts the token after which nothing is predicted as part of the window."""
 
 
+FILES = "wiki.test.tokens, or any text"
+SOURCE = "WikiText-2 and WikiText-103 (their test file is the same), Salesforce/wikitext on the Hugging Face hub"
 PROTOCOLS = {
     "lm-eval": Protocol(articles=True, detokenize=True, stride=None, first_token="predicted"),
     "megatron": Protocol(articles=False, detokenize=True, stride=32, first_token="context"),
@@ -43,12 +45,9 @@ PROTOCOLS = {
 }
 
 
-UNITS = {
-    True: {"words_are": "separated by white space, before detokenising", "interval": "95%, of articles"},
-    False: {
-        "words_are": "separated by single spaces, before detokenising, without the first",
-        "interval": "95%, of windows",
-    },
+WORDS_ARE = {
+    True: "separated by white space, before detokenising",
+    False: "separated by single spaces, before detokenising, without the first",
 }
 """What the card says of the counts, by whether each article is read alone."""
 
@@ -69,6 +68,7 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
     # With evaluate.sample, the mean loss of the sample stands for that of all tokens.
     mean_loss = measured.loss / measured.tokens
     metrics = compute_metrics(mean_loss * tokens, counts, str(scorer.checkpoint.folder))
+    interval, interval_method = document_interval(measured.parts)
     card = {
         **data.card,
         "protocol": settings.wikitext.protocol,
@@ -78,13 +78,13 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
         "stride": stride,
         "first_token": protocol.first_token,
         "count_end": bool(settings.count_end),
-        "examples": len(measured.window_losses),
+        "examples": measured.windows,
         **counts,
         "counted": measured.tokens,
-        **({"seed": SAMPLE_SEED} if settings.sample else {}),
-        **UNITS[protocol.articles],
+        **({"sample": settings.sample, "seed": SAMPLE_SEED} if settings.sample else {}),
+        "words_are": WORDS_ARE[protocol.articles],
+        "interval": interval_method,
     }
-    interval = mean_loss_interval(measured.window_losses, measured.window_tokens)
     return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
 
 
@@ -107,10 +107,7 @@ def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
 
 
 def _read(data: DataFile) -> str:
-    try:
-        text = data.path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TextmillError(f"{data.path}: not UTF-8 (byte {error.start + 1:,}); the file is damaged") from None
+    text = "".join(line for path in data.files for line in read_raw_lines(path))
     if not text.strip():
         raise TextmillError(f"{data.path}: is empty")
     return text
@@ -143,23 +140,22 @@ def _score_stream(
 def _score_articles(
     scorer: Scorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
 ) -> tuple[StoreLoss, int]:
-    """Every article alone, and how many tokens they have; the first token of each is predicted from an end-of-text
-    token."""
+    """Every article alone, and how many tokens they have; the first token of each is predicted from the tokenizer's
+    first token."""
     end = [scorer.tokenizer.eos_id] if settings.count_end else []
     articles = [[*ids.tolist(), *end] for ids in scorer.tokenizer.encode_many(texts)]
     pairs: list[Pair] = []
     article_of_pair: list[int] = []
     for number, ids in enumerate(sample(articles, settings)):
-        article_pairs = list(rolling_pairs(ids, scorer.tokenizer.eos_id, window, min(stride, window)))
+        article_pairs = list(rolling_pairs(ids, scorer.tokenizer.first_id, window, min(stride, window)))
         pairs += article_pairs
         article_of_pair += [number] * len(article_pairs)
-    losses = [0.0] * len(articles)
-    tokens = [0] * len(articles)
-    for number, score in zip(article_of_pair, scorer.score_tokens(pairs), strict=True):
-        losses[number] -= score.log_likelihood
-        tokens[number] += score.tokens
-    sampled = article_of_pair[-1] + 1
-    measured = StoreLoss(math.fsum(losses), sum(tokens), 0, losses[:sampled], tokens[:sampled])
+    parts = [
+        LossPart(number, -score.log_likelihood, score.tokens)
+        for number, score in zip(article_of_pair, scorer.score_tokens(pairs), strict=True)
+    ]
+    loss = math.fsum(part.loss for part in parts)
+    measured = StoreLoss(loss, sum(part.tokens for part in parts), 0, article_of_pair[-1] + 1, parts)
     return measured, sum(map(len, articles))
 
 

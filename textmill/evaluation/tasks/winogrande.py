@@ -1,18 +1,14 @@
-"""WinoGrande: which of two names fits into a sentence (published as dev.jsonl)."""
+"""WinoGrande: which of two names fits into a sentence."""
 
 from __future__ import annotations
 
-from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import Item, measure_choices
+from textmill.evaluation.choices import ChoiceTask, Item
 from textmill.evaluation.data_files import Record, text_of
-from textmill.evaluation.task import Measured, Scorer, TaskEntry
+from textmill.evaluation.examples import Examples, named
 
-
-def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
-    """Lines of {"sentence", "option1", "option2", "answer"}."""
-    protocol = "WinoGrande as in lm-eval: the likelihood of the text after the name, given each name"
-    return measure_choices(scorer, settings, entry, read_item, protocol)
+FILES = "dev.jsonl; examples: train_xl.jsonl"
+SOURCE = "https://winogrande.allenai.org (winogrande_1.1), or allenai/winogrande on the Hugging Face hub"
 
 
 def read_item(record: Record, place: str) -> Item:
@@ -26,3 +22,10 @@ def read_item(record: Record, place: str) -> Item:
         raise TextmillError(f"{place}: the answer is {answer!r}; WinoGrande has 1 or 2 there")
     contexts = tuple(before + option for option in options)
     return Item(tuple((context, f" {after.strip()}") for context in contexts), contexts, int(answer) - 1, place)
+
+
+TASK = ChoiceTask(
+    read_item,
+    "WinoGrande as in lm-eval: the likelihood of the text after the name, given each name",
+    Examples(named("train_xl", "dev"), validation=True),
+)

@@ -1,4 +1,4 @@
-"""Fast decoding of GPT-2 on a GPU: one kernel for everything between two matmuls.
+"""Fast decoding of GPT-2: one kernel for everything between two matmuls.
 
 Shapes in names: N texts, E width, H heads, D head width, F width of a matrix's output.
 """
@@ -6,7 +6,7 @@ Shapes in names: N texts, E width, H heads, D head width, F width of a matrix's 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,39 @@ from textmill.models.layers_torch import Context, linear_and_activation
 __all__ = ["FastSlots", "usable"]
 
 
+class Layer(NamedTuple):
+    """The parts of a block; `norm` is the one before its MLP."""
+
+    c_attn: Any
+    attn_proj: Any
+    norm: Any
+    c_fc: Any
+    mlp_proj: Any
+    mlp: MLP
+
+
 class FastSlots(CapturedSlots):
-    """GPT-2's captured slots."""
+    """GPT-2's slots."""
 
     net: Net
+
+    def __init__(self, net: Net, slots: int, length: int, *, captured: bool = True) -> None:
+        super().__init__(net, slots, length, captured=captured)
+        blocks: list[Any] = list(net.blocks)
+        self.layers = [
+            Layer(
+                self.read_layer(block.attn.c_attn),
+                self.read_layer(block.attn.c_proj),
+                self.read_layer(block.ln_2),
+                self.read_layer(block.mlp.c_fc),
+                self.read_layer(block.mlp.c_proj),
+                block.mlp,
+            )
+            for block in blocks
+        ]
+        self.norms = [self.read_layer(norm) for norm in [*(block.ln_1 for block in blocks), net.ln_f]]
+        """That before each block, and the last one."""
+        self.embeddings = net.wte.weight, net.wpe.weight
 
     def can_fuse(self) -> bool:
         """True without adapters, and with an activation that the kernels have."""
@@ -36,27 +65,24 @@ class FastSlots(CapturedSlots):
         With few texts, kernel launches take most of the time; then one kernel does a matmul and everything around it,
         including norms.
         """
-        net = self.net
         fused = self.kernels
-        blocks: list[Any] = [*net.blocks, None]
-        x_NE: Tensor = fused.embed(self.ids_N[:count], self.positions_N[:count], net.wte.weight, net.wpe.weight)
-        h_NE = x_NE if few else blocks[0].ln_1(x_NE)
-        for layer, (block, following) in enumerate(pairwise(blocks)):
-            attn = block.attn
-            mlp = block.mlp
-            norm = following.ln_1 if following else net.ln_f
-            qkv_NF = fused.fused_linear(x_NE, attn.c_attn, norm=block.ln_1) if few else attn.c_attn(h_NE)
-            qkv_NH3D = qkv_NF.view(count, net.shape.heads, 3, -1)
-            y_NE = fused.attend(qkv_NH3D, self.cache.memory[layer], self.positions_N[:count], self.arrivals)
-            x_NE, h_NE = self._add_linear(x_NE, y_NE, attn.c_proj, block.ln_2, few=few)
+        heads = self.net.shape.heads
+        activation = self.net.shape.activation
+        positions_N = self.positions_N[:count]
+        x_NE: Tensor = fused.embed(self.ids_N[:count], positions_N, *self.embeddings)
+        h_NE = x_NE if few else self.norms[0](x_NE)
+        for number, (layer, (norm, next_norm)) in enumerate(zip(self.layers, pairwise(self.norms), strict=True)):
+            qkv_NF = fused.fused_linear(x_NE, layer.c_attn, norm=norm) if few else layer.c_attn(h_NE)
+            qkv_NH3D = qkv_NF.view(count, heads, 3, -1)
+            y_NE = fused.attend(qkv_NH3D, self.cache_of(number), positions_N, self.arrivals)
+            x_NE, h_NE = self._add_linear(x_NE, y_NE, layer.attn_proj, layer.norm, few=few)
             inner_NF = (
-                fused.fused_linear(x_NE, mlp.c_fc, norm=block.ln_2, activation=net.shape.activation)
+                fused.fused_linear(x_NE, layer.c_fc, norm=layer.norm, activation=activation)
                 if few
-                else _activations(mlp, h_NE)
+                else _activations(layer.mlp, h_NE)
             )
-            x_NE, h_NE = self._add_linear(x_NE, inner_NF, mlp.c_proj, norm, few=few)
-        hidden_NE: Tensor = net.ln_f(x_NE) if few else h_NE
-        return hidden_NE
+            x_NE, h_NE = self._add_linear(x_NE, inner_NF, layer.mlp_proj, next_norm, few=few)
+        return self._last_norm(x_NE, self.norms[-1]) if few else h_NE
 
 
 def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:

@@ -1,38 +1,37 @@
-"""Fast decoding of Llama, Qwen2 and Qwen3 on a GPU: joined matmuls, and one kernel for everything between two.
+"""Fast decoding of Llama, Qwen2 and Qwen3 with joined matmuls, and one kernel for everything between two.
 
 Shapes in names: N texts, T positions, E width, D head width, F width of a matrix's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.models import decode_torch
-from textmill.models.decode_torch import CapturedSlots, has_no_adapter
+from textmill.models.decode_torch import CapturedSlots, has_no_adapter, join_rows
 from textmill.models.layers_torch import ACTIVATIONS
-from textmill.models.llama.net_torch import Net, RMSNorm, frequencies_of
+from textmill.models.llama.net_torch import Net, frequencies_of
 
 
 def usable(net: Net) -> bool:
-    """True if the kernels can run this net on its device; they add no embeddings to values or to the stream."""
-    added = net.shape.value_embeddings or net.shape.embedding_residual
-    return not added and decode_torch.usable(net)
+    """True if the kernels can run this net on its device; they add no embeddings to values."""
+    return not net.shape.value_embeddings and decode_torch.usable(net)
 
 
 class JoinedLinear:
     """Linear layers with one input as one matmul; their weights become views of the joined ones, so that none is in
     memory twice. Layers with adapters are computed one by one."""
 
-    def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
+    def __init__(self, layers: tuple[nn.Linear, ...], *, transposed: bool) -> None:
         plain = has_no_adapter(layers)
         self.layers = layers
-        self.weight = join_rows([layer.weight for layer in layers]) if plain else None
+        self.weight = join_rows([layer.weight for layer in layers], transposed=transposed) if plain else None
         self.bias = join_rows([layer.bias for layer in layers]) if plain and layers[0].bias is not None else None
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -41,21 +40,42 @@ class JoinedLinear:
         return F.linear(x_NE, self.weight, self.bias)
 
 
+class Layer(NamedTuple):
+    """The parts of a block that are not joined; `norm` is the one before its MLP."""
+
+    o_proj: Any
+    norm: Any
+    down_proj: Any
+    head_norms: tuple[Any, Any] | None
+    """Of queries and keys."""
+
+
 class FastSlots(CapturedSlots):
-    """Captured slots of Llama."""
+    """Llama's slots."""
 
     net: Net
 
-    def __init__(self, net: Net, slots: int, length: int) -> None:
-        super().__init__(net, slots, length)
+    def __init__(self, net: Net, slots: int, length: int, *, captured: bool = True) -> None:
+        super().__init__(net, slots, length, captured=captured)
         blocks: list[Any] = list(net.blocks)
         attentions = [block.self_attn for block in blocks]
         mlps = [block.mlp for block in blocks]
-        self.qkv = [JoinedLinear((attn.q_proj, attn.k_proj, attn.v_proj)) for attn in attentions]
-        self.gate_up = [
-            JoinedLinear((mlp.gate_proj, mlp.up_proj) if net.shape.gated else (mlp.up_proj,)) for mlp in mlps
-        ]
+        joined = partial(JoinedLinear, transposed=not captured)
+        self.qkv = [joined((attn.q_proj, attn.k_proj, attn.v_proj)) for attn in attentions]
+        self.gate_up = [joined((mlp.gate_proj, mlp.up_proj)) for mlp in mlps]
         self.angles = rotary_table(net, length)
+        self.layers = [
+            Layer(
+                self.read_layer(attn.o_proj),
+                self.read_layer(block.post_attention_layernorm),
+                self.read_layer(mlp.down_proj),
+                (self.read_layer(attn.q_norm), self.read_layer(attn.k_norm)) if net.shape.qk_norm else None,
+            )
+            for block, attn, mlp in zip(blocks, attentions, mlps, strict=True)
+        ]
+        self.norms = [self.read_layer(norm) for norm in [*(block.input_layernorm for block in blocks), net.norm]]
+        """That before each block, and the last one."""
+        self.tokens = net.embed_tokens.weight
 
     def can_fuse(self) -> bool:
         """True without adapters, with an activation that the kernels have, and with rows that fit."""
@@ -73,58 +93,36 @@ class FastSlots(CapturedSlots):
         Attention's kernel also normalises and rotates queries and keys. With few texts, kernel launches take most of
         the time; then one kernel does a matmul and everything around it, including norms and the gate.
         """
-        net = self.net
         fused = self.kernels
+        head_width = self.net.shape.head_width
         positions_N = self.positions_N[:count]
-        blocks: list[Any] = [*net.blocks, None]
-        x_NE: Tensor = fused.embed(self.ids_N[:count], positions_N, net.embed_tokens.weight)
-        h_NE = x_NE if few else blocks[0].input_layernorm(x_NE)
-        for layer, (block, following) in enumerate(pairwise(blocks)):
-            attn = block.self_attn
-            mlp = block.mlp
-            qkv = self.qkv[layer]
-            gate_up = self.gate_up[layer]
-            qkv_NF = fused.fused_linear(x_NE, qkv, norm=block.input_layernorm) if few else qkv(h_NE)
-            qkv_NHD = qkv_NF.view(count, -1, net.shape.head_width)
-            norms = (attn.q_norm, attn.k_norm) if net.shape.qk_norm else None
-            y_NE = fused.attend(qkv_NHD, self.cache.memory[layer], positions_N, self.arrivals, self.angles, norms)
-            x_NE, h_NE = self._add_linear(x_NE, y_NE, attn.o_proj, block.post_attention_layernorm, few=few)
-            inner_NF = self._inner(x_NE, block.post_attention_layernorm, gate_up) if few else self._gate(gate_up(h_NE))
-            norm = following.input_layernorm if following else net.norm
-            x_NE, h_NE = self._add_linear(x_NE, inner_NF, mlp.down_proj, norm, few=few)
-        hidden_NE: Tensor = net.norm(x_NE) if few else h_NE
-        return hidden_NE
+        x_NE: Tensor = fused.embed(self.ids_N[:count], positions_N, self.tokens)
+        h_NE = x_NE if few else self.norms[0](x_NE)
+        for number, (layer, (norm, next_norm)) in enumerate(zip(self.layers, pairwise(self.norms), strict=True)):
+            qkv = self.qkv[number]
+            gate_up = self.gate_up[number]
+            qkv_NF = fused.fused_linear(x_NE, qkv, norm=norm) if few else qkv(h_NE)
+            qkv_NHD = qkv_NF.view(count, -1, head_width)
+            cache = self.cache_of(number)
+            y_NE = fused.attend(qkv_NHD, cache, positions_N, self.arrivals, self.angles, layer.head_norms)
+            x_NE, h_NE = self._add_linear(x_NE, y_NE, layer.o_proj, layer.norm, few=few)
+            inner_NF = self._inner(x_NE, layer.norm, gate_up) if few else self._gate(gate_up(h_NE))
+            x_NE, h_NE = self._add_linear(x_NE, inner_NF, layer.down_proj, next_norm, few=few)
+        return self._last_norm(x_NE, self.norms[-1]) if few else h_NE
 
-    def _inner(self, x_NE: Tensor, norm: RMSNorm, gate_up: JoinedLinear) -> Tensor:
+    def _inner(self, x_NE: Tensor, norm: Any, gate_up: JoinedLinear) -> Tensor:
         """The MLP's activations in one kernel."""
-        settings = {"activation": self.net.shape.activation, "gated": self.net.shape.gated}
-        inner_NF: Tensor = self.kernels.fused_linear(x_NE, gate_up, norm=norm, **settings)
+        activation = self.net.shape.activation
+        inner_NF: Tensor = self.kernels.fused_linear(x_NE, gate_up, norm=norm, activation=activation, gated=True)
         return inner_NF
 
     def _gate(self, both_NF: Tensor) -> Tensor:
-        """The activated gate times the other half; all activated, if there is no gate."""
-        if not self.net.shape.gated:
-            return ACTIVATIONS[self.net.shape.activation](both_NF)
+        """The activated gate times the other half."""
         if self.net.shape.activation not in self.kernels.ACTIVATIONS:
             gate_NF, up_NF = both_NF.chunk(2, -1)
             return ACTIVATIONS[self.net.shape.activation](gate_NF) * up_NF
         inner_NF: Tensor = self.kernels.multiply_gate(both_NF, self.net.shape.activation)
         return inner_NF
-
-
-def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all, which become views of it; nothing is copied if they are already."""
-    first = tensors[0]
-    rows = [len(tensor) for tensor in tensors]
-    starts = list(accumulate((tensor.nbytes for tensor in tensors), initial=first.data_ptr()))
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(storages) == 1 and [tensor.data_ptr() for tensor in tensors] == starts[:-1]:
-        return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride())
-    with torch.inference_mode(False), torch.no_grad():
-        joined = torch.cat([tensor.detach() for tensor in tensors])
-        for tensor, part in zip(tensors, torch.split(joined, rows), strict=True):
-            tensor.data = part
-    return joined
 
 
 def rotary_table(net: Net, length: int) -> tuple[Tensor, Tensor]:

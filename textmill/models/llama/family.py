@@ -1,14 +1,13 @@
 """Llama without a framework: its shape, its weights under transformers' names, its config.json.
 
 A checkpoint is transformers' `llama`; with biases of queries, keys and values only it is `qwen2`, with norms of queries
-and keys it is `qwen3`.
+and keys it is `qwen3`. `seed_oss` has all biases of `llama` and `qwen2`, each with a setting of its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,15 +31,21 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 OWN_TYPE = "textmill-llama"
 OWN_CLASS = "TextmillLlamaForCausalLM"
-OWN_OPTIONS: dict[str, Any] = {"gated": True, "value_embeddings": 0, "embedding_residual": False, "logit_softcap": 0.0}
-"""Options that no class of transformers has, and the value with which each changes nothing. A checkpoint with one has a
-model_type of its own, which only textmill opens."""
-OTHERS = {"qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
-"""What else config.json has with an option: transformers' classes say it by their name."""
+OWN_OPTIONS = {"value_embeddings": 0, "qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
+"""What config.json of OWN_TYPE has, and the defaults: value embeddings, which no class of transformers has, and what
+transformers' classes say by their name."""
 GATE_INPUTS = 32
 """Channels from which a head's gate of its value embeddings is computed."""
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", OWN_TYPE: OWN_CLASS}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    OWN_TYPE: OWN_CLASS,
+}
 """Transformers' classes by the `model_type` of config.json, and ours."""
+MISTRAL = "mistral"
+"""A model_type that is read as a llama."""
 MUST_BE = {"use_sliding_window": False}
 WHOLE_NUMBERS = {
     "num_hidden_layers": "layers",
@@ -80,36 +85,33 @@ class Shape(BaseShape):
     """On embeddings and both residual branches."""
     attention_dropout: float = 0.0
     epsilon: float = 1e-5
-    gated: bool = True
-    """False: the MLP has two matrices, as GPT-2's, and the activation is between them."""
     value_embeddings: int = 0
-    """Embedding tables whose rows are added to the values of the first layers, and again to those of the last ones."""
-    embedding_residual: bool = False
-    """True if every block adds the token embeddings to the residual stream again, with a learned factor."""
-    logit_softcap: float = 0.0
-    """Logits x become cap * tanh(x / cap); 0: they stay."""
-    zero_init: bool = False
-    """True if the last matrix of each residual branch starts as zeros."""
+    """Embedding tables whose rows are added to the values of the first layers, and again to those of the last ones. A
+    checkpoint with them has a model_type of its own, which only textmill opens."""
     family: str = NAME
 
     @property
     def own_options(self) -> list[str]:
         """The options that only textmill's torch net has."""
-        return _used_options(self)
+        return [f"value_embeddings={self.value_embeddings}"] if self.value_embeddings else []
 
     @property
     def model_type(self) -> str:
         """The kind of model as config.json has it."""
         if self.own_options:
             return OWN_TYPE
-        return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias and not self.out_bias else "llama"
+        if self.qk_norm:
+            return "qwen3"
+        if self.qkv_bias == self.out_bias:
+            return "llama"
+        return "qwen2" if self.qkv_bias and not self.mlp_bias else "seed_oss"
 
     @property
     def activation_factor(self) -> float:
         """Activations that backward needs, as a multiple of the 16 per channel of a GPT-2: four of the MLP's width, and
         rotated queries and keys. Counted for the eager net."""
-        mlp = (4 if self.gated else 2) * self.inner / self.width
-        return (11 + mlp + 4 * self.qk_norm + self.embedding_residual) / 16
+        mlp = 4 * self.inner / self.width
+        return (11 + mlp + 4 * self.qk_norm) / 16
 
     def weights(self) -> list[Weight]:
         """Every weight of the net."""
@@ -134,8 +136,7 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
         numbers["positions"] = length
     numbers.setdefault("kv_heads", numbers["heads"])
     numbers.setdefault("head_width", numbers["width"] // numbers["heads"])
-    inner = -(-8 * numbers["width"] // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE
-    numbers.setdefault("inner", inner if numbers["gated"] else 4 * numbers["width"])
+    numbers.setdefault("inner", -(-8 * numbers["width"] // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE)
     if numbers["heads"] % numbers["kv_heads"]:
         raise TextmillError(
             f"model.shape.kv_heads: {numbers['kv_heads']} do not divide {numbers['heads']} heads; set "
@@ -158,14 +159,19 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    hf = {key: value for key, value in open_hf_config(hf, where, "Llama").hf.items() if value is not None}
+    hf = open_hf_config(hf, where, "Llama").hf
+    if hf.get("model_type") == MISTRAL:
+        hf = _as_llama(hf, where)
+    hf = {key: value for key, value in hf.items() if value is not None}
     kind = hf.get("model_type") or NAME
     if kind not in list(CLASSES):
-        raise TextmillError(f"{where}: model_type is {kind!r}; textmill's {NAME} reads {', '.join(CLASSES)}")
+        raise TextmillError(f"{where}: model_type is {kind!r}; textmill's {NAME} reads {', '.join(CLASSES)}, {MISTRAL}")
     if "num_attention_heads" in hf:
         hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
-    if kind == "qwen3":
+    if kind in ("qwen3", "seed_oss"):
         hf.setdefault("head_dim", 128)
+    if kind == "seed_oss":
+        hf = {"attention_dropout": 0.1, "residual_dropout": 0.1, **hf}
     config = open_hf_config(hf, where, "Llama")
     whole = {**dict.fromkeys(WHOLE_NUMBERS), "num_key_value_heads": None, "head_dim": 1}
     fractions = ("attention_dropout", "residual_dropout", "rms_norm_eps")
@@ -197,6 +203,18 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     )
 
 
+def _as_llama(hf: dict[str, Any], where: str) -> dict[str, Any]:
+    """A Mistral whose window is not shorter than its context is a Llama; these are its defaults."""
+    window = hf.get("sliding_window", 4096)
+    positions = hf.get("max_position_embeddings", 131072)
+    if window is not None and not (isinstance(window, int) and isinstance(positions, int) and window >= positions):
+        raise TextmillError(
+            f"{where}: sliding_window is {window!r}; textmill attends to the whole context; set it to null if "
+            "the model has no window"
+        )
+    return {"num_key_value_heads": 8, "max_position_embeddings": positions, **hf, "model_type": NAME}
+
+
 def _eos_id_of(hf: dict[str, Any], where: str) -> int:
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
@@ -205,9 +223,9 @@ def _eos_id_of(hf: dict[str, Any], where: str) -> int:
     return hf["vocab_size"] - 1 if end is None else end
 
 
-def hf_config_of(shape: Shape) -> dict[str, Any]:
-    """The config.json with which transformers opens the checkpoint."""
-    kind = shape.model_type
+def hf_config_of(shape: Shape, kind: str | None = None) -> dict[str, Any]:
+    """The config.json with which transformers opens the checkpoint; `kind`: another model_type that holds the net."""
+    kind = kind or shape.model_type
     return {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
@@ -250,12 +268,11 @@ def weights_of(shape: Shape) -> list[Weight]:
 def _block(shape: Shape, layer: int) -> list[Weight]:
     name = f"model.layers.{layer}"
     width = shape.width
-    residual = 0.0 if shape.zero_init else 0.02 / math.sqrt(2 * shape.layers)
+    residual = 0.02 / math.sqrt(2 * shape.layers)
     queries = shape.heads * shape.head_width
     keys = shape.kv_heads * shape.head_width
     attention = f"{name}.self_attn"
     mlp = f"{name}.mlp"
-    scales = [Weight(f"{name}.stream_scale", (1,), ones=True), Weight(f"{name}.embedding_scale", (1,))]
     norms = [
         # A tensor-parallel rank has some of the heads, and so a part of the gradient.
         Weight(f"{attention}.{part}_norm.weight", (shape.head_width,), ones=True, partial_gradient=True)
@@ -265,7 +282,6 @@ def _block(shape: Shape, layer: int) -> list[Weight]:
     has_table = value_table(layer, shape.layers, shape.value_embeddings) is not None
     gate = Weight(f"{attention}.value_gate.weight", (shape.kv_heads, min(GATE_INPUTS, width)))
     return [
-        *(scales if shape.embedding_residual else []),
         Weight(f"{name}.input_layernorm.weight", (width,), ones=True),
         *_linear(f"{attention}.q_proj", width, queries, 0.02, 0, bias=shape.qkv_bias),
         *_linear(f"{attention}.k_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
@@ -274,7 +290,7 @@ def _block(shape: Shape, layer: int) -> list[Weight]:
         *norms,
         *_linear(f"{attention}.o_proj", queries, width, residual, 1, bias=shape.out_bias),
         Weight(f"{name}.post_attention_layernorm.weight", (width,), ones=True),
-        *(_linear(f"{mlp}.gate_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias) if shape.gated else []),
+        *_linear(f"{mlp}.gate_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias),
         *_linear(f"{mlp}.up_proj", width, shape.inner, 0.02, 0, bias=shape.mlp_bias),
         *_linear(f"{mlp}.down_proj", shape.inner, width, residual, 1, bias=shape.mlp_bias),
     ]
@@ -312,30 +328,28 @@ def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
         "qkv_bias": shape.model_type == "qwen2",
         "untied": shape.untied,
         "dropout": max(shape.dropout, shape.attention_dropout),
-        "gated": shape.gated,
         "value_embeddings": min(shape.value_embeddings, 2),
-        "embedding_residual": shape.embedding_residual,
-        "logit_softcap": shape.logit_softcap,
     }
-
-
-def _used_options(shape: Any) -> list[str]:
-    """The options that a shape uses, as under `model.shape`."""
-    return [
-        f"{name}={getattr(shape, name)}" for name, default in OWN_OPTIONS.items() if getattr(shape, name) != default
-    ]
 
 
 def _write_options(shape: Any, kind: str) -> dict[str, Any]:
     """What config.json has of biases, norms and options."""
     if kind == OWN_TYPE:
-        return {name: getattr(shape, name) for name in (*OWN_OPTIONS, *OTHERS)}
+        return {name: getattr(shape, name) for name in OWN_OPTIONS}
+    if kind == "seed_oss":
+        return {"attention_bias": shape.qkv_bias, "attention_out_bias": shape.out_bias, "mlp_bias": shape.mlp_bias}
     biases = {} if kind == "qwen2" else {"attention_bias": shape.qkv_bias}
     return biases | ({"mlp_bias": shape.mlp_bias} if kind == "llama" else {"use_sliding_window": False})
 
 
 def _read_options(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     """The inverse of `_write_options`; a value of another type in a config.json of our own is an error."""
+    if kind == "seed_oss":
+        return {
+            "qkv_bias": bool(hf.get("attention_bias", True)),
+            "out_bias": bool(hf.get("attention_out_bias", False)),
+            "mlp_bias": bool(hf.get("mlp_bias", False)),
+        }
     if kind != OWN_TYPE:
         bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
         return {
@@ -344,14 +358,12 @@ def _read_options(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
             "out_bias": bias,
             "mlp_bias": bool(hf.get("mlp_bias", False)) and kind == "llama",
         }
-    found = {}
-    for name, default in (OWN_OPTIONS | OTHERS).items():
-        value = hf.get(name, default)
-        wanted = type(default)
-        if type(value) not in (wanted, int if wanted is float else wanted) or not 0 <= value <= sys.float_info.max:
-            kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+    found = {name: hf.get(name, default) for name, default in OWN_OPTIONS.items()}
+    for name, value in found.items():
+        wanted = type(OWN_OPTIONS[name])
+        if type(value) is not wanted or value < 0:
+            kinds = {bool: "true or false", int: "a whole number"}
             raise TextmillError(f"{where}: {name} is {value!r}; a {OWN_TYPE} config.json has {kinds[wanted]} there")
-        found[name] = wanted(value)
     if (tables := found["value_embeddings"]) > (layers := hf["num_hidden_layers"]):
         raise TextmillError(f"{where}: value_embeddings is {tables}, more than the {layers} layers; fix it")
     return found

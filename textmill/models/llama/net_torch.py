@@ -35,8 +35,6 @@ class Extra(NamedTuple):
     cos: Tensor
     """Cosine and sine of every position's angles."""
     sin: Tensor
-    embedded_NTE: Tensor | None
-    """The token embeddings, if blocks add them again."""
     values: tuple[Tensor, ...]
     """The rows of each table of value embeddings; inside a block, those of its own table."""
 
@@ -94,27 +92,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices side by side, the first one's outputs activated as a gate of the second's, then one back.
-
-    Without a gate the second's outputs are activated.
-    """
+    """Two matrices side by side, the first one's outputs activated as a gate of the second's, then one back."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias) if shape.gated else None
+        self.gate_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
         self.up_proj = nn.Linear(shape.width, shape.inner, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(shape.inner, shape.width, bias=shape.mlp_bias)
         self.activation = shape.activation
         self.fp8 = False
 
     def forward(self, x_NTE: Tensor, context: Context) -> Tensor:
-        activate = ACTIVATIONS[self.activation]
-        if self.gate_proj is None:
-            return linear(activate(linear(x_NTE, self.up_proj, context)), self.down_proj, context)
         if self.fp8 and torch.is_grad_enabled():
             weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
             return fp8_gated_mlp(x_NTE.flatten(0, -2), *weights, self.activation).view(x_NTE.shape)
-        inner_NTF = activate(linear(x_NTE, self.gate_proj, context)) * linear(x_NTE, self.up_proj, context)
+        gate_NTF = ACTIVATIONS[self.activation](linear(x_NTE, self.gate_proj, context))
+        inner_NTF = gate_NTF * linear(x_NTE, self.up_proj, context)
         return linear(inner_NTF, self.down_proj, context)
 
 
@@ -139,8 +132,6 @@ class Block(BaseBlock):
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
-        self.stream_scale = nn.Parameter(torch.empty(1)) if shape.embedding_residual else None
-        self.embedding_scale = nn.Parameter(torch.empty(1)) if shape.embedding_residual else None
         self.input_layernorm = RMSNorm(shape.width, shape.epsilon)
         self.self_attn = Attention(shape, layer)
         self.attn_dropout = Dropout(shape.dropout, site=2)
@@ -157,9 +148,6 @@ class Block(BaseBlock):
 
     def compute(self, x_NTE: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x))."""
-        if self.stream_scale is not None and self.embedding_scale is not None:
-            embedded_NTE = context.extra.embedded_NTE
-            x_NTE = (self.stream_scale * x_NTE + self.embedding_scale * embedded_NTE).to(x_NTE.dtype)
         x_NTE = x_NTE + self.attn_dropout(self.self_attn(self.input_layernorm(x_NTE), context), context)
         out: Tensor = x_NTE + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_NTE), context), context)
         return out
@@ -185,7 +173,6 @@ class Net(BaseNet):
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.epsilon)
         self.lm_head = nn.Linear(shape.width, shape.padded_vocab, bias=False) if shape.untied else None
-        self.logit_softcap = shape.logit_softcap
         self.frequencies_D = torch.empty(0)
         """The rotary frequency of each pair of channels, on the device of the last input; see `forward`."""
         self.rotary_scale = 1.0
@@ -204,10 +191,9 @@ class Net(BaseNet):
         return super().forward(ids_NT, *arguments, **options)
 
     def use_fp8(self) -> None:
-        """As BaseNet's; MLPs with biases or without a gate have no fp8 code."""
-        for name, used in {"mlp_bias": self.shape.mlp_bias, "model.shape.gated=false": not self.shape.gated}.items():
-            if used:
-                raise TextmillError(f"engine.precision: fp8 does not support {name}; set engine.precision=auto")
+        """As BaseNet's; MLPs with biases have no fp8 code."""
+        if self.shape.mlp_bias:
+            raise TextmillError("engine.precision: fp8 does not support mlp_bias; set engine.precision=auto")
         super().use_fp8()
 
     def embed_inputs(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> tuple[Tensor, Context]:
@@ -216,9 +202,7 @@ class Net(BaseNet):
         angles = (positions[..., None].float() * self.frequencies_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
         x_NTE = self.dropout(to_matmul_dtype(self.embed_tokens(ids_NT)), context)
         values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
-        # A copy: if the first block had the same tensor twice, it would be compiled on its own.
-        embedded_NTE = x_NTE.clone() if self.shape.embedding_residual else None
-        extra = Extra(angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, embedded_NTE, values)
+        extra = Extra(angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, values)
         return x_NTE, Context(context.dropout_keys, context.cache, self.mask(documents_NT, context), extra)
 
     def final_norm(self, x_NTE: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from textmill.tokens.store import TokenStore, advise
 Numbers = NDArray[np.int64]
 IGNORED = -100
 """The label of a position without loss (PyTorch's `ignore_index`)."""
-OPTIONAL_FIELDS = ("documents", "types", "pair_labels", "weights")
+OPTIONAL_FIELDS = ("documents", "types", "pair_labels")
 """Fields of a Batch that only some layouts fill; a model family declares those that it uses as BATCH_FIELDS."""
 SHUFFLE_ROUNDS = 6
 MAX_IN_MEMORY = 1 << 20
@@ -60,8 +60,6 @@ class Batch:
     """[samples, length]: the segment of a sentence pair, 0 or 1."""
     pair_labels: NDArray[np.int32] | None = None
     """[samples, length]: at the first position of each packed pair its class (next sentence, order); -100 elsewhere."""
-    weights: NDArray[np.float32] | None = None
-    """[samples] or [samples, length]."""
     teacher_ids: NDArray[np.int32] | None = None
     """[samples, length, k]: distillation's most likely tokens, from a cache."""
     teacher_logs: NDArray[np.float32] | None = None

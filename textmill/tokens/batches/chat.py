@@ -19,8 +19,10 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from textmill.config import TrainConfig
 from textmill.errors import TextmillError, warn
@@ -54,6 +56,8 @@ NO_LOSS = "no loss"
 TRUNCATED = "truncated"
 STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
 MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
+QUESTION_FRACTION = 0.25
+"""The fraction of a sample that a question keeps if its answer is too long for the rest."""
 WARN_TRUNCATED = 0.1
 WARN_WITHOUT_LOSS = 0.01
 """Fractions of conversations above which a warning is printed."""
@@ -64,8 +68,8 @@ TextSpan = tuple[str, str]
 class ChatLayout:
     """Samples of one or more full conversations. Without a seed, conversations keep the order of the store.
 
-    A conversation of n tokens takes n - 1 positions, because its last token is only a label. A longer one is truncated
-    at its start, which keeps the last answer and its stop token, or at its end (`truncate`).
+    A conversation of n tokens takes n - 1 positions, because its last token is only a label. A longer one loses whole
+    turns at its start or at its end (`truncate`, see `kept_spans`).
     Which conversations share a sample is fixed for the run; each epoch shuffles the samples.
     """
 
@@ -115,22 +119,38 @@ class ChatLayout:
         """The samples with these numbers."""
         rows, conversations = self.find_documents(samples)
         edges = self.store.document_starts(np.stack([conversations, conversations + 1]))
-        counts = np.clip(edges[1] - edges[0] - 1, 0, self.length)
-        starts = edges[1] - counts - 1 if self.truncate == "start" else edges[0]
-        used = np.bincount(rows, counts, len(samples)).astype(np.int64)
+        starts, counts, of_conversation = self._spans(edges)
+        kept = np.bincount(of_conversation, counts, len(conversations)).astype(np.int64)
+        ids = gather_ranges(self.ids, starts, counts)
+        check_ids(ids, self.vocab, self.store.prefix)
+        targets = np.where(gather_ranges(self.loss_mask, starts, counts) > 0, ids, np.int32(IGNORED))
+        ends = np.cumsum(kept)[kept > 0]
+        lengths = np.maximum(kept - 1, 0)
+        used = np.bincount(rows, lengths, len(samples)).astype(np.int64)
         filled = np.arange(self.length) < used[:, None]
         inputs = np.full(filled.shape, self.pad_id, np.int32)
         labels = np.full(filled.shape, IGNORED, np.int32)
-        inputs[filled] = gather_ranges(self.ids, starts, counts)
-        targets = gather_ranges(self.ids, starts + 1, counts)
-        check_ids(inputs[filled], self.vocab, self.store.prefix)
-        check_ids(targets, self.vocab, self.store.prefix)
-        labels[filled] = np.where(gather_ranges(self.loss_mask, starts + 1, counts) > 0, targets, np.int32(IGNORED))
+        inputs[filled] = np.delete(ids, ends - 1)  # the last token of a conversation is only a label
+        labels[filled] = np.delete(targets, ends - kept[kept > 0])  # the first one is never a label
         if not self.pack:
             return Batch(inputs, labels, samples)
         documents = np.zeros_like(inputs)
-        documents[filled] = np.repeat(number_spans(rows), counts)
+        documents[filled] = np.repeat(number_spans(rows), lengths)
         return Batch(inputs, labels, samples, documents)
+
+    def _spans(self, edges: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """The kept ranges of conversations: where each starts, its tokens, and the number of its conversation."""
+        counts = edges[1] - edges[0]
+        numbers = np.arange(len(counts))
+        too_long = np.flatnonzero(counts > self.length + 1)
+        if not len(too_long):
+            return edges[0], counts, numbers
+        parts = [[(first, last)] for first, last in edges.T.tolist()]
+        for number in too_long.tolist():
+            first, last = parts[number][0]
+            parts[number] = kept_spans(self.loss_mask[first:last], self.length + 1, self.truncate, first)
+        spans = np.array([span for part in parts for span in part])
+        return spans[:, 0], spans[:, 1] - spans[:, 0], np.repeat(numbers, [len(part) for part in parts])
 
     def _document_at(self, positions: Numbers) -> Numbers:
         return positions if self.seed is None else permute(len(self.store), positions, self.seed, _CONVERSATIONS_KEY)
@@ -201,8 +221,10 @@ class ChatCounts:
     """Tokens with loss after truncation."""
     truncated: int = 0
     """Conversations longer than a sample."""
-    over_long: int = 0
-    """Conversations whose answers alone do not fit into a sample."""
+    cut_questions: int = 0
+    """Conversations of which one question with its answer does not fit, so that the question's middle is cut out."""
+    cut_answers: int = 0
+    """Of these, those whose answer loses its end too."""
     without_loss: int = 0
     """Conversations without loss tokens after truncation."""
     with_answer: int = 0
@@ -228,30 +250,68 @@ def count_conversations(store: TokenStore, length: int, truncate: str, stop: int
         loss_before, stops_before = (np.concatenate([[0], np.cumsum(one)]) for one in (loss, stops))
         firsts = edges[:-1] - edges[0]
         lasts = edges[1:] - edges[0]
-        first, last = kept_range(firsts, lasts, length, truncate)
         loss_tokens = loss_before[lasts] - loss_before[firsts]
-        kept = loss_before[last] - loss_before[first]
+        # The first token of a conversation is never a label.
+        kept = loss_before[lasts] - loss_before[np.minimum(firsts + 1, lasts)]
+        has_stop = stops_before[lasts] > stops_before[np.minimum(firsts + 1, lasts)]
         lengths = lasts - firsts
+        too_long = np.flatnonzero(lengths > length + 1)
+        cut_questions = 0
+        cut_answers = 0
+        for number in too_long.tolist():
+            first, last = int(firsts[number]), int(lasts[number])
+            spans = kept_spans(loss[first:last], length + 1, truncate, first)
+            kept[number] = sum(int(loss_before[stop] - loss_before[start]) for start, stop in spans)
+            kept[number] -= int(loss[spans[0][0]])
+            has_stop[number] = any(stops[start:stop].any() for start, stop in spans)
+            cut_questions += len(spans) > 1
+            cut_answers += bool(spans[-1][1] < last and loss[spans[-1][1]] and loss[spans[-1][1] - 1])
         counts += ChatCounts(
             conversations=len(lengths),
             tokens=int(lengths.sum()),
             loss_tokens=int(loss_tokens.sum()),
             kept_loss_tokens=int(kept.sum()),
-            truncated=int((lengths > length + 1).sum()),
-            over_long=int((loss_tokens > length).sum()),
+            truncated=len(too_long),
+            cut_questions=cut_questions,
+            cut_answers=cut_answers,
             without_loss=int((kept == 0).sum()),
             with_answer=int((loss_tokens > 0).sum()),
-            with_stop=int((stops_before[last] > stops_before[first]).sum()),
+            with_stop=int(has_stop.sum()),
             longest=int(lengths.max()),
         )
     return counts
 
 
-def kept_range(firsts: Numbers, lasts: Numbers, length: int, truncate: str) -> tuple[Numbers, Numbers]:
-    """The range of labels left after truncation; the first token of a conversation is never a label."""
+def kept_spans(loss: NDArray[Any], most: int, truncate: str, offset: int = 0) -> list[tuple[int, int]]:
+    """The ranges of a conversation that are kept, `most` tokens or fewer; `loss` is its loss mask.
+
+    A question and its answer are kept or dropped together: the last ones that fit, or with `truncate` = end the first.
+    If one question with its answer does not fit, the question's middle is cut out, down to QUESTION_FRACTION of
+    `most`, and then the answer's end.
+    """
+    is_answer = np.concatenate([[False], np.asarray(loss) > 0, [False]])
+    ends = np.flatnonzero(is_answer[:-1] & ~is_answer[1:])  # behind the last token of each answer
+    if not len(ends):
+        return [(offset + len(loss) - most, offset + len(loss))] if truncate == "start" else [(offset, offset + most)]
+    edges = np.concatenate([[0], ends])
     if truncate == "start":
-        return np.maximum(firsts + 1, lasts - length), lasts
-    return np.minimum(firsts + 1, lasts), np.minimum(lasts, firsts + 1 + length)
+        fitting = np.flatnonzero(edges[-1] - edges[:-1] <= most)
+        if len(fitting):
+            return [(offset + int(edges[fitting[0]]), offset + int(edges[-1]))]
+        begin, end = int(edges[-2]), int(edges[-1])
+    else:
+        fitting = np.flatnonzero(ends <= most)
+        if len(fitting):
+            return [(offset, offset + int(ends[fitting[-1]]))]
+        begin, end = 0, int(ends[0])
+    answer = begin + int(np.flatnonzero(is_answer[begin + 1 : end + 1])[0])
+    question = min(answer - begin, max(most - (end - answer), int(QUESTION_FRACTION * most), 1))
+    tail = question // 2
+    stop = min(end, answer + most - question)
+    if question == answer - begin:
+        return [(offset + begin, offset + stop)]
+    head = (offset + begin, offset + begin + question - tail)
+    return [head, (offset + answer - tail, offset + stop)]
 
 
 def example_conversations(
@@ -266,10 +326,14 @@ def example_conversations(
         return
     for number in numbers:
         begin, end = store.document_starts(np.array([number, number + 1])).tolist()
-        first, last = (int(edge[0]) for edge in kept_range(np.array([begin]), np.array([end]), length, truncate))
-        kept = range(first - 1, last)
-        loss_mask = enumerate(store.loss_mask[begin:end].tolist(), begin)
-        kinds = [(LOSS if loss else NO_LOSS) if place in kept else TRUNCATED for place, loss in loss_mask]
+        loss_mask = np.asarray(store.loss_mask[begin:end])
+        is_kept = np.ones(end - begin, np.bool_)
+        if end - begin > length + 1:
+            is_kept[:] = False
+            for start, stop in kept_spans(loss_mask, length + 1, truncate):
+                is_kept[start:stop] = True
+        pairs = zip(loss_mask.tolist(), is_kept.tolist(), strict=True)
+        kinds = [(LOSS if loss else NO_LOSS) if kept else TRUNCATED for loss, kept in pairs]
         runs = groupby(zip(kinds, store.ids[begin:end].tolist(), strict=True), key=lambda pair: pair[0])
         yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
 
@@ -301,7 +365,8 @@ def _format_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) ->
         f"{counts.kept_loss_tokens / max(1, counts.tokens):.1%} with loss; "
         f"truncated {counts.truncated / total:.1%} (longer than {length + 1:,}), "
         f"without loss {counts.without_loss / total:.1%}, "
-        f"over-long {counts.over_long / total:.1%} (answers alone do not fit); "
+        f"middle of a question cut out {counts.cut_questions / total:.1%}, "
+        f"end of an answer cut off {counts.cut_answers / total:.1%}; "
         f"stop token {stop} has loss in {counts.with_stop / total:.1%}"
     )
 
@@ -333,16 +398,12 @@ def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer
             f"no token has loss: none of {counts.conversations:,} conversations has an assistant's turn that is not "
             f"masked; check the roles in the sources and corpus.chat, then run: textmill tokenize WHERE --force"
         )
-    fix = f"raise train.length (the longest has {counts.longest:,} tokens)" + (
-        "" if train.chat.truncate == "start" else ", or set train.chat.truncate=start"
-    )
-    if not counts.kept_loss_tokens:
-        raise TextmillError(f"train.length: truncating to {length:,} removes every answer, so no token has loss; {fix}")
     if not counts.with_stop:
         stop = tokenizer.inner.id_to_token(tokenizer.eos_id)
         if counts.truncated:
             raise TextmillError(
-                f"train.length: truncating to {length:,} removes every stop token, so the model would never stop; {fix}"
+                f"train.length: truncating to {length:,} removes every stop token, so the model would never stop; "
+                f"raise train.length (the longest has {counts.longest:,} tokens)"
             )
         raise TextmillError(
             f"the stop token {stop} never has loss, so the model would never stop; "
@@ -355,6 +416,12 @@ def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> N
         warn(
             f"{counts.truncated:,} conversations are truncated at their {train.chat.truncate} "
             f"to train.length={length:,}; the longest has {counts.longest:,} tokens"
+        )
+    if counts.cut_questions:
+        warn(
+            f"{counts.cut_questions:,} conversations have a question and an answer that together are longer than "
+            f"train.length={length:,}: the middle of the question is cut out, and in {counts.cut_answers:,} the end of "
+            f"the answer too; raise train.length"
         )
     if counts.without_loss > WARN_WITHOUT_LOSS * counts.conversations:
         warn(

@@ -151,13 +151,14 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
     """The valid split in the layout of training: with loss on every token once, or masked in the same way each time."""
     stores = splits.nonempty("valid")
     tokenizer = splits.tokenizer
+    batch = train.evaluate_batch or train.batch
     if train.layout == "packed" and not train.packed.isolate_documents:
         for weighted in stores:
             yield from window_batches(
                 weighted.store,
                 length=length,
                 stride=length,
-                batch=train.batch,
+                batch=batch,
                 first_input=tokenizer.eos_id,
                 vocab=tokenizer.vocab,
             )
@@ -165,7 +166,7 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
         all_kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})
         used = [weighted for weighted in stores if _has_samples(train, weighted)]
         layouts = [_build_layout(all_kept, weighted, tokenizer, length, None, folder) for weighted in used]
-        yield from batches_in_order(layouts, train.batch, [weighted.store for weighted in stores])
+        yield from batches_in_order(layouts, batch, [weighted.store for weighted in stores])
 
 
 def _has_samples(train: TrainConfig, weighted: WeightedStore) -> bool:

@@ -22,6 +22,7 @@ from textmill.config import MaskedConfig
 from textmill.counters import draw, to_uniform
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json, write_json
+from textmill.tokens.array_rows import is_array_file, read_count_list
 from textmill.tokens.store import BLOCK, TokenStore
 from textmill.tokens.vocabulary.token_bytes import read_token_bytes
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -91,7 +92,7 @@ def _masking_rule(tokenizer: TextTokenizer, mask_id: int, settings: MaskedConfig
         raise TextmillError("the tokenizer has only special tokens, so nothing can be masked; fit one on text")
     weights = None
     if settings.counts is not None:
-        counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint)
+        counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint, tokenizer.vocab)
         weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
     return MaskingRule(
         mask_id=mask_id,
@@ -127,12 +128,22 @@ def _starts_word(data: bytes) -> bool:
     return not first.isalnum() or _NO_SPACES.match(first) is not None
 
 
-def read_token_counts(path: Path, tokenizer: str) -> NDArray[np.int64]:
-    """[vocab]: the counts in a file; raises an error if they are of another tokenizer."""
+def check_counts_file(path: Path) -> None:
+    """Raise an error if there is no such file."""
     if not path.is_file():
         raise TextmillError(
             f"train.masked.counts: {path}: file not found; write it with: textmill show WHERE --counts {path}"
         )
+
+
+def read_token_counts(path: Path, tokenizer: str, vocab: int) -> NDArray[np.int64]:
+    """[vocab]: the counts in a file; raises an error if they are of another tokenizer."""
+    check_counts_file(path)
+    if is_array_file(path):  # token_counts.pickle of the distillation scripts, which names no tokenizer
+        listed = read_count_list(path)
+        if len(listed) != vocab:
+            raise TextmillError(f"{path}: has counts of {len(listed):,} ids, the tokenizer has {vocab:,}; count again")
+        return listed
     found = read_json(path)
     counts = found.get("counts") if isinstance(found, dict) else None
     if not isinstance(counts, list) or not all(isinstance(count, int) and count >= 0 for count in counts):

@@ -22,16 +22,24 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
-from textmill.config.tokenizer import CONTENT, turns_of
+from textmill.config.section import results_of
+from textmill.config.tokenizer import CONTENT
 from textmill.corpus.clean.cleaner import Cleaner, check_packages
 from textmill.corpus.clean.filters import split_words
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.clean.sentences import SENTENCE_SPLITTERS
 from textmill.corpus.document import Split
+from textmill.corpus.find_sources import (
+    find_sources,
+    group_chunks,
+    portable_names,
+    read_records,
+    source_state,
+    split_into_chunks,
+)
 from textmill.corpus.records import BadRecord
 from textmill.corpus.shards import list_shards, open_shard
 from textmill.corpus.source import Source, SourceChunk
-from textmill.corpus.sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.errors import TextmillError, warn
 from textmill.runners import Result, Runner, open_runner
 from textmill.storage.files import format_path, hash_file, hash_json, manifest_entry, write_json
@@ -40,7 +48,7 @@ from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_m
 from textmill.tokens.chat import render
 from textmill.tokens.vocabulary.algorithms import WordCounter, cut_text, new_tokenizer
 from textmill.tokens.vocabulary.encoders import ReferenceEncoder
-from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_named
+from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_named, open_used
 
 REPORT = "report.json"
 FITTING = (
@@ -69,9 +77,12 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
     folder = config.folder_of("tokenizer")
     section = config.tokenizer
-    used = _open_used(section)
+    used = open_used(section, config.train.layout) if section.use else None
     other = open_named(section.compare_with, key="tokenizer.compare_with") if section.compare_with else None
-    stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
+    corpus = config.folder_of("corpus")
+    sources = None if used else find_fit_sources(config)
+    made_from = _describe_used(section, used) if used else _describe_text(section, config.corpus, corpus, sources)
+    stage = Stage("fit-tokenizer", folder, made_from, config.to_yaml())
     if stage.is_done(force):
         print(
             f"fit-tokenizer: done already: {format_path(folder)} "
@@ -82,13 +93,14 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         _warn_unused_settings(section)
     with stage.unfinished_folder() as part:
         runner = open_runner(config.runner)
-        tokenizer = used or fit_words(count_words(find_text_parts(config), section, runner), section)
+        find_parts = partial(find_text_parts, config.corpus, corpus, sources)
+        tokenizer = used or fit_words(count_words(find_parts("train"), section, runner), section)
         tokenizer.save(part)
         report: dict[str, Any] = {}
-        has_corpus = (config.folder_of("corpus") / MANIFEST).is_file()
+        has_corpus = (corpus / MANIFEST).is_file()
         if has_corpus if section.fit_on == "corpus" else not section.use:
             # The valid split was not used for fitting; without one, the train split.
-            parts = find_text_parts(config, "valid") or find_text_parts(config)
+            parts = find_parts("valid") or find_parts("train")
             tokenizers = {"this one": tokenizer}
             if other is not None:
                 tokenizers[Path(str(section.compare_with)).name] = other
@@ -117,10 +129,10 @@ def require_tokenizer(config: RunConfig) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
         fit_tokenizer(config)
-    used = _open_used(config.tokenizer)
+    used = open_used(config.tokenizer, config.train.layout) if config.tokenizer.use else None
     manifest = open_manifest(folder, "fit-tokenizer")
     before = {name: value for name, value in manifest["made_from"].items() if name.startswith("tokenizer.")}
-    now = config.results("tokenizer") if used is None else _made_from(config, used)
+    now = _describe_used(config.tokenizer, used) if used else config.results("tokenizer")
     if changes := list_changes(before, now):
         raise TextmillError(
             f"{folder} was made with other settings: {'; '.join(changes[:4])}; change them back, "
@@ -129,37 +141,31 @@ def require_tokenizer(config: RunConfig) -> dict[str, Any]:
     return manifest
 
 
-def _open_used(section: TokenizerConfig) -> TextTokenizer | None:
-    """The tokenizer that `tokenizer.use` names, with the configured chat template; None: one is fitted."""
-    if not section.use:
-        return None
-    used = open_named(section.use, section.end_token, section.lowercase)
-    turns = turns_of(section.chat, section.chat_turns)
-    return used.with_chat(turns) if turns else used
+def _describe_used(section: TokenizerConfig, used: TextTokenizer) -> dict[str, Any]:
+    """What a tokenizer that is used as it is depends on."""
+    end = {"tokenizer.end_token": section.end_token} if section.end_token else {}
+    chat = {"tokenizer.chat": dict(used.chat.turns)} if used.chat else {}
+    return {"tokenizer.use": used.fingerprint, **end, **chat}
 
 
-def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
-    """What the tokenizer depends on: the existing one, or the settings and a fingerprint of the text."""
-    if used is not None:
-        end = {"tokenizer.end_token": config.tokenizer.end_token} if config.tokenizer.end_token else {}
-        chat = {"tokenizer.chat": dict(used.chat.turns)} if used.chat else {}
-        return {"tokenizer.use": used.fingerprint, **end, **chat}
-    made_from = config.results("tokenizer")
-    corpus = config.folder_of("corpus")
-    if config.tokenizer.fit_on == "sources":
-        sources = _sources(config)
+def _describe_text(
+    section: TokenizerConfig, corpus: CorpusConfig, folder: Path, sources: list[Source] | None
+) -> dict[str, Any]:
+    """What a fitted tokenizer depends on: the settings and a fingerprint of the text, see `find_text_parts`."""
+    made_from = results_of(section, "tokenizer")
+    if sources is not None:
         states = [
             (name, source_state(source).fingerprint or hash_file(source.path))
             for name, source in zip(portable_names(sources), sources, strict=True)
         ]
-        settings = {key: str(value) for key, value in config.results("corpus").items() if key != "corpus.sources"}
+        settings = {key: str(value) for key, value in results_of(corpus, "corpus").items() if key != "corpus.sources"}
         return {**made_from, "sources": hash_json([sorted(states), settings])}
-    if not (corpus / MANIFEST).is_file():
+    if not (folder / MANIFEST).is_file():
         raise TextmillError(
-            f"{corpus}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "
+            f"{folder}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "
             f"or fit on the sources: tokenizer.fit_on=sources"
         )
-    return {**made_from, "corpus": open_manifest(corpus, "prepare")["fingerprint"]}
+    return {**made_from, "corpus": open_manifest(folder, "prepare")["fingerprint"]}
 
 
 def _warn_unused_settings(section: TokenizerConfig) -> None:
@@ -200,21 +206,21 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A chunk of a source, read and cleaned as `prepare` does it."""
+    """A chunk of a source, or several whole sources, read and cleaned as `prepare` does it."""
 
-    chunk: SourceChunk
+    chunks: tuple[SourceChunk, ...]
     config: CorpusConfig
 
     @property
     def size(self) -> int:
         """Bytes of input."""
-        return self.chunk.stop - self.chunk.start
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     def texts(self) -> Iterator[str]:
         """The texts of its records; unreadable records are skipped, because `prepare` reports them."""
         cleaner = Cleaner(self.config)
         into_lines = SENTENCE_SPLITTERS.get(self.config.sentences)
-        for record in read_records(self.chunk, self.config):
+        for record in itertools.chain.from_iterable(read_records(chunk, self.config) for chunk in self.chunks):
             text = None if isinstance(record, BadRecord) else cleaner.clean(record.text, record.url)
             if text is not None:
                 yield into_lines(text) if into_lines else text
@@ -223,21 +229,28 @@ class SourcePart:
 TextPart = CorpusPart | SourcePart
 
 
-def find_text_parts(config: RunConfig, split: Split = "train") -> list[TextPart]:
-    """The text that a tokenizer is fitted on, in parts that do not depend on the number of workers."""
-    if config.tokenizer.fit_on == "sources":
-        check_packages(config.corpus)
-        chunks = split_into_chunks(_sources(config), config.corpus.documents)
-        return [SourcePart(chunk, config.corpus) for chunk in chunks]
+def find_text_parts(
+    corpus: CorpusConfig, folder: Path, sources: list[Source] | None, split: Split = "train"
+) -> list[TextPart]:
+    """The text that a tokenizer is fitted on, in parts that do not depend on the number of workers: all `sources`, or
+    a split of the prepared corpus in a folder if they are None."""
+    if sources is not None:
+        check_packages(corpus)
+        sizes = [source_state(source).bytes for source in sources]
+        chunks = group_chunks(split_into_chunks(sources, corpus.documents, sizes), sum(sizes))
+        return [SourcePart(tuple(group), corpus) for group in chunks]
     parts: list[TextPart] = []
-    for path in list_shards(config.folder_of("corpus"), split):
+    for path in list_shards(folder, split):
         with open_shard(path) as shard:
             groups = [shard.metadata.row_group(number) for number in range(shard.metadata.num_row_groups)]
             parts += [CorpusPart(path, number, group.total_byte_size) for number, group in enumerate(groups)]
     return parts
 
 
-def _sources(config: RunConfig) -> list[Source]:
+def find_fit_sources(config: RunConfig) -> list[Source] | None:
+    """The sources that a tokenizer is fitted on; None: it is fitted on the prepared corpus."""
+    if config.tokenizer.fit_on == "corpus":
+        return None
     folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     own = folders + [folder.with_name(folder.name + ".part") for folder in folders]
     return find_sources(

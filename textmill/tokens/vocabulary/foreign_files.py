@@ -34,6 +34,11 @@ BERT_SETTINGS = {
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
 """What tokenizer_config.json says of a BERT's normalizer, by transformers' names and those of tokenizers."""
+SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_3 = SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST
+QWEN = SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST
+"""How Llama 3 and Qwen split a text into words."""
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """transformers' classes that take a tokenizer.json as it is."""
 
@@ -66,7 +71,25 @@ def open_files(where: Path, lowercase: bool | None = None) -> Opened:
     """Open the tokenizer of a folder or file; `lowercase` is for a vocab.txt without settings."""
     inner, known = _open_inner(where, lowercase)
     folder = where if where.is_dir() else where.parent
-    return inner, find_special_tokens(inner, {**known, **_read_special_tokens(folder)})
+    roles = find_special_tokens(inner, {**known, **_read_special_tokens(folder)})
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and not (folder / "tokenizer.json").is_file():  # which says it itself
+        flags = read_json(settings)
+        begin, end = (roles.get(f"{name}_token") if flags.get(f"add_{name}_token") else None for name in ("bos", "eos"))
+        if begin or end:
+            add_special_around(inner, begin, end)
+    return inner, roles
+
+
+def add_special_around(inner: Tokenizer, begin: str | None, end: str | None) -> None:
+    """Let a tokenizer put a begin or end token around a text in an encoding with special tokens."""
+    before = f"{begin}:0 " if begin else ""
+    after = f" {end}:0" if end else ""
+    second = f"{f' {begin}:1' if begin else ''} $B:1{f' {end}:1' if end else ''}"
+    special = [(token, inner.token_to_id(token)) for token in dict.fromkeys((begin, end)) if token]
+    template = processors.TemplateProcessing(f"{before}$A:0{after}", f"{before}$A:0{after}{second}", special)
+    previous = inner.post_processor
+    inner.post_processor = template if previous is None else processors.Sequence([previous, template])
 
 
 def find_special_tokens(inner: Tokenizer, known: dict[str, str]) -> dict[str, str]:
@@ -257,11 +280,16 @@ def open_encdec(tokens: list[str]) -> Opened:
     return inner, {role: name for role, name in found.items() if name is not None}
 
 
+def is_chinese(text: str) -> bool:
+    """Whether a text has a Chinese character."""
+    return _CHINESE.search(text) is not None
+
+
 def _name_of(token: str) -> str | None:
     """The text that is looked up for a token; None if no text is encoded as it."""
     if _SPECIAL.fullmatch(token) or token in (SPACE, NEWLINE):
         return token
-    if _CHINESE.search(token):
+    if is_chinese(token):
         return None if token.startswith("##") else token
     continues = token.startswith("##") and len(token) > 2
     return token[2:] if continues else MARK + token

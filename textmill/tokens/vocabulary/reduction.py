@@ -7,7 +7,7 @@ A BPE vocabulary of 50,257 tokens, of which a text uses 9,000: kept are these, t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,30 @@ def keep_tokens(tokenizer: TextTokenizer, used: NDArray[np.bool_]) -> Reduction:
     inner.encode_special_tokens = True
     if inner.get_vocab(with_added_tokens=True) != {token: new_ids[ids[token]] for token in kept}:
         raise TextmillError("the vocabulary cannot be reduced: its added tokens are numbered before other tokens")
-    return Reduction(replace(tokenizer, inner=inner, eos_id=new_ids[tokenizer.eos_id]), np.array(kept_ids, np.int64))
+    reduced = replace(
+        tokenizer,
+        inner=inner,
+        eos_id=new_ids[tokenizer.eos_id],
+        model_ids=_renumber_settings(tokenizer.model_ids, new_ids),
+        generation=_renumber_settings(tokenizer.generation, new_ids),
+    )
+    return Reduction(reduced, np.array(kept_ids, np.int64))
+
+
+def _renumber_settings(settings: Mapping[str, Any], new_ids: dict[int, int]) -> Tree:
+    """Settings with the new ids of special tokens, such as eos_token_id; those without a token left are dropped."""
+    changed: Tree = {}
+    for key, value in settings.items():
+        if not key.endswith(("_token_id", "_token_ids", "_tokens", "_ids")) or value is None:
+            changed[key] = value
+        elif isinstance(value, list):
+            if known := [new_ids[id_] for id_ in value if isinstance(id_, int) and id_ in new_ids]:
+                changed[key] = known
+        elif not isinstance(value, int) or key.startswith(("max_", "min_", "num_")):
+            changed[key] = value  # a count of tokens, such as max_new_tokens
+        elif value in new_ids:
+            changed[key] = new_ids[value]
+    return changed
 
 
 def _is_byte(token: str, tree: Tree) -> bool:

@@ -21,11 +21,40 @@ from textmill.storage.files import hash_json, read_json, write_text
 from textmill.storage.hub import find_model_folder
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer, train_vocabulary
-from textmill.tokens.vocabulary.foreign_files import END, find_special_tokens, open_files
+from textmill.tokens.vocabulary.foreign_files import END, QWEN, find_special_tokens, open_files
+from textmill.tokens.vocabulary.jieba_words import KEY, JiebaWords, open_words
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-HUB_FILES = ["tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "encoder.json", "*.model"]
+GENERATION_FILE = "generation_config.json"
+HUB_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "encoder.json",
+    "*.model",
+    "chat_template.jinja",
+    "config.json",
+    GENERATION_FILE,
+]
 """File patterns of a tokenizer on the Hugging Face hub."""
+KEPT_SETTINGS = (
+    "model_max_length",
+    "padding_side",
+    "truncation_side",
+    "model_input_names",
+    "add_bos_token",
+    "add_eos_token",
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "clean_up_tokenization_spaces",
+    "split_special_tokens",
+)
+"""Settings of another tokenizer_config.json that are kept; the others are in tokenizer.json, or name files and code."""
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Special tokens in config.json and generation_config.json."""
+MODEL_INPUTS = ["input_ids", "token_type_ids", "attention_mask"]
+"""What transformers' tokenizers return for a net with embeddings of segments."""
 TURNS_KEY = "textmill_turns"
 """Our own key in tokenizer_config.json: the chat template as data, next to the same template in Jinja."""
 
@@ -43,6 +72,59 @@ class TextTokenizer:
     """The chat template, if textmill wrote it."""
     jinja: str | None = None
     """A chat template of another origin, kept unchanged."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Those of KEPT_SETTINGS that came with it."""
+    model_ids: Mapping[str, Any] = field(default_factory=dict)
+    """Those of ID_KEYS that the config.json next to it has; eos_token_id may be a list."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """The generation_config.json that came with it."""
+    words: JiebaWords | None = None
+    """What encodes instead of `inner`, with `tokenizer.jieba`."""
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every token that ends a text: the end-of-text token, and those that came as a list of them."""
+        ids: list[Any] = [self.eos_id]
+        for source in (self.generation, self.model_ids):
+            named = source.get("eos_token_id")
+            ids += named if isinstance(named, list) else [named]
+        return tuple(dict.fromkeys(id_ for id_ in ids if type(id_) is int and 0 <= id_ < self.vocab))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it came with a chat template."""
+        return self.chat is not None or self.jinja is not None
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a text gets the begin token in front with special tokens, as transformers does."""
+        return self.bos_id is not None and self._special_around()[:1] == [self.bos_id]
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether a text gets the end-of-text token behind it with special tokens."""
+        return self._special_around()[1:][-1:] == [self.eos_id]
+
+    def _special_around(self) -> list[int]:
+        """The ids of a text of one token, with special tokens."""
+        ids: list[int] = self.inner.encode("a").ids
+        return ids
+
+    @cached_property
+    def is_qwen(self) -> bool:
+        """Whether transformers' Qwen2Tokenizer, which ignores how tokenizer.json splits a text, gives the same ids."""
+        tree = json.loads(self.inner.to_str())
+        steps = (tree["pre_tokenizer"] or {}).get("pretokenizers", [])
+        return (
+            tree["model"]["type"] == "BPE"
+            and not tree["model"].get("ignore_merges")
+            and tree["normalizer"] == {"type": "NFC"}
+            and [step["type"] for step in steps] == ["Split", "ByteLevel"]
+            and steps[0]["pattern"].get("Regex") == QWEN
+            and steps[0]["behavior"] == "Isolated"
+            and not steps[1]["add_prefix_space"]
+            and not steps[1]["use_regex"]
+        )
 
     @cached_property
     def vocab(self) -> int:
@@ -52,12 +134,20 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A hash that is equal for equal tokenizers."""
-        return hash_json(json.loads(self.inner.to_str(), parse_float=_rounded))
+        tree = json.loads(self.inner.to_str(), parse_float=_rounded)
+        return hash_json({**tree, KEY: True} if self.words else tree)
 
     @property
     def bos_id(self) -> int | None:
         """The token at the start of a text, if there is one."""
         return self._first_id("bos_token", "cls_token")
+
+    @property
+    def first_id(self) -> int:
+        """The token that predicts the first one of a text: the begin token, or the end-of-text token if there is
+        none."""
+        begin = self._id_of("bos_token")
+        return self.eos_id if begin is None else begin
 
     @property
     def pad_id(self) -> int | None:
@@ -101,8 +191,25 @@ class TextTokenizer:
             [AddedToken(token, normalized=False) for token in template.tokens if token not in known]
         )
         inner.encode_special_tokens = True
+        stop = inner.get_vocab(with_added_tokens=True)[template.stop]
         roles = {**self.roles, "eos_token": template.stop}
-        return TextTokenizer(inner, inner.get_vocab(with_added_tokens=True)[template.stop], roles, template)
+        # The ends of the model are replaced: they would stop an answer that this template does not end with them.
+        ids, generation = ({**ids, "eos_token_id": stop} if ids else {} for ids in (self.model_ids, self.generation))
+        return replace(
+            self, inner=inner, eos_id=stop, roles=roles, chat=template, jinja=None, model_ids=ids, generation=generation
+        )
+
+    def with_masked_tokens(self) -> TextTokenizer:
+        """A copy with the tokens of a masked model: adds <mask>, and <s> before a sample, where they are missing."""
+        missing = {"mask_token": "<mask>"} if self.mask_id is None else {}
+        if self.cls_id is None:
+            missing["cls_token"] = "<s>"
+        if not missing:
+            return self
+        inner = Tokenizer.from_str(self.inner.to_str())
+        inner.add_special_tokens([AddedToken(token, normalized=False) for token in missing.values()])
+        inner.encode_special_tokens = True
+        return replace(self, inner=inner, roles={**self.roles, **missing})
 
     def _id_of(self, role: str) -> int | None:
         token = self.roles.get(role)
@@ -116,11 +223,15 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text, without special tokens."""
+        if self.words is not None:
+            return self.words.encode(text)
         ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_many(self, texts: list[str]) -> Iterator[NDArray[np.int64]]:
         """The ids of many texts."""
+        if self.words is not None:
+            return (np.array(ids, np.int64) for ids in map(self.words.encode, texts))
         encodings: list[Encoding] = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         return (np.array(encoding.ids, np.int64) for encoding in encodings)
 
@@ -139,8 +250,12 @@ class TextTokenizer:
         for name, text in self.files(longest).items():
             write_text(folder / name, text)
 
-    def files(self, longest: int | None = None) -> dict[str, str]:
-        """The contents of tokenizer.json and of tokenizer_config.json, which transformers needs too."""
+    def files(self, longest: int | None = None, *, segments: bool = False) -> dict[str, str]:
+        """The contents of tokenizer.json, of tokenizer_config.json, which transformers needs too, and of
+        generation_config.json, if such settings came with it.
+
+        `longest`: the positions of the net; `segments`: whether it has embeddings of segments.
+        """
         roles = dict(self.roles)
         end = str(self.inner.id_to_token(self.eos_id))
         if _end_of(roles) != end:
@@ -151,17 +266,32 @@ class TextTokenizer:
             **roles,
             "clean_up_tokenization_spaces": False,
             "add_prefix_space": _adds_space(json.loads(tree)["pre_tokenizer"]),
+            **self.settings,
+            **({KEY: True} if self.words else {}),
         }
         if longest:
-            settings["model_max_length"] = longest
+            settings["model_max_length"] = min(longest, settings.get("model_max_length") or longest)
+        if segments:
+            settings.setdefault("model_input_names", MODEL_INPUTS)
         if self.chat is not None:
             settings |= {"chat_template": self.chat.jinja(), TURNS_KEY: dict(self.chat.turns)}
         elif self.jinja is not None:
             settings["chat_template"] = self.jinja
-        return {
+        files = {
             "tokenizer.json": tree,
             "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
         }
+        if generation := self._generation_settings():
+            files[GENERATION_FILE] = json.dumps(generation, indent=2, ensure_ascii=False) + "\n"
+        return files
+
+    def _generation_settings(self) -> dict[str, Any]:
+        """The generation_config.json: the one that came with it, or as transformers makes one of a config.json."""
+        if self.generation:
+            return dict(self.generation)
+        own = {"bos_token_id": self.eos_id, "eos_token_id": self.eos_id, "pad_token_id": None}
+        is_own = all(self.model_ids.get(key, own[key]) == own[key] for key in ("bos_token_id", "eos_token_id"))
+        return {} if is_own else {"_from_model_config": True, **self.model_ids}
 
 
 @dataclass(frozen=True)
@@ -235,9 +365,18 @@ def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None =
     inner, roles = open_files(where, lowercase)
     tokenizer = _wrap(inner, roles, end, str(where))
     folder = where if where.is_dir() else where.parent
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    settings = _read_settings(folder / "tokenizer_config.json")
+    generation = _read_settings(folder / GENERATION_FILE)
+    ids = _read_settings(folder / "config.json") if (folder / "config.json").is_file() else generation
+    tokenizer = replace(
+        tokenizer,
+        settings={key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None},
+        model_ids={key: ids[key] for key in ID_KEYS if key in ids},
+        generation=generation if not generation.get("_from_model_config") else {},
+        words=open_words(inner) if settings.get(KEY) else None,
+    )
     jinja = folder / "chat_template.jinja"
-    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else settings.get("chat_template")
+    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else _default_template(settings.get("chat_template"))
     if not isinstance(text, str):
         return tokenizer
     template = TurnTemplates(tuple(settings[TURNS_KEY].items())) if TURNS_KEY in settings else None
@@ -245,6 +384,22 @@ def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None =
     return (
         replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
     )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file of transformers; none if there is no such file."""
+    tree = read_json(path) if path.is_file() else {}
+    if not isinstance(tree, dict):
+        raise TextmillError(f"{path}: found a {type(tree).__name__}; it must be an object of settings")
+    return tree
+
+
+def _default_template(given: Any) -> Any:
+    """The chat template of a tokenizer_config.json: a text, or that named default in a list of several."""
+    if not isinstance(given, list):
+        return given
+    named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+    return named.get("default")
 
 
 def open_named(
@@ -263,7 +418,17 @@ def open_named(
     return open_tokenizer(path, end, lowercase)
 
 
-def tokenizer_of(folder: Path, config: TokenizerConfig) -> TextTokenizer:
+def open_used(config: TokenizerConfig, layout: str) -> TextTokenizer:
+    """The tokenizer that `tokenizer.use` names, with what the chat template and `train.layout` need."""
+    used = open_named(str(config.use), config.end_token, config.lowercase)
+    if turns := turns_of(config.chat, config.chat_turns):
+        used = used.with_chat(turns)
+    if config.jieba and used.words is None:
+        used = replace(used, words=open_words(used.inner))
+    return used.with_masked_tokens() if layout == "masked" else used
+
+
+def tokenizer_of(folder: Path, config: TokenizerConfig, layout: str) -> TextTokenizer:
     """The tokenizer of existing tokens: the one that `tokenizer.use` names, or the one in the tokenizer folder."""
     has_folder = (folder / MANIFEST).is_file()
     if not config.use:
@@ -273,7 +438,7 @@ def tokenizer_of(folder: Path, config: TokenizerConfig) -> TextTokenizer:
                 "them"
             )
         return open_tokenizer(folder)
-    named = open_named(config.use, config.end_token, config.lowercase)
+    named = open_used(config, layout)
     if has_folder and open_manifest(folder)["tokenizer"] != named.fingerprint:
         raise TextmillError(f"{folder}: this tokenizer differs from tokenizer.use={config.use}; change one of them")
     return named

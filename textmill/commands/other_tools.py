@@ -1,0 +1,554 @@
+"""The commands of other tools as settings: which script is which tool, its defaults, and the rules for its options.
+
+`config/other_names.py` has the table of options; a rule here computes settings from several options of a command.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from textmill.config.keys import all_fields, section_types
+from textmill.config.other_names import RULES, VALUES, is_reason, target_of
+from textmill.errors import TextmillError
+
+Settings = dict[str, Any]
+SCRIPTS = (
+    (
+        r"pretrain_bert",
+        "megatron",
+        "model.family=bert model.size=megatron-345m train.layout=masked corpus.sentences=split tokens.level=sentence "
+        "tokens.append_end=false",
+    ),
+    (r"pretrain_gpt2?", "megatron", "model.size=megatron-345m"),
+    (r"run_gpt2_eval|evaluate_gpt2", "megatron-eval", ""),
+    (r"preprocess_data\w*", "megatron-data", "tokens.append_end=false"),
+    (r"merge_preprocessed_data", "megatron-merge", ""),
+    (r"ds_trainer", "dsgpt2", "train.layout=padded train.loss=sample_mean"),
+    (r"(custom_)?run_clm\w*", "hf", ""),
+    (
+        r"run_mlm\w*",
+        "hf",
+        "model.family=bert model.size=base train.layout=masked train.masked.pairs=none corpus.sentences=split "
+        "tokens.level=sentence tokens.append_end=false",
+    ),
+    (r"jax_lm\.preprocess", "jax-lm-data", "tokens.kind=features"),
+    (r"jax_lm\.train", "jax-lm", "engine.kind=jax train.layout=features"),
+    (r"extract\w*", "extract", ""),
+    (r"binarized_data", "binarize", "corpus.documents=line"),
+    (r"token_counts", "counts", ""),
+    (r"train\w*(?=.*--(student|teacher))", "distil", ""),
+    (r"train|sample", "nanogpt", ""),
+    (r"litgpt", "litgpt", ""),
+)
+"""Names of scripts (a look-ahead sees the options too), the tool, and settings that the script itself stands for."""
+
+DEFAULTS = {
+    "megatron": """--split 969,30,1 --lr-decay-style linear --warmup 0 --adam-beta1 0.9 --adam-beta2 0.999
+        --weight-decay 0.01 --clip-grad 1.0 --log-interval 100 --eval-interval 1000 --eval-iters 100 --seed 1234""",
+    "hf": """--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --num_train_epochs 3 --learning_rate 5e-5
+        --lr_scheduler_type linear --warmup_steps 0 --weight_decay 0 --adam_beta1 0.9 --adam_beta2 0.999
+        --max_grad_norm 1.0 --seed 42 --logging_steps 500 --save_steps 500""",
+    "distil": """--batch_size 5 --gradient_accumulation_steps 50 --n_epoch 3 --learning_rate 5e-4
+        --lr_scheduler_type linear --warmup_prop 0.05 --weight_decay 0 --adam_epsilon 1e-6 --adam_beta1 0.9
+        --adam_beta2 0.98 --max_grad_norm 5.0 --temperature 2.0 --alpha_ce 0.5 --alpha_clm 0.5 --seed 56""",
+    "nanogpt": """--batch_size 12 --gradient_accumulation_steps 40 --block_size 1024 --learning_rate 6e-4
+        --max_iters 600000 --weight_decay 0.1 --beta1 0.9 --beta2 0.95 --grad_clip 1.0 --warmup_iters 2000
+        --lr_decay_iters 600000 --min_lr 6e-5 --eval_interval 2000 --eval_iters 200 --log_interval 1 --seed 1337
+        --n_layer 12 --n_head 12 --n_embd 768 --dropout 0.0""",
+    "jax-lm": """--batch-size 16 --random-seed 0 --max-sequence-length 256 --num-epochs 5 --learning-rate 3e-5
+        --lr_scheduler_type linear --warmup_steps 0 --weight-decay-rate 0.01 --adamw-beta1 0.9 --adamw-beta2 0.98
+        --max_grad_norm 0 --logging-frequency 100 --eval-frequency 5000 --save-frequency 5000""",
+    "dsgpt2": "--train_iters 100000 --ckpt_save_steps 2000",
+}
+"""What a tool does when an option is not given, where it differs from our default."""
+SIZES: dict[str, Settings] = {
+    "gpt2": {"model.size": "small"},
+    "gpt2-medium": {"model.size": "medium"},
+    "gpt2-large": {"model.size": "large"},
+    "gpt2-xl": {"model.size": "xl"},
+    "distilgpt2": {"model.size": "small", "model.shape.layers": 6},
+    "bert-base": {"model.family": "bert", "model.size": "base"},
+    "bert-large": {"model.family": "bert", "model.size": "large"},
+}
+"""Published models of which only the shape is used."""
+LAUNCHED = {
+    "processes": ("nproc_per_node", "num_gpus", "num_processes", "ntasks_per_node", "ntasks", "np", "n"),
+    "nodes": ("nnodes", "num_nodes", "nodes", "N"),
+}
+"""Options of launchers: how many processes, on how many machines."""
+NOT_SCRIPTS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "pip", "venv")
+JAX_LM_DATA = """tokenizer_model min_sequence_length max_sequence_length num_special_token_reserved ignore_label stride
+    dataset_name dataset_sub_name dataset_split_type output_path""".split()
+"""The options of jax_lm.preprocess itself."""
+SPLIT_NAMES = {"train": "train", "validation": "valid", "valid": "valid", "test": "test"}
+
+
+@dataclass
+class Pasted:
+    """One command of another tool: `given` and `defaults` have the texts after each option."""
+
+    script: str
+    tool: str
+    gpus: int
+    given: dict[str, list[str]]
+    spellings: dict[str, str]
+    defaults: dict[str, list[str]] = field(default_factory=dict)
+
+    def texts(self, *names: str) -> list[str]:
+        """The texts after the first of these options that is given, else of the first that has a default."""
+        found = (options[name] for options in (self.given, self.defaults) for name in names if name in options)
+        return next(found, [])
+
+    def text(self, *names: str) -> str:
+        """These texts as one."""
+        return " ".join(self.texts(*names))
+
+    def number(self, *names: str) -> float | None:
+        """The first of these texts as a number; None if it is none."""
+        try:
+            return float((self.texts(*names) or [""])[0])
+        except ValueError:
+            return None
+
+    def is_on(self, name: str) -> bool:
+        """Whether a flag is given, and not as false."""
+        return name in self.given and self.text(name).lower() not in ("false", "0", "no", "off")
+
+
+def read_command(words: list[str], variables: dict[str, list[str]], gpus: int | None = None) -> Pasted | None:
+    """The script that a command starts, with its options; None if it starts none."""
+    place = next((number for number, word in enumerate(words) if _is_script(words, number)), None)
+    if place is None:
+        return None
+    script = words[place]
+    name = script if words[place - 1 : place] == ["-m"] else Path(script).name.removesuffix(".py")
+    line = " ".join([name, *words[place + 1 :]])
+    tool = next((tool for pattern, tool, _ in SCRIPTS if re.match(rf"({pattern})\b", line)), "")
+    given, spellings, positional = _read_options(words[place + 1 :])
+    launched, _, _ = _read_options(words[:place])
+    launched |= {key: given[key] for key in ("gpus", "n_gpu", "devices") if key in given}
+    defaults, _, _ = _read_options(DEFAULTS.get(tool, "").split())
+    pasted = Pasted(name, tool, gpus or _count_gpus(launched, variables), given, spellings, defaults)
+    for number, word in enumerate(positional):
+        if word.endswith(".py"):
+            _read_python_settings(pasted, Path(word))
+        elif tool == "litgpt" and number == 1:
+            pasted.given["model_name"] = [word]
+            pasted.spellings["model_name"] = word
+        elif word != "..." and not (tool == "litgpt" and number == 0):
+            pasted.given[word] = []
+            pasted.spellings[word] = word
+    return pasted
+
+
+def _is_script(words: list[str], number: int) -> bool:
+    word = words[number]
+    module = words[number - 1] == "-m" if number else False
+    if module:
+        return word not in NOT_SCRIPTS
+    return bool(re.fullmatch(r"[\w./~$-]+\.py", word)) or (word == "litgpt" and number < 2)
+
+
+def _read_options(words: list[str]) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
+    """Options with the texts after them and their spelling, and the words before the first option."""
+    options: dict[str, list[str]] = {}
+    spellings: dict[str, str] = {}
+    positional: list[str] = []
+    name = None
+    for word in words:
+        if re.match(r"^--?[A-Za-z]", word):
+            spelled, equals, text = word.partition("=")
+            name = (
+                re.sub(r"^-*((train|data)\.)?", "", spelled).replace("-", "_").replace(".", "_")
+            )  # litgpt's have dots
+            options[name] = [text] if equals else []
+            spellings[name] = word
+        elif name is None:
+            positional.append(word)
+        else:
+            options[name].append(word)
+            spellings[name] += f" {word}"
+    return options, spellings, positional
+
+
+def _read_python_settings(pasted: Pasted, path: Path) -> None:
+    """The assignments of a config of nanoGPT, which is a Python file; it is read, not executed."""
+    if not path.is_file():
+        pasted.given[str(path)] = []
+        pasted.spellings[str(path)] = str(path)
+        return
+    try:
+        statements = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        raise TextmillError(f"{path}: is not a Python file with settings ({error}); correct it") from None
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            value = _constant(statement.value)
+            if name not in pasted.given and value is not None:
+                pasted.given[name] = [str(value)]
+                pasted.spellings[name] = f"{name} = {ast.unparse(statement.value)}"
+
+
+def _constant(node: ast.expr) -> Any:
+    """The value of a literal, or of a product or quotient of numbers; None if it is something else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+        left, right = _constant(node.left), _constant(node.right)
+        if isinstance(left, int | float) and isinstance(right, int | float) and right:
+            return left * right if isinstance(node.op, ast.Mult) else left / right
+    return None
+
+
+def _count_gpus(launched: dict[str, list[str]], variables: dict[str, list[str]]) -> int:
+    """How many GPUs a launcher uses: processes on a machine x machines; else WORLD_SIZE, else one."""
+
+    def count(names: tuple[str, ...]) -> int:
+        texts = [launched[name][0] for name in names if launched.get(name)]
+        return next((int(text) for text in texts if text.isdigit()), 0)
+
+    processes = count(LAUNCHED["processes"]) or count(("gpus", "n_gpu", "devices"))
+    world = (variables.get("WORLD_SIZE") or ["1"])[0]
+    return processes * (count(LAUNCHED["nodes"]) or 1) if processes else int(world) if world.isdigit() else 1
+
+
+def translate_option(pasted: Pasted, name: str) -> Settings | str:
+    """The settings that an option stands for, or why there are none."""
+    target = target_of(name, pasted.tool)
+    texts = pasted.texts(name)
+    if _is_beams(pasted, name):
+        target = "@beam"
+    if target is None:
+        leaves = [
+            key for key, part in all_fields() if key.rpartition(".")[2] == name and not section_types(part.annotation)
+        ]
+        if not leaves:
+            return f"textmill does not know this option of {pasted.script}; look for it in docs/reference.md"
+        target = leaves[0]
+    if is_reason(target):
+        return target
+    if target.startswith("@"):
+        return RULE_FUNCTIONS[target[1:]](pasted, name)
+    key, equals, value = target.partition("=")
+    if equals:
+        is_off = name in pasted.given and not pasted.is_on(name)
+        return "is off: nothing to set" if is_off else {key: value}
+    values = [VALUES.get(key, {}).get(text.lower() if text in ("True", "False") else text, text) for text in texts]
+    return {key: values[0] if len(values) == 1 else ",".join(map(str, values)) if values else "true"}
+
+
+def _batch(pasted: Pasted, name: str) -> Settings | str:
+    total = pasted.number("global_batch_size", "train_batch_size")
+    if total is None and (tokens := pasted.number("total_batch_size")):
+        total = tokens / (pasted.number("max_seq_len") or 2048)
+    if total is None:
+        per_gpu = pasted.number(
+            "per_device_train_batch_size",
+            "per_gpu_train_batch_size",
+            "micro_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "device_batch_size",
+            "batch_size",
+        )
+        if per_gpu is None:
+            return "needs the batch per GPU: set train.batch to batch per GPU x accumulation x GPUs"
+        model_parallel = pasted.number("tensor_model_parallel_size", "model_parallel_size") or 1
+        model_parallel *= pasted.number("pipeline_model_parallel_size") or 1
+        # nanoGPT's accumulation is that of all GPUs, jax-lm-training's batch is divided over them.
+        copies = 1 if pasted.tool in ("nanogpt", "jax-lm") else max(1, pasted.gpus // model_parallel)
+        total = per_gpu * (pasted.number("gradient_accumulation_steps", "accumulation") or 1) * copies
+    return {"train.batch": int(total)}
+
+
+def _evaluate_batch(pasted: Pasted, name: str) -> Settings | str:
+    per_gpu = pasted.number(name)
+    if per_gpu is None:
+        return "needs a number: set train.evaluate_batch to it x GPUs"
+    return {"train.evaluate_batch": int(per_gpu) * pasted.gpus, "evaluate.batch": int(per_gpu)}
+
+
+def _betas(pasted: Pasted, name: str) -> Settings | str:
+    first = pasted.number("beta1", "adam_beta1", "adamw_beta1")
+    second = pasted.number("beta2", "adam_beta2", "adamw_beta2")
+    return {"train.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
+
+
+def _decayed(pasted: Pasted, name: str) -> Settings | str:
+    return {"train.schedule": "cosine" if pasted.is_on(name) else "constant"}
+
+
+def _warmup(pasted: Pasted, name: str) -> Settings | str:
+    """Megatron's fraction is of the decay, ours of the run."""
+    value = pasted.number(name) or 0.0
+    batch = _batch(pasted, "batch_size")
+    samples = batch["train.batch"] if isinstance(batch, dict) else 1
+    if name == "lr_warmup_samples":
+        return {"train.warmup": int(value / samples)}
+    decay = pasted.number("lr_decay_iters") or (pasted.number("lr_decay_samples") or 0) / samples
+    return {"train.warmup": int(value * decay) if decay and value < 1 else value}
+
+
+def _tfrecords(pasted: Pasted, name: str) -> Settings | str:
+    return {"train.layout": "masked", "tokens.use": [pasted.text("train_data")]}
+
+
+def _train_mode(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.text(name) != "finetune":
+        return {"train.layout": "padded"}
+    start = "/".join(filter(None, (pasted.text("ckpt_dir"), pasted.text("workspace"))))
+    chat = {"corpus.chat": "auto", "tokenizer.chat": "dsgpt2", "train.layout": "chat", "train.chat.pack": False}
+    return {**chat, **({"model.init_from": start} if start else {})}
+
+
+def _dsgpt2_folder(pasted: Pasted, name: str) -> Settings | str:
+    if name == "ckpt_id_finetune":
+        return "use the flag --step N, latest or best"
+    finetunes = pasted.text("train_mode") == "finetune"
+    parts = (pasted.text("ckpt_dir"), pasted.text("workspace_finetune" if finetunes else "workspace"))
+    if name == "workspace_finetune" and not finetunes:
+        return "not needed: it is the folder of --train_mode finetune"
+    return {"train.folder": "/".join(filter(None, parts))}
+
+
+def _counts(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.tool == "distil" and not pasted.is_on("mlm"):
+        return "not needed: counts choose the masked tokens of train.layout=masked, so they have no effect here"
+    return {"train.masked.counts": pasted.text(name)}
+
+
+def _interval(pasted: Pasted, name: str) -> Settings | str:
+    key = "train.save_every" if name.startswith("save") else "train.evaluate_every"
+    if pasted.text(name) == "epoch":
+        return {key: "epoch"}
+    if pasted.text(name) == "steps":
+        return f"not needed: {key} has the number of steps"
+    return "not available: there is always a last checkpoint, and the valid split is always measured"
+
+
+def _load(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.text(name) == pasted.text("save"):
+        return "not needed: a run goes on from its newest checkpoint"
+    return {"model.init_from": pasted.text(name)}
+
+
+def _deep_init(pasted: Pasted, name: str) -> Settings | str:
+    is_bert = "bert" in pasted.script
+    return {"model.shape.deep_init": True} if is_bert else "not needed: gpt2's residual branches always start smaller"
+
+
+def _weights(pasted: Pasted, name: str) -> Settings | str:
+    """A model that brings its tokenizer along."""
+    has_own = any(target_of(one, pasted.tool) == "tokenizer.use" for one in pasted.given)
+    key = "train.distil.teachers" if name.startswith("teacher") else "model.init_from"
+    value = pasted.texts(name) if name.startswith("teacher") else pasted.text(name)
+    return {key: value, **({} if has_own else {"tokenizer.use": pasted.text(name)})}
+
+
+def _rope(pasted: Pasted, name: str) -> Settings | str:
+    is_llama = pasted.text(name) in ("rope", "RMSNorm", "")
+    return {"model.family": "llama", "model.size": "small"} if is_llama else "not needed: it is what gpt2 has"
+
+
+def _published(pasted: Pasted, name: str) -> Settings | str:
+    text = pasted.text(name)
+    if "model_name_or_path" in pasted.given:
+        return "not needed: the weights of model.init_from have their own shape"
+    if "/" in text or text.endswith(".json"):
+        return {"model.shape": text}
+    known = next((sizes for start, sizes in SIZES.items() if re.fullmatch(rf"{start}(-(un)?cased)?", text)), None)
+    return known or f"no size of textmill is called {text}: download its config.json and name it in model.shape"
+
+
+def _has_tokens(pasted: Pasted) -> bool:
+    return bool(pasted.given.keys() & {"tokenized_datasets", "grouped_tokenized_datasets"})
+
+
+def _sources(pasted: Pasted, name: str) -> Settings | str:
+    """The files with text; those that are only evaluated are never in the train split."""
+    if pasted.is_on("use_tfrecords"):
+        keys = {"valid": "tokens.use_valid", "test": "tokens.use_test"}
+        return {keys.get(EVALUATION_FILES.get(name, ""), "tokens.use"): [pasted.text(name)]}
+    if _has_tokens(pasted):
+        return "not needed: tokens.use has the tokens of this text"
+    training = pasted.texts(
+        "train_file", "train_data", "data_file", "input", "file_path", "train_data_path", "json_path"
+    )
+    splits: dict[str, str] = {}
+    for option, split in EVALUATION_FILES.items():
+        splits |= dict.fromkeys(pasted.texts(option), split)
+    settings: Settings = {"corpus.sources": [*training, *splits]}
+    if splits and pasted.tool != "megatron":  # Megatron divides its training text by --split even then
+        splits = {**dict.fromkeys(training, "train"), **splits}
+    if splits:
+        settings["corpus.source_splits"] = splits
+    return settings
+
+
+def _dataset(pasted: Pasted, name: str) -> Settings | str:
+    if _has_tokens(pasted):
+        return "not needed: tokens.use has the tokens of this text"
+    parts = [pasted.text("dataset_name"), pasted.text("dataset_sub_name", "dataset_config_name")]
+    split = pasted.text("dataset_split_type")
+    if not parts[0]:
+        return "needs the name of the dataset: corpus.sources=hf:NAME:SUBSET"
+    if not split or not parts[1]:
+        return {"corpus.sources": ["hf:" + ":".join(filter(None, parts))]}
+    source = "hf:" + ":".join([*parts, split])
+    return {"corpus.sources": [source], "corpus.source_splits": {source: SPLIT_NAMES.get(split, "train")}}
+
+
+def _mongo(pasted: Pasted, name: str) -> Settings | str:
+    return {"corpus.sources": [f"mongo:{pasted.text(name)}"]}
+
+
+def _tokens(pasted: Pasted, name: str) -> Settings | str:
+    if name == "tokenized_datasets" and "grouped_tokenized_datasets" in pasted.given:
+        return "not needed: the grouped dataset has the same tokens"
+    used: list[Any] = pasted.texts(name)
+    pairs = list(zip(used[::2], used[1::2], strict=False))
+    if pairs and len(used) % 2 == 0 and all(re.fullmatch(r"[\d.]+(e-?\d+)?", weight) for weight, _ in pairs):
+        used = [{"path": path, "weight": float(weight)} for weight, path in pairs]
+    return {"tokens.use": used, **({"train.layout": "padded"} if name.startswith("grouped") else {})}
+
+
+def _split(pasted: Pasted, name: str) -> Settings | str:
+    if not re.fullmatch(r"[\d.,/ ]+", pasted.text(name)):
+        return "give three numbers in corpus.split, such as 95,5,0"
+    if name == "split":
+        numbers = [float(part) for part in re.split(r"[,/ ]+", pasted.text(name)) if part]
+        return {"corpus.split": [int(one) if one.is_integer() else one for one in [*numbers, 0.0, 0.0][:3]]}
+    value = pasted.number(name) or 0.0
+    training = round(value * 100, 6) if name == "tr_ratio" else 100 - value
+    return {"corpus.split": [round(training, 6), round(100 - training, 6), 0]}
+
+
+def _is_beams(pasted: Pasted, name: str) -> bool:
+    """Whether an option of jax_lm.preprocess is none of its own: it passes all others to Beam."""
+    return pasted.tool == "jax-lm-data" and name not in JAX_LM_DATA
+
+
+def _beam(pasted: Pasted, name: str) -> Settings | str:
+    """All options that are Beam's."""
+    options = [one for one in pasted.given if _is_beams(pasted, one)]
+    return {"runner.kind": "beam", "runner.options": [f"--{one}={pasted.text(one)}".rstrip("=") for one in options]}
+
+
+def _tokenizer_type(pasted: Pasted, name: str) -> Settings | str:
+    kind = pasted.text(name)
+    if any(target_of(one, pasted.tool) == "tokenizer.use" for one in pasted.given):
+        return "not needed: tokenizer.use names the vocabulary, which says what it is"
+    if kind.startswith("GPT2") or kind == "gpt2":
+        return {"tokenizer.use": "gpt2"}
+    if kind.lower().startswith("bert"):
+        return {"tokenizer.use": "bert-large-uncased"}
+    if kind == "SentencePieceTokenizer":
+        return {"tokenizer.kind": "unigram"}
+    return "name its files, or its name on the hub, in tokenizer.use"
+
+
+def _dsgpt2_vocab(pasted: Pasted, name: str) -> Settings | str:
+    return {"tokenizer.use": "/".join(filter(None, (pasted.text("vocab_load_dir"), pasted.text("vocab_id_dir"))))}
+
+
+def _fsdp(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.gpus == 1:
+        return "not needed on one GPU; on N GPUs set engine.mesh.shard=N"
+    return {"engine.mesh.shard": pasted.gpus}
+
+
+def _deepspeed(pasted: Pasted, name: str) -> Settings | str:
+    is_file = pasted.text(name).lower() not in ("", "true", "1")
+    return {"engine.kind": "deepspeed", **({"engine.deepspeed_config": pasted.text(name)} if is_file else {})}
+
+
+def _gpu(pasted: Pasted, name: str) -> Settings | str:
+    return {"engine.device": f"cuda:{pasted.text(name)}"}
+
+
+def _timeout(pasted: Pasted, name: str) -> Settings | str:
+    return {"engine.timeout": 60 * (pasted.number(name) or 10)}
+
+
+def _labels(pasted: Pasted, name: str) -> Settings | str:
+    given = {"alpha_clm", "alpha_mlm", "alpha_lm"} & pasted.given.keys() or {name}
+    return {"train.distil.labels": sum(pasted.number(one) or 0.0 for one in given)}
+
+
+def _do_sample(pasted: Pasted, name: str) -> Settings | str:
+    return "not needed: text is sampled" if pasted.is_on(name) else {"sample.temperature": 0}
+
+
+def _wandb(pasted: Pasted, name: str) -> Settings | str:
+    if name in ("wandb_log", "wandb") and not pasted.is_on(name):
+        return "is off: nothing to set"
+    if name == "logger_name" and pasted.text(name) != "wandb":
+        known = pasted.text(name) == "tensorboard"
+        return {"track.kinds": ["tensorboard"]} if known else "not needed: metrics.jsonl has every measurement"
+    keys = {
+        "wandb_project": "track.project",
+        "wandb_dir": "track.project",  # dsGPT2's "for setting wandb project"
+        "wandb_username": "track.wandb.entity",
+        "wandb_entity": "track.wandb.entity",
+        "wandb_tags": "track.wandb.tags",
+    }
+    own = {keys[name]: pasted.text(name)} if name in keys else {}
+    return {"track.kinds": ["wandb"], "track.wandb.offline": False, **own}
+
+
+def _evaluation_task(pasted: Pasted, name: str) -> Settings | str:
+    files = pasted.texts("data_path", "valid_data")
+    if pasted.is_on("webtext_eval"):
+        samples = (pasted.number("eval_iters") or 0) * (pasted.number("batch_size") or 1)
+        return {"evaluate.text": files, **({"evaluate.sample": int(samples)} if samples else {})}
+    if pasted.is_on("cloze_eval"):
+        return {"evaluate.tasks": [f"lambada:{file}" for file in files]}
+    return {"evaluate.tasks": [f"wikitext:{file}" for file in files], "evaluate.wikitext.protocol": "megatron"}
+
+
+def _evaluated_model(pasted: Pasted, name: str) -> Settings | str:
+    return {"model.init_from": pasted.text(name), "train.folder": pasted.text(name)}
+
+
+def _distil_data(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.text(name).endswith(".pickle"):
+        return {"tokens.use": pasted.texts(name)}
+    return {"corpus.sources": pasted.texts(name)}
+
+
+def _nanogpt_model(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.text(name) in ("scratch", "resume"):
+        return "not needed: a run goes on from its newest checkpoint, else it starts from scratch"
+    return {"model.init_from": pasted.text(name)}
+
+
+def _nanogpt_data(pasted: Pasted, name: str) -> Settings | str:
+    """The text that nanoGPT's data/NAME/prepare.py reads; its vocabulary is GPT-2's, or one of characters."""
+    dataset = pasted.text(name)
+    if dataset == "openwebtext":
+        return {"corpus.sources": ["hf:Skylion007/openwebtext"], "tokenizer.use": "gpt2"}
+    own = {} if dataset.endswith("_char") else {"tokenizer.use": "gpt2"}
+    return {"corpus.sources": [f"data/{dataset}/input.txt"], **own}
+
+
+def _litgpt_data(pasted: Pasted, name: str) -> Settings | str:
+    return "not needed: the format of corpus.sources is detected"
+
+
+EVALUATION_FILES = {
+    "validation_file": "valid",
+    "valid_data": "valid",
+    "val_data_path": "valid",
+    "test_data": "test",
+    "test_file": "test",
+}
+"""Options with files that are never training data, and their split."""
+RULE_FUNCTIONS: dict[str, Callable[[Pasted, str], Settings | str]] = {
+    name: globals()[f"_{name}"] for name in RULES if name != "evaluation_files"
+} | {"evaluation_files": _sources}
+"""The rules of config/other_names.py."""

@@ -1,0 +1,247 @@
+"""The command from: a command line, shell script or DeepSpeed JSON of another tool as one YAML file, with comments.
+
+Nothing of the text is executed. The config loader checks the result: a value that it refuses is listed with its reason
+and left out, so that the file loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from textmill.commands.other_tools import SCRIPTS, Pasted, Settings, read_command, translate_option
+from textmill.commands.shell_commands import Script
+from textmill.config.deepspeed_json import check_types, explain_json, flatten, read_json_settings, without_auto
+from textmill.config.keys import all_fields
+from textmill.config.load import Tree, build_config, merge_trees, parse_settings, resolve_paths
+from textmill.config.other_names import target_of
+from textmill.config.training import UNITS
+from textmill.config.yaml_text import format_yaml_value
+from textmill.errors import TextmillError
+
+
+@dataclass
+class Translation:
+    """The settings of a text, the old options of each, and what has no equivalent."""
+
+    settings: Settings = field(default_factory=dict)
+    comments: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    """Why, by option."""
+    scripts: list[Pasted] = field(default_factory=list)
+
+    def set(self, settings: Settings, comment: str, override: bool = True) -> None:
+        """Add settings; without `override`, only those that are not set in any unit."""
+        units = {f"train.{unit}" for unit in UNITS}
+        for key, value in settings.items():
+            if not override and key in units and units & self.settings.keys():
+                continue
+            notes = self.comments.setdefault(key, [])
+            if self.settings.get(key, value) != value:
+                if not override:
+                    continue
+                self.left.update({note: f"replaced by {comment}" for note in notes})
+                notes.clear()
+            self.settings[key] = value
+            if comment not in notes:
+                notes.append(comment)
+
+
+def translate(text: str, to: str | None = None, gpus: int | None = None) -> None:
+    """Print or write the YAML of a command, of a file with commands, or of `-`, the standard input."""
+    if to is not None and Path(to).exists():
+        raise TextmillError(f"--to {to}: exists; choose another name, or remove it")
+    translation = read_translation(text, gpus)
+    _drop_refused(translation)
+    page = format_translation(translation)
+    if to is None:
+        print(page, end="")
+    else:
+        Path(to).write_text(page, encoding="utf-8")
+        print(f"wrote {to}; {_next_step(translation, to)}")
+    for line in _left_lines(translation):
+        print(f"textmill: {line}", file=sys.stderr)
+
+
+def read_translation(text: str, gpus: int | None = None) -> Translation:
+    """The settings of a command, of a file, or of the standard input."""
+    translation = Translation()
+    path = Path(text) if os.path.isfile(text) else None  # pathlib's is_file fails for a command longer than a name
+    if path is not None:
+        content = path.read_text(encoding="utf-8", errors="replace")
+    else:
+        content = sys.stdin.read() if text == "-" else text
+        if text.endswith((".json", ".sh")) and " " not in text:
+            raise TextmillError(f"{text}: no such file; name a shell script or a JSON file, or put a command in quotes")
+    if content.lstrip().startswith("{"):
+        _add_json(translation, content, str(path) if path is not None else None, gpus or 1)
+        return translation
+    script = Script()
+    script.read(content)
+    for words in script.commands:
+        _add_command(translation, script, words, gpus)
+    if not translation.scripts:
+        raise TextmillError(
+            "from: found no command that trains, such as 'python pretrain_gpt.py --lr 1e-4'; put the whole command in "
+            "quotes, or name a shell script or a DeepSpeed JSON"
+        )
+    _join_stages(translation)
+    return translation
+
+
+def _add_json(translation: Translation, content: str, file: str | None, gpus: int) -> None:
+    """The settings of a DeepSpeed JSON; DeepSpeed still reads what only concerns itself from the file."""
+    try:
+        tree = json.loads(content)
+    except ValueError as error:
+        raise TextmillError(f"from: not readable as JSON ({error}); correct it") from None
+    translation.set({"engine.kind": "deepspeed"}, "a DeepSpeed JSON")
+    tree = without_auto(tree)
+    check_types(tree, file or "the JSON")
+    written = dict(flatten(tree))
+    for name, (key, value) in read_json_settings(tree).items():
+        translation.set({key: value}, f"{name}: {json.dumps(written.get(name, value))}")
+    micro = tree.get("train_micro_batch_size_per_gpu")
+    passes = tree.get("gradient_accumulation_steps", 1)
+    if isinstance(micro, int) and isinstance(passes, int):
+        translation.set({"train.batch": micro * passes * gpus}, f"{micro} x {passes} x GPUs: {gpus}", override=False)
+    own, ignored, refused = explain_json(tree)
+    if own and file and not refused:
+        translation.set({"engine.deepspeed_config": file}, "read by DeepSpeed itself: " + ", ".join(own))
+    elif own:
+        translation.left.update(dict.fromkeys(own, "only DeepSpeed knows it: name the file in engine.deepspeed_config"))
+    translation.left.update({name: f"ignored, because {reason}" for name, reason in ignored.items()})
+    translation.left.update(refused)
+
+
+def _add_command(translation: Translation, script: Script, words: list[str], gpus: int | None) -> None:
+    pasted = read_command(words, script.variables, gpus)
+    if pasted is None:
+        if words[0] in ("bash", "sh") and words[1:] and Path(words[1]).is_file():
+            script.read(Path(words[1]).read_text(encoding="utf-8"))  # its commands follow in the same loop
+        elif words[0] not in ("echo", "cd", "mkdir"):
+            translation.left[" ".join(words[:3])] = "no command that trains or prepares data"
+        return
+    translation.scripts.append(pasted)
+    fixed = []
+    for name in pasted.given:
+        found = translate_option(pasted, name)
+        if isinstance(found, str):
+            translation.left[pasted.spellings[name]] = found
+        elif "=" in (target_of(name, pasted.tool) or ""):
+            fixed.append((found, pasted.spellings[name]))
+        else:
+            translation.set(found, pasted.spellings[name])
+    for found, spelling in fixed:
+        translation.set(found, spelling, override=False)
+        for key in found:
+            if spelling not in translation.comments[key]:
+                translation.left[spelling] = f"not needed: {translation.comments[key][0]} sets {key}"
+    settings = next((row[2] for row in SCRIPTS if row[1] == pasted.tool and re.match(row[0], pasted.script)), "")
+    for setting in settings.split():
+        key, _, value = setting.partition("=")
+        if key not in translation.settings:
+            translation.set({key: value}, pasted.script)
+    for name in pasted.defaults:
+        found = translate_option(pasted, name)
+        if name not in pasted.given and isinstance(found, dict):
+            new = {key: value for key, value in found.items() if key not in translation.settings}
+            translation.set(new, f"default of {pasted.script}", override=False)
+
+
+def _join_stages(translation: Translation) -> None:
+    """Tokens that a script writes and then trains on are the tokens stage of the run, not existing tokens."""
+    written = translation.settings.get("tokens.folder")
+    used = translation.settings.get("tokens.use")
+    paths = [one["path"] if isinstance(one, dict) else one for one in used] if isinstance(used, list) else []
+    if written and paths and all(path.startswith(str(written)) for path in paths):
+        del translation.settings["tokens.use"]
+        reason = "not needed: they are the tokens that the same script writes"
+        translation.left.update(dict.fromkeys(translation.comments.pop("tokens.use"), reason))
+
+
+def _tree_of(settings: Settings) -> Tree:
+    """Settings as a tree in the order of the config's keys; texts are read as on the command line."""
+    tree: Tree = {}
+    places: dict[str, float] = {key: place for place, (key, _) in enumerate(all_fields())}
+    for section in ("engine", "runner"):  # another kind would drop the settings before it
+        places[f"{section}.kind"] = min(places[key] for key in places if key.startswith(f"{section}.")) - 0.5
+    for key, value in sorted(settings.items(), key=lambda setting: places[setting[0]]):
+        part: Any = value
+        if isinstance(value, str):
+            part = parse_settings([f"{key}={value}"])
+        else:
+            for name in reversed(key.split(".")):
+                part = {name: part}
+        tree = merge_trees(tree, part)
+    return tree
+
+
+def _drop_refused(translation: Translation) -> None:
+    """Move settings that the config loader refuses to what is left, until the rest loads; unset variables may stay."""
+    for variable in re.findall(r"\$\{?\w+\}?", json.dumps([*translation.settings.values()])):
+        translation.left[variable] = "the script does not set it: write its value, or set it when you run textmill"
+    while True:
+        tree = json.loads(json.dumps(_tree_of(translation.settings)).replace("$", ""))
+        try:
+            build_config(resolve_paths(tree, Path.cwd()))
+        except TextmillError as error:
+            key = str(error).partition(":")[0]
+            refused = [name for name in translation.settings if name == key or name.startswith(f"{key}.")]
+            if not refused:
+                raise
+            for name in refused:
+                spelling = ", ".join(translation.comments.get(name, [name]))
+                translation.left[spelling] = f"refused: {error}"
+                del translation.settings[name]
+        else:
+            return
+
+
+def format_translation(translation: Translation) -> str:
+    """The YAML file."""
+    names = " and ".join(dict.fromkeys(pasted.script for pasted in translation.scripts)) or "a DeepSpeed JSON"
+    lines = [f"# From {names}. {_next_step(translation, 'FILE')}"]
+    lines += _yaml_lines(_tree_of(translation.settings), "", translation)
+    left = _left_lines(translation)
+    return "\n".join([*lines, *(["#"] if left else []), *(f"# {line}" for line in left)]) + "\n"
+
+
+def _yaml_lines(tree: Tree, prefix: str, translation: Translation) -> list[str]:
+    lines = []
+    indent = "  " * prefix.count(".")
+    for name, value in tree.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in translation.settings:
+            lines += [f"{indent}{name}:", *_yaml_lines(value, f"{key}.", translation)]
+            continue
+        setting = f"{indent}{name}: {format_yaml_value(value)}"
+        comment = " ".join(", ".join(translation.comments.get(key, [])).split())
+        if key == "train.batch" and translation.scripts and (gpus := translation.scripts[-1].gpus) > 1:
+            comment += f", on {gpus} GPUs"
+        lines.append(f"{setting:<40} # {comment}")
+    return lines
+
+
+def _next_step(translation: Translation, file: str) -> str:
+    """The command that uses the file."""
+    tools = {pasted.tool for pasted in translation.scripts}
+    if tools == {"megatron-eval"}:
+        return f"Next: textmill evaluate {file}"
+    if tools and tools <= {"megatron-data", "jax-lm-data", "binarize", "counts"}:
+        return f"Next: textmill prepare {file}, fit-tokenizer, tokenize"
+    gpus = max((pasted.gpus for pasted in translation.scripts), default=1)
+    more = f"; the training on {gpus} GPUs: torchrun --nproc-per-node {gpus} -m textmill train {file}"
+    return f"Next: textmill run {file}" + (more if gpus > 1 else "")
+
+
+def _left_lines(translation: Translation) -> list[str]:
+    """What has no equivalent, all together."""
+    if not translation.left:
+        return []
+    return ["not in this file:", *(f"  {option}: {reason}" for option, reason in translation.left.items())]

@@ -1,0 +1,467 @@
+"""Find the sources that `corpus.sources` names, split them into chunks, and read the records of a chunk.
+
+An entry is a file, a folder, a pattern, an archive, a URL, `hf:NAME`, `mongo:FILE`, a bundled corpus, or a name of
+corpora.yaml, which gives names to lists of such entries. Files are read by the module of their format in formats/.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from textmill.config import CorpusConfig
+from textmill.corpus.archives import find_members, member_state
+from textmill.corpus.document import Document, cut_into_sections
+from textmill.corpus.document_files import describe_unread_documents, format_from_content
+from textmill.corpus.records import RAW_BYTES, BadRecord, chunk_bytes_of
+from textmill.corpus.source import (
+    EXTENSIONS,
+    PACKAGES_ADVICE,
+    Source,
+    SourceChunk,
+    archive_kind,
+    format_from_name,
+    missing_package,
+)
+from textmill.corpus.split import SECTION
+from textmill.corpus.streams import BrokenStream, is_remote, remote_state
+from textmill.errors import TextmillError
+from textmill.storage.progress import progress
+from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem
+
+OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "trials.json", "trial-01.log")
+"""Files by which a folder that textmill wrote is recognised."""
+FILE_BYTES = 4096
+"""Opening a file takes as long as reading about so many bytes more."""
+BAR_FILES = 256
+"""Files found between two updates of the progress bar."""
+PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
+"""Ends an error about an absolute path, which may have been a relative one in a config of a project that was moved."""
+
+
+def find_sources(
+    entries: Sequence[str],
+    skip: Iterable[Path] = (),
+    corpora: str | None = None,
+    read_original: bool = False,
+    encoding: str = "auto",
+    skipped: list[str] | None = None,
+    setting: str = "corpus.sources",
+) -> list[Source]:
+    """All sources that the entries name, each once, sorted by name.
+
+    `skip`: folders that are not searched, such as textmill's own output. `corpora`: a file of named corpora.
+    `read_original`: read the MongoDB text from before any cleaning.
+    `encoding`: of the files, from `corpus.encoding`. `skipped`: gets the files of folders and archives that cannot be
+    read. `setting`: where the user gave the entries, for messages.
+    """
+    if not entries:
+        raise TextmillError(
+            f"{setting} is empty; give files, globs or folders of {EXTENSIONS}, "
+            f"or a bundled corpus: {', '.join(bundled_corpora())}"
+        )
+    skipped_folders = [os.path.realpath(folder) for folder in skip]
+    skipped_files = [] if skipped is None else skipped
+    search = _Search(setting, skipped_folders, read_corpora_file(corpora), skipped_files, read_original)
+    by_path: dict[str, Source] = {}
+    with progress("find files", unit="files", is_short=True) as bar:
+        for entry in entries:
+            for number, source in enumerate(search.find(entry), 1):
+                if number % BAR_FILES == 0:
+                    bar.advance(BAR_FILES)
+                if encoding != "auto":
+                    source = replace(source, encoding=encoding)
+                real_path = source.address if is_remote(source.address) else _real_path(source.address)
+                earlier = by_path.setdefault(real_path, source)
+                if earlier is source:
+                    continue
+                if source.text_key != earlier.text_key:
+                    raise TextmillError(
+                        f"{source.name}: listed twice, with text_key '{source.text_key}' and '{earlier.text_key}'; "
+                        f"remove one"
+                    )
+                by_path[real_path] = min(source, earlier, key=lambda candidate: candidate.name)
+    return sorted(by_path.values(), key=lambda source: reading_order(source, source.name))
+
+
+def reading_order(source: Source, name: str) -> tuple[str, int]:
+    """The order in which sources are read: by name, and inside a tar archive as they stand in it."""
+    if not source.position:
+        return name, 0
+    member = source.address.partition("://")[2].rpartition("::")[0]
+    # A portable name may lack the archive, if everything is in it.
+    return name.removesuffix(member) if name.endswith(member) else "", source.position
+
+
+def _real_path(path: str) -> str:
+    """The path of a file without links; most files of a folder are none, so its own path is looked up once."""
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    folder, _, name = path.rpartition("/")
+    if path.startswith("/"):
+        return f"{_real_folder(folder)}/{name}"
+    return f"{_real_folder(f'{os.getcwd()}/{folder}')}/{name}"
+
+
+@lru_cache(maxsize=1024)
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for the sources of some entries."""
+
+    setting: str
+    """Where the user gave the entries: `corpus.sources`, another setting, or an option of the command line."""
+    skipped_folders: list[str]
+    corpora: dict[str, NamedCorpus]
+    skipped_files: list[str]
+    """Gets the files of folders and archives that cannot be read."""
+    read_original: bool
+
+    def find(self, entry: str) -> Iterator[Source]:
+        """The sources of an entry."""
+        if entry in self.corpora:
+            corpus = self.corpora[entry]
+            inner = (source for one in corpus.sources for source in self._find_files(one, []))
+            found: Iterable[Source] = (replace(source, text_key=corpus.text_key) for source in inner)
+        else:
+            found = self._find_files(entry, list(self.corpora))
+        is_empty = True
+        for source in found:
+            is_empty = False
+            yield source
+        if is_empty:
+            if (unread := describe_unread_documents(self.skipped_files)) is not None:
+                raise TextmillError(f"{self.setting}: {unread}")
+            raise TextmillError(f"{self.setting}: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
+
+    def _find_files(self, entry: str, corpora: list[str]) -> Iterable[Source]:
+        """The sources of an entry that is not a named corpus; `corpora`: names that might be meant."""
+        if entry.startswith("mongo:"):
+            from textmill.corpus.formats import mongo  # needs pymongo
+
+            return mongo.find(entry, self.read_original)
+        if entry.startswith("hf:"):
+            return _find_hf_sources(entry, self.setting)
+        if is_remote(entry) and not entry.startswith("file://"):
+            return _find_remote_sources(entry, self.setting, self.skipped_files)
+        path = os.path.expanduser(entry.removeprefix("file://"))
+        if os.path.isdir(path):
+            return self._walk_folder(path)
+        if os.path.exists(path):
+            return self._file_sources(path)
+        if glob.has_magic(path):
+            matches = glob.glob(path, recursive=True)
+            if not matches:
+                advice = f"check the pattern ('**' matches subfolders){self._describe_base(entry)}"
+                raise TextmillError(f"{self.setting}: nothing matches '{entry}'; {advice}")
+            files = (match for match in matches if os.path.isfile(match) and not self._is_skipped(match))
+            return (source for file in files for source in self._file_sources(file))
+        if entry in bundled_corpora():
+            return [Source(entry, str(bundled_corpora()[entry]), "text")]
+        raise TextmillError(f"{self.setting}: no file, folder or corpus '{entry}'; {self._advise(entry, corpora)}")
+
+    def _advise(self, entry: str, corpora: list[str]) -> str:
+        """What to do about an entry that names nothing."""
+        if close_matches := difflib.get_close_matches(entry, [*corpora, *bundled_corpora()], n=1, cutoff=0.5):
+            return f"did you mean '{close_matches[0]}'?"
+        yours = f"your corpora: {', '.join(corpora)}; " if corpora else ""
+        bundled = f"the bundled corpora: {', '.join(bundled_corpora())}"
+        return f"check the path{self._describe_base(entry)}; {yours}{bundled}"
+
+    def _describe_base(self, entry: str) -> str:
+        """A hint for an entry of a YAML file, whose path has become absolute."""
+        return PATHS_OF_YAML if os.path.isabs(entry) and not self.setting.startswith("--") else ""
+
+    def _walk_folder(self, folder: str) -> Iterator[Source]:
+        for folder_path, folders, files in os.walk(folder, followlinks=False):
+            paths = {name: os.path.join(folder_path, name) for name in folders if not name.startswith(".")}
+            folders[:] = [
+                name for name, path in paths.items() if not self._is_skipped(path) and not _is_written_by_textmill(path)
+            ]
+            folders.sort()
+            # The JSON files of a folder that the datasets library saved hold no text.
+            is_saved_dataset = "state.json" in files and "dataset_info.json" in files
+            for name in sorted(files):
+                path = os.path.join(folder_path, name)
+                file_format = format_from_name(name)
+                if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
+                    continue
+                if not file_format and not archive_kind(name):
+                    file_format = format_from_content(path)
+                if (file_format and not missing_package(file_format)) or archive_kind(name):
+                    yield from self._file_sources(path)
+                else:
+                    self.skipped_files.append(os.path.normpath(path))
+
+    def _file_sources(self, path: str) -> Iterable[Source]:
+        """The source of a file, or those of an archive."""
+        if archive_kind(path) and os.access(path, os.R_OK):
+            return find_members(path, self.skipped_files)
+        name = os.path.normpath(path)
+        file_format = format_from_name(name) or format_from_content(name)
+        if file_format is not None and (missing := missing_package(file_format)):
+            raise TextmillError(f"{name}: needs the package {missing}; run: {PACKAGES_ADVICE}")
+        if file_format is None:
+            extension = os.path.splitext(name)[1].lower()
+            what = f"'{extension}'" if extension else "a file without an extension"
+            raise TextmillError(f"{name}: cannot read {what}; textmill reads {EXTENSIONS}")
+        if not os.access(name, os.R_OK):
+            raise TextmillError(f"{name}: not readable; change its permissions or remove it from {self.setting}")
+        return [Source(name, name, file_format)]
+
+    def _is_skipped(self, path: str) -> bool:
+        real = _real_path(path)
+        return any(real == folder or real.startswith(folder + os.sep) for folder in self.skipped_folders)
+
+
+def bundled_corpora() -> dict[str, Path]:
+    """The corpora that are shipped with textmill, by name."""
+    folder = Path(str(resources.files("textmill"))) / "corpora"
+    return {path.stem: path for path in sorted(folder.glob("*.txt"))}
+
+
+def _is_written_by_textmill(folder: str) -> bool:
+    """Whether a folder is a stage, a run, trials or an exported model of any project: it has no text of the user."""
+    has = {name for name in OWN_FILES if os.path.isfile(os.path.join(folder, name))}
+    if "manifest.json" in has:
+        with suppress(OSError), open(os.path.join(folder, "manifest.json"), "rb") as file:
+            return b'"verb"' in file.read(40)
+    is_unfinished = folder.endswith(".part") and "made_from.json" in has
+    return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
+
+
+class NamedCorpus(NamedTuple):
+    """The sources behind a name, and the field that holds their text."""
+
+    sources: list[str]
+    text_key: str | None
+
+
+def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
+    """Read the named corpora of a file; paths in it are relative to the file."""
+    if path is None:
+        return {}
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise TextmillError(f"corpus.corpora_file: {path}: not readable ({str(error).splitlines()[0]})") from None
+    if not isinstance(tree, dict):
+        raise TextmillError(
+            f"{path}: expected 'name:' lines with 'sources: [...]' below; found a {type(tree).__name__}"
+        )
+    return {str(name): _parse_corpus(path, str(name), value) for name, value in tree.items()}
+
+
+def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
+    if isinstance(value, str | list):
+        value = {"sources": value}
+    if not isinstance(value, dict) or "sources" not in value or set(value) - {"sources", "text_key"}:
+        found = sorted(map(str, value)) if isinstance(value, dict) else value
+        raise TextmillError(f"{path}: {name}: found {found}; expected 'sources' and optionally 'text_key'")
+    entries = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
+    key = value.get("text_key")
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, str) for entry in entries)
+        or not isinstance(key, str | None)
+    ):
+        raise TextmillError(f"{path}: {name}: 'sources' must be a list of strings, 'text_key' a string")
+    return NamedCorpus([_resolve_entry(path, entry) for entry in entries], key)
+
+
+def _resolve_entry(path: str, entry: str) -> str:
+    """Make a path relative to the file's folder; names and URLs stay as they are."""
+    if entry.startswith("mongo:"):
+        return "mongo:" + os.path.join(os.path.dirname(path), os.path.expanduser(entry.removeprefix("mongo:")))
+    if "://" in entry or entry.startswith("hf:"):
+        return entry
+    full_path = os.path.join(os.path.dirname(path), os.path.expanduser(entry))
+    return full_path if os.path.exists(full_path) or glob.has_magic(entry) or os.sep in entry or "." in entry else entry
+
+
+def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
+    """Download `hf:NAME[:CONFIG][:SPLIT]`, all splits if none is given: the Arrow files of its cache."""
+    name, _, rest = entry.removeprefix("hf:").partition(":")
+    config, _, split = rest.partition(":")
+    where = f"{setting}: '{entry}'"
+    if not name or not re.fullmatch(r"[\w.-]*", split):
+        raise TextmillError(
+            f"{where} is not valid; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT (a split without slicing)"
+        )
+    try:
+        import datasets
+    except ImportError:
+        raise TextmillError(f"{where} needs datasets; run: pip install 'textmill[hf]'") from None
+    try:
+        found = datasets.load_dataset(name, config or None, split=split or None)
+    except Exception as error:  # offline, unknown, gated, a script: each raises its own exception
+        raise TextmillError(
+            f"{where}: download failed ({first_line(error)}); check the name, config, split and network"
+        ) from None
+    for split_name, dataset in [(split, found)] if split else sorted(found.items()):
+        files = [file["filename"] for file in dataset.cache_files]
+        for number, path in enumerate(files):
+            source_name = f"hf:{name}:{config}:{split_name}"
+            yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
+
+
+def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Source]:
+    """The files at a URL, matching a URL pattern, or in the folder at a URL; those that cannot be read are added to
+    `skipped`. `setting`: where the user gave the URL."""
+    files, path = open_filesystem(url, f"{setting}: ")
+    try:
+        if any(character in path for character in "*["):  # in a URL a '?' starts the query
+            found = files.glob(path)
+        else:
+            found = files.find(path) if files.isdir(path) and not format_from_name(path.partition("?")[0]) else [path]
+        if found == [path]:
+            files.info(path)
+    except FileNotFoundError:
+        found = []
+    except Exception as error:  # each protocol raises its own exceptions
+        raise TextmillError(f"{setting}: {url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+    if not found:
+        raise TextmillError(f"{setting}: nothing at '{url}'; check the address")
+    sources = []
+    for one in sorted(found):
+        address = one if "://" in one else files.unstrip_protocol(one)
+        if (file_format := format_from_name(one.partition("?")[0])) is not None:
+            sources.append(Source(address, address, file_format))
+        elif len(found) == 1:
+            raise TextmillError(f"{url}: unknown format; textmill reads {EXTENSIONS}")
+        else:
+            skipped.append(address)
+    return sources
+
+
+def portable_names(sources: Sequence[Source]) -> list[str]:
+    """Source names that do not depend on the current folder or on where the project is stored."""
+    is_file = [
+        source.in_archive or (source.name == source.address and not is_remote(source.address)) for source in sources
+    ]
+    here = os.getcwd() if any(is_file) else ""
+    # Names are normalised, so that joining is enough; there may be millions.
+    full_paths = [
+        os.path.join(here, source.name) if file else "" for source, file in zip(sources, is_file, strict=True)
+    ]
+    folders = {os.path.normpath(path.rpartition("/")[0]) for path in full_paths if path}
+    common = os.path.commonpath(folders) if folders else ""
+
+    @cache
+    def relative(folder: str) -> str:
+        return "" if (found := os.path.relpath(folder, common)) == "." else found + "/"
+
+    return [
+        relative(path.rpartition("/")[0]) + path.rpartition("/")[2] if path else source.name
+        for source, path in zip(sources, full_paths, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """What shows whether a source has changed.
+
+    A remote source has a fingerprint, which replaces the checksum of a local file.
+    """
+
+    bytes: int
+    fingerprint: str | None
+    mtime_ns: int = 0
+
+
+def source_state(source: Source) -> SourceState:
+    """The size and modification time of a file; the size and fingerprint of a remote source."""
+    if source.snapshot is not None:
+        return SourceState(*format_module(source).state(source))
+    if source.in_archive:
+        return SourceState(*member_state(source.address))
+    if is_remote(source.address):
+        return SourceState(*remote_state(source.address))
+    state = os.stat(source.address)
+    return SourceState(state.st_size, None, state.st_mtime_ns)
+
+
+def format_module(source: Source) -> Any:
+    """The module of textmill.corpus.formats that reads a source."""
+    return _import_format(source.format)
+
+
+@cache
+def _import_format(name: str) -> Any:
+    return import_module(f"textmill.corpus.formats.{name}")
+
+
+def split_into_chunks(
+    sources: Sequence[Source], document_unit: str, sizes: Sequence[int] | None = None
+) -> list[SourceChunk]:
+    """All chunks, in order; a source that cannot be split is one chunk. `sizes`: their bytes, if they are known."""
+    sizes = [source_state(source).bytes for source in sources] if sizes is None else sizes
+    chunk_bytes = chunk_bytes_of(sum(sizes))
+    chunks: list[SourceChunk] = []
+    for source, size in zip(sources, sizes, strict=True):
+        find_ranges = getattr(format_module(source), "ranges", None)
+        format_ranges = find_ranges(source, document_unit, chunk_bytes) if find_ranges else None
+        # None: the format, or this file, cannot be split.
+        ranges = [(0, size, 1)] if format_ranges is None else list(format_ranges)
+        for start, stop, first_record in ranges:
+            chunks.append(SourceChunk(source, start, stop, first_record, is_entire_source=len(ranges) == 1))
+    return chunks
+
+
+def group_chunks(chunks: Sequence[SourceChunk], total: int) -> Iterator[Sequence[SourceChunk]]:
+    """The chunks that one worker reads: a part of a source, or whole sources that follow each other until they are
+    large enough; `total`: the bytes of all sources."""
+    chunk_bytes = chunk_bytes_of(total)
+    start = size = 0
+    for number, chunk in enumerate(chunks):
+        weight = chunk.stop - chunk.start + FILE_BYTES
+        if number > start and (not chunk.is_entire_source or size + weight > chunk_bytes):
+            yield chunks[start:number]
+            start = number
+            size = 0
+        size += weight if chunk.is_entire_source else chunk_bytes
+    if chunks:
+        yield chunks[start:]
+
+
+def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+    """The records of a chunk, in order.
+
+    A blank record is a document without text. If the stream is damaged, the last item is a bad record. With
+    `corpus.cut_records` the text of each record is cut into sections, as plain text is when it is read.
+    """
+    place = ""
+    try:
+        for record in format_module(chunk.source).read(chunk, config):
+            place = record.place if isinstance(record, BadRecord) else record.id
+            if config.cut_records and isinstance(record, Document):
+                yield from _cut_record(record, config.section_chars)
+            else:
+                yield record
+    except BrokenStream as error:
+        yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
+
+
+def _cut_record(record: Document, size: int) -> Iterator[Document]:
+    """The sections of a record; a short record is its only section."""
+    sections = cut_into_sections(record.text, size)
+    if len(sections) < 2:
+        yield record
+        return
+    for number, text in enumerate(sections, 1):
+        yield replace(record, text=text, id=f"{record.id}{SECTION}{number}")

@@ -1,0 +1,145 @@
+"""Constrained output: texts that follow a JSON schema, a regular expression or a grammar, or are one of some texts.
+
+llguidance, which vLLM, SGLang and llama.cpp use too, says which tokens may come next. What cannot be satisfied is found
+when a grammar is made; what takes too long to follow ends the text with an error (llguidance has limits).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from textmill.config import SampleConfig
+from textmill.errors import TextmillError
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+WHITESPACE = r"[ \n\t]{0,20}"
+"""Between the parts of a JSON text; without an end a model could write nothing else."""
+MAX_LENGTH = 200_000
+"""Characters of a grammar."""
+MAX_REASON = 200
+
+
+def json_grammar(schema: dict[str, Any] | bool, place: str) -> str:
+    """The grammar of JSON texts that a schema allows. `place` names the schema in errors."""
+    try:
+        return _checked(
+            LLMatcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": WHITESPACE}), place
+        )
+    except ValueError as error:
+        raise _refusal(place, str(error)) from None
+
+
+def regex_grammar(regex: str, place: str) -> str:
+    """The grammar of texts that match a regular expression of Rust's syntax as a whole."""
+    return _checked(LLMatcher.grammar_from_regex(regex), place)
+
+
+def choice_grammar(choices: Sequence[str], place: str) -> str:
+    """The grammar of a few texts."""
+    if not choices or not all(choices):
+        raise _refusal(place, "it has an empty text" if choices else "it is empty")
+    return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices), place)
+
+
+def lark_grammar(grammar: str, place: str) -> str:
+    """The grammar written in Lark's syntax, as llguidance reads it."""
+    return _checked(LLMatcher.grammar_from_lark(grammar), place)
+
+
+def _checked(grammar: str, place: str) -> str:
+    if len(grammar) > MAX_LENGTH:
+        raise _refusal(place, f"it has more than {MAX_LENGTH:,} characters")
+    if problem := LLMatcher.validate_grammar(grammar):
+        raise _refusal(place, problem)
+    return grammar
+
+
+def _refusal(place: str, problem: str) -> TextmillError:
+    reason = " ".join(problem.split())
+    reason = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "..."
+    return TextmillError(f"{place}: no text can follow it ({reason}); change it")
+
+
+@lru_cache(maxsize=8)
+def read_schema(path: str) -> str:
+    """The grammar of the JSON schema in a file."""
+    place = f"sample.json_schema: {path}"
+    try:
+        schema = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TextmillError(f"{place}: cannot be read ({error.strerror}); name a file with a JSON schema") from None
+    except ValueError as error:
+        raise TextmillError(f"{place}: is not JSON ({error}); correct it") from None
+    if not isinstance(schema, dict | bool):
+        raise TextmillError(f"{place}: is not a JSON schema, which is an object; correct it")
+    return json_grammar(schema, place)
+
+
+def sample_grammar(sample: SampleConfig) -> str:
+    """The grammar that the settings name; empty if they name none."""
+    if sample.json_schema is None:
+        return ""
+    if sample.beams > 1:
+        raise TextmillError(f"sample.json_schema: not with sample.beams={sample.beams}; set sample.beams=1")
+    return read_schema(sample.json_schema)
+
+
+class TokenTable:
+    """A tokenizer as llguidance needs it; opened when the first constrained text comes."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._opened: LLTokenizer | None = None
+
+    def new_constraint(self, grammar: str, ends: Sequence[int]) -> Constraint:
+        """What follows one text; `ends` are the tokens that end it."""
+        tokenizer = self._tokenizer
+        if self._opened is None:
+            try:
+                self._opened = LLTokenizer(
+                    tokenizer.inner.to_str(), n_vocab=tokenizer.vocab, eos_token=tokenizer.eos_id
+                )
+            except (ValueError, RuntimeError) as error:
+                raise TextmillError(f"the model's tokenizer cannot be constrained ({error})") from None
+        return Constraint(LLMatcher(self._opened, grammar), tokenizer.vocab, tokenizer.eos_id, list(ends))
+
+
+class Constraint:
+    """Which tokens may come next in one text."""
+
+    def __init__(self, matcher: LLMatcher, vocab: int, eos_id: int, ends: list[int]) -> None:
+        self._matcher = matcher
+        self._vocab = vocab
+        self._eos_id = eos_id
+        self._ends = ends
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Whether each token may come next. All tokens that end a text may, or none."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed_V = np.unpackbits(bits, count=self._vocab, bitorder="little").astype(np.bool_)
+        allowed_V[self._ends] = allowed_V[self._eos_id]
+        return allowed_V
+
+    def add(self, id_: int) -> None:
+        """Append a token to the text."""
+        self._matcher.consume_token(id_)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def problem(self) -> str:
+        """Why the text cannot go on; empty if it can, or is complete."""
+        if not self._matcher.is_error():
+            return ""
+        return f"the text cannot be constrained any further: {self._matcher.get_error()[:MAX_REASON]}"
