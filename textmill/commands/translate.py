@@ -23,6 +23,7 @@ from textmill.config.other_names import target_of
 from textmill.config.training import UNITS
 from textmill.config.yaml_text import format_yaml_value
 from textmill.errors import TextmillError
+from textmill.storage.files import write_text
 
 
 @dataclass
@@ -58,12 +59,12 @@ def translate(text: str, to: str | None = None, gpus: int | None = None) -> None
         raise TextmillError(f"--to {to}: exists; choose another name, or remove it")
     translation = read_translation(text, gpus)
     _drop_refused(translation)
-    page = format_translation(translation)
+    page = format_translation(translation, to or "FILE")
     if to is None:
         print(page, end="")
     else:
-        Path(to).write_text(page, encoding="utf-8")
-        print(f"wrote {to}; {_next_step(translation, to)}")
+        write_text(Path(to), page)
+        print(f"wrote {to}; next: {_next_step(translation, to)}")
     for line in _left_lines(translation):
         print(f"textmill: {line}", file=sys.stderr)
 
@@ -203,10 +204,10 @@ def _drop_refused(translation: Translation) -> None:
             return
 
 
-def format_translation(translation: Translation) -> str:
-    """The YAML file."""
+def format_translation(translation: Translation, file: str = "FILE") -> str:
+    """The YAML file, to be saved as `file`."""
     names = " and ".join(dict.fromkeys(pasted.script for pasted in translation.scripts)) or "a DeepSpeed JSON"
-    lines = [f"# From {names}. {_next_step(translation, 'FILE')}"]
+    lines = [f"# From {names}. Next: {_next_step(translation, file)}"]
     lines += _yaml_lines(_tree_of(translation.settings), "", translation)
     left = _left_lines(translation)
     return "\n".join([*lines, *(["#"] if left else []), *(f"# {line}" for line in left)]) + "\n"
@@ -232,12 +233,12 @@ def _next_step(translation: Translation, file: str) -> str:
     """The command that uses the file."""
     tools = {pasted.tool for pasted in translation.scripts}
     if tools == {"megatron-eval"}:
-        return f"Next: textmill evaluate {file}"
+        return f"textmill evaluate {file}"
     if tools and tools <= {"megatron-data", "jax-lm-data", "binarize", "counts"}:
-        return f"Next: textmill prepare {file}, fit-tokenizer, tokenize"
+        return f"textmill prepare {file}, fit-tokenizer, tokenize"
     gpus = max((pasted.gpus for pasted in translation.scripts), default=1)
     more = f"; the training on {gpus} GPUs: torchrun --nproc-per-node {gpus} -m textmill train {file}"
-    return f"Next: textmill run {file}" + (more if gpus > 1 else "")
+    return f"textmill run {file}" + (more if gpus > 1 else "")
 
 
 def _left_lines(translation: Translation) -> list[str]:
