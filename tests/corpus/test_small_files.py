@@ -13,11 +13,10 @@ import pytest
 
 from textmill.cli import main
 from textmill.config import RunConfig
-from textmill.corpus import find_sources, inputs
+from textmill.corpus import find_sources
 from textmill.corpus.document import SPLITS
 from textmill.corpus.dropped import read_dropped
-from textmill.corpus.inputs import name_entries
-from textmill.corpus.prepare import prepare
+from textmill.corpus.prepare import name_entries, prepare
 from textmill.corpus.shards import list_shards, read_documents
 
 COUNT = 300
@@ -28,7 +27,7 @@ TEXTS = [f"{number} " + "mill " * (number % 7 + 1) for number in range(COUNT - 1
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files in twelve folders; more than can have an entry each."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inputs, "MAX_ENTRIES", 20)
+    monkeypatch.setattr("textmill.corpus.prepare.MAX_ENTRIES", 20)
     for number, text in enumerate(TEXTS):
         path = Path(f"texts/{number % 12}/{number:03d}.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ def test_archives_give_the_same_documents(small: Path) -> None:
     ],
 )
 def test_entries(monkeypatch: pytest.MonkeyPatch, names: list[str], expected: list[str]) -> None:
-    monkeypatch.setattr(inputs, "MAX_ENTRIES", 3)
+    monkeypatch.setattr("textmill.corpus.prepare.MAX_ENTRIES", 3)
     assert name_entries(names) == expected
 
 
