@@ -120,6 +120,15 @@ def translated(text: str, *flags: str) -> tuple[str, RunConfig]:
     return Path("new.yaml").read_text(encoding="utf-8"), open_where("new.yaml", []).config
 
 
+def test_the_file_stands_where_the_paths_of_the_command_are_true(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "configs").mkdir()
+    assert main(["from", "run_clm.py --train_file a.txt", "--to", "configs/new.yaml"]) == 2
+    assert "write --to new.yaml" in capsys.readouterr().err
+    assert not any((here / "configs").iterdir())
+
+
 def value_of(config: Any, key: str) -> Any:
     for name in key.split("."):
         config = getattr(config, name)

@@ -57,6 +57,11 @@ def translate(text: str, to: str | None = None, gpus: int | None = None) -> None
     """Print or write the YAML of a command, of a file with commands, or of `-`, the standard input."""
     if to is not None and Path(to).exists():
         raise TextmillError(f"--to {to}: exists; choose another name, or remove it")
+    if to is not None and Path(to).resolve().parent != Path.cwd():
+        raise TextmillError(
+            f"--to {to}: is in another folder, but a command's paths are relative to the current folder and those of a "
+            f"YAML file to its own; write --to {Path(to).name}"
+        )
     translation = read_translation(text, gpus)
     _drop_refused(translation)
     page = format_translation(translation, to or "FILE")
