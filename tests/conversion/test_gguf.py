@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.conftest import ROOT
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
 from textmill.cli import main
+from textmill.config import TokenizerConfig
 from textmill.conversion.compare import TEXTS
 from textmill.conversion.formats.gguf import modelfile, read
 from textmill.conversion.model import Hints
+from textmill.conversion.readers import join_unknown
 from textmill.errors import TextmillError
 from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.foreign_files import add_special_around
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 
 pytest.importorskip("gguf", reason="needs the extra export")
 
@@ -235,7 +239,8 @@ def test_the_modelfile_has_the_template_of_another_model(jinja: str, go: str | N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "unigram"}, "needs a byte-level BPE tokenizer without a normalizer; this one is Unigram"),
+        ({"kind": "unigram", "vocab": 500}, "it has no byte fallback for unigram; fit with tokenizer.byte_fallback=fa"),
+        ({"kind": "wordpiece"}, "or one that works as sentencepiece does; this one is WordPiece"),
         ({"lowercase": True}, "this one is BPE with a normalizer"),
         ({"split_cjk": True}, "llama.cpp has no name for how this tokenizer splits words"),
     ],
@@ -247,6 +252,86 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
     assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+UNIGRAM = {"model_type": "unigram", "vocab_size": 900, "character_coverage": 0.98}
+BPE = {"model_type": "bpe", "vocab_size": 1100, "byte_fallback": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "bpe": {**BPE, **PLAIN},
+    "bpe without a prefix": {**BPE, **PLAIN, "add_dummy_prefix": False, "user_defined_symbols": ["<mill>"]},
+    "unigram": {**UNIGRAM, "normalization_rule_name": "nmt_nfkc_cf"},
+    "unigram without a prefix": {**UNIGRAM, **PLAIN, "add_dummy_prefix": False, "user_defined_symbols": ["<mill>"]},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bpe that normalises": (BPE, "it does not normalise the text of a BPE vocabulary; use hf"),
+    "bpe without bytes": ({**BPE, **PLAIN, "byte_fallback": False}, "it writes unknown characters as bytes, and this"),
+    "unigram with blanks": ({**UNIGRAM, **PLAIN}, "it counts blanks differently; use hf"),
+    "symbols": (
+        {**UNIGRAM, "user_defined_symbols": ["<mill>"]},
+        "it also puts a space before the text after a special",
+    ),
+}
+
+
+def write_sentencepiece(folder: Path, options: dict[str, Any]) -> TextTokenizer:
+    """A model of the sentencepiece library as a folder; returns its tokenizer."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra dev")
+    texts = iter([*TEXT, *TEXTS, *multilingual(60)] * 20)
+    prefix = folder.with_name("spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=texts, model_prefix=str(prefix), hard_vocab_limit=False, minloglevel=2, **options
+    )
+    tokenizer = open_tokenizer(prefix.with_suffix(".model"))
+    write_folder(folder, tokenizer, rows=5)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.long] * (one != "bpe")) for one in MODELS])
+def test_a_sentencepiece_model_gives_the_same_ids_in_llama_cpp(tmp_path: Path, name: str) -> None:
+    tokenizer = write_sentencepiece(tmp_path / "model", MODELS[name])
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert main(["export", str(tmp_path / "model"), f"export.folder={out}", "export.kind=gguf"]) == 0
+    texts = [*multilingual(500), "   lead", "trail  ", "a  b   c", "\n\n", "▁x <s> </s> [unused901] <0x41>"]
+    if "nfkc_cf" in str(MODELS[name]):  # combining marks are the difference that export warns of
+        texts = [text for text in texts if "\u309a" not in text and "\u3099" not in text]
+    found = ask_llama_cpp(out / "out.gguf", texts=texts)["ids"]
+    for text, ids in zip(texts, found, strict=True):
+        assert join_unknown(ids, tokenizer.unk_id) == join_unknown(tokenizer.encode(text), tokenizer.unk_id), text
+    assert main(["import", str(out), str(back)]) == 0
+    again = open_tokenizer(back)
+    assert [again.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+    assert again.decode(again.encode(TEXT[0])) == TEXT[0]
+
+
+@pytest.mark.long
+def test_a_fitted_unigram_gives_the_same_ids_in_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = fit(iter([multilingual(150)]), TokenizerConfig(kind="unigram", vocab=1600, byte_fallback=False))
+    folder, out = write_folder(tmp_path / "model", tokenizer), tmp_path / "out"
+    assert main(["export", str(folder), f"export.folder={out}", "export.kind=gguf"]) == 0
+    assert "one token of unknown characters in a row" in capsys.readouterr().err
+    texts = multilingual(500)
+    for text, ids in zip(texts, ask_llama_cpp(out / "out.gguf", texts=texts)["ids"], strict=True):
+        assert ids == join_unknown(tokenizer.encode(text), tokenizer.unk_id), text
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sentencepiece_models_that_llama_cpp_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    options, message = REFUSED[name]
+    write_sentencepiece(tmp_path / "model", options)
+    assert main(["export", str(tmp_path / "model"), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_merges_that_are_not_all_of_them_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = write_sentencepiece(tmp_path / "spm", MODELS["bpe"])
+    tree = json.loads(tokenizer.inner.to_str())
+    tree["model"]["merges"].pop(5)
+    write_folder(tmp_path / "model", replace(tokenizer, inner=Tokenizer.from_str(json.dumps(tree))))
+    assert main(["export", str(tmp_path / "model"), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 2
+    assert "it merges all tokens whose union is one" in capsys.readouterr().err
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

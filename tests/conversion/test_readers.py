@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conversion.test_carried_settings import update, write_foreign
-from tests.conversion.test_gguf import CHATML, multilingual
+from tests.conversion.test_gguf import CHATML, MODELS, multilingual, write_sentencepiece
 from tests.conversion.test_gguf_llama import KINDS, write_model
 from tests.support.bert_models import write_bert
 from tests.support.model_folders import korean_tokenizer, write_folder
@@ -19,7 +19,7 @@ from textmill.conversion import compare, readers
 from textmill.conversion.readers import check_with_reader
 from textmill.models.bert.family import TASK_CLASSES
 
-FOLDERS = ("gpt2", "chat", "llama", "qwen2", "qwen3", "biases", "foreign")
+FOLDERS = ("gpt2", "chat", "llama", "qwen2", "qwen3", "biases", "foreign", "sentencepiece")
 BERTS = ("BertForMaskedLM", "BertForPreTraining", "BertModel", *(f"BertFor{name}" for name in TASK_CLASSES.values()))
 CASES = [
     pytest.param(folder, kind, marks=() if (folder, kind) == ("foreign", "gguf") else pytest.mark.long)
@@ -37,6 +37,9 @@ def write(folder: Path, name: str) -> Path:
     """A small folder of this kind."""
     if name in ("gpt2", "chat"):
         return write_folder(folder, korean_tokenizer(chat="default" if name == "chat" else None), loud=6.0)
+    if name == "sentencepiece":
+        write_sentencepiece(folder, MODELS["bpe"])
+        return folder
     if name in BERTS:
         write_bert(folder, name)
         return folder

@@ -152,7 +152,8 @@ def check_written(
         figures += f", mean KL divergence {difference.divergence:.2g} (bound {bound:g}) on {ids.size:,} tokens of text"
         if not difference.divergence <= bound:
             raise _failed(where, f"its {figures}", "; use export.precision=fp16, or raise export.max_divergence")
-    return f"{figures}; {check_tokenizer(source.tokenizer, written.tokenizer, where)}"
+    joins = config.kind == "gguf"  # llama.cpp does so between words too
+    return f"{figures}; {check_tokenizer(source.tokenizer, written.tokenizer, where, joins_unknown=joins)}"
 
 
 def check_tokenizer(
@@ -169,19 +170,13 @@ def check_tokenizer(
         expected = source.encode(text)
         actual = written.encode(text)
         if joins_unknown:
-            expected = _join_unknown(expected, source.unk_id)
-            actual = _join_unknown(actual, source.unk_id)
+            expected = readers.join_unknown(expected, source.unk_id)
+            actual = readers.join_unknown(actual, source.unk_id)
         if expected != actual:
             raise _failed(where, f"its tokenizer gives other ids for {text[:40]!r}")
     if source.eos_id != written.eos_id:
         raise _failed(where, f"its end-of-text token is {written.eos_id}, the model has {source.eos_id}")
     return f"ids of {len(texts)} texts are equal"
-
-
-def _join_unknown(ids: list[int], unknown: int | None) -> list[int]:
-    """[5, 0, 0, 7] -> [5, 0, 7], if 0 is the unknown token."""
-    pairs = zip([None, *ids], ids, strict=False)
-    return [id_ for previous, id_ in pairs if id_ != unknown or previous != unknown]
 
 
 def _failed(where: str, what: str, advice: str = "") -> TextmillError:

@@ -34,6 +34,17 @@ from textmill.storage.files import manifest_entry, write_text
 from textmill.storage.tensor_files import Named
 from textmill.tokens.chat import MARK, MARKS, JinjaTemplate
 from textmill.tokens.vocabulary.foreign_files import LLAMA_3, QWEN, add_special_around
+from textmill.tokens.vocabulary.sentencepiece_model import (
+    BPE,
+    BYTE,
+    UNIGRAM,
+    SentencePiece,
+    SpmModel,
+    build_tokenizer,
+    is_sentencepiece,
+    parse_model,
+    sentencepiece_files,
+)
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16", "q8_0", "q4_0")
@@ -90,8 +101,8 @@ def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: 
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     assert model.tokenizer is not None
     for key, value in keys_of(model.tokenizer, shape.vocab).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-        add[type(value)](f"tokenizer.{key}", value)
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}.get(type(value), writer.add_array)
+        add(f"tokenizer.{key}", value)
     carried = {name: dict(getattr(model.tokenizer, name)) for name in CARRIED_FIELDS}
     if any(carried.values()):
         writer.add_string(CARRIED, json.dumps(carried, ensure_ascii=False))
@@ -249,24 +260,19 @@ CARRIED = "textmill.tokenizer"
 """JSON of what llama.cpp's keys have no place for: settings of tokenizer_config.json, config.json and
 generation_config.json."""
 CARRIED_FIELDS = ("settings", "model_ids", "generation")
+SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
+"""llama.cpp's names of the tokenizers that work as sentencepiece does, and sentencepiece's types of models."""
+NEVER_FOUND = -1e4
+"""The score of unused tokens, which llama.cpp would otherwise find in a text."""
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
 
 
 def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     """The keys below `tokenizer.`; ids without a token up to `rows`, the rows of the embedding, are marked unused."""
     tree = json.loads(tokenizer.inner.to_str())
-    split = _find_split(tree)
-    by_id = {id_: (token, NORMAL) for token, id_ in tree["model"]["vocab"].items()}
-    for id_, added in tokenizer.inner.get_added_tokens_decoder().items():
-        by_id[id_] = added.content, CONTROL if added.special else USER_DEFINED
-    entries = [by_id.get(id_, (f"[unused{id_}]", UNUSED)) for id_ in range(rows)]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tree["model"]["merges"]]
+    vocabulary = _sentencepiece_keys if is_sentencepiece(tree) else _byte_level_keys
     keys: dict[str, Any] = {
-        "ggml.model": "gpt2",
-        "ggml.pre": split,
-        "ggml.tokens": [token for token, _ in entries],
-        "ggml.token_type": [kind for _, kind in entries],
-        "ggml.merges": merges,
+        **vocabulary(tokenizer, tree, rows),
         "ggml.add_bos_token": tokenizer.adds_bos,
         "ggml.add_eos_token": tokenizer.adds_eos,
     }
@@ -286,6 +292,75 @@ def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     return {**keys, "chat_template": template} if template else keys
 
 
+def _byte_level_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The vocabulary of a byte-level BPE tokenizer."""
+    split = _find_split(tree)
+    by_id = {id_: (token, NORMAL) for token, id_ in tree["model"]["vocab"].items()}
+    for id_, added in tokenizer.inner.get_added_tokens_decoder().items():
+        by_id[id_] = added.content, CONTROL if added.special else USER_DEFINED
+    entries = [by_id.get(id_, (_unused(id_), UNUSED)) for id_ in range(rows)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tree["model"]["merges"]]
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": split,
+        "ggml.tokens": [token for token, _ in entries],
+        "ggml.token_type": [kind for _, kind in entries],
+        "ggml.merges": merges,
+    }
+
+
+def _unused(id_: int) -> str:
+    return f"[unused{id_}]"
+
+
+def _sentencepiece_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The vocabulary and the normalizer of a tokenizer that works as sentencepiece does."""
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    try:
+        model = parse_model(sentencepiece_files(tokenizer.inner, ids)[0])
+    except TextmillError as error:
+        raise TextmillError(f"export.kind: llama.cpp would give other ids: {error}; use hf") from None
+    if reason := _find_difference(model, tree):
+        raise TextmillError(f"export.kind: llama.cpp would give other ids, because {reason}")
+    if model.type == UNIGRAM:
+        warn("llama.cpp makes one token of unknown characters in a row, also where this tokenizer splits words")
+    if model.charsmap:
+        warn("llama.cpp normalises some combining characters as sentencepiece does, not as transformers")
+    unused = [SentencePiece(_unused(id_), NEVER_FOUND, UNUSED) for id_ in range(len(model.pieces), rows)]
+    pieces = [*model.pieces, *unused]
+    return {
+        "ggml.model": next(name for name, kind in SENTENCEPIECE.items() if kind == model.type),
+        "ggml.pre": "default",
+        "ggml.tokens": [piece.text for piece in pieces],
+        "ggml.scores": [piece.score for piece in pieces],
+        "ggml.token_type": [piece.type for piece in pieces],
+        "ggml.add_space_prefix": model.dummy_prefix,
+        "ggml.remove_extra_whitespaces": model.remove_extra,
+        **({"ggml.precompiled_charsmap": model.charsmap} if model.charsmap else {}),
+    }
+
+
+def _find_difference(model: SpmModel, tree: dict[str, Any]) -> str | None:
+    """What llama.cpp does in another way than this tokenizer, and what to do; None if nothing."""
+    has_bytes = sum(piece.type == BYTE for piece in model.pieces) == 256
+    once = any(piece.type == USER_DEFINED for piece in model.pieces) or '"first"' in json.dumps(tree["pre_tokenizer"])
+    if not model.escape:
+        return "its tokens have spaces as they are; use hf"
+    if model.dummy_prefix and once:
+        return "it also puts a space before the text after a special token, and this tokenizer does not; use hf"
+    if model.type == UNIGRAM:
+        if model.byte_fallback:
+            return "it has no byte fallback for unigram; fit with tokenizer.byte_fallback=false, or use hf"
+        return None if model.dummy_prefix == model.remove_extra else "it counts blanks differently; use hf"
+    if not has_bytes or not model.byte_fallback:
+        return "it writes unknown characters as bytes, and this vocabulary has no byte fallback; use hf"
+    if model.charsmap or model.remove_extra:
+        return "it does not normalise the text of a BPE vocabulary; use hf"
+    rebuilt = json.loads(build_tokenizer(model).to_str())["model"]
+    merged, known = (["".join(merge) for merge in one["merges"]] for one in (rebuilt, tree["model"]))
+    return None if merged == known else "it merges all tokens whose union is one, and this tokenizer some; use hf"
+
+
 def _find_split(tree: dict[str, Any]) -> str:
     """llama.cpp's name for how a tokenizer splits words; an error if llama.cpp would give other ids."""
     model = tree["model"]
@@ -294,7 +369,8 @@ def _find_split(tree: dict[str, Any]) -> str:
     if model["type"] != "BPE" or has_other_normalizer or "ByteLevel" not in json.dumps(tree["pre_tokenizer"]):
         kind = f"{model['type']}{' with a normalizer' if has_other_normalizer else ''}"
         raise TextmillError(
-            f"export.kind: a model in gguf needs a byte-level BPE tokenizer without a normalizer; this one is {kind}"
+            f"export.kind: a model in gguf needs a byte-level BPE tokenizer without a normalizer, or one that works as "
+            f"sentencepiece does; this one is {kind}"
         )
     split = _split_name(tree["pre_tokenizer"], bool(model.get("ignore_merges")))
     if has_nfc != (split in COMPOSING):
@@ -340,14 +416,22 @@ def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
     tokens: Any = keys.get("tokenizer.ggml.tokens")
     kinds: Any = keys.get("tokenizer.ggml.token_type")
     merges: Any = keys.get("tokenizer.ggml.merges")
+    kind = keys.get("tokenizer.ggml.model")
     split = keys.get("tokenizer.ggml.pre", "gpt-2")
-    if keys.get("tokenizer.ggml.model") != "gpt2" or split not in SPLITS:
-        return None
-    if not _is_text_list(tokens) or not _is_text_list(merges):
+    if not _is_text_list(tokens):
         return None
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         kinds = [NORMAL] * len(tokens)
-    inner = _build_tokenizer(tokens, kinds, merges, split, where)
+    if kind in SENTENCEPIECE:
+        spm = _spm_of(keys, tokens, kinds, kind)
+        if spm is None:
+            return None
+        inner = build_tokenizer(spm)
+        inner.encode_special_tokens = True
+    elif kind == "gpt2" and split in SPLITS and _is_text_list(merges):
+        inner = _build_byte_level(tokens, kinds, merges, split, where)
+    else:
+        return None
     end = keys.get("tokenizer.ggml.eos_token_id")
     if type(end) is not int or not 0 <= end < len(tokens):
         raise TextmillError(f"{where}: tokenizer.ggml.eos_token_id is {end!r}; the file names no end-of-text token")
@@ -359,8 +443,8 @@ def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
     template = keys.get("tokenizer.chat_template")
     jinja = template if isinstance(template, str) else None
     tokenizer = replace(TextTokenizer(inner, end, roles, jinja=jinja), **_carried_of(keys, where))
-    adds_bos = keys.get("tokenizer.ggml.add_bos_token", split in ADDING_BOS)
-    adds_eos = keys.get("tokenizer.ggml.add_eos_token", False)
+    adds_bos = keys.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in ADDING_BOS)
+    adds_eos = keys.get("tokenizer.ggml.add_eos_token", kind == "t5")
     if tokenizer.bos_id is not None and (adds_bos or adds_eos):
         begin = roles["bos_token"] if adds_bos else None
         add_special_around(inner, begin, tokens[end] if adds_eos else None)
@@ -384,7 +468,32 @@ def _carried_of(keys: dict[str, Any], where: str) -> dict[str, Any]:
     return {"model_ids": ids}
 
 
-def _build_tokenizer(tokens: list[str], kinds: list[int], merges: list[str], split: str, where: str) -> Tokenizer:
+def _spm_of(keys: dict[str, Any], tokens: list[str], kinds: list[int], kind: str) -> SpmModel | None:
+    """The model of a tokenizer that works as sentencepiece does; None if its keys are incomplete, or tokens between
+    others are unused."""
+    scores: Any = keys.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        return None
+    pieces = list(map(SentencePiece, tokens, scores, kinds))
+    while pieces and pieces[-1].type == UNUSED:
+        pieces.pop()
+    if any(piece.type == UNUSED for piece in pieces) or len({piece.text for piece in pieces}) != len(pieces):
+        return None
+    is_bpe = kind == "llama"
+    return SpmModel(
+        pieces=pieces,
+        type=SENTENCEPIECE[kind],
+        byte_fallback=is_bpe,
+        suffix=False,
+        roles={},
+        charsmap=b"" if is_bpe else bytes(keys.get("tokenizer.ggml.precompiled_charsmap", b"")),
+        dummy_prefix=bool(keys.get("tokenizer.ggml.add_space_prefix", is_bpe)),
+        remove_extra=not is_bpe and bool(keys.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+        escape=True,
+    )
+
+
+def _build_byte_level(tokens: list[str], kinds: list[int], merges: list[str], split: str, where: str) -> Tokenizer:
     """The tokenizer of these tokens, in the library that the rest of textmill uses."""
     vocab = {token: id_ for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
     pairs: list[tuple[str, str]] = []

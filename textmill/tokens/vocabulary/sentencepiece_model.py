@@ -80,7 +80,7 @@ def open_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
             f"{path}: has unused pieces, which are not supported; write the model without a restricted vocabulary"
         )
     try:
-        return _build_tokenizer(model), model.roles
+        return build_tokenizer(model), model.roles
     except Exception as error:  # the library raises plain Exception
         raise TextmillError(f"{path}: a damaged sentencepiece model ({error}); download it again") from None
 
@@ -117,7 +117,8 @@ def _parse_piece(data: bytes) -> SentencePiece:
     return SentencePiece(others.get(1, [b""])[-1].decode(), score, integers.get(3, NORMAL))
 
 
-def _build_tokenizer(model: SpmModel) -> Tokenizer:
+def build_tokenizer(model: SpmModel) -> Tokenizer:
+    """A tokenizer that encodes as the model does."""
     inner = Tokenizer(_unigram(model) if model.type == UNIGRAM else _bpe(model))
     user_defined = [piece.text for piece in model.pieces if piece.type == USER_DEFINED]
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
