@@ -2,7 +2,8 @@
 
 The running texts are in the first slots of the KV cache. A step with A and B running and C waiting:
 
-    join       read C's prompt, without its last token, into the third slot (prefill)
+    join       read C's prompt, without its last token, into the third slot (prefill); what it has in common with
+               another text is copied (prefix cache)
     decode     one forward pass over the last tokens of A, B and C; choose the next token of each
     receive    append the three tokens to their texts; B ends
     compact    move C into B's slot
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from textmill.generation.constraints import TokenTable
 from textmill.generation.incremental_text import StopStringFilter, TextDecoder
+from textmill.generation.prefix_cache import PrefixCache, count_common
 from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
 from textmill.generation.sampling import (
     CapturedSampling,
@@ -72,6 +74,8 @@ class RunningBatch:
     """For constrained texts."""
     limit: int
     """Texts at a time; there may be more slots."""
+    prefixes: PrefixCache | None = None
+    """Texts that have ended, for prompts that begin like them; None: every prompt is computed from its start."""
     running: list[RunningText] = field(default_factory=list)
     """By slot."""
     waiting: list[RunningText] = field(default_factory=list)
@@ -158,6 +162,8 @@ class RunningBatch:
     def _join(self) -> None:
         """Prefill the prompts of all waiting texts, as many at once as fit into one prefill."""
         self.waiting.sort(key=lambda text: len(text.ids))
+        if self.prefixes is not None:
+            self.waiting = [text for text in self.waiting if not self._reuse(text, self.prefixes)]
         while self.waiting:
             group = [self.waiting.pop(0)]
             while (
@@ -194,6 +200,31 @@ class RunningBatch:
                 text.prompt_logprobs = compute_prompt_logprobs(
                     self.slots.net, self.tokenizer.vocab, text.request, hidden_TE
                 )
+
+    def _reuse(self, text: RunningText, prefixes: PrefixCache) -> bool:
+        """Let a text join whose prompt begins like another text, and read the rest of it; False if there is none."""
+        context = text.ids[:-1]
+        if text.request.echo or len(context) < self.slots.least_reused:
+            return False
+        common, saved = prefixes.find(context)
+        source: int | None = None
+        for slot, other in enumerate(self.running):
+            if (count := count_common(context, other.valid_ids(self.slots.least_reused))) > common:
+                common, source = count, slot
+        if common < self.slots.least_reused:
+            return False
+        slot = len(self.running)
+        self.running.append(text)
+        self._rules = None
+        if source is not None:
+            self.slots.move(source, slot, common)
+        elif saved is not None:
+            self.slots.restore(slot, saved, common)
+        if common < len(context):
+            self.slots.resume(slot, common, context[common:])
+        text.cached = len(context)
+        text.reused = common
+        return True
 
     def _can_run_ahead(self) -> bool:
         """Whether the next step needs the pending tokens on the device only, not on the host.
@@ -270,6 +301,11 @@ class RunningBatch:
         finished = [slot for slot, text in enumerate(self.running) if text.finished]
         if not finished:
             return
+        if self.prefixes is not None:
+            for slot in finished:
+                ids = self.running[slot].valid_ids(self.slots.least_reused)
+                if len(ids) and self.prefixes.is_new(ids):
+                    self.prefixes.add(ids, self.slots.save(slot, len(ids)))
         count = len(self.running) - len(finished)
         free = [slot for slot in finished if slot < count]
         sources = [slot for slot in range(count, len(self.running)) if not self.running[slot].finished]
@@ -295,12 +331,22 @@ class RunningText:
     stops: StopStringFilter
     cached: int = 0
     """Tokens whose keys and values are in the slot."""
+    reused: int = 0
+    """Those of them that were copied from another text."""
     prompt_logprobs: tuple[tuple[float | None, TopTokens], ...] = ()
     """With `echo`: the prompt's log-probabilities."""
     received: int = 0
     """New tokens in `ids`. `state.new_tokens` may be one more: a token that the device is still computing."""
     finished: bool = False
     """Whether the text has ended; tokens that are still pending for it are discarded."""
+
+    def valid_ids(self, least: int) -> list[int]:
+        """The tokens whose keys and values are in the slot from its start; none if they are fewer than `least`.
+
+        A text that has slid has others there.
+        """
+        has_slid = self.cached < len(self.ids) - 1
+        return [] if has_slid or self.cached < least else self.ids[: self.cached]
 
     def receive(self, id_: int, logprob: float | None, top: TopTokens) -> list[Event]:
         """Append a token; return its event, followed by Done if the text ends with it.
@@ -331,7 +377,7 @@ class RunningText:
         text += self.stops.end()
         if self.stops.hit and reason == "length":  # the held-back text completed a stop string
             reason = "stop"
-        return Done(reason, self.received, text, message, self.prompt_logprobs)
+        return Done(reason, self.received, text, message, self.prompt_logprobs, self.reused)
 
 
 def top_logprobs(logits_NV: Tensor, chosen_N: Tensor, counts: list[int]) -> list[tuple[float, TopTokens]]:

@@ -39,6 +39,7 @@ def chat(config: RunConfig, step: StepChoice | None = None) -> None:
     checkpoint = find_run_model(config, step)
     template = _open_template(checkpoint)
     generator = open_generator(checkpoint, config.engine)
+    generator.keep_texts(1)
     with Terminal() as terminal:
         conversation = Conversation(generator, template, config.sample, terminal)
         if is_terminal(sys.stdin):

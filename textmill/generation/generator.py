@@ -18,6 +18,7 @@ from textmill.generation.batch import Event, RunningBatch
 from textmill.generation.beams import beam_search
 from textmill.generation.constraints import TokenTable, sample_grammar
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
+from textmill.generation.prefix_cache import PrefixCache
 from textmill.generation.requests import Done, FinishReason, MemoryShort, Request, max_new_tokens, repeat_request
 from textmill.generation.sampling import CapturedSampling
 from textmill.models import check_next_token
@@ -50,6 +51,7 @@ class Generator:
         self.positions: int = net.shape.positions
         self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
         self._tokens = TokenTable(tokenizer)
+        self.prefixes: PrefixCache | None = None
         self._spare_slots: Slots | None = None
         self._beam_request: Request | None = None
         self._beam_texts: list[Done] = []
@@ -164,6 +166,14 @@ class Generator:
             )
         return max_new
 
+    def keep_texts(self, slots: int) -> None:
+        """From here on, compute only what a prompt does not have in common with earlier texts (prefix cache).
+
+        They may have as many tokens as a quarter of these slots, or one slot. A net with a cache of its own keeps none.
+        """
+        if self.net.has_attention_cache:
+            self.prefixes = PrefixCache(max(slots // 4, 1) * self.positions)
+
     def new_batch(self, slots: int, length: int | None = None) -> RunningBatch:
         """Return an empty batch for `slots` texts of `length` tokens; the default is the model's context length."""
         self._new_decoder = self._new_decoder or text_decoder_factory(self.tokenizer)
@@ -175,7 +185,14 @@ class Generator:
             spare = self.new_slots(slots, length)
         on_gpu = self.device.type == "cuda"
         batch = RunningBatch(
-            spare, self.tokenizer, self.positions, self._new_decoder, self._tokens, slots, run_ahead=on_gpu
+            spare,
+            self.tokenizer,
+            self.positions,
+            self._new_decoder,
+            self._tokens,
+            slots,
+            self.prefixes,
+            run_ahead=on_gpu,
         )
         if isinstance(spare, CapturedSlots) and spare.captured:
             if spare.sampling is None:  # it must not keep the slots, and their memory, alive
@@ -187,11 +204,12 @@ class Generator:
         """Allocate the KV cache; raise if the device has too little memory."""
         each = bytes_per_slot(self.net, length)
         free = _free_memory(self.device)
-        if (slots + 1) * each > free:  # there is one slot more than texts
+        kept = 0 if self.prefixes is None else self.prefixes.limit // self.positions
+        if (slots + kept + 1) * each > free:  # there is one slot more than texts
+            fitting = max(free // each - kept - 1, 0)
             raise MemoryShort(
                 f"the KV cache of {slots} texts needs {slots * each / 2**30:.1f} GiB, but "
-                f"{free / 2**30:.1f} GiB are free; set sample.batch or serve.slots to {max(free // each - 1, 0)} or "
-                "less"
+                f"{free / 2**30:.1f} GiB are free; set sample.batch or serve.slots to {fitting} or less"
             )
         return open_slots(self.net, slots, length)
 

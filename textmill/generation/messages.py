@@ -108,9 +108,9 @@ def replace_surrogates(text: str) -> str:
 def pack_chunk(number: int, chunk: TextChunk) -> list[Any]:
     """Return a chunk as a JSON value; `number` identifies its request."""
     done = chunk.done
-    done_fields = (
-        None if done is None else [done.reason, done.tokens, replace_surrogates(done.message), done.prompt_logprobs]
-    )
+    if done is None:
+        return [number, chunk.text, chunk.logprobs, None]
+    done_fields = [done.reason, done.tokens, replace_surrogates(done.message), done.prompt_logprobs, done.reused]
     return [number, chunk.text, chunk.logprobs, done_fields]
 
 
@@ -119,5 +119,5 @@ def unpack_chunk(packed: list[Any]) -> tuple[int, TextChunk]:
     number, text, logprobs, done_fields = packed
     if done_fields is None:
         return number, TextChunk(text, logprobs)
-    reason, tokens, message, prompt_logprobs = done_fields
-    return number, TextChunk(text, logprobs, Done(reason, tokens, "", message, prompt_logprobs))
+    reason, tokens, message, prompt_logprobs, reused = done_fields
+    return number, TextChunk(text, logprobs, Done(reason, tokens, "", message, prompt_logprobs, reused))

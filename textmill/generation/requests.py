@@ -99,6 +99,8 @@ class Done:
     """The error message, if there was an error."""
     prompt_logprobs: tuple[tuple[float | None, TopTokens], ...] = ()
     """With `echo`: one entry per prompt token. The first has no log-probability."""
+    reused: int = 0
+    """Prompt tokens that were not computed, because an earlier text begins with them."""
 
 
 @dataclass(frozen=True)

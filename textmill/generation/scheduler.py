@@ -322,6 +322,7 @@ class Scheduler(ModelThread[NewText]):
         self.tokenizer = generator.tokenizer
         self.vocab = generator.tokenizer.vocab
         self.positions = generator.positions
+        generator.keep_texts(slots)
         self._batch: RunningBatch = generator.new_batch(slots)
         super().__init__("textmill-scheduler", slots=slots, queue=queue, after_step=after_step, model_lock=model_lock)
 

@@ -216,6 +216,9 @@ def check_generation(tiny: TinyNet) -> None:
     for row, length in enumerate(lengths):
         with torch.inference_mode():
             _same(full[row, :length], tiny.net.logits(hidden_NTE[row, :length]), "when a prompt is read into the cache")
+    if tiny.net.has_attention_cache:
+        slots.resume(1, lengths[1], tiny.ids_NT[1, lengths[1] : lengths[4]].tolist())
+        lengths[1] = lengths[4]
     slots.move(2, SAMPLES, lengths[2])
     order = [3, 1, 0, 2, 4, 5]
     slots.reorder([3, 1, 0, SAMPLES, 4, 5], max(lengths))

@@ -27,6 +27,10 @@ from textmill.models.layers_torch import Cache
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens, including padding, that one prefill reads, unless a single prompt has more."""
+LEAST_REUSED = 16
+"""See `Slots.least_reused`."""
+LEAST_REUSED_CAPTURED = 1024
+"""The same if prefills are CUDA graphs: the pass over the rest is none, and launches its kernels one by one."""
 
 
 class Slots(Protocol):
@@ -36,6 +40,8 @@ class Slots(Protocol):
     slots: int
     length: int
     device: torch.device
+    least_reused: int
+    """Tokens in common with an earlier text from which on copying them is faster than reading them."""
 
     def warm_up(self) -> int:
         """Do in advance what would delay the first texts: capture CUDA graphs; return how many were captured."""
@@ -47,6 +53,18 @@ class Slots(Protocol):
 
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
         """Read contexts into consecutive slots, starting at `first`; return hidden states, padded on the right."""
+        ...
+
+    def resume(self, slot: int, start: int, ids: list[int]) -> None:
+        """Read more tokens into a slot that holds `start` tokens. The net must have an attention cache."""
+        ...
+
+    def save(self, slot: int, used: int) -> Tensor:
+        """A copy of the keys and values of the first `used` tokens of a slot."""
+        ...
+
+    def restore(self, slot: int, saved: Tensor, used: int) -> None:
+        """Fill a slot with the first `used` tokens of a copy."""
         ...
 
     def decode(self, ids_N: Tensor, positions: list[int]) -> Tensor:
@@ -66,6 +84,8 @@ class Slots(Protocol):
 
 class NetSlots:
     """Slots for any causal net, through `net(ids, cache=...)`."""
+
+    least_reused = LEAST_REUSED
 
     def __init__(self, net: BaseNet, slots: int, length: int, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of the cache; default: that of the weights."""
@@ -108,6 +128,24 @@ class NetSlots:
         self.cache.read(slots_N)
         hidden_NTE: Tensor = self.net(ids_NT, cache=self.cache)
         return hidden_NTE
+
+    @torch.inference_mode()
+    def resume(self, slot: int, start: int, ids: list[int]) -> None:
+        """One forward pass over tokens that follow those in a slot."""
+        stop = start + len(ids)
+        self.cache.extend(torch.arange(start, stop, device=self.device)[None], stop, first=slot)
+        self.net(torch.tensor([ids], device=self.device), cache=self.cache)
+
+    @torch.inference_mode()
+    def save(self, slot: int, used: int) -> Tensor:
+        """A copy of the keys and values of the first `used` tokens of a slot."""
+        copy: Tensor = self.cache.memory[:, slot, :used].clone()
+        return copy
+
+    @torch.inference_mode()
+    def restore(self, slot: int, saved: Tensor, used: int) -> None:
+        """Fill a slot with the first `used` tokens of a copy."""
+        self.cache.memory[:, slot, :used] = saved[:, :used]
 
     @torch.inference_mode()
     def decode(self, ids_N: Tensor, positions: list[int]) -> Tensor:
@@ -195,7 +233,9 @@ class CapturedSlots(NetSlots):
         super().__init__(net, slots, length)
         self.captured = captured
         """False on a CPU: a step runs as it is written, always with the kernels for few texts."""
-        if not captured:
+        if captured:
+            self.least_reused = LEAST_REUSED_CAPTURED
+        else:
             self.kernels = decode_cpu.Kernels(self.cache.memory)
             transpose_matrices(net)
         self.ids_N = torch.zeros(slots, dtype=torch.long, device=self.device)

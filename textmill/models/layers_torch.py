@@ -279,6 +279,8 @@ class Cache:
         self.positions_NT: Tensor | None = None
         """Positions of the new tokens; None: the pass reads contexts from their first token (prefill)."""
         self.mask_N1TS: Tensor | None = None
+        self.slots = slice(0)
+        """With `positions_NT`: the slots that the pass extends."""
         self.longest = 0
 
     def read(self, slots_N: Tensor) -> None:
@@ -287,10 +289,14 @@ class Cache:
         self.positions_NT = None
         self.mask_N1TS = None
 
-    def extend(self, positions_NT: Tensor, longest: int) -> None:
-        """The next pass adds tokens at these positions to the first slots; `longest` is their longest text then."""
+    def extend(self, positions_NT: Tensor, longest: int, first: int = 0) -> None:
+        """The next pass adds tokens at these positions to the slots from `first` on.
+
+        `longest` is their longest text then.
+        """
         device = positions_NT.device
-        self.rows = torch.arange(len(positions_NT), device=device)[:, None]
+        self.slots = slice(first, first + len(positions_NT))
+        self.rows = torch.arange(self.slots.start, self.slots.stop, device=device)[:, None]
         self.positions_NT = positions_NT
         self.longest = longest
         self.mask_N1TS = (torch.arange(longest, device=device) <= positions_NT[..., None])[:, None]
@@ -305,7 +311,7 @@ class Cache:
             return F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, is_causal=True, enable_gqa=grouped)
         keys[self.rows, self.positions_NT] = k_NHTD.transpose(1, 2)
         values[self.rows, self.positions_NT] = v_NHTD.transpose(1, 2)
-        k_NHSD, v_NHSD = (one[: len(self.rows), : self.longest].transpose(1, 2) for one in (keys, values))
+        k_NHSD, v_NHSD = (one[self.slots, : self.longest].transpose(1, 2) for one in (keys, values))
         return F.scaled_dot_product_attention(q_NHTD, k_NHSD, v_NHSD, attn_mask=self.mask_N1TS, enable_gqa=grouped)
 
     def move(self, source: int, target: int, used: int) -> None:

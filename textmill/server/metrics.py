@@ -46,15 +46,16 @@ class Metrics:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, int]] = Counter()
-        self.prompt_tokens = self.new_tokens = self.refused = self.disconnects = self.timeouts = 0
+        self.prompt_tokens = self.reused_tokens = self.new_tokens = self.refused = self.disconnects = self.timeouts = 0
         self.connections = self.crowded = self.slow = 0
         self.seconds = Histogram()
         self.first_token = Histogram()
         self._recent_seconds: deque[float] = deque(maxlen=64)
 
-    def add_texts(self, prompt: int, new: int, seconds: float) -> None:
+    def add_texts(self, prompt: int, new: int, seconds: float, reused: int = 0) -> None:
         """Count a generation request that was answered."""
         self.prompt_tokens += prompt
+        self.reused_tokens += reused
         self.new_tokens += new
         self.seconds.add(seconds)
         self._recent_seconds.append(seconds)
@@ -81,6 +82,7 @@ class Metrics:
             ("scheduled", stats.requests, "Texts submitted to the model."),
             ("cancelled", stats.cancelled, "Texts that were cancelled."),
             ("prompt_tokens", self.prompt_tokens, "Prompt tokens of answered requests."),
+            ("reused_tokens", self.reused_tokens, "Those of them that an earlier text begins with too (prefix cache)."),
             ("answered_tokens", self.new_tokens, "New tokens of answered requests."),
             ("refused", self.refused, "Requests refused because the queue was full."),
             ("clients_left", self.disconnects, "Clients that disconnected before their reply was complete."),

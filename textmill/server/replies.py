@@ -68,12 +68,20 @@ class Reply:
         self.streams_usage = body.stream_options is not None and body.stream_options.include_usage
         self.prompt_tokens = prompt_tokens
         self.new_tokens = 0
+        self._reused = 0
         self.reasons: list[str] = []
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed again; with `n` each counts once, as in `prompt_tokens`."""
+        return min(self._reused, self.prompt_tokens)
 
     def usage(self) -> JsonObject:
         """Return the token counts."""
         total = self.prompt_tokens + self.new_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.new_tokens, "total_tokens": total}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.new_tokens, "total_tokens": total}
+        reused = {"prompt_tokens_details": {"cached_tokens": self.reused_tokens}} if self.reused_tokens else {}
+        return {**counts, **reused}
 
     def last_chunks(self) -> Iterator[JsonObject]:
         """Yield the last chunk: the token counts, if the request has `include_usage`."""
@@ -85,6 +93,7 @@ class Reply:
         if done is None:
             return {"finish_reason": None}
         self.new_tokens += done.tokens
+        self._reused += done.reused
         self.reasons.append(done.reason)
         fields = {"finish_reason": FINISH_REASONS.get(done.reason)}
         return {**fields, **TIME_LIMIT} if done.reason == "timeout" else fields

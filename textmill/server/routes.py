@@ -138,7 +138,7 @@ class Api:
         [text] = await wait_for_texts(service, http, in_flight)
         assert text.done is not None
         new_tokens = text.done.tokens
-        service.metrics.add_texts(len(prompt.ids), new_tokens, in_flight.seconds())
+        service.metrics.add_texts(len(prompt.ids), new_tokens, in_flight.seconds(), text.done.reused)
         fields = {"prompt_tokens": len(prompt.ids), "new_tokens": new_tokens, "ended": text.done.reason}
         http.scope["log_fields"].update(fields)
         return JSONResponse({"input": sentence, "response": start + text.text}, headers=NO_CACHE)
@@ -268,9 +268,12 @@ async def _answer(
     in_flight = await start_request(service, requests, streamed=streamed)
 
     def log_end() -> None:
-        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds())
+        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds(), reply.reused_tokens)
         http.scope["log_fields"].update(
-            prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
+            prompt_tokens=reply.prompt_tokens,
+            reused_tokens=reply.reused_tokens,
+            new_tokens=reply.new_tokens,
+            ended=",".join(reply.reasons),
         )
 
     if streamed:
