@@ -37,13 +37,14 @@ from bench.measured_process import Run, run
 from textmill.config import CorpusConfig
 from textmill.corpus.clean.cleaner import Cleaner
 from textmill.corpus.dedup.minhash import choose_bands
+from textmill.corpus.dedup.near_duplicates import SHINGLE_SIZE
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "en.jsonl.xz"
 MAX_CHARACTERS = 20_000
 """The most characters in a document."""
 CLEANING_MB = 16
 """MB cleaned on one core."""
-MAX_REPEATED, THRESHOLD, SHINGLE_WORDS = 0.3, 0.8, 5
+MAX_REPEATED, THRESHOLD, SHINGLE_WORDS = 0.3, 0.8, SHINGLE_SIZE
 MAX_PEAK_RATIO = 1.2
 """The highest allowed ratio of the peak on 4 times the input to the peak on the input."""
 
@@ -177,11 +178,7 @@ def compare_near(folder_path: Path, texts: Path, total: float, workers: int, pyt
         f"near-duplicates, {total:.1f} MB, {workers} workers, shingles of {SHINGLE_WORDS} words, "
         f"{bands} bands of {rows} values"
     )
-    settings: dict[str, Any] = {
-        "dedup_shingles": "words",
-        "dedup_shingle_size": SHINGLE_WORDS,
-        "dedup_threshold": THRESHOLD,
-    }
+    settings: dict[str, Any] = {"dedup_shingles": "words", "dedup_threshold": THRESHOLD}
     textmill_run = prepare(texts, folder_path / "textmill", workers, "near", **settings)
     print(
         f"  textmill               {total / textmill_run.seconds:7.2f} MB/s, {textmill_run.cpu:,.0f} s of CPU, "

@@ -47,11 +47,8 @@ TEXTS = {
     [
         ({}, " \n ", "empty"),
         ({"min_chars": 5}, "네네네", "short"),
-        ({"max_chars": 5}, "uzun bir metin", "long"),
         ({"min_words": 4}, "only three words", "few_words"),
         ({"min_words": 4}, "三个字", "few_words"),
-        ({"max_words": 4}, "一二三四五", "many_words"),
-        ({"max_words": 2}, "bir iki üç", "many_words"),
         ({"max_symbols": 0.3}, "=== *** --- 가 ///", "symbols"),
         ({"max_symbols": 0.3}, "=== *** --- a ///", "symbols"),
         ({"max_digits": 0.5}, "2020 2021 2022 yıl", "digits"),
@@ -158,7 +155,7 @@ def test_words_are_found_and_repeated_as_defined(parts: list[str]) -> None:
     ],
 )
 def test_url(url: str, blocked: bool) -> None:
-    assert is_blocked(url, ["example", "site.io"], [".pdf"]) is blocked
+    assert is_blocked(url, ["example", "site.io", ".pdf"]) is blocked
 
 
 def test_registered_name() -> None:
@@ -172,7 +169,7 @@ def test_registered_name() -> None:
 
 
 def test_url_is_counted() -> None:
-    cleaner = Cleaner(CorpusConfig(block_domains=["Example"], block_extensions=[".pdf"]))
+    cleaner = Cleaner(CorpusConfig(block_urls=["Example", ".pdf"]))
     assert cleaner.clean("text", "https://example.com/") is None
     assert cleaner.clean("text", "https://good.com/") == cleaner.clean("text") == "text"
     assert cleaner.dropped == {"url": 1}
@@ -196,7 +193,7 @@ def test_url_filter_works_without_keeping_the_field(
         pq.write_table(pa.Table.from_pylist(PAGES), name)
     else:
         Path(name).write_text("\n".join(map(json.dumps, PAGES)))
-    corpus = {"sources": [name], "block_domains": ["bad.com"], "keep_fields": keep, "split": [1.0, 0.0, 0.0]}
+    corpus = {"sources": [name], "block_urls": ["bad.com"], "keep_fields": keep, "split": [1.0, 0.0, 0.0]}
     folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": corpus, "runner": {"workers": 1}}))
     found = [
         (document.text, document.meta) for shard in list_shards(folder, "train") for document in read_documents(shard)

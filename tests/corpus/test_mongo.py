@@ -167,12 +167,12 @@ def test_loading_is_complete_after_a_kill(
     monkeypatch.setattr(mongo_export, "WRITE_BLOCK", 10)
     real, calls = mongo_export._insert, []
 
-    def insert(db: Any, collection: str, rows: list[Any], field: str) -> int:
+    def insert(db: Any, collection: str, rows: list[Any]) -> int:
         calls.append(len(rows))
         if len(calls) == 4:
-            real(db, collection, rows[:5], field)
+            real(db, collection, rows[:5])
             raise Killed
-        return real(db, collection, rows, field)
+        return real(db, collection, rows)
 
     monkeypatch.setattr(mongo_export, "_insert", insert)
     corpus = CorpusConfig(sources=[str(tmp_path)], split=[1.0], mongo_load="loaded", mongo_config=str(path))

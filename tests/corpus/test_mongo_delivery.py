@@ -193,8 +193,6 @@ def test_impossible_export_is_refused_before_any_work(
             "corpus.mongo_load: 'plain' is also a source",
         ),
         ([mongo, "corpus.mongo_load=x", f"corpus.mongo_config={tmp_path / 'none.json'}"], "none.json: no such file"),
-        ([mongo, "corpus.mongo_field=idx"], "corpus.mongo_field: found 'idx'"),
-        ([mongo, "corpus.mongo_field=$text"], "corpus.mongo_field: found '$text'"),
         ([mongo, "corpus.mongo_write_back=perhaps"], "corpus.mongo_write_back: found 'perhaps'; give true or false"),
     ]
     for words, printed in cases:

@@ -274,7 +274,8 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
 
 def test_words_and_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a", "A", "b", "물", "물 ", "a b c d e f g h i j k l", "a b c d e f g h i j k m", "one two three four"]
-    folder = prepare_near(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words", dedup_shingle_size=2)
+    monkeypatch.setattr(near, "SHINGLE_SIZE", 2)
+    folder = prepare_near(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words")
     assert sorted(read_kept(folder)) == ["a", "a b c d e f g h i j k m", "b", "one two three four", "물"]
 
 

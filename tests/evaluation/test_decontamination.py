@@ -16,6 +16,7 @@ import pytest
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
 from textmill.config import EvaluateConfig, RunConfig
+from textmill.corpus import decontamination
 from textmill.corpus.decontamination import NgramIndex, word_hashes
 from textmill.corpus.dropped import read_dropped
 from textmill.errors import TextmillError
@@ -63,7 +64,9 @@ def kept(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("n", "least", "common"), [(13, 8, 10), (13, 13, 0), (8, 8, 3), (4, 2, 2), (5, 3, 0)])
-def test_the_dropped_documents_are_those_of_plain_python(tmp_path: Path, n: int, least: int, common: int) -> None:
+def test_the_dropped_documents_are_those_of_plain_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, least: int, common: int
+) -> None:
     """Few different words, so that n-grams occur often by chance; punctuation, case and scripts vary."""
     dice = random.Random(n)
     words = ["mill", "Wheel,", "river's", "_x_", "naïve", "ÇARK", "강가에", "(42)", "don't"][: 3 if n > 5 else 9]
@@ -74,10 +77,10 @@ def test_the_dropped_documents_are_those_of_plain_python(tmp_path: Path, n: int,
     evaluation = [text(1, 3 * n) for _ in range(12)]
     documents = [text(1, 6 * n) for _ in range(60)]
     data = write_lines(tmp_path / "lambada.jsonl", [{"text": one} for one in evaluation])
-    settings = {"words": n, "min_words": least, "common": common}
-    config = config_of(
-        tmp_path, documents, [str(data)], **{f"decontaminate_{name}": value for name, value in settings.items()}
-    )
+    monkeypatch.setattr(decontamination, "NGRAM_WORDS", n)
+    monkeypatch.setattr(decontamination, "MIN_WORDS", least)
+    monkeypatch.setattr(decontamination, "COMMON_DOCUMENTS", common or len(documents) + 1)
+    config = config_of(tmp_path, documents, [str(data)])
     wanted = contaminated(documents, evaluation, n=n, least=least, common=common)
     assert any(wanted)
     assert not all(wanted)

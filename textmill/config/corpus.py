@@ -64,16 +64,13 @@ NONE: dict[str, Any] = {
     "rules": BASIC,
     "newline_markers": ["<n>"],
     "min_chars": 1,
-    "max_chars": 0,
     "min_words": 0,
-    "max_words": 0,
     "max_symbols": 1.0,
     "max_digits": 1.0,
     "max_repeated_lines": 1.0,
     "max_repeated_words": 1.0,
     "languages": [],
-    "block_domains": [],
-    "block_extensions": [],
+    "block_urls": [],
 }
 """The defaults of all cleaning settings."""
 
@@ -89,8 +86,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "max_digits": 0.3,
         "max_repeated_lines": 0.3,
         "max_repeated_words": 0.3,
-        "block_domains": _DOMAINS,
-        "block_extensions": _EXTENSIONS,
+        "block_urls": [*_DOMAINS, *_EXTENSIONS],
         "dedup": "near",
     },
     "books": {
@@ -121,8 +117,6 @@ CHAT_EXCLUDES = ("sentences", "mongo_write_back", "mongo_load", "cut_records")
 """Settings of plain text that `corpus.chat` refuses."""
 LABELS_EXCLUDE = ("chat", "keep_fields", "decontaminate", "preset", "quality_good", *CHAT_EXCLUDES)
 """Settings of plain text that `corpus.labels` refuses."""
-MONGO_FIELDS = ("_id", "idx", "split", "source", "place", "meta")
-"""Fields that `corpus.mongo_load` writes itself."""
 DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " "}
 
 
@@ -185,12 +179,8 @@ class CorpusConfig(Section):
     """Texts that the rule `markers` replaces with a newline."""
     min_chars: int = Field(1, ge=1)
     """Documents shorter than this after cleaning are dropped."""
-    max_chars: int = Field(0, ge=0)
-    """Documents longer than this are dropped; 0: no limit."""
     min_words: int = Field(0, ge=0)
     """Documents with fewer words are dropped; in Chinese and Japanese each character counts as a word."""
-    max_words: int = Field(0, ge=0)
-    """Documents with more words are dropped; 0: no limit."""
     max_symbols: float = Field(1.0, ge=0, le=1)
     """Largest fraction of punctuation and symbols among the characters that are not white space."""
     max_digits: float = Field(1.0, ge=0, le=1)
@@ -201,10 +191,9 @@ class CorpusConfig(Section):
     """Largest fraction of characters in runs of ten words that already occurred in the document."""
     languages: list[str] = NONE["languages"]
     """Keep only documents in these languages, such as `[ko, en]`; default: any language."""
-    block_domains: list[str] = NONE["block_domains"]
-    """Drop web pages of these sites: `example.com` and its subdomains, or `example` with any top-level domain."""
-    block_extensions: list[str] = NONE["block_extensions"]
-    """Drop web pages whose address has one of these endings, such as `.pdf`."""
+    block_urls: list[str] = NONE["block_urls"]
+    """Drop web pages of these sites: `example.com` and its subdomains, `example` with any top-level domain; and those
+    whose address ends so: `.pdf`."""
     quality_good: list[str] = source([])
     """Sources of good samples, as in `corpus.sources`: with `corpus.quality_bad`, a filter is trained on them, and its
     precision on held-out samples is printed."""
@@ -220,24 +209,13 @@ class CorpusConfig(Section):
     dedup_threshold: float = Field(0.8, ge=0.1, le=1)
     """near: documents at least this similar (Jaccard similarity of their shingles) are near-duplicates."""
     dedup_shingles: Literal["characters", "words"] = "characters"
-    """near: what a shingle is: a run of `corpus.dedup_shingle_size` characters, for any script, or of words between
-    spaces."""
-    dedup_shingle_size: int = Field(5, ge=1, le=64)
-    """near: characters or words in a shingle."""
+    """near: what a shingle is: a run of five characters, for any script, or of five words between spaces."""
     keep_dropped: bool = False
     """Also write dropped documents to `dropped-*.parquet`, with the rule and, for a duplicate, the document it
     repeats."""
     decontaminate: list[str] = Field([], json_schema_extra={"evaluation_files": True})
     """Evaluation data that training must not have seen: TASK:FILE as in `evaluate.tasks`, or files of text. Documents
-    that share a long n-gram of words with it are dropped."""
-    decontaminate_words: int = Field(13, ge=2, le=64)
-    """Words in such an n-gram."""
-    decontaminate_min_words: int = Field(8, ge=2)
-    """An evaluation text of fewer words than an n-gram is one n-gram if it has at least this many, as in
-    Megatron-LM."""
-    decontaminate_common: int = Field(10, ge=0)
-    """An n-gram in this many documents or more is a common phrase and does not count, as in Megatron-LM; 0: all
-    count."""
+    that share 13 words in a row with it are dropped, as Megatron-LM does."""
     split: list[float] = [90, 5, 5]
     """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; `corpus.split_by` says how it is decided."""
     split_by: str = "document"
@@ -257,11 +235,10 @@ class CorpusConfig(Section):
     """Write the cleaned text into `filt_text` of the MongoDB documents that it came from, and an empty text for dropped
     documents."""
     mongo_load: str | None = changeable(None)
-    """Load the kept documents of all sources into this MongoDB collection, one that `corpus.mongo_config` names."""
+    """Load the kept documents of all sources into this MongoDB collection, one that `corpus.mongo_config` names, with
+    their text as `filt_text`."""
     mongo_config: str | None = path()
     """The db_config.json of `corpus.mongo_load`."""
-    mongo_field: str = changeable("filt_text")
-    """The field for the text in `corpus.mongo_load`."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> CorpusConfig:
@@ -291,11 +268,6 @@ class CorpusConfig(Section):
             given, other = ("mongo_load", "mongo_config") if self.mongo_load else ("mongo_config", "mongo_load")
             raise TextmillError(
                 f"corpus.{given}: needs corpus.{other} too; name the collection and the db_config.json, or neither"
-            )
-        if self.mongo_field in MONGO_FIELDS or not self.mongo_field.isidentifier():
-            raise TextmillError(
-                f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not "
-                "reserved, such as form"
             )
         if self.mongo_write_back and self.cut_records:
             raise TextmillError("corpus.cut_records: a text that corpus.mongo_write_back writes is whole; remove one")
@@ -336,7 +308,7 @@ class CorpusConfig(Section):
             )
         return value
 
-    @field_validator("newline_markers", "block_domains", "block_extensions")
+    @field_validator("newline_markers", "block_urls")
     @classmethod
     def _check_entries(cls, value: list[str], info: ValidationInfo) -> list[str]:
         if not all(map(str.strip, value)):

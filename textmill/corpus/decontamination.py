@@ -39,6 +39,12 @@ Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 KEYS = "ngrams.keys"
 LENGTHS = "ngrams.lengths"
+NGRAM_WORDS = 13
+"""Words in a row that a document and evaluation data must not share, as in Megatron-LM."""
+MIN_WORDS = 8
+"""An evaluation text of fewer words than an n-gram is one n-gram if it has at least this many, as in Megatron-LM."""
+COMMON_DOCUMENTS = 10
+"""An n-gram in this many documents or more is a common phrase and does not count, as in Megatron-LM."""
 BLOCK = 1000
 """Examples that are read at a time."""
 GROUP_CHARACTERS = 1 << 18
@@ -134,11 +140,11 @@ class _EntryNgrams(NamedTuple):
     example_count: int
 
 
-def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Path) -> IndexFacts:
+def write_index(data: Sequence[EvaluationData], folder: Path) -> IndexFacts:
     """Read all evaluation data and write its n-grams, for the workers to open."""
     entries: list[_EntryNgrams] = []
     for one in data:
-        entries.append(_read_ngrams(one, config, sum(entry.example_count for entry in entries)))
+        entries.append(_read_ngrams(one, sum(entry.example_count for entry in entries)))
     lengths = np.concatenate([entry.lengths for entry in entries])
     examples = np.concatenate([entry.examples for entry in entries])
     example_counts = [entry.example_count for entry in entries]
@@ -153,10 +159,8 @@ def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Pa
     return IndexFacts(example_counts, too_short, len(distinct), owners)
 
 
-def _read_ngrams(entry: EvaluationData, config: CorpusConfig, first_example: int) -> _EntryNgrams:
+def _read_ngrams(entry: EvaluationData, first_example: int) -> _EntryNgrams:
     """Read one entry, block by block; its examples are numbered from `first_example` on."""
-    n = config.decontaminate_words
-    min_words = config.decontaminate_min_words
     keys = [np.zeros(0, np.uint64)]
     lengths = [np.zeros(0, np.uint8)]
     examples = [np.zeros(0, np.int64)]
@@ -170,14 +174,14 @@ def _read_ngrams(entry: EvaluationData, config: CorpusConfig, first_example: int
             texts += different
             example_of_text += [number] * len(different)
         example_count += len(block)
-        for length, text_hashes, text_numbers in text_keys(texts, n, min_words):
+        for length, text_hashes, text_numbers in text_keys(texts, NGRAM_WORDS, MIN_WORDS):
             keys.append(text_hashes)
             lengths.append(np.full(len(text_hashes), length, np.uint8))
             examples.append(np.array(example_of_text, np.int64)[text_numbers])
     if not any(map(len, keys)):
         raise TextmillError(
-            f"corpus.decontaminate: {entry.path}: no text has {min_words} words or more, so none can be "
-            "recognised; remove it, or lower corpus.decontaminate_min_words"
+            f"corpus.decontaminate: {entry.path}: no text has {MIN_WORDS} words or more, so none can be "
+            "recognised; remove it"
         )
     return _EntryNgrams(np.concatenate(keys), np.concatenate(lengths), np.concatenate(examples), example_count)
 
@@ -205,22 +209,18 @@ def _open_index(folder: Path, _written: int) -> NgramIndex:
 
 
 def drop_contaminated(
-    tasks: Sequence[ChunkTask],
-    decisions: Decisions,
-    data: Sequence[EvaluationData],
-    facts: IndexFacts,
-    config: CorpusConfig,
+    tasks: Sequence[ChunkTask], decisions: Decisions, data: Sequence[EvaluationData], facts: IndexFacts
 ) -> dict[str, Any]:
     """Drop contaminated documents from those that are kept so far.
 
     Returns for each file of evaluation data how many of its examples were found, and in how many documents. An n-gram
-    in `corpus.decontaminate_common` documents or more is a common phrase and does not count.
+    in COMMON_DOCUMENTS documents or more is a common phrase and does not count.
     """
     occurrences = np.zeros(facts.keys, np.int64)  # of each key, in documents that are kept so far
     for task, split in zip(tasks, decisions.splits, strict=True):
         rows, keys = _read_hits(task)
         occurrences += np.bincount(keys[split[rows] >= 0], minlength=len(occurrences))
-    is_rare = occurrences < config.decontaminate_common if config.decontaminate_common else occurrences > 0
+    is_rare = occurrences < COMMON_DOCUMENTS
     bounds = np.cumsum([0, *facts.examples])
     files = _files_by_key(facts, bounds)
     documents_by_file = np.zeros(len(data), np.int64)

@@ -110,7 +110,7 @@ def export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source
             if config.mongo_write_back and source.format == "mongo":
                 _write_back(folder, source)
         if config.mongo_load and config.mongo_config:
-            _load(folder, config.mongo_config, config.mongo_load, config.mongo_field)
+            _load(folder, config.mongo_config, config.mongo_load)
         lock.unlink()
 
 
@@ -215,27 +215,27 @@ def _blocks(rows: Iterable[Any]) -> Iterator[list[Any]]:
 # Load the kept documents of all sources into a collection.
 
 
-def _load(folder: Path, path: str, collection: str, field: str) -> None:
+def _load(folder: Path, path: str, collection: str) -> None:
     server = open_server(path)
     manifest = open_manifest(folder, "prepare")
-    load_record = {"corpus": manifest["fingerprint"], "field": field, "documents": manifest["documents"]}
+    load_record = {"corpus": manifest["fingerprint"], "field": CLEANED_FIELD, "documents": manifest["documents"]}
     steps: Steps = {}
     documents_before = 0
     for split in SPLITS:
         for shard in list_shards(folder, split):
-            rows = partial(_rows, shard, split, field)
-            steps[shard.name] = partial(_load_shard, server, collection, load_record, rows, documents_before, field)
+            rows = partial(_rows, shard, split)
+            steps[shard.name] = partial(_load_shard, server, collection, load_record, rows, documents_before)
             documents_before += count_documents(shard)
     steps["meta_info"] = partial(_update_document_count, server, collection)
-    task = f"load into {collection} of {path} ({server.database}, {field})"
+    task = f"load into {collection} of {path} ({server.database}, {CLEANED_FIELD})"
     _run_steps(folder, task, steps, partial(_ensure_loadable, server, collection))
     server.close()
 
 
-def _rows(shard: Path, split: str, field: str) -> Iterator[dict[str, Any]]:
+def _rows(shard: Path, split: str) -> Iterator[dict[str, Any]]:
     for document in read_documents(shard):
         meta = {"meta": json.loads(document.meta)} if document.meta else {}
-        yield {field: document.text, "split": split, "source": document.source, "place": document.id, **meta}
+        yield {CLEANED_FIELD: document.text, "split": split, "source": document.source, "place": document.id, **meta}
 
 
 def _load_shard(
@@ -244,7 +244,6 @@ def _load_shard(
     load_record: dict[str, Any],
     rows: Callable[[], Iterator[dict[str, Any]]],
     documents_before: int,
-    field: str,
 ) -> dict[str, int]:
     """Insert the documents of a shard; `documents_before` are in earlier shards."""
     first = _reserve_idx_range(server, collection, load_record) + documents_before
@@ -252,7 +251,7 @@ def _load_shard(
     counts = {"loaded": 0, "changed": 0}
     for block in _blocks(numbered):
         counts["loaded"] += len(block)
-        counts["changed"] += server.request(_insert, collection, block, field)
+        counts["changed"] += server.request(_insert, collection, block)
     return counts
 
 
@@ -284,11 +283,9 @@ def _append_load(db: Any, meta: dict[str, Any], load_record: dict[str, Any], fir
     db[META_COLLECTION].update_one(unchanged, change)
 
 
-def _insert(db: Any, collection: str, rows: list[dict[str, Any]], field: str) -> int:
-    """Insert the missing documents, and return their number; some exist already after a kill or a lost response.
-
-    `field` holds the text, by which those are recognised.
-    """
+def _insert(db: Any, collection: str, rows: list[dict[str, Any]]) -> int:
+    """Insert the missing documents, and return their number; some exist already after a kill or a lost response, and
+    are recognised by their text."""
     from pymongo.errors import BulkWriteError
 
     copies = [dict(row) for row in rows]  # pymongo adds an _id to each
@@ -299,10 +296,10 @@ def _insert(db: Any, collection: str, rows: list[dict[str, Any]], field: str) ->
         if codes - {DUPLICATE_KEY}:
             raise
         new = int(error.details.get("nInserted", 0))
-    own_texts = {row["idx"]: row[field] for row in rows}
+    own_texts = {row["idx"]: row[CLEANED_FIELD] for row in rows}
     idx_range = {"idx": {"$gte": min(own_texts), "$lte": max(own_texts)}}
-    for row in db[collection].find(idx_range, {"_id": 0, "idx": 1, field: 1}):
-        if row.get(field) != own_texts.get(row["idx"]):
+    for row in db[collection].find(idx_range, {"_id": 0, "idx": 1, CLEANED_FIELD: 1}):
+        if row.get(CLEANED_FIELD) != own_texts.get(row["idx"]):
             raise TextmillError(
                 f"{collection}: idx {row['idx']} holds a different document; "
                 f"another program writes to this collection; load into another one"

@@ -166,7 +166,7 @@ def _build(
     (folder / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
     tasks = _plan_tasks(inputs, config, folder)
-    index = write_index(evaluation_data, config, folder / "work") if evaluation_data else None
+    index = write_index(evaluation_data, folder / "work") if evaluation_data else None
     quality = _train_quality(config, folder / "work" / QUALITY_FILE) if config.quality_good else None
 
     read_counts = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
@@ -179,7 +179,7 @@ def _build(
     if quality:
         counts["quality"] = quality
     if index:
-        counts["contamination"] = drop_contaminated(tasks, decisions, evaluation_data, index, config)
+        counts["contamination"] = drop_contaminated(tasks, decisions, evaluation_data, index)
     write_decisions(tasks, decisions)
 
     split_counts = run(write_chunk, tasks, "prepare: split and write", "bytes")

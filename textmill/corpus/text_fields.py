@@ -175,7 +175,7 @@ def parse_text_key(source: Source, config: CorpusConfig, kept_fields: tuple[str,
         text_paths=tuple(_path(name) for name in texts.split("+")),
         join=config.join_with,
         kept_fields=tuple(config.keep_fields) or kept_fields,
-        url=bool(config.block_domains or config.block_extensions),
+        url=bool(config.block_urls),
         chat=config.chat,
     )
 

@@ -54,8 +54,7 @@ class Cleaner:
     def clean_turns(self, turns: tuple[Turn, ...], url: str | None = None) -> tuple[Turn, ...] | None:
         """The cleaned turns, or None. Rules see each turn by itself; filters see the joined text."""
         config = self.config
-        is_checked = url is not None and (config.block_domains or config.block_extensions)
-        if is_checked and is_blocked(url or "", config.block_domains, config.block_extensions):
+        if url is not None and config.block_urls and is_blocked(url, config.block_urls):
             self._count_drop("url")
             return None
         changed: Counter[str] = Counter()
@@ -77,8 +76,6 @@ class Cleaner:
             return "empty"
         if len(text) < limits.min_chars:
             return "short"
-        if limits.max_chars and len(text) > limits.max_chars:
-            return "long"
         return (
             self._failed_character_filter(text)
             or self._failed_word_filter(text)
@@ -100,13 +97,11 @@ class Cleaner:
 
     def _failed_word_filter(self, text: str) -> str | None:
         limits = self.config
-        if not limits.min_words and not limits.max_words and limits.max_repeated_words >= 1:
+        if not limits.min_words and limits.max_repeated_words >= 1:
             return None
         words = find_words(text)
         if len(words) < limits.min_words:
             return "few_words"
-        if limits.max_words and len(words) > limits.max_words:
-            return "many_words"
         if limits.max_repeated_words < 1 and repeated_ngram_fraction(words) > limits.max_repeated_words:
             return "repeated_words"
         return None

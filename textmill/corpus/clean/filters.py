@@ -192,10 +192,10 @@ _IP = re.compile(r"[\d.]+")
 _SECOND_LEVEL = frozenset("ac co com edu gen go gob gov gouv gv k12 mil ne net nom or org re".split())
 
 
-def is_blocked(url: str, domains: Collection[str], extensions: Collection[str]) -> bool:
-    """True if the URL is not http(s), or its site or file extension is blocked.
+def is_blocked(url: str, blocked: Collection[str]) -> bool:
+    """True if the URL is not http(s), or its site or ending is blocked.
 
-    A domain with a dot (`example.com`) blocks that host and its subdomains. One without (`example`) blocks the
+    An entry `.pdf` blocks all addresses that end so, `example.com` that host and its subdomains, and `example` the
     registered name under any top-level domain: example.org, www.example.co.uk.
     """
     found = _ADDRESS.fullmatch(url.strip())
@@ -203,12 +203,12 @@ def is_blocked(url: str, domains: Collection[str], extensions: Collection[str]) 
         return True
     host = found[1].lower()
     path = (found[2] or "").lower()
-    if path.endswith(tuple(extensions)):
+    if path.endswith(tuple(entry for entry in blocked if entry.startswith("."))):
         return True
-    if registered_name(host) in domains:
+    if registered_name(host) in blocked:
         return True
     labels = host.split(".")
-    return any(".".join(labels[start:]) in domains for start in range(len(labels) - 1))
+    return any(".".join(labels[start:]) in blocked for start in range(len(labels) - 1))
 
 
 def registered_name(host: str) -> str:

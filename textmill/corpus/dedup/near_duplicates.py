@@ -34,6 +34,8 @@ from textmill.corpus.shards import open_shard
 from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer, write_bytes
 
+SHINGLE_SIZE = 5
+"""Characters or words in a shingle."""
 BLOCK_CHARACTERS = 1 << 17
 BLOCK_DOCUMENTS = 1 << 10
 """The size of a block that is sketched at once: fits the processor's cache, large enough for numpy."""
@@ -70,7 +72,7 @@ def sketch_chunk(task: ChunkTask) -> int:
         atomic_writer(band_hashes_path(task.folder / "work", task.number)) as stream,
     ):
         for texts in _text_blocks(_read_texts(task, keep)):
-            hashes, counts = _shingles(texts, task.config.dedup_shingles, task.config.dedup_shingle_size)
+            hashes, counts = _shingles(texts, task.config.dedup_shingles)
             hashes_by_band = band_hashes(hashes, counts, bands, rows)
             for band in range(bands):
                 stream.seek((band * count + documents_done) * 8)
@@ -85,11 +87,11 @@ def band_hashes_path(folder: Path, chunk: int) -> Path:
     return folder / f"{chunk:05d}.bands"
 
 
-def _shingles(texts: list[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.int64]]:
+def _shingles(texts: list[str], unit: Unit) -> tuple[Hashes, NDArray[np.int64]]:
     if len(texts) == 1 and len(texts[0]) > SEGMENT_CHARACTERS:
-        hashes = shingle_set(texts[0], unit, n)
+        hashes = shingle_set(texts[0], unit, SHINGLE_SIZE)
         return hashes, np.array([len(hashes)])
-    return shingle(texts, unit, n)
+    return shingle(texts, unit, SHINGLE_SIZE)
 
 
 def _text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -284,7 +286,7 @@ def write_shingle_sets(shingle_task: ShingleTask) -> int:
 
 
 def _shingle_sets(texts: list[str], config: CorpusConfig) -> list[Hashes]:
-    hashes, counts = _shingles(texts, config.dedup_shingles, config.dedup_shingle_size)
+    hashes, counts = _shingles(texts, config.dedup_shingles)
     return [distinct(document_hashes) for document_hashes in np.split(hashes, np.cumsum(counts)[:-1])]
 
 
