@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 
 from textmill.config import TrainConfig
+from textmill.config.own_files import is_own_file, load_part
+from textmill.errors import TextmillError
 
 MULTI_TOKEN_UNTIL = 0.5
 """The fraction of the run after which multi-token prediction has no weight."""
@@ -35,6 +37,8 @@ def lr_at(
     A decay that ends with the run starts at `decay_start`, without it after the warm-up. `samples_before` returns how
     many samples are before a step; without it, all steps have `train.batch`.
     """
+    if is_own_file(train.schedule):
+        return _own_rate(step, train)
     warmup = warmup_steps(train)
     low = train.min_learning_rate
     high = train.learning_rate
@@ -55,6 +59,17 @@ def lr_at(
         decayed = samples_before(step) - samples_before(warmup)
         decay_length = train.decay_samples - samples_before(warmup)
     return low + (high - low) * DECAYS[train.schedule](decayed, decay_length, train)
+
+
+def _own_rate(step: int, train: TrainConfig) -> float:
+    """What the user's own file computes from the step and the settings, in which `steps` is the length of the run."""
+    rate = load_part(train.schedule, "train.schedule", "learning_rate")(step, train)
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise TextmillError(
+            f"train.schedule: learning_rate(step={step}, ...) in {train.schedule} returns {rate!r}; a learning rate is "
+            "a finite number of at least 0"
+        )
+    return float(rate)
 
 
 def multi_token_weight_at(step: int, train: TrainConfig, decay_start: float = 0) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
+from textmill.config.keys import all_fields
 from textmill.config.load import (
     Tree,
     build_config,
@@ -27,11 +28,13 @@ from textmill.config.load import (
     read_yaml,
     resolve_paths,
 )
-from textmill.config.model import is_family_file, is_own_file
+from textmill.config.own_files import OWN_SUFFIX, is_own_file
+from textmill.config.section import field_markers
+from textmill.config.usage import own_task_file
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.remote_folders import fetch, is_url
-from textmill.storage.stages import MANIFEST, PROJECT_YAML
+from textmill.storage.stages import MANIFEST, PROJECT_YAML, RUN_YAML
 
 MODEL_FILES = (".gguf", ".pt", ".onnx", ".bin")
 """Endings of model files that `textmill import` reads."""
@@ -112,7 +115,8 @@ def _config_of(
     """
     overrides = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
     _refuse_recorded_code(overrides, tree, file)
-    tree = _without_recorded_parts(tree, file)
+    if file is not None and file.name == RUN_YAML:
+        tree = _without_recorded_parts(tree)
     has_numbers = isinstance(_model_value(overrides, "shape"), dict)
     if has_numbers and isinstance(_model_value(tree, "shape"), str):
         raise TextmillError(
@@ -126,24 +130,34 @@ def _config_of(
 def _refuse_recorded_code(overrides: Tree, tree: Tree, file: Path | None) -> None:
     """A family's file is code: a run.yaml that names one must not make textmill run it; the user has to."""
     override = overrides.get("model")
-    if file is None or file.name != "run.yaml" or (isinstance(override, dict) and "family" in override):
+    if file is None or file.name != RUN_YAML or (isinstance(override, dict) and "family" in override):
         return
     family = _model_value(tree, "family")
-    if isinstance(family, str) and is_family_file(family):
+    if isinstance(family, str) and is_own_file(family):
         raise TextmillError(
             f"{file}: was written with the model family in {family}; a file of code runs only if you name it: "
             f"add model.family={family}"
         )
 
 
-def _without_recorded_parts(tree: Tree, file: Path | None) -> Tree:
-    """The tree of a run.yaml without files of code that only training uses: the user has to name them again to train
-    on, and everything else works without them."""
-    train = tree.get("train")
-    if file is None or file.name != "run.yaml" or not isinstance(train, dict):
-        return tree
-    kept = {key: value for key, value in train.items() if not (isinstance(value, str) and is_own_file(value))}
-    return {**tree, "train": kept}
+def _without_recorded_parts(tree: Tree) -> Tree:
+    """The tree of a run.yaml without files of code, which it must not make textmill run: the user has to name them
+    again to prepare, train or evaluate with them, and everything else works without them."""
+    tree = dict(tree)
+    for key, field in all_fields():
+        section, _, name = key.partition(".")
+        markers = field_markers(field)
+        settings = tree.get(section)
+        if section == "model" or not isinstance(settings, dict) or name not in settings:
+            continue
+        value = settings[name]
+        if markers.get("suffix") == OWN_SUFFIX and isinstance(value, str) and is_own_file(value):
+            tree[section] = {other: settings[other] for other in settings if other != name}
+        elif markers.get("task_files") and isinstance(value, list):
+            kept = [task for task in value if own_task_file(str(task)) is None]
+            others = {other: settings[other] for other in settings if other != name}
+            tree[section] = {**others, name: kept} if kept else others
+    return tree
 
 
 def _model_value(tree: Tree, key: str) -> Any:
@@ -169,9 +183,9 @@ def _from_folder(folder: Path, settings: Settings) -> Where:
     if (folder / "progress.json").is_file():
         return _from_checkpoint(folder, settings)
     candidates = [folder, *(folder / name for name in reversed(STAGE_FOLDERS.values()))]
-    stage = next((place for place in candidates if (place / "run.yaml").is_file()), None)
+    stage = next((place for place in candidates if (place / RUN_YAML).is_file()), None)
     if stage is not None:
-        return Where(_config_of(_recorded_tree(stage), settings, stage / "run.yaml"))
+        return Where(_config_of(_recorded_tree(stage), settings, stage / RUN_YAML))
     if (folder / "config.json").is_file() or is_adapter(folder):
         return Where(_config_of(_as_model(folder), settings), bare_model=True)
     if (folder / MANIFEST).is_file() or any(folder.glob("*.gguf")):
@@ -189,11 +203,11 @@ def _advise_import(path: Path) -> str:
 def _from_checkpoint(folder: Path, settings: Settings) -> Where:
     """A checkpoint inside its run is one step of the run; one that was copied elsewhere is a bare model."""
     step = re.match(r"^step-(\d+)$", folder.name)
-    if step and (folder.parent / "run.yaml").is_file():
+    if step and (folder.parent / RUN_YAML).is_file():
         return Where(
-            _config_of(_recorded_tree(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1])
+            _config_of(_recorded_tree(folder.parent, folder / RUN_YAML), settings, folder / RUN_YAML), int(step[1])
         )
-    tree = read_yaml(folder / "run.yaml")[0]
+    tree = _without_recorded_parts(read_yaml(folder / RUN_YAML)[0])
     tree.pop("model", None)
     return Where(_config_of(merge_trees(tree, _as_model(folder)), settings), bare_model=True)
 
@@ -205,7 +219,7 @@ def _as_model(folder: Path) -> Tree:
 
 def _recorded_tree(folder: Path, file: Path | None = None) -> Tree:
     """The config recorded in a stage's folder; where the folder is now overrides where it was written."""
-    tree = read_yaml(file or folder / "run.yaml")[0]
+    tree = read_yaml(file or folder / RUN_YAML)[0]
     stage = _stage_of(folder)
     if stage != "train":
         tree.pop("model", None)  # no command uses it there

@@ -21,12 +21,12 @@ from textmill.evaluation import (
     write_items,
 )
 from textmill.evaluation.data_files import name_of_texts
-from textmill.evaluation.measured_task import check_objective, format_card, format_metrics
+from textmill.evaluation.measured_task import MeasuredTask, check_objective, format_card, format_metrics
 from textmill.evaluation.task import ItemLog, Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
 from textmill.models import Shape, find_run_model, label_head_of, open_family, read_shape
 from textmill.processes.ranks import Ranks, run_on_all
-from textmill.storage.files import format_path, hash_json, make_folder_for
+from textmill.storage.files import format_path, hash_json, make_folder_for, write_bytes
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
@@ -141,6 +141,8 @@ def _run_task(
         saved = save_result(run, scorer.checkpoint, name, result)
         if saved is not None and items and not config.evaluate.predictions:
             write_items(result_path(run, scorer.checkpoint, name, ITEMS_ENDING), items)
+        if saved is not None and isinstance(task, MeasuredTask) and task.entry.code:  # to be read; nothing executes it
+            write_bytes(result_path(run, scorer.checkpoint, name, ".py.txt"), [task.entry.code.source])
         if not as_json:
             print(format_result(task, result))
             if saved is not None:

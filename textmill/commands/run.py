@@ -23,7 +23,7 @@ from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import check_evaluation, evaluate
 from textmill.commands.prepare import prepare
 from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig, StageName
-from textmill.config.model import is_family_file
+from textmill.config.own_files import is_own_file
 from textmill.corpus.shards import open_corpus
 from textmill.engines.early_import import import_torch_meanwhile
 from textmill.errors import TextmillError
@@ -227,7 +227,7 @@ WORDS = re.compile(r"\b[^\W\d_]{2,16} [^\W\d_]{2,16}\b|[\u0e00-\u0eff\u3040-\u30
 def print_next_steps(config: RunConfig, checkpoint: Path, facts: FinishedRun, *, evaluated: bool) -> None:
     """Say where the model is and which commands use it or make it better; `evaluated`: `run` has measured it."""
     where = shlex.join(_where_of(config))
-    only_textmill = is_family_file(config.model.family) or own_options(read_shape(checkpoint))
+    only_textmill = is_own_file(config.model.family) or own_options(read_shape(checkpoint))
     adapter = is_adapter(checkpoint)
     opened_by = (
         "only textmill opens it"
@@ -269,7 +269,7 @@ def _where_of(config: RunConfig) -> list[str]:
             if _are_same(open_where(words[0], []).config, config):
                 return words
     # A family's file is code, which runs only if the user names it.
-    own = [f"model.family={config.model.family}"] if is_family_file(config.model.family) else []
+    own = [f"model.family={config.model.family}"] if is_own_file(config.model.family) else []
     return [format_path(run), *own]
 
 

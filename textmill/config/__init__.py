@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from textmill.config.corpus import CorpusConfig
 from textmill.config.engines import BeamRunner, EngineConfig, JaxEngine, JaxMesh, LocalRunner, RunnerConfig, TorchEngine
-from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
+from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig
+from textmill.config.own_files import is_own_file
 from textmill.config.section import Section, field_markers, path, results_of
 from textmill.config.sizes import SIZES
 from textmill.config.tokenizer import MASKED_TOKENS, TokenizerConfig, TokensConfig
@@ -284,7 +285,7 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
-    own_family = is_family_file(model.family)
+    own_family = is_own_file(model.family)
     if not own_family:
         shape_numbers(model)
     if model.lora and not model.init_from:

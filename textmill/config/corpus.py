@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from textmill.config.own_files import is_own_file
 from textmill.config.section import Section, changeable, fill_from_preset, omit_preset_values, path, source
 from textmill.errors import TextmillError
 
@@ -115,7 +116,7 @@ LabelTask = Literal["sequence-classification", "token-classification", "question
 
 CHAT_EXCLUDES = ("sentences", "mongo_write_back", "mongo_load", "cut_records")
 """Settings of plain text that `corpus.chat` refuses."""
-LABELS_EXCLUDE = ("chat", "keep_fields", "decontaminate", "preset", "quality_good", *CHAT_EXCLUDES)
+LABELS_EXCLUDE = ("chat", "filter", "keep_fields", "decontaminate", "preset", "quality_good", *CHAT_EXCLUDES)
 """Settings of plain text that `corpus.labels` refuses."""
 DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " "}
 
@@ -201,6 +202,10 @@ class CorpusConfig(Section):
     """Sources of bad samples."""
     min_quality: float = Field(0.5, ge=0, le=1)
     """Smallest probability, by the filter of `corpus.quality_good`, that a document is like the good samples."""
+    filter: str | None = source(None, suffix=".py")
+    """A Python file with a filter of your own, such as ./my_filter.py: its `keep(text, fields)` is False for a document
+    to drop; `fields` are those of `corpus.keep_fields` (docs/own-parts.md). The file is executed, so only your own YAML
+    or the command line may name it."""
     sentences: Literal["none", "split", "lines"] = "none"
     """split: put each sentence on its own line; lines: the text already has one sentence per line, drop blank lines."""
     dedup: Literal["exact", "near", "none"] = "exact"
@@ -286,6 +291,15 @@ class CorpusConfig(Section):
     def _omit_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # A written value that equals the preset would override the next preset.
         return omit_preset_values(write(self), PRESETS[self.preset])
+
+    @field_validator("filter")
+    @classmethod
+    def _check_filter(cls, value: str | None) -> str | None:
+        if value is not None and not is_own_file(value):
+            raise TextmillError(
+                f"corpus.filter: found '{value}'; name a Python file with keep(text, fields): ./mine.py"
+            )
+        return value
 
     @field_validator("encoding")
     @classmethod

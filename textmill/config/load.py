@@ -24,7 +24,7 @@ from textmill.config.deepspeed_json import AUTO, read_json_settings, read_user_c
 from textmill.config.keys import all_fields, describe_type, kinds_of, section_types, suggest_key
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
-from textmill.config.usage import LM_EVAL, is_task_file, task_names
+from textmill.config.usage import LM_EVAL, is_task_file, own_task_file, task_names
 from textmill.config.yaml_text import YamlLoader
 from textmill.errors import TextmillError
 
@@ -309,9 +309,12 @@ def under(base: Path, value: str) -> str:
 
 
 def _resolve_task(base: Path, task: Any) -> Any:
-    """An entry of `evaluate.tasks` with a full path: NAME:FILE, a YAML file, or lm-eval:FOLDER/NAME."""
+    """An entry of `evaluate.tasks` with full paths: NAME:FILE, a YAML or Python file, or lm-eval:FOLDER/NAME."""
     if not isinstance(task, str):
         return task
+    if (own := own_task_file(task)) is not None:
+        file = task.removeprefix(own).removeprefix(":")
+        return under(base, own) + (f":{under(base, file)}" if file else "")
     if is_task_file(task):
         return under(base, task)
     name, colon, file = task.partition(":")

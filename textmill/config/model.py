@@ -9,14 +9,6 @@ from pydantic import Field, field_validator
 from textmill.config.section import Section, source
 
 
-def is_own_file(value: str) -> bool:
-    """True if a setting names a Python file of the user's own instead of a part that comes with textmill."""
-    return value.endswith(".py")
-
-
-is_family_file = is_own_file
-
-
 class ShapeConfig(Section):
     """Numbers that override those of `model.size`."""
 

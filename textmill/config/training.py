@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from textmill.config.model import is_own_file
+from textmill.config.own_files import is_own_file
 from textmill.config.section import (
     Section,
     changeable,
@@ -300,6 +300,7 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[OPTIMIZERS] | str
 LOSSES = ("token_mean", "sample_mean")
+SCHEDULES = ("cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test")
 
 TrainPresetName = Literal["none", "auto", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
 _PRETRAIN: dict[str, Any] = {
@@ -389,10 +390,13 @@ class TrainConfig(Section):
     warmup_shape: Literal["linear", "log"] = "linear"
     """How the learning rate rises: linear in the step, or in its logarithm from `train.min_learning_rate`, as
     DeepSpeed's WarmupLR."""
-    schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] | str = source(
+        "cosine", suffix=".py"
+    )
     """How the learning rate falls after the warm-up. stable: only in the last `train.stable.decay_fraction` of the run
     (warmup-stable-decay); inverse_sqrt: by one over the root of the step; range_test: it rises from
-    `train.min_learning_rate` until training diverges, to find the highest usable rate."""
+    `train.min_learning_rate` until training diverges, to find the highest usable rate; or a Python file with your own,
+    as in `train.optimizer`."""
     decay_steps: int | None = changeable(None, ge=1)
     """The number of steps after which the learning rate has reached its minimum; default: all."""
     decay_samples: int | None = changeable(None, ge=1)
@@ -586,10 +590,10 @@ class TrainConfig(Section):
             )
         return self
 
-    @field_validator("optimizer", "loss")
+    @field_validator("optimizer", "loss", "schedule")
     @classmethod
     def _check_own_file(cls, value: str, info: ValidationInfo) -> str:
-        names = OPTIMIZERS if info.field_name == "optimizer" else LOSSES
+        names = {"optimizer": OPTIMIZERS, "loss": LOSSES, "schedule": SCHEDULES}[str(info.field_name)]
         if value not in names and not is_own_file(value):
             raise TextmillError(
                 f"train.{info.field_name}: found '{value}'; give one of {', '.join(names)}, or your own file: ./mine.py"

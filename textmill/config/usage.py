@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from textmill.config.own_files import OWN_SUFFIX
 from textmill.config.section import Section, changeable, path, per_call, source
 from textmill.errors import TextmillError
 
@@ -23,6 +24,13 @@ def task_names() -> list[str]:
 def is_task_file(task: str) -> bool:
     """Whether an entry of `evaluate.tasks` is a YAML file that describes a task of the user's own."""
     return task.endswith((".yaml", ".yml")) and not task.startswith(f"{LM_EVAL}:")
+
+
+def own_task_file(task: str) -> str | None:
+    """The Python file of the user's own in an entry of `evaluate.tasks`, FILE.py or FILE.py:DATA; None if it has
+    none."""
+    start, ending, _ = f"{task}:".partition(f"{OWN_SUFFIX}:")
+    return start + OWN_SUFFIX if ending and not task.startswith(f"{LM_EVAL}:") else None
 
 
 class WikitextConfig(Section):
@@ -54,7 +62,8 @@ class EvaluateConfig(Section):
     tasks: list[str] = Field(["perplexity"], json_schema_extra={"task_files": True})
     """What to measure: perplexity (of a split, or of `evaluate.text`; for a BERT pseudo_perplexity), tasks on a file of
     data such as wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE (`textmill evaluate --list` has
-    all), your own task as a YAML file, and lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
+    all), your own task as a YAML file or as a Python file, ./my_task.py or ./my_task.py:FILE (docs/own-parts.md), and
+    lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
     split: Literal["train", "valid", "test"] = "valid"
     """The split to evaluate on."""
     text: list[str] = Field([], json_schema_extra={"source": True, "per_call": True})
@@ -104,9 +113,11 @@ def check_tasks(tasks: list[str], key: str) -> list[str]:
     """Refuse a name that is no task; `key` is the setting that error messages name."""
     known = task_names()
     for task in tasks:
-        if not is_task_file(task) and task.partition(":")[0] not in [*known, LM_EVAL]:
+        is_own = is_task_file(task) or own_task_file(task) is not None
+        if not is_own and task.partition(":")[0] not in [*known, LM_EVAL]:
             raise TextmillError(
-                f"{key}: unknown task '{task}'; choose from {', '.join(known)}, {LM_EVAL}:NAME, or name a YAML file"
+                f"{key}: unknown task '{task}'; choose from {', '.join(known)}, {LM_EVAL}:NAME, or name a YAML or "
+                "Python file of your own"
             )
     return tasks
 

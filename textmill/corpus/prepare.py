@@ -33,6 +33,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig
+from textmill.config.own_files import open_own_file
 from textmill.corpus.accounts import Counts, build_account, format_account
 from textmill.corpus.chunk_task import DROPPED, ChunkTask
 from textmill.corpus.clean.cleaner import Cleaner, check_packages
@@ -93,6 +94,8 @@ MAX_ENTRIES = 1000
 """Most sources that are recorded each by itself."""
 BATCH_FILES = 256
 """Files that a thread hashes at a time."""
+FILTER_FILE = "corpus.filter.py.txt"
+"""The source of `corpus.filter`."""
 CLEANED_SCHEMA = pa.schema(
     [("text", pa.string()), ("id", pa.string()), ("meta", pa.string()), ("messages", pa.string())]
 )
@@ -140,6 +143,9 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
         with stage.unfinished_folder() as unfinished, runner:
             counts, files = _build(corpus, runner, inputs, source_splits, unfinished, skipped, evaluation_data)
             inputs.check_unchanged()
+            if corpus.filter and open_own_file(corpus.filter, "corpus.filter").described != made_from["corpus.filter"]:
+                stage.discard()
+                raise TextmillError(f"corpus.filter: {corpus.filter} changed meanwhile; run the command again")
             _remove_intermediate_files(unfinished, files)
             manifest_fields = {"documents": counts["kept"], "mtimes": inputs.mtimes}
             stage.write_manifest(unfinished, files, manifest_fields)
@@ -188,6 +194,8 @@ def _build(
     if not counts["kept"]:
         raise TextmillError(_describe_nothing_kept(tasks, counts, config.min_chars))
     files = {"account.json": write_json(folder / "account.json", counts), QUARANTINE: quarantine}
+    if config.filter:  # to be read; nothing executes it
+        files[FILTER_FILE] = write_bytes(folder / FILTER_FILE, [Path(config.filter).read_bytes()])
     if config.dedup == "near":
         lines = map(_json_line, decisions.pairs)
         files["near_duplicates.jsonl"] = write_bytes(folder / "near_duplicates.jsonl", lines)
@@ -366,9 +374,9 @@ class _SourceCounts:
 def _clean(record: Document, cleaner: Cleaner, config: CorpusConfig) -> tuple[str | None, str | None]:
     """The cleaned text, and the turns of a conversation as JSON; None and None if a filter drops it."""
     if record.turns is not None:
-        turns = cleaner.clean_turns(record.turns, record.url)
+        turns = cleaner.clean_turns(record.turns, record.url, record.meta)
         return (None, None) if turns is None else ("\n".join(text for _, text in turns), turns_to_json(turns))
-    text = cleaner.clean(record.text, record.url)
+    text = cleaner.clean(record.text, record.url, record.meta)
     split_lines = SENTENCE_SPLITTERS.get(config.sentences)
     return split_lines(text) if split_lines and text is not None else text, None
 
@@ -518,6 +526,8 @@ def _describe_inputs(
         for key, entries in (("good", config.quality_good), ("bad", config.quality_bad)):
             samples = inspect_inputs(find_quality_sources(entries, config, f"corpus.quality_{key}"), {})
             settings |= {f"quality_{key}.{name}": value for name, value in samples.describe().items()}
+    if config.filter:
+        settings["corpus.filter"] = open_own_file(config.filter, "corpus.filter", "keep").described
     settings["corpus.rules"] = sorted(config.rules)  # rules always run in the same order
     return settings | {f"inputs.{name}": value for name, value in inputs.describe().items()}
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from textmill.config import EngineConfig, LoraConfig, TrainConfig
-from textmill.config.model import is_own_file
+from textmill.config.own_files import is_own_file
 from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import Shape

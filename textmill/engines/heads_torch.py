@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.config import DistilConfig, TrainConfig
-from textmill.config.model import is_own_file
+from textmill.config.own_files import is_own_file, load_part
 from textmill.engines.distillation.loss_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
 from textmill.engines.losses_torch import (
@@ -29,7 +29,6 @@ from textmill.engines.micro_batches import PAIR_LOSS, MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.errors import TextmillError
 from textmill.models.base_torch import BaseNet, CompiledParts
-from textmill.models.family_files import load_part
 from textmill.tokens.batches.batch import IGNORED
 
 AUXILIARY_LOSS = "auxiliary_loss"
@@ -114,7 +113,7 @@ class HeadStates:
                 )
             x_NTE = self.x_ME.view(*self.micro_batch.inputs.shape, -1)
             logits_NTV = F.linear(x_NTE, net.head.to(x_NTE.dtype), net.head_bias)[..., : net.shape.vocab].float()
-            loss: Tensor = load_part(train.loss, "train.loss", "loss").loss(logits_NTV, self.micro_batch)
+            loss: Tensor = load_part(train.loss, "train.loss", "loss")(logits_NTV, self.micro_batch)
             return loss
         labels = self._weighted_labels()
         formula = LossFormula(net.shape.vocab, train.label_smoothing, train.z_loss)

@@ -61,7 +61,8 @@ class MeasuredTask:
                     scorer.checkpoint.progress,
                 )
         seconds = {"seconds": time.monotonic() - start}
-        card = {"task": self.entry.name, **measured.card, **training_data, **model_card(scorer), **seconds}
+        code = {"code_sha256": self.entry.code.sha256} if self.entry.code else {}
+        card = {"task": self.entry.name, **code, **measured.card, **training_data, **model_card(scorer), **seconds}
         intervals = {name: list(ends) for name, ends in measured.intervals.items()}
         for value in measured.metrics.values():
             check_finite(0.0 if value is None else value, str(scorer.checkpoint.folder))
@@ -192,7 +193,7 @@ def _format_fact(key: str, value: Any) -> str:
         return format_duration(value)
     if key == "file":
         return format_path(Path(value))
-    if key == "sha256":
+    if key in ("sha256", "code_sha256"):
         return f"{value[:12]}..."
     if isinstance(value, bool):
         return "yes" if value else "no"

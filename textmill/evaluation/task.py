@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
+from textmill.config.own_files import OwnFile
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -148,7 +149,7 @@ class TaskEntry:
     """One entry of `evaluate.tasks`."""
 
     name: str
-    """The task's file in evaluation/tasks."""
+    """The task's file in evaluation/tasks, or the name of the user's own."""
     label: str
     """The key of its result: the task's name, unless several entries have the same."""
     file: Path | None = None
@@ -157,6 +158,8 @@ class TaskEntry:
     """What the file's checksum must be, if the user gave one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of the user's YAML file."""
+    code: OwnFile | None = None
+    """The Python file of the user's own that measures it."""
     open_tokens: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
     """Opens the SplitTokens of `evaluate.text` or `evaluate.split`, for a task without a file."""
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from textmill.checkpoints.adapters import config_path
 from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import SIZES, RunConfig
-from textmill.config.model import is_family_file
+from textmill.config.own_files import is_own_file
 from textmill.config.sizes import FAMILY_BY_TYPE
 from textmill.errors import TextmillError
 from textmill.models.family import Family, Shape
@@ -64,7 +64,7 @@ def open_family(name: str) -> Family:
 
     A path is code to run: callers pass one only if the user named it.
     """
-    if is_family_file(name):
+    if is_own_file(name):
         return cast(Family, load_family_file(name).module)
     if (file := find_family_file(name)) is not None:
         return cast(Family, file.module)

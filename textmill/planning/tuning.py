@@ -14,7 +14,7 @@ from typing import Any
 from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import RunConfig, ShapeConfig, shape_numbers
 from textmill.config.load import build_config, drop_replaced, merge_trees
-from textmill.config.model import is_family_file
+from textmill.config.own_files import is_own_file, open_own_file
 from textmill.errors import Interrupted, TextmillError
 from textmill.evaluation.metrics import compute_metrics
 from textmill.planning.trials import (
@@ -35,6 +35,7 @@ from textmill.storage.stages import list_changes, open_manifest
 from textmill.tokens.splits import Splits
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.training.loop import train
+from textmill.training.start import own_parts
 from textmill.training.validation import EVERY_TOKEN
 
 FOLDER = "tune"
@@ -193,6 +194,9 @@ class Tuning:
         results.pop("train.folder", None)
         size = {f"train.{settings.unit}": getattr(settings, settings.unit)}
         tokens = {split: sum(store.tokens for store in self.data.stores(split)) for split in ("train", "valid")}
+        results |= {key: file.described for key, file in own_parts(settings).items()}
+        if is_own_file(family := self.config.model.family):
+            results["model.family"] = open_own_file(family, "model.family").described
         return {**results, **size, "tokens": tokens, "tokenizer": self.data.tokenizer.fingerprint}
 
     def _stored(self) -> dict[str, Any] | None:
@@ -238,7 +242,7 @@ def current_settings(config: RunConfig) -> Current:
     """The settings of a config that trials change."""
     settings = config.train
     model = config.model
-    own = model.init_from or isinstance(model.shape, str) or is_family_file(model.family)
+    own = model.init_from or isinstance(model.shape, str) or is_own_file(model.family)
     numbers = {} if own else shape_numbers(model)
     dropout = model.shape.dropout if isinstance(model.shape, ShapeConfig) else None
     return Current(

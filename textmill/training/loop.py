@@ -22,11 +22,13 @@ from typing import Any
 from textmill.checkpoints.best import VALID_LOSS, BestRule, open_best_step, read_metric
 from textmill.checkpoints.folders import BEST_LINK, StepChoice, list_checkpoints, open_checkpoint, read_best_values
 from textmill.config import RunConfig, TrainConfig
+from textmill.config.own_files import last_own_file
 from textmill.engines import Engine, Step, open_engine, open_ranks
 from textmill.engines.distillation.teachers import check_teachers, resolve_teachers
 from textmill.errors import TextmillError
 from textmill.generation import sample_prompts
 from textmill.models import open_family
+from textmill.models.family_files import find_family_file
 from textmill.processes.ranks import Ranks, report_each, run_on_all
 from textmill.processes.signals import StopSignals, stop_error, write_stopped_file
 from textmill.storage import faults
@@ -52,7 +54,14 @@ from textmill.training.run_folder import (
     take_snapshot,
 )
 from textmill.training.run_length import RunLength, plan_run_length
-from textmill.training.start import Start, check_batch_memory, check_own_family, choose_start, use_imported_model
+from textmill.training.start import (
+    Start,
+    check_batch_memory,
+    check_own_family,
+    choose_start,
+    own_parts,
+    use_imported_model,
+)
 from textmill.training.teacher_cache import open_teacher_cache
 from textmill.training.timing import MinutesTimer, StepLog
 from textmill.training.validation import Validation
@@ -206,7 +215,10 @@ class Training:
         self.folder = config.folder_of("train")
         self.done = start.step
         """Steps done."""
-        self.files = checkpoint_files(start, config.model.lora, data.tokenizer, config.to_yaml())
+        own_files = own_parts(config.train, last_own_file)
+        if (family := find_family_file(start.shape.family)) is not None:
+            own_files["model.family"] = family
+        self.files = checkpoint_files(start, config.model.lora, data.tokenizer, config.to_yaml(), own_files)
         self.run_length = run_length
         """`train.minutes`: replaced by every new estimate of the number of steps."""
         self.skipped_updates = SkippedUpdates(self.folder, engine.guard, self.first, engine.describe()["precision"])

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from textmill.checkpoints.best import VALID_LOSS, BestStep
 from textmill.checkpoints.folders import find_checkpoint_damage, link_best, list_checkpoints
 from textmill.checkpoints.writing import FilePlan, Snapshot, prune, remove_leftovers, write_checkpoint
 from textmill.config import LoraConfig, RunConfig, TrainConfig
+from textmill.config.own_files import OwnFile
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.errors import AlreadyReported, Interrupted, TextmillError, warn
 from textmill.models import hf_config_of, open_family, tokenizer_files
@@ -132,9 +134,10 @@ def _fingerprints(start: Start) -> dict[str, Any]:
 
 
 def checkpoint_files(
-    start: Start, lora: LoraConfig | None, tokenizer: TextTokenizer, run_yaml: str
+    start: Start, lora: LoraConfig | None, tokenizer: TextTokenizer, run_yaml: str, own_files: Mapping[str, OwnFile]
 ) -> dict[str, bytes]:
-    """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml and the tokenizer."""
+    """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml, the tokenizer, and the
+    user's own files as text, by the settings that name them: to be read, since nothing executes them."""
     shape = start.shape
     hf_config = hf_config_of(shape, tokenizer)
     if lora and start.base:
@@ -144,7 +147,8 @@ def checkpoint_files(
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in configs.items()}
     texts["run.yaml"] = run_yaml
     texts.update(tokenizer_files(shape, tokenizer))
-    return {name: text.encode() for name, text in texts.items()}
+    sources = {f"{key}.py.txt": file.source for key, file in own_files.items()}
+    return {**{name: text.encode() for name, text in texts.items()}, **sources}
 
 
 @dataclass(frozen=True)

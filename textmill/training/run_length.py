@@ -184,6 +184,7 @@ def plan_run_length(
         )
     _check_warmup(train, steps)
     only_steps = train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps})
+    lr_at(steps - 1, only_steps)  # an own schedule that fails at the end of the run shall fail now
     return RunLength(only_steps, sizes, epoch_samples, sample_length)
 
 

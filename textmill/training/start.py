@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from textmill.config import (
     TrainConfig,
 )
 from textmill.config.load import merge_trees, read_yaml
-from textmill.config.model import is_own_file
+from textmill.config.own_files import OwnFile, is_own_file, open_own_file
 from textmill.config.section import results_of
 from textmill.config.tokenizer import turns_of
 from textmill.config.training import UNITS
@@ -67,7 +67,7 @@ from textmill.models import (
     weights_of,
     with_label_head,
 )
-from textmill.models.family_files import find_family_file, hash_own_file
+from textmill.models.family_files import find_family_file
 from textmill.models.lora import initial_adapters, normalized_targets, trained_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
@@ -91,6 +91,8 @@ BYTES_PER_ID = 16
 """Inputs and labels of a batch, in 8 bytes each."""
 FAMILY_SHA256 = "model.family_sha256"
 """The checksum of the user's own family file, among the inputs of a run."""
+OWN_PARTS = {"loss": "loss", "optimizer": "update", "schedule": "learning_rate"}
+"""Settings of `train` that may name a file of the user's own, and the function that it defines."""
 
 
 @dataclass(frozen=True)
@@ -371,6 +373,7 @@ def check_start(config: RunConfig) -> Shape:
     that the engine cannot use; return the shape of the net, as far as it is known."""
     model, train = config.model, config.train
     check_trackers(config.track)
+    own_parts(train)
     family = open_family(model.family)
     check_teachers(train.distil, config.engine, model)
     used = open_used(config.tokenizer, train.layout) if config.tokenizer.use and not config.tokens.use else None
@@ -578,14 +581,18 @@ def shape_of_checkpoint(checkpoint: Checkpoint, override: ShapeConfig | str) -> 
     return replace(shape, positions=override.positions or shape.positions)
 
 
+def own_parts(train: TrainConfig, open_file: Callable[[str, str, str], OwnFile] = open_own_file) -> dict[str, OwnFile]:
+    """The user's own files that the settings name, by setting; as they are now, or as they were read last."""
+    keys = {f"train.{name}": (getattr(train, name), function) for name, function in OWN_PARTS.items()}
+    return {key: open_file(value, key, function) for key, (value, function) in keys.items() if is_own_file(value)}
+
+
 def describe_inputs(
     model: ModelConfig, train: TrainConfig, data: Splits, shape: Shape, weights_fingerprint: str | None
 ) -> dict[str, Any]:
     """All settings and inputs that decide the result; given files count by their content, not by their path."""
     settings = results_of(train, "train")
-    for key in ("loss", "optimizer"):
-        if is_own_file(value := getattr(train, key)):
-            settings[f"train.{key}"] = f"a file with SHA-256 {hash_own_file(value, f'train.{key}')}"
+    settings |= {key: file.described for key, file in own_parts(train).items()}
     if train.masked.counts:
         settings["train.masked.counts"] = hash_file(Path(train.masked.counts))
     settings["train.length"] = train.length or shape.positions

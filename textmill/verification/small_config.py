@@ -15,7 +15,7 @@ from textmill.checkpoints.folders import open_model
 from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
 from textmill.config.deepspeed_json import read_user_config
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
-from textmill.config.model import is_family_file
+from textmill.config.own_files import is_own_file
 from textmill.engines.deepspeed_config import fill_unset
 from textmill.engines.distillation.teachers import check_teachers
 from textmill.engines.meshes import mesh_of
@@ -175,7 +175,7 @@ def _precisions(config: RunConfig) -> list[str]:
 def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: int) -> RunConfig:
     """The config with a small net and a small batch, on a CPU."""
     # Given weights may be of another family than the config names.
-    name = config.model.family if is_family_file(config.model.family) else full.family
+    name = config.model.family if is_own_file(config.model.family) else full.family
     family = open_family(name)
     shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
     model = config.model.model_copy(update={"family": name, "shape": shape, "init_from": None, "init_layers": []})

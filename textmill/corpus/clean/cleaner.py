@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 
 from textmill.config import CorpusConfig
+from textmill.config.own_files import load_part
 from textmill.corpus.clean.filters import (
     character_fractions,
     find_words,
@@ -46,12 +49,14 @@ class Cleaner:
     dropped_by: str = ""
     """The filter that dropped the last dropped document."""
 
-    def clean(self, text: str, url: str | None = None) -> str | None:
+    def clean(self, text: str, url: str | None = None, meta: str | None = None) -> str | None:
         """The cleaned text, or None if a filter dropped it."""
-        turns = self.clean_turns((("", text),), url)
+        turns = self.clean_turns((("", text),), url, meta)
         return None if turns is None else turns[0][1]
 
-    def clean_turns(self, turns: tuple[Turn, ...], url: str | None = None) -> tuple[Turn, ...] | None:
+    def clean_turns(
+        self, turns: tuple[Turn, ...], url: str | None = None, meta: str | None = None
+    ) -> tuple[Turn, ...] | None:
         """The cleaned turns, or None. Rules see each turn by itself; filters see the joined text."""
         config = self.config
         if url is not None and config.block_urls and is_blocked(url, config.block_urls):
@@ -61,7 +66,8 @@ class Cleaner:
         settings = {"markers": partial(break_at_markers, markers=config.newline_markers)}
         turns = tuple((role, clean(text, config.rules, changed, settings)) for role, text in turns)
         self.changed.update(changed.keys())
-        return None if self._count_drop(self._failed_filter("\n".join(text for _, text in turns))) else turns
+        joined = "\n".join(text for _, text in turns)
+        return None if self._count_drop(self._failed_filter(joined) or self._failed_own_filter(joined, meta)) else turns
 
     def _count_drop(self, reason: str | None) -> bool:
         if reason:
@@ -82,6 +88,25 @@ class Cleaner:
             or self._failed_language_filter(text)
             or self._failed_quality_filter(text)
         )
+
+    def _failed_own_filter(self, text: str, meta: str | None) -> str | None:
+        """That of the user's own file; `meta` are the fields of `corpus.keep_fields` as JSON."""
+        if (name := self.config.filter) is None:
+            return None
+        keep = load_part(name, "corpus.filter", "keep")
+        try:
+            kept = keep(text, json.loads(meta) if meta else {})
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise TextmillError(
+                f"corpus.filter: {place.filename}:{place.lineno} fails with {type(error).__name__}: {error}; the "
+                f"document begins {text[:60]!r}"
+            ) from error
+        if not isinstance(kept, bool):
+            raise TextmillError(
+                f"corpus.filter: keep in {name} returns {kept!r}; return True to keep a document, False to drop it"
+            )
+        return None if kept else "filter"
 
     def _failed_character_filter(self, text: str) -> str | None:
         limits = self.config

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from textmill.config import TrainConfig
-from textmill.config.model import is_own_file
+from textmill.config.own_files import is_own_file, last_own_file
 from textmill.engines.parallel_torch import Parallel
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet
-from textmill.models.family_files import load_part
 from textmill.models.nets_torch import parameters_of
 from textmill.models.parameter_groups import Rule, rules_of
 
@@ -64,7 +63,7 @@ class WeightsOptimizer(Protocol):
 def open_optimizer(name: str) -> Any:
     """The module NAME_torch.py, or the user's own file."""
     if is_own_file(name):
-        return OwnOptimizer(load_part(name, "train.optimizer", "update"))
+        return OwnOptimizer(last_own_file(name, "train.optimizer", "update").module)
     return import_module(f"textmill.engines.optimizers.{name}_torch")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from textmill.config.load import read_yaml, under
-from textmill.config.usage import LM_EVAL, is_task_file, task_names
+from textmill.config.own_files import open_own_file
+from textmill.config.usage import LM_EVAL, is_task_file, own_task_file, task_names
 from textmill.corpus.decontamination import EvaluationData, open_text_data
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import ChoiceTask, texts_of
@@ -36,6 +37,13 @@ def parse_entry(entry: str) -> TaskEntry:
     """The task, label and file of one entry of `evaluate.tasks`."""
     if is_task_file(entry):
         return read_task_file(Path(entry))
+    if (own := own_task_file(entry)) is not None:
+        label = slug(Path(own).stem)
+        file = entry.removeprefix(own).removeprefix(":")
+        code = open_own_file(own, "evaluate.tasks")
+        if not hasattr(code.module, "measure") and not hasattr(code.module, "TASK"):
+            raise TextmillError(f"evaluate.tasks: {own} does not define measure; see docs/own-parts.md")
+        return TaskEntry(label, label, Path(file) if file else None, code=code)
     name, _, file = entry.partition(":")
     if name == LM_EVAL:
         return TaskEntry(name, Path(file).name, Path(file))
@@ -53,7 +61,7 @@ def _open(entry: TaskEntry) -> Task:
             raise TextmillError(f"evaluate.tasks: {LM_EVAL} needs lm-eval; run: pip install 'textmill[eval]'")
         adapter = "textmill.evaluation.lm_eval_adapter"
         return MeasuredTask(entry, lambda *given: import_module(adapter).measure(*given), takes_shots=True)
-    module = import_module(f"textmill.evaluation.tasks.{entry.name}")
+    module: Any = entry.code.module if entry.code else import_module(f"textmill.evaluation.tasks.{entry.name}")
     if hasattr(module, "format_table"):
         return cast(Task, module)
     needs_file = hasattr(module, "FILES") and not getattr(module, "FILE_OPTIONAL", False)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
+from textmill.config.own_files import open_own_file
 from textmill.config.section import results_of
 from textmill.config.tokenizer import CONTENT
 from textmill.corpus.clean.cleaner import Cleaner, check_packages
@@ -159,6 +160,9 @@ def _describe_text(
             for name, source in zip(portable_names(sources), sources, strict=True)
         ]
         settings = {key: str(value) for key, value in results_of(corpus, "corpus").items() if key != "corpus.sources"}
+        del settings["corpus.filter"]
+        if corpus.filter:
+            settings["corpus.filter"] = open_own_file(corpus.filter, "corpus.filter", "keep").described
         return {**made_from, "sources": hash_json([sorted(states), settings])}
     if not (folder / MANIFEST).is_file():
         raise TextmillError(
@@ -221,7 +225,7 @@ class SourcePart:
         cleaner = Cleaner(self.config)
         into_lines = SENTENCE_SPLITTERS.get(self.config.sentences)
         for record in itertools.chain.from_iterable(read_records(chunk, self.config) for chunk in self.chunks):
-            text = None if isinstance(record, BadRecord) else cleaner.clean(record.text, record.url)
+            text = None if isinstance(record, BadRecord) else cleaner.clean(record.text, record.url, record.meta)
             if text is not None:
                 yield into_lines(text) if into_lines else text
 
