@@ -126,7 +126,6 @@ def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any)
         assert events.get_final_completion().choices[0].message.content == "user: x"
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     for more, message in [
-        ({"tools": [tool]}, "tools: is not supported; remove it"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
         ({"extra_body": {"regex": "("}}, "regex: no text can follow it"),
         ({"extra_body": {"regex": "a", "choices": ["a"]}}, "choices: not together with regex"),

@@ -163,7 +163,9 @@ class Turns:
         )
         self.stop_ids = ()
 
-    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+    def render(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in messages)
         return self.tokenizer.encode(lines + ("assistant:" if add_generation_prompt else ""))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,12 +36,88 @@ HEADERS = """{{- bos_token }}
     {{- '<|start|>assistant<|stop|>\\n\\n' }}
 {%- endif %}
 {%- if tools %}{{- tools | tojson }}{%- endif %}"""
+# As Qwen2.5 has it, with tools; its texts are shortened.
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You are a helpful assistant.' }}
+    {%- endif %}
+    {{- "\\n\\n# Tools\\n\\nYou may call functions:\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools>\\n\\nFor each call, return:\\n<tool_call>\\n" }}
+    {{- "{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}
+            {{- '\\n' + message.content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- message.content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|end|>", "<s>"]
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "물레방아는 어디에? 12,345"},
     {"role": "assistant", "content": "By the river. 😀"},
     {"role": "user", "content": "Why?\n\nReally"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds 두 numbers",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+    }
+]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "How much?"},
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "물 <b>"}}}],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "tool", "content": "4"},
+    {"role": "user", "content": "Thanks"},
 ]
 
 
@@ -62,6 +140,22 @@ def test_a_conversation_is_rendered_as_by_transformers(tmp_path: Path, jinja: st
     for prompt in (False, True):
         wanted = theirs.apply_chat_template(TALK[first:], add_generation_prompt=prompt, return_dict=False)
         assert template.render(TALK[first:], add_generation_prompt=prompt) == wanted
+
+
+def test_tools_are_rendered_as_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    template = opened(tmp_path, QWEN)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    wanted = theirs.apply_chat_template(CALLS, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    assert template.render(CALLS, True, TOOLS) == wanted
+    # A special token in the arguments of a call is plain text, and still the same JSON.
+    id_ = template.tokenizer.inner.token_to_id("<|im_end|>")
+    calls = copy.deepcopy(CALLS)
+    calls[1]["tool_calls"][0]["function"]["arguments"]["b"] = "<|im_end|>"
+    ids = template.render(calls, True, TOOLS)
+    assert ids.count(id_) == wanted.count(id_)
+    assert r'"b": "\u003c|im_end|>"' in template.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(("jinja", "stop"), [(CHATML, "<|im_end|>"), (HEADERS, "<|end|>")], ids=["chatml", "headers"])

@@ -7,13 +7,13 @@ when a grammar is made; what takes too long to follow ends the text with an erro
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, StructTag
 from numpy.typing import NDArray
 
 from textmill.config import SampleConfig
@@ -52,6 +52,44 @@ def choice_grammar(choices: Sequence[str], place: str) -> str:
 def lark_grammar(grammar: str, place: str) -> str:
     """The grammar written in Lark's syntax, as llguidance reads it."""
     return _checked(LLMatcher.grammar_from_lark(grammar), place)
+
+
+class CallFormat(NamedTuple):
+    """How a model writes the call of a function."""
+
+    begin: str
+    key: str
+    """Of the arguments."""
+    end: str
+
+    def write(self, function: Mapping[str, Any]) -> str:
+        """A call with its name and arguments."""
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        return f"{self.head(function['name'])}{arguments}}}{self.end}"
+
+    def head(self, name: str) -> str:
+        """What comes before the arguments."""
+        return f'{self.begin}{{"name": "{name}", "{self.key}": '
+
+
+def call_grammar(
+    functions: Sequence[tuple[str, dict[str, Any]]], format_: CallFormat, required: bool, place: str
+) -> str:
+    """The grammar of texts with calls of functions, given by name and schema; `required`: of a single call."""
+    tags = []
+    for number, (name, schema) in enumerate(functions):
+        json_grammar(schema, f"{place}.{number}.function.parameters")  # for its error
+        limited = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        trigger = format_.begin + '{"name": "'
+        tags.append(StructTag(trigger=trigger, begin=format_.head(name), grammar=limited, end="}" + format_.end))
+    if not required:
+        return lark_grammar(StructTag.to_grammar(tags, assume_special=False), place)
+    rules = [
+        f"call_{number}: {json.dumps(tag.begin)} %json {json.dumps(tag.grammar)} {json.dumps(tag.end)}"
+        for number, tag in enumerate(tags)
+    ]
+    start = "start: " + " | ".join(f"call_{number}" for number in range(len(tags)))
+    return lark_grammar("\n".join([start, *rules]), place)
 
 
 def _checked(grammar: str, place: str) -> str:

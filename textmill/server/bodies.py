@@ -60,6 +60,7 @@ class Body(BaseModel):
         "stop": "a text or a list of texts",
         "logprobs": "an integer from 0 to 20 (completions), or true or false (chat)",
         "messages": "a list of objects, each with a role (system, user, assistant) and text content",
+        "tool_choice": "none, auto, required, or an object with a type and a function's name",
         "logit_bias": "an object that maps token ids to numbers from -100 to 100",
     }
     """What a field with several types must be, for error messages."""
@@ -162,6 +163,52 @@ class CompletionBody(SamplingBody):
     """Not supported."""
 
 
+class Function(Body):
+    """What a function does, and the JSON schema of its arguments."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Accepted and ignored: all arguments follow the schema."""
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(FunctionName):
+    """A function and its arguments, which are JSON."""
+
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Accepted and ignored: chunks of a stream have it."""
+
+
 class TextPart(Body):
     """A message's content as a list has parts; only text is accepted."""
 
@@ -172,15 +219,18 @@ class TextPart(Body):
 class Message(Body):
     """One message of a conversation; a reply's message can be sent back unchanged."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    """Only an answer that calls tools may have none."""
     type: Literal["text"] | None = None
     """Sent by lm-evaluation-harness."""
     refusal: None = None
     annotations: list[None] | None = Field(None, max_length=0)
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
+    tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
+    tool_call_id: str | None = None
+    """The call whose result a message of the role tool has."""
 
 
 class ChatBody(SamplingBody):
@@ -198,12 +248,14 @@ class ChatBody(SamplingBody):
     """Number of most likely tokens to return at each position; needs `logprobs`."""
     modalities: list[Literal["text"]] | None = None
     """Only text is supported."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """Accepted and ignored, as is `parallel_tool_calls`: there are no tools."""
+    tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """required, or a tool by its name: the answer is one call; auto (default): it may have calls."""
     parallel_tool_calls: bool | None = None
-    tools: None = None
-    """Not supported, like the next seven fields."""
+    """Accepted and ignored: only with auto there may be several calls."""
     functions: None = None
+    """Not supported, like the next six fields."""
     function_call: None = None
     audio: None = None
     prediction: None = None

@@ -8,11 +8,13 @@ in an HttpError with status 400, which names the field as OpenAI's API does.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
@@ -21,6 +23,8 @@ from textmill.generation.requests import Request
 from textmill.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from textmill.server.errors import HttpError, quote_value
 from textmill.server.service import MAX_CHOICES, Service
+from textmill.server.tools import ToolUse, check_tool_use, read_arguments
+from textmill.tokens.chat import AnyTemplate
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 MAX_STOPS = 16
@@ -129,27 +133,31 @@ async def read_prompt(service: Service, text_or_ids: str | list[int], field: str
     return prompt
 
 
-async def read_chat_prompt(service: Service, messages: Sequence[Message], max_tokens: int | None = None) -> Prompt:
-    """Render a conversation with the model's chat template; leave out its oldest turns if it is too long."""
+def find_template(service: Service) -> AnyTemplate:
+    """Return the model's chat template; raise if it has none."""
     if service.template is None:
         raise HttpError(
             400,
             f"'{service.name}' has no chat template; use /v1/completions to continue a text",
             code="no_chat_template",
         )
-    turns = [
-        {"role": "system" if message.role == "developer" else message.role, "content": read_content(message)}
-        for message in messages
-    ]
-    for index, turn in enumerate(turns):
-        check_surrogates(turn["content"], f"messages.{index}.content")
+    return service.template
+
+
+async def read_chat_prompt(
+    service: Service, messages: Sequence[Message], use: ToolUse, max_tokens: int | None = None
+) -> Prompt:
+    """Render a conversation with the model's chat template; leave out its oldest turns if it is too long."""
+    template = find_template(service)
+    turns = [read_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    tools = use.descriptions()
+    check_surrogates(json.dumps(tools, ensure_ascii=False), "tools")
     conversation = Conversation(turns)
     starts = conversation.list_starts(service.longest_text) if service.config.drop_oldest else [0]
     check_characters(service, conversation.count_characters(starts[0]), "messages")
 
     def render(dropped: int) -> list[int]:
-        assert service.template is not None
-        return list(service.template.render(conversation.without(dropped), add_generation_prompt=True))
+        return template.render(use.to_messages(conversation.without(dropped)), True, tools if use.known else ())
 
     space = min(max_tokens or service.sample.max_tokens, service.model.positions // 4)
     longest = service.model.positions - max(space, 1)
@@ -168,7 +176,7 @@ async def read_chat_prompt(service: Service, messages: Sequence[Message], max_to
 class Conversation:
     """Messages whose oldest turns may be dropped. System messages at the start stay."""
 
-    def __init__(self, turns: Sequence[dict[str, str]]) -> None:
+    def __init__(self, turns: Sequence[dict[str, Any]]) -> None:
         self._turns = turns
         self._system = next((index for index, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
         self._characters_before = [0, *accumulate(len(turn["content"]) for turn in turns)]
@@ -187,13 +195,34 @@ class Conversation:
         before = self._characters_before
         return before[-1] - before[self._system + dropped] + before[self._system]
 
-    def without(self, dropped: int) -> list[dict[str, str]]:
+    def without(self, dropped: int) -> list[dict[str, Any]]:
         """Return what is left if this many messages are dropped."""
         return [*self._turns[: self._system], *self._turns[self._system + dropped :]]
 
 
+def read_turn(message: Message, place: str) -> dict[str, Any]:
+    """Return a message as a chat template reads it; `place` names it in errors."""
+    if message.content is None and not message.tool_calls:
+        raise HttpError(400, f"{place}.content: is missing", field="messages")
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    turn["content"] = read_content(message)
+    check_surrogates(turn["content"], f"{place}.content")
+    if message.tool_calls:
+        calls = []
+        for number, call in enumerate(message.tool_calls):
+            field = f"{place}.tool_calls.{number}.function"
+            arguments = read_arguments(call.function.arguments, f"{field}.arguments")
+            function = {"name": call.function.name, "arguments": arguments}
+            check_surrogates(json.dumps(function, ensure_ascii=False), field)
+            calls.append({"id": call.id, "type": "function", "function": function})
+        turn["tool_calls"] = calls
+    return {**turn, "tool_call_id": message.tool_call_id} if message.tool_call_id else turn
+
+
 def read_content(message: Message) -> str:
     """Return the text of a message."""
+    if message.content is None:
+        return ""
     return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
 
 
@@ -241,7 +270,7 @@ def completion_requests(service: Service, body: CompletionBody, prompts: Sequenc
     return _build_requests(service, body, sample, prompts, top, bool(body.echo) and body.logprobs is not None)
 
 
-def chat_requests(service: Service, body: ChatBody, prompt: Prompt) -> list[Request]:
+def chat_requests(service: Service, body: ChatBody, prompt: Prompt, use: ToolUse) -> list[Request]:
     """Return the generation requests of a chat completion: the conversation n times."""
     _check_count(service, body.n or 1)
     if body.top_logprobs is not None and not body.logprobs:
@@ -251,7 +280,9 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt) -> list[Requ
     sample = sampling_settings(service, body, body.max_completion_tokens or body.max_tokens)
     top = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     stop_ids = () if service.template is None else service.template.stop_ids
-    return _build_requests(service, body, sample, [prompt], top, False, stop_ids)
+    grammar = check_tool_use(body, use)
+    requests = _build_requests(service, body, sample, [prompt], top, False, stop_ids)
+    return [replace(request, grammar=grammar) for request in requests] if grammar else requests
 
 
 def _build_requests(

@@ -16,7 +16,7 @@ import codecs
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,7 @@ from textmill.server.service import (
     wait_for_disconnect,
 )
 from textmill.server.token_text import TokenTexts
+from textmill.server.tools import CallParser, ToolUse
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length"}
 """From our reason to OpenAI's `finish_reason`. A text that fails or is cancelled has none, but an error."""
@@ -161,21 +162,29 @@ class CompletionReply(Reply):
 class ChatReply(Reply):
     """The reply to a chat request."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
+    def __init__(self, service: Service, body: ChatBody, prompt: Prompt, use: ToolUse) -> None:
         super().__init__(service, body, "chat.completion", "chatcmpl", len(prompt.ids))
         self.dropped = prompt.dropped
         if prompt.dropped:
             self.headers[DROPPED_MESSAGES] = str(prompt.dropped)
         self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
         self.body = body
+        self.parsers = [CallParser(use.format) for _ in range(body.n or 1)] if use.tools else []
+        """Of each text, if there are tools."""
+        self.calls: Counter[int] = Counter()
+        """How many calls each text has so far."""
 
     def build(self, texts: Sequence[ReceivedText]) -> JsonObject:
         """Return the complete reply."""
         choices = []
         for index, text in enumerate(texts):
-            message = {"role": "assistant", "content": text.text, "refusal": None}
+            content, calls = self._find_calls(index, text)
+            answer: JsonObject = {"content": content}
+            if calls:
+                answer = {"content": content.strip() or None, "tool_calls": calls}
+            message = {"role": "assistant", **answer, "refusal": None}
             logprobs = self._logprobs(text.logprobs)
-            choices.append({"index": index, "message": message, "logprobs": logprobs, **self._finish(text.done)})
+            choices.append({"index": index, "message": message, "logprobs": logprobs, **self._end(index, text.done)})
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> JsonObject:
@@ -192,9 +201,30 @@ class ChatReply(Reply):
         """Yield one chunk for each answer that has new text."""
         for index, text in merge_chunks(received):
             logprobs = self._logprobs(text.logprobs) if text.logprobs else None
-            if text.text or logprobs or text.done:
-                delta = {"content": text.text} if text.text else {}
-                yield {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **self._finish(text.done)}]}
+            content, calls = self._find_calls(index, text)
+            if content or calls or logprobs or text.done:
+                delta: JsonObject = {"content": content} if content else {}
+                if calls:
+                    first = self.calls[index] - len(calls)
+                    delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, first)]
+                end = self._end(index, text.done)
+                yield {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **end}]}
+
+    def _find_calls(self, index: int, text: ReceivedText) -> tuple[str, list[JsonObject]]:
+        """Return the content of a text's next part, and its calls."""
+        if not self.parsers:
+            return text.text, []
+        content, calls = self.parsers[index].add(text.text, ended=text.done is not None)
+        self.calls[index] += len(calls)
+        return content, [
+            {"id": f"call_{random.getrandbits(96):024x}", "type": "function", "function": call._asdict()}
+            for call in calls
+        ]
+
+    def _end(self, index: int, done: Done | None) -> JsonObject:
+        fields = self._finish(done)
+        has_called = fields["finish_reason"] == "stop" and self.calls[index]
+        return {**fields, "finish_reason": "tool_calls"} if has_called else fields
 
     def _logprobs(self, logprobs: Iterable[TokenLogprob]) -> JsonObject | None:
         if not self.body.logprobs:

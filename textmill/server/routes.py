@@ -42,6 +42,7 @@ from textmill.server.model_requests import (
     completion_requests,
     decode,
     encode,
+    find_template,
     read_chat_prompt,
     read_content,
     read_prompt,
@@ -50,6 +51,7 @@ from textmill.server.model_requests import (
 from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
 from textmill.server.served_models import ServedModels
 from textmill.server.service import MAX_INPUTS, Service, start_request, wait_for_texts
+from textmill.server.tools import find_tool_use
 from textmill.storage.files import append_line
 
 MAX_FILL_CHOICES = 100_000
@@ -107,9 +109,10 @@ class Api:
         """Answer a conversation."""
         service = self.models.find(body.model)
         check_generates(service)
-        prompt = await read_chat_prompt(service, body.messages, body.max_completion_tokens or body.max_tokens)
-        requests = chat_requests(service, body, prompt)
-        return await _answer(service, http, requests, ChatReply(service, body, prompt), bool(body.stream))
+        use = find_tool_use(body, find_template(service))
+        prompt = await read_chat_prompt(service, body.messages, use, body.max_completion_tokens or body.max_tokens)
+        requests = chat_requests(service, body, prompt, use)
+        return await _answer(service, http, requests, ChatReply(service, body, prompt, use), bool(body.stream))
 
     async def generate(self, http: HttpRequest) -> Response:
         """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
@@ -127,8 +130,9 @@ class Api:
         check_generates(service)
         if service.template is not None:
             chat_body = ChatBody(messages=[Message(role="user", content=sentence)])
-            prompt = await read_chat_prompt(service, chat_body.messages)
-            requests = chat_requests(service, chat_body, prompt)
+            use = find_tool_use(chat_body, service.template)
+            prompt = await read_chat_prompt(service, chat_body.messages, use)
+            requests = chat_requests(service, chat_body, prompt, use)
             start = ""
         else:
             prompt = await read_prompt(service, sentence, "sentence")

@@ -62,8 +62,13 @@ class ChatTemplate:
         """Tokens that end an answer."""
         return self.turn_tokens.tokens_around("assistant")[1][-1:]
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        """The conversation as ids, followed by the tokens that start the assistant's answer if requested."""
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """The conversation as ids, followed by the tokens that start the assistant's answer if requested.
+
+        The template does not know `tools`.
+        """
         turns = [(message["role"], message["content"]) for message in messages]
         try:
             rendered = render([turns], self.turn_tokens, ReferenceEncoder(self.tokenizer), prompt=add_generation_prompt)
@@ -137,14 +142,19 @@ class JinjaTemplate:
         found = [id_ for id_ in self._encode(after) if id_ in special][:1]
         return tuple(dict.fromkeys([*found, *self.tokenizer.end_ids]))
 
-    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+    def render(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """The conversation as ids, as transformers renders it; special tokens in messages are plain text."""
         contents = [message["content"] for message in messages]
         special = [token.content for token in self._with_special.get_added_tokens_decoder().values()]
         if not any(token in content for content in contents for token in special):
-            return self._encode(self.text(messages, add_generation_prompt))
-        marked = [{**message, "content": MARK.format(number)} for number, message in enumerate(messages)]
-        pieces = MARKS.split(self.text(marked, add_generation_prompt))
+            return self._encode(self.text(messages, add_generation_prompt, tools))
+        marked = [
+            {**message, "content": message["content"] and MARK.format(number)}
+            for number, message in enumerate(messages)
+        ]
+        pieces = MARKS.split(self.text(marked, add_generation_prompt, tools))
         ids: list[int] = []
         for place, piece in enumerate(pieces):
             ids += self.tokenizer.encode(contents[int(piece)]) if place % 2 else self._encode(piece)
@@ -161,19 +171,31 @@ class JinjaTemplate:
         inner.encode_special_tokens = False
         return inner
 
-    def text(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+    def text(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """The conversation as the template writes it."""
         roles = {**self.tokenizer.roles, "eos_token": self.tokenizer.inner.id_to_token(self.tokenizer.eos_id)}
         given: dict[str, Any] = {
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": list(tools) or None,
         }
         given[STEPS] = iter(range(MAX_STEPS))
         try:
             return str(self._compiled.render(**roles, **given, documents=None))
         except Exception as error:  # what a template can raise has no limit
             raise TextmillError(f"the model's chat template cannot render this: {error}") from None
+
+    def _to_json(self, value: Any, indent: int | None = None) -> str:
+        """The filter of templates; special tokens in the arguments of a call are escaped, and so plain text."""
+        written = json.dumps(value, ensure_ascii=False, indent=indent)
+        for token in self._with_special.get_added_tokens_decoder().values():
+            if token.special and token.content in written:
+                first = token.content[0]
+                escaped = f"\\u{ord(first):04x}" if first.isascii() else json.dumps(first)[1:-1]
+                written = written.replace(token.content, escaped + token.content[1:])
+        return written
 
     @cached_property
     def _compiled(self) -> Any:
@@ -182,7 +204,7 @@ class JinjaTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = self._to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
         return environment.from_string(_bound(environment, GENERATION.sub("", self.jinja)))
 
