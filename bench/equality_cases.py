@@ -71,7 +71,7 @@ LAYOUTS = {
     "features": ("features", "train.layout=features"),
     "chat": ("chat", "train.layout=chat"),
     "masked": ("sentences", "train.layout=masked"),
-    "masked-order": ("sentences", "train.layout=masked train.masked.pairs=order train.masked.max_ngram=3"),
+    "masked-order": ("sentences", "train.layout=masked train.masked.pairs=order"),
     "masked-none": ("sentences", "train.layout=masked train.masked.pairs=none train.masked.whole_words=false"),
     "classes": ("classes", "train.layout=labelled"),
     "words": ("words", "train.layout=labelled"),

@@ -25,7 +25,7 @@ from textmill.tokens.store import StoreWriter, TokenStore, open_store
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 SHAPES = ((256, 128), (64, 512))
-SETTINGS: tuple[dict[str, Any], ...] = ({}, {"pairs": "order", "max_ngram": 3}, {"pairs": "none"}, {"pack": False})
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"pairs": "order"}, {"pairs": "none"}, {"packs": False})
 BATCHES = 20
 
 
@@ -57,9 +57,11 @@ def write_store(prefix: Path, tokens: int, vocab: int) -> TokenStore:
 
 def measure(store: TokenStore, tokenizer: TextTokenizer, rows: int, length: int, settings: dict[str, Any]) -> None:
     """Print the CPU time of opening and of a batch."""
-    config = MaskedConfig(**settings)
+    config = MaskedConfig(pairs=settings.get("pairs", "next"))
     tokens, clock = masked_tokens_of(tokenizer, config), time.process_time()
-    layout = MaskedLayout(store, length=length, seed=1, tokens=tokens, settings=config)
+    layout = MaskedLayout(
+        store, length=length, seed=1, tokens=tokens, settings=config, packs=settings.get("packs", True)
+    )
     opened, clock = time.process_time() - clock, time.process_time()
     padding = chosen = filled = 0
     for step in range(BATCHES):

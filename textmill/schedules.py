@@ -85,9 +85,7 @@ def _log_rise(step: int, warmup: int) -> float:
 
 def _range_test(step: int, train: TrainConfig) -> float:
     """DeepSpeed's learning rate range test: the rate only rises, to find the largest one that still trains."""
-    intervals = (step + 1) / train.range_test.steps
-    intervals = math.floor(intervals) if train.range_test.staircase else intervals
-    return train.min_learning_rate * (1 + train.range_test.rate * intervals)
+    return train.min_learning_rate * (1 + (step + 1) / train.range_test_steps)
 
 
 def _fraction(step: float, steps: float) -> float:

@@ -56,19 +56,12 @@ def full_sentences(documents: list[list[int]], longest: int) -> list[list[int]]:
     return spans
 
 
-def choose_words(words: list[list[int]], order: list[int], ngrams: list[int], predictions: int) -> set[int]:
-    """The chosen positions. `words` are lists of positions; each word starts an n-gram of ngrams[word] words.
-
-    An n-gram that is too long is shortened word by word; one that overlaps a chosen one is skipped.
-    """
+def choose_words(words: list[list[int]], order: list[int], predictions: int) -> set[int]:
+    """The chosen positions. `words` are lists of positions; a word that does not fit any more is skipped."""
     chosen: set[int] = set()
     for word in order:
         if len(chosen) >= predictions:
             break
-        for count in range(ngrams[word], 0, -1):
-            positions = [position for one in words[word : word + count] for position in one]
-            if len(chosen) + len(positions) <= predictions:
-                if chosen.isdisjoint(positions):
-                    chosen.update(positions)
-                break
+        if len(chosen) + len(words[word]) <= predictions:
+            chosen.update(words[word])
     return chosen

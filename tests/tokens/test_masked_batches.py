@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support import bert_reference
 from textmill.config import MaskedConfig
-from textmill.counters import draw, to_uniform
+from textmill.counters import draw
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.blend import BatchSizes
@@ -42,11 +42,13 @@ def tokens_of(vocab: int, *, starts: Any = None, **options: Any) -> MaskedTokens
     return MaskedTokens(CLS, SEP, PAD, None, SEP, MaskingRule(MASK, special, starts, **options))
 
 
-def layout_of(store: TokenStore, *, length: int = 64, seed: int | None = 5, **options: Any) -> MaskedLayout:
+def layout_of(
+    store: TokenStore, *, length: int = 64, seed: int | None = 5, packs: bool = True, **options: Any
+) -> MaskedLayout:
     config = MaskedConfig(**options)
-    rule = {"probability": config.probability, "max_predictions": config.max_predictions, "max_ngram": config.max_ngram}
+    rule = {"probability": config.probability, "max_predictions": config.max_predictions}
     tokens = tokens_of(int(store.ids.max()) + 1, **rule)
-    return MaskedLayout(store, length=length, seed=seed, tokens=tokens, settings=config)
+    return MaskedLayout(store, length=length, seed=seed, tokens=tokens, settings=config, packs=packs)
 
 
 def originals(rows: Any) -> Any:
@@ -85,7 +87,7 @@ def test_spans_equal_the_plain_rule(
 def test_full_sentences_equal_the_plain_rule(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], length: int
 ) -> None:
-    layout = layout_of(store_of(tmp_path_factory.mktemp("full"), documents), length=length, pairs="none", pack=False)
+    layout = layout_of(store_of(tmp_path_factory.mktemp("full"), documents), length=length, pairs="none", packs=False)
     expected = [sum(pieces) for pieces in bert_reference.full_sentences(documents, length - 2)]
     assert layout.spans[:, 2].tolist() == expected
     assert layout.spans[:, 1].tolist() == np.cumsum(expected).tolist(), "all text, in order"
@@ -216,7 +218,7 @@ def test_masking_statistics_over_a_million_tokens(tmp_path: Path) -> None:
     assert abs(np.mean(pair_labels) - 0.5) < 2 / math.sqrt(len(pair_labels))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_ngram": 3}, {"max_predictions": 5}, {"probability": 0.3}])
+@pytest.mark.parametrize("options", [{}, {"max_predictions": 5}, {"probability": 0.3}])
 def test_chosen_words_equal_the_plain_rule(options: dict[str, Any]) -> None:
     dice = np.random.default_rng(4)
     starts = np.arange(1000) % 10 < 6
@@ -235,16 +237,10 @@ def test_chosen_words_equal_the_plain_rule(options: dict[str, Any]) -> None:
             if token >= ORDINARY:
                 joins = not starts[token] and words and words[-1][-1] == position - 1
                 words = [*words[:-1], [*words[-1], position]] if joins else [*words, [position]]
-        key, count = keys[sample : sample + 1], rule.max_ngram
+        key = keys[sample : sample + 1]
         order = sorted(range(len(words)), key=lambda word: draw(key, (1 << 24) + words[word][0])[0])
-        shares = [sum(1 / size for size in range(1, most + 1)) for most in range(1, count + 1)]
-        ngrams = []
-        for word in range(len(words)):
-            most = min(count, len(words) - word)
-            value = float(to_uniform(draw(key, (1 << 25) + word))[0]) * shares[most - 1]
-            ngrams.append(next(size for size in range(1, most + 1) if value < shares[size - 1]))
         predictions = min(rule.max_predictions or length, max(1, round(rule.probability * length)))
-        expected = bert_reference.choose_words(words, order, ngrams, predictions)
+        expected = bert_reference.choose_words(words, order, predictions)
         assert set(np.flatnonzero(chosen[first : first + length]).tolist()) == expected
 
 
@@ -270,13 +266,13 @@ def same(one: Batch, two: Batch) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(two, name)) for name in names)
 
 
-@pytest.mark.parametrize("options", [{}, {"pairs": "order", "max_ngram": 3}, {"pairs": "none"}, {"pack": False}])
-def test_ranks_and_resumed_runs_see_the_same_batches(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("pairs", "packs"), [("next", True), ("order", True), ("none", True), ("next", False)])
+def test_ranks_and_resumed_runs_see_the_same_batches(tmp_path: Path, pairs: Any, packs: bool) -> None:
     store, _ = masked_store(tmp_path, 30_000)
-    config, tokens = MaskedConfig(**options), tokens_of(1000)
+    config, tokens = MaskedConfig(pairs=pairs), tokens_of(1000)
 
     def open_again(folder: Path | None) -> Batches:
-        layout = MaskedLayout(store, length=48, seed=11, tokens=tokens, settings=config, folder=folder)
+        layout = MaskedLayout(store, length=48, seed=11, tokens=tokens, settings=config, folder=folder, packs=packs)
         return Batches([layout], [1], BatchSizes(32))
 
     batches = open_again(None)

@@ -241,13 +241,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def test_tokenize_writes_examples_of_the_masked_layout(project: RunConfig) -> None:
     folder = project.folder_of("tokens")
     tokenizer = open_tokenizer(project.folder_of("tokenizer"))
-    settings_ = MaskedConfig(max_predictions=5, pack=False)
+    settings_ = MaskedConfig(max_predictions=5)
     layout = MaskedLayout(
         open_store(folder / "train"),
         length=32,
         seed=1234,
         tokens=masked_tokens_of(tokenizer, settings_),
         settings=settings_,
+        packs=False,
     )
     expected = layout.build_samples(np.arange(2 * layout.samples_per_epoch))
     (path,) = (folder / "tfrecord").glob("train-*.tfrecord")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from textmill.config import RangeTestConfig, StableConfig, TrainConfig
+from textmill.config import StableConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.schedules import lr_at
 
@@ -102,17 +102,10 @@ def test_schedules_match_deepspeed(warmup: int) -> None:
         assert lr_at(step, train) == pytest.approx(low + (high - low) * gamma, rel=1e-12)
 
 
-@pytest.mark.parametrize("stairs", [False, True])
-def test_the_range_test(stairs: bool) -> None:
-    train = TrainConfig(
-        schedule="range_test",
-        steps=100,
-        min_learning_rate=1e-3,
-        range_test=RangeTestConfig(steps=20, rate=2.0, staircase=stairs),
-    )
+def test_the_range_test() -> None:
+    train = TrainConfig(schedule="range_test", steps=100, min_learning_rate=1e-3, range_test_steps=20)
     for step in range(100):
-        interval = math.floor((step + 1) / 20) if stairs else (step + 1) / 20
-        assert lr_at(step, train) == pytest.approx(1e-3 * (1 + 2.0 * interval), rel=1e-12)
+        assert lr_at(step, train) == pytest.approx(1e-3 * (1 + (step + 1) / 20), rel=1e-12)
 
 
 def test_boundaries_match_megatron() -> None:

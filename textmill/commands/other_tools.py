@@ -495,7 +495,6 @@ def _wandb(pasted: Pasted, name: str) -> Settings | str:
         "wandb_dir": "track.project",  # dsGPT2's "for setting wandb project"
         "wandb_username": "track.wandb.entity",
         "wandb_entity": "track.wandb.entity",
-        "wandb_tags": "track.wandb.tags",
     }
     own = {keys[name]: pasted.text(name)} if name in keys else {}
     return {"track.kinds": ["wandb"], "track.wandb.offline": False, **own}

@@ -38,9 +38,7 @@ KEYS = {
     "scheduler.params.warmup_type": "train.warmup_shape",
     "scheduler.params.total_num_steps": "train.decay_steps",
     "scheduler.params.lr_range_test_min_lr": "train.min_learning_rate",
-    "scheduler.params.lr_range_test_step_size": "train.range_test.steps",
-    "scheduler.params.lr_range_test_step_rate": "train.range_test.rate",
-    "scheduler.params.lr_range_test_staircase": "train.range_test.staircase",
+    "scheduler.params.lr_range_test_step_size": "train.range_test_steps",
 }
 """Our key for each key of the JSON that has one."""
 COMPARED_ONLY = ("optimizer", "scheduler")
@@ -77,6 +75,8 @@ REQUIRED_VALUES = {
     "amp.enabled": False,
     "managed_gradient_accumulation": True,
     "scheduler.params.warmup_min_ratio": 0.0,
+    "scheduler.params.lr_range_test_step_rate": 1.0,
+    "scheduler.params.lr_range_test_staircase": False,
 }
 """Keys that would change sums, precision or samples, and the only values the engine supports."""
 TYPES: dict[str, tuple[type, ...]] = {

@@ -82,12 +82,8 @@ class MaskedConfig(Section):
     """Most predicted tokens in a sample, such as 20 for `train.length=128`; default: no limit."""
     whole_words: bool = True
     """Mask all tokens of a word or none; false: every token on its own."""
-    max_ngram: int = Field(1, ge=1, le=16)
-    """Mask up to this many words in a row, n words with a probability in proportion to 1/n; Megatron uses 3."""
     short_probability: float = Field(0.1, ge=0, le=1)
     """Pairs: the fraction of samples that are cut to a random shorter length."""
-    pack: bool = True
-    """Put several short samples into one row, isolated from each other, so that little padding is left."""
     counts: str | None = source()
     """Mask rare tokens more often: a file of token counts, written by `textmill show WHERE --counts FILE`; default:
     all tokens are equally likely."""
@@ -118,17 +114,6 @@ class StableConfig(Section):
 
     decay_fraction: float = changeable(0.2, gt=0, le=1)
     """The last fraction of all steps, in which the learning rate falls."""
-
-
-class RangeTestConfig(Section):
-    """Settings of `train.schedule=range_test` (DeepSpeed's LRRangeTest)."""
-
-    steps: int = Field(2000, ge=1)
-    """Steps in which the learning rate rises by `train.range_test.rate` times `train.min_learning_rate`."""
-    rate: float = Field(1.0, gt=0)
-    """How fast the learning rate rises."""
-    staircase: bool = False
-    """Rise once every `train.range_test.steps` steps instead of continuously."""
 
 
 class SpikesConfig(Section):
@@ -404,8 +389,9 @@ class TrainConfig(Section):
     the samples, which `train.batch_rampup` makes slower at first, as Megatron's lr-decay-samples."""
     stable: StableConfig = StableConfig()
     """Settings of `train.schedule=stable`."""
-    range_test: RangeTestConfig = RangeTestConfig()
-    """Settings of `train.schedule=range_test`."""
+    range_test_steps: int = Field(2000, ge=1)
+    """range_test: steps in which the learning rate rises by `train.min_learning_rate` (the step size of DeepSpeed's
+    LRRangeTest)."""
     optimizer: OptimizerName = source("adamw", suffix=".py")
     """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the
     rest; or a Python file with your own, such as ./lion.py (docs/own-parts.md). The file is executed, so only your own
@@ -417,12 +403,9 @@ class TrainConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     """Adam's epsilon, added to the denominator."""
     weight_decay: float = Field(0.1, ge=0)
-    """Weight decay of matrices and embeddings, or of the weights that `train.weight_decay_only` names."""
-    weight_decay_only: list[str] = []
-    """Weights that get weight decay instead of matrices and embeddings: patterns as in `train.freeze`, such as
-    "*.weight"."""
+    """Weight decay of matrices and embeddings."""
     no_weight_decay: list[str] = []
-    """Weights that get no weight decay, even if another setting names them: patterns such as wte, "*.bias"."""
+    """Matrices and embeddings that get no weight decay: patterns as in `train.freeze`, such as wte, wpe."""
     freeze: list[str] = []
     """Weights that are not trained: patterns for names in the checkpoint, without the model's prefix, such as wpe,
     "h.0.*", "*.mlp"."""

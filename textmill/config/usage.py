@@ -78,8 +78,6 @@ class EvaluateConfig(Section):
     shots_file: str | None = Field(None, json_schema_extra={"path": True, "per_call": True})
     """The file of these examples, in the format of the task's data; default: the one that is published with it, if it
     is in the same folder (`textmill evaluate --list`), else the measured file without the question."""
-    shots_seed: int = Field(1234, ge=0, lt=2**63)
-    """The seed that draws them."""
     batch: int = changeable(16, ge=1)
     """Windows in one forward pass."""
     window: int | None = Field(None, ge=1)
@@ -303,8 +301,6 @@ class WandbConfig(Section):
 
     entity: str | None = changeable(None)
     """User or team on W&B; default: that of your login."""
-    tags: list[str] = changeable([])
-    """Tags of the run on W&B."""
     offline: bool | None = changeable(None)
     """Write to the run folder and send nothing; `wandb sync` sends it later. Default: false if there is a key
     (WANDB_API_KEY, or `wandb login`), else true."""
@@ -326,8 +322,6 @@ class TrackConfig(Section):
     """Project in W&B and Trackio."""
     name: str | None = changeable(None)
     """Name of the run in W&B and Trackio; default: the run folder's name."""
-    group: str | None = changeable(None)
-    """A group of runs in W&B and Trackio, such as the trials of one question."""
     wandb: WandbConfig = changeable(WandbConfig())
     """Settings of Weights & Biases."""
     trackio: TrackioConfig = changeable(TrackioConfig())

@@ -17,6 +17,9 @@ from textmill.errors import TextmillError
 from textmill.evaluation.data_files import Record
 from textmill.storage.files import hash_file
 
+SHOTS_SEED = 1234
+"""The seed with which lm-evaluation-harness draws examples."""
+
 FindExamples = Callable[[Path], Path]
 """From a file of questions to the file of examples that is published with it."""
 Placed = tuple[str, Record]
@@ -77,8 +80,8 @@ def choose_examples(
         card["shots_sha256"] = hash_file(file)
     if examples.first:
         return Shots([_first(pool, record, count, file is None) for record in records], card)
-    dice = random.Random(settings.shots_seed)
-    card["shots_seed"] = settings.shots_seed
+    dice = random.Random(SHOTS_SEED)
+    card["shots_seed"] = SHOTS_SEED
     return Shots([_draw(dice, pool, record, count, spare) for record in records], card)
 
 

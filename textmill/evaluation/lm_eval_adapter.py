@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
+from textmill.evaluation.examples import SHOTS_SEED
 from textmill.evaluation.metrics import Z
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Measured, Pair, TaskEntry
@@ -108,7 +109,7 @@ def measure(scorer: TorchScorer, settings: EvaluateConfig, entry: TaskEntry) -> 
             tasks=tasks,
             task_manager=manager,
             num_fewshot=settings.shots,
-            fewshot_random_seed=settings.shots_seed,
+            fewshot_random_seed=SHOTS_SEED,
             limit=settings.sample,
             bootstrap_iters=BOOTSTRAPS,
             log_samples=False,

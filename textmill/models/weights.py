@@ -65,7 +65,7 @@ class Weight:
     by_position: bool = False
     """True if its rows are positions."""
     decay: bool = False
-    """True if weight decay applies, unless `train.weight_decay_only` names others."""
+    """True if weight decay applies."""
     muon: bool = False
     """True if `train.optimizer: muon` uses Muon for it instead of AdamW. For matrices only."""
     looked_up: bool = False

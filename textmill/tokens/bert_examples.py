@@ -186,7 +186,7 @@ def plan_example_files(
     folder: Path, prefix: Path, tokenizer: Path, train: TrainConfig, epochs: int
 ) -> list[ExampleFile]:
     """The files of a split, whose store has this prefix: all epochs of train, shuffled, and the other splits once."""
-    settings = train.masked.model_copy(update={"pack": False})
+    settings = train.masked
     if not has_spans(open_store(prefix), settings):
         return []
     length = int(train.length or 0)
@@ -225,6 +225,7 @@ class ExampleFile:
             tokens=masked_tokens_of(open_tokenizer(self.tokenizer), self.settings),
             settings=self.settings,
             folder=self.prefix.parent / EXAMPLE_SPANS,
+            packs=False,
         )
 
     def write(self) -> int:

@@ -23,7 +23,6 @@ class Trackio:
             self._run = trackio.init(
                 project=config.project,
                 name=name,
-                group=config.group,
                 space_id=config.trackio.space,
                 config=settings,
                 resume="allow" if start else "never",

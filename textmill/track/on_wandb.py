@@ -26,8 +26,6 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=config.project,
             entity=config.wandb.entity,
-            group=config.group,
-            tags=config.wandb.tags or None,
             name=config.name or folder.name,
             id=run_id,
             dir=str(folder),

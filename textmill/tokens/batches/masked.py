@@ -81,8 +81,12 @@ class MaskedLayout:
         tokens: MaskedTokens,
         settings: MaskedConfig,
         folder: Path | None = None,
+        packs: bool = True,
     ) -> None:
-        """Samples of `length` tokens; `folder` is for a cache of the packing; None: it is computed in memory."""
+        """Samples of `length` tokens; `folder` is for a cache of the packing; None: it is computed in memory.
+
+        `packs`: several short samples share a row, isolated from each other, so that little padding is left.
+        """
         if length < MIN_LENGTH:
             raise TextmillError(
                 f"train.length: {length} is too short for train.layout=masked; set at least {MIN_LENGTH}"
@@ -95,7 +99,7 @@ class MaskedLayout:
         self.source = self._open_source(settings)
         self.special_tokens = self.source.segments + 1
         """The special tokens of a span: [CLS], and a [SEP] after each segment."""
-        self.spans, self.row_starts = self._open_packing(settings, folder)
+        self.spans, self.row_starts = self._open_packing(settings, folder, packs)
         """The spans in the order of the samples that they are packed into, and the first span of each sample."""
         store.advise(random=seed is not None)
         self.samples_per_epoch = len(self.row_starts) - 1
@@ -184,21 +188,21 @@ class MaskedLayout:
         longest = self.length - SentencePairs.segments - 1
         return SentencePairs(self.sentences, settings.pairs, longest, settings.short_probability, self.seed or 0)
 
-    def _open_packing(self, settings: MaskedConfig, folder: Path | None) -> tuple[Numbers, Numbers]:
+    def _open_packing(self, settings: MaskedConfig, folder: Path | None, packs: bool) -> tuple[Numbers, Numbers]:
         """(spans in the order of the rows, the first span of each row and where the last row ends), maybe of a cache.
 
         The cache file has the number of spans, three numbers per span, and the row starts.
         """
         path = None
         if folder is not None:
-            rules = [settings.pairs, settings.pack, settings.short_probability, self.length, self.seed or 0]
+            rules = [settings.pairs, packs, settings.short_probability, self.length, self.seed or 0]
             key = cache_key(self.store, *rules, self.tokens.bos_id, self.tokens.eos_id)
             path = folder / f"{self.store.prefix.name}-{key}.spans"
-        numbers = cached_array(path, np.int64, lambda: self._pack_spans(settings))
+        numbers = cached_array(path, np.int64, lambda: self._pack_spans(settings, packs))
         spans_end = 1 + 3 * int(numbers[0])
         return numbers[1:spans_end].reshape(-1, 3), numbers[spans_end:]
 
-    def _pack_spans(self, settings: MaskedConfig) -> tuple[Numbers, Numbers, Numbers]:
+    def _pack_spans(self, settings: MaskedConfig, packs: bool) -> tuple[Numbers, Numbers, Numbers]:
         spans = np.concatenate([np.zeros((0, 3), np.int64), *self.source.find_spans()])
         if not len(spans):
             missing = (
@@ -209,7 +213,7 @@ class MaskedLayout:
             )
             raise TextmillError(f"{self.store.prefix}: {missing}")
         row_starts = np.arange(len(spans) + 1)
-        if settings.pack:
+        if packs:
             max_tokens = spans[:, 2]
             order, row_starts = pack_rows(max_tokens + self.special_tokens, self.length)
             spans = spans[order]

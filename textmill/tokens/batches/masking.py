@@ -31,7 +31,6 @@ MASKED_FRACTION = 0.8
 KEPT_FRACTION = 0.1
 """Of the chosen tokens, 80 % become the mask token, 10 % stay, 10 % become a random token."""
 _ORDER = 1 << 24
-_NGRAM = 1 << 25
 _REPLACE = 1 << 26
 _RANDOM = 1 << 27
 """What the random numbers of a position are used for; see `counters.draw`."""
@@ -100,7 +99,6 @@ def _masking_rule(tokenizer: TextTokenizer, mask_id: int, settings: MaskedConfig
         word_starts=word_starts if settings.whole_words else None,
         probability=settings.probability,
         max_predictions=settings.max_predictions,
-        max_ngram=settings.max_ngram,
         weights=weights,
     )
 
@@ -185,7 +183,6 @@ class MaskingRule:
     """[vocabulary]: true for tokens that start a word; None: every token is masked on its own."""
     probability: float = 0.15
     max_predictions: int | None = None
-    max_ngram: int = 1
     weights: NDArray[np.float64] | None = None
     """[vocabulary]: how likely a token is masked, relative to the others; None: all are equally likely."""
 
@@ -211,14 +208,14 @@ def choose_tokens(
     """
     words = _find_words(ids, lengths, rule, starts)
     # Two tables [samples, words]; a sample with fewer words than others ends with words that never fit.
-    table = len(lengths), int(words.per_sample.max(initial=0)) + rule.max_ngram
+    table = len(lengths), int(words.per_sample.max(initial=0)) + 1
     sizes = np.full(table, _NO_WORD, np.int64)
     sort_values = np.full(table, np.inf)
     sizes[words.sample, words.number] = words.tokens
     sort_values[words.sample, words.number] = _order_values(ids, words, keys, rule)
     order = np.argsort(sort_values, axis=1)
     predictions = rule.predictions(lengths)
-    chosen_words = _choose_words(sizes, order, predictions, keys, rule.max_ngram, words.per_sample)
+    chosen_words = _choose_words(sizes, order, predictions)
     chosen = words.may_mask.copy()
     chosen[chosen] = chosen_words[words.sample, words.number][words.of_token]
     return chosen
@@ -286,12 +283,7 @@ def _order_values(
 
 
 def _choose_words(
-    sizes: NDArray[np.int64],
-    order: NDArray[np.int64],
-    predictions: NDArray[np.int64],
-    keys: NDArray[np.uint64],
-    max_ngram: int,
-    words_per_sample: NDArray[np.int64],
+    sizes: NDArray[np.int64], order: NDArray[np.int64], predictions: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """[samples, words]: which words are chosen, of the given sizes in tokens.
 
@@ -300,53 +292,14 @@ def _choose_words(
     samples = np.arange(len(sizes))
     left = predictions.copy()
     chosen = np.zeros(sizes.shape, np.bool_)
-    ngrams = _draw_ngrams(sizes.shape, keys, max_ngram, words_per_sample) if max_ngram > 1 else None
     for word in np.ascontiguousarray(order.T):  # [samples]: the next word of each
-        if ngrams is None:
-            size = sizes[samples, word]
-            fits = size <= left
-            chosen[samples[fits], word[fits]] = True
-            left -= np.where(fits, size, 0)
-        else:
-            left -= _choose_ngrams(sizes, chosen, left, word, ngrams[samples, word])
+        size = sizes[samples, word]
+        fits = size <= left
+        chosen[samples[fits], word[fits]] = True
+        left -= np.where(fits, size, 0)
         if not left.any():
             break
     return chosen
-
-
-def _draw_ngrams(
-    shape: tuple[int, ...], keys: NDArray[np.uint64], max_ngram: int, words_per_sample: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[samples, words]: how many words to choose from each word on: n with a probability in proportion to 1 / n."""
-    sums = np.cumsum(1 / np.arange(1, max_ngram + 1))
-    numbers = np.arange(shape[1])
-    most = np.clip(words_per_sample[:, None] - numbers, 1, max_ngram)
-    uniform = to_uniform(draw(keys[:, None], _NGRAM + numbers))
-    found: NDArray[np.int64] = np.searchsorted(sums, uniform * sums[most - 1], side="right") + 1
-    return found
-
-
-def _choose_ngrams(
-    sizes: NDArray[np.int64],
-    chosen: NDArray[np.bool_],
-    left: NDArray[np.int64],
-    first_word: NDArray[np.int64],
-    ngram: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Choose in each sample the `ngram` words from `first_word` on, or as many of them as fit into `left` tokens.
-
-    A sample chooses none if one of these words is chosen already. Returns how many tokens each sample has chosen.
-    """
-    samples = np.arange(len(sizes))[:, None]
-    offsets = np.arange(ngram.max())
-    words = np.minimum(first_word[:, None] + offsets, sizes.shape[1] - 1)  # [samples, longest n-gram], as all below
-    tokens = np.cumsum(sizes[samples, words], axis=1)
-    fits = (offsets < ngram[:, None]) & (tokens <= left[:, None])
-    is_free = ~(fits & chosen[samples, words]).any(axis=1, keepdims=True)
-    takes = fits & is_free
-    chosen[np.nonzero(takes)[0], words[takes]] = True
-    taken: NDArray[np.int64] = np.where(takes, tokens, 0).max(axis=1)
-    return taken
 
 
 def replace_tokens(
