@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no archive")
         with pytest.raises(TextmillError, match=f"{name}: not a readable archive"):
             find_sources([str(tmp_path / name)])
+
+
+def test_an_archive_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    """A flipped bit of a compressed archive may leave its file headers as they were."""
+    path = tmp_path / "a.tar.gz"
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        text = tarfile.TarInfo("a.txt")
+        text.size = 1000
+        archive.addfile(text, io.BytesIO(b"garbled".ljust(1000)))
+    path.write_bytes(
+        gzip.compress(content.getvalue())[:-8] + zlib.crc32(b"other").to_bytes(4, "little") + b"\0\x28\0\0"
+    )
+    with pytest.raises(TextmillError, match=r"a\.tar\.gz: not a readable archive"):
+        find_sources([str(path)])
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from textmill.corpus import records
-from textmill.corpus.find_sources import find_sources, portable_names, split_into_chunks
+from textmill.corpus.find_sources import describe_skipped, find_sources, portable_names, split_into_chunks
 from textmill.errors import TextmillError
 
 
@@ -132,3 +132,24 @@ def test_text_is_split_only_if_a_line_is_a_document(tree: Path, monkeypatch: pyt
     assert (
         len(split_into_chunks(find_sources(["a.txt"]), "line")) == 7
     )  # a cut at a line's end after 4 bytes takes one more line
+
+
+def test_folders_behind_links_are_read_once(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "more.txt").write_text("x\n")
+    (elsewhere / "back").symlink_to(tree)  # a loop
+    for name in ("linked", "again"):
+        (tree / name).symlink_to(elsewhere)
+    (tree / "a-link").symlink_to(tree / "deep")  # what it leads to keeps its name
+    expected = ["a.txt", "again/more.txt", "b.jsonl", "deep/c.TXT", "deep/er/d.ndjson", "notes.md"]
+    assert names(["."]) == expected
+    back = ["a.txt", "b.jsonl", "deep/c.TXT", "deep/er/d.ndjson", "notes.md"]
+    assert names(["linked"]) == [*(f"linked/back/{name}" for name in back), "linked/more.txt"]
+
+
+@pytest.mark.parametrize("entry", [".", "*.txt"])
+def test_a_link_to_nothing_is_one_skipped_file(tree: Path, entry: str) -> None:
+    (tree / "gone.txt").symlink_to(tree / "removed.txt")
+    skipped: list[str] = []
+    assert "a.txt" in [source.name for source in find_sources([entry], skipped=skipped)]
+    assert "1 file has a link to nothing and will be skipped: gone.txt" in describe_skipped(skipped)

@@ -21,10 +21,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from textmill.config import CorpusConfig
+from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
+from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
+from textmill.corpus.shards import open_corpus
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
@@ -95,6 +97,43 @@ def test_flipped_byte(tmp_path: Path, kind: str) -> None:
     packed[len(packed) // 2] ^= 0xFF
     found = read(tmp_path / f"a.jsonl.{kind}", bytes(packed))
     assert any(isinstance(record, BadRecord) for record in found) or kind == "zst"  # its checksum is an option
+
+
+CHECKED = {**COMPRESS, "zst": zstandard.ZstdCompressor(write_checksum=True).compress, "zip": None}
+
+
+@pytest.mark.parametrize("kind", list(CHECKED))
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_nothing_is_kept_of_what_a_checksum_shows_to_be_damaged(tmp_path: Path, kind: str, share: float) -> None:
+    """Two files in one: the first is intact, and one bit of the second is flipped."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    half = DATA.index(b"\n", len(DATA) // 2) + 1
+    if (compress := CHECKED[kind]) is None:
+        path = folder / "a.zip"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a.jsonl", DATA[:half])
+            archive.writestr("b.jsonl", DATA[half:])
+            begin = archive.getinfo("b.jsonl").header_offset + 40
+            length = archive.getinfo("b.jsonl").compress_size - 10
+        packed = bytearray(path.read_bytes())
+    else:
+        path = folder / f"a.jsonl.{kind}"
+        packed = bytearray(compress(DATA[:half]) + compress(DATA[half:]))
+        begin = len(compress(DATA[:half])) + 30
+        length = len(packed) - begin - 30
+    packed[begin + int(length * share)] ^= 4
+    path.write_bytes(packed)
+    (folder / "other.jsonl").write_text('{"text": "whole"}\n')
+    corpus = {"sources": [str(folder)], "max_unreadable": 1.0}
+    prepare(RunConfig.model_validate({"folder": str(tmp_path), "corpus": corpus, "runner": {"workers": 1}}))
+    kept = [document.text for document in open_corpus(tmp_path / "corpus")]
+    assert set(kept) <= {*LINES, "whole"}
+    assert "whole" in kept
+    # Nothing tells where a frame of zstd begins.
+    assert len(kept) == 1 + (0 if kind == "zst" else DATA[:half].count(b"\n"))
+    account = json.loads((tmp_path / "corpus" / "account.json").read_text())
+    assert account["quarantined"] == 1
 
 
 @KINDS

@@ -13,7 +13,7 @@ from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
 from textmill.corpus.document_files import describe_unread_documents
 from textmill.corpus.encodings import advise_encodings
-from textmill.corpus.find_sources import bundled_corpora, find_sources, source_state
+from textmill.corpus.find_sources import bundled_corpora, describe_skipped, find_sources, source_state
 from textmill.corpus.inspection import RecordFacts, inspect_records
 from textmill.corpus.source import Source
 from textmill.errors import TextmillError, warn
@@ -31,7 +31,7 @@ from textmill.planning.plan import (
     plan_for,
 )
 from textmill.planning.probe_machine import BUSY, probe_machine, running_processes
-from textmill.planning.project_file import Project, count_model_parameters, path_in_project, project_yaml
+from textmill.planning.project_file import Project, count_model_parameters, path_in_project, project_yaml, two_digits
 from textmill.storage.files import write_text
 from textmill.storage.stages import PROJECT_YAML
 
@@ -95,8 +95,8 @@ def _find_texts(entries: list[str], folder: str) -> list[Source]:
     own_folders = [Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")]
     skipped: list[str] = []
     found = find_sources(entries, skip=own_folders, skipped=skipped, setting="--text")
-    if (unread := describe_unread_documents(skipped)) is not None:
-        print(f"new: {unread}")
+    for line in [*filter(None, [describe_unread_documents(skipped)]), *describe_skipped(skipped)]:
+        print(f"new: {line}")
     if not any(source_state(source).bytes for source in found):
         empty = "the file is empty" if len(found) == 1 else f"all of {len(found):,} files are empty"
         raise TextmillError(f"{', '.join(entries)}: {empty}; name files with text")
@@ -126,7 +126,7 @@ def _describe_project(project: Project) -> str:
     text = project.text
     parameters = count_model_parameters(project) / 1e6
     shape = f"{plan.layers} layers x {plan.width}, {parameters:.1f}M parameters, vocabulary {plan.vocab:,}"
-    return f"{text.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs"
+    return f"{text.bytes / 1e6:.1f} MB of text; {shape}, {two_digits(plan.epochs)} epochs"
 
 
 def _section_chars(size: int, shortest: int) -> int:

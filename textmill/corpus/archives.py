@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from threading import Lock
@@ -16,6 +18,8 @@ from textmill.errors import TextmillError
 
 HELD_BYTES = 64 << 20
 """A file of a tar archive that is not longer is held in memory: going back in a compressed archive starts it again."""
+READ_BYTES = 1 << 20
+"""Bytes after the last file of a tar archive that are read at a time."""
 _LOCK = Lock()
 """The threads of a process share one open archive."""
 
@@ -78,6 +82,8 @@ class _Tar:
     def __init__(self, path: str) -> None:
         self.archive = tarfile.open(path)
         self.entries = {entry.name: entry for entry in self.archive if entry.isfile()}
+        while cast(BinaryIO, self.archive.fileobj).read(READ_BYTES):  # the checksum of compressed data is at its end
+            pass
         self.names = list(self.entries)
         self.held: tuple[str, bytes] = ("", b"")
 
@@ -102,7 +108,7 @@ def _open_archive(path: str) -> _Zip | _Tar:
         state = os.stat(path)
         # A child process must not share the parent's position in the file.
         return _open_cached(os.path.abspath(path), os.getpid(), state.st_size, state.st_mtime_ns)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise TextmillError(f"{path}: not a readable archive ({error}); repair it or remove it") from None
 
 

@@ -26,8 +26,8 @@ A chunk is a part of a large source, or many small sources. The files of chunk 1
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.records import BadRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.source import Damage, SourceChunk
 from textmill.corpus.split import DIGEST_BYTES
 
 DROPPED = {"duplicate": -1, "near_duplicate": -2, "contaminated": -3, "gap": -4}
@@ -74,6 +74,13 @@ class ChunkTask:
     def path(self, kind: str) -> Path:
         """The path of an intermediate file of this chunk."""
         return self.folder / "work" / f"{self.number:05d}.{kind}"
+
+    def without_damage(self, damaged: Mapping[int, Damage]) -> ChunkTask:
+        """The same work, but of the sources with these numbers only what is before their damage is read."""
+        chunks = list(self.chunks)
+        for number, damage in damaged.items():
+            chunks[number] = replace(chunks[number], source=replace(chunks[number].source, damage=damage))
+        return replace(self, chunks=tuple(chunks))
 
     def read_rows(self) -> NDArray[np.int64]:
         """The number of cleaned documents of each source."""

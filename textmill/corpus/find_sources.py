@@ -10,6 +10,7 @@ import difflib
 import glob
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from textmill.corpus.source import (
 from textmill.corpus.split import SECTION
 from textmill.corpus.streams import BrokenStream, is_remote, remote_state
 from textmill.errors import TextmillError
+from textmill.storage.files import format_path
 from textmill.storage.progress import progress
 from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem
 
@@ -46,6 +48,8 @@ FILE_BYTES = 4096
 """Opening a file takes as long as reading about so many bytes more."""
 BAR_FILES = 256
 """Files found between two updates of the progress bar."""
+SHOWN_SKIPPED = 5
+"""Skipped files that are named for each reason."""
 PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
 """Ends an error about an absolute path, which may have been a relative one in a config of a project that was moved."""
 
@@ -168,6 +172,7 @@ class _Search:
             if not matches:
                 advice = f"check the pattern ('**' matches subfolders){self._describe_base(entry)}"
                 raise TextmillError(f"{self.setting}: nothing matches '{entry}'; {advice}")
+            self.skipped_files.extend(os.path.normpath(match) for match in matches if is_dangling(match))
             files = (match for match in matches if os.path.isfile(match) and not self._is_skipped(match))
             return (source for file in files for source in self._file_sources(file))
         if entry in bundled_corpora():
@@ -187,25 +192,41 @@ class _Search:
         return PATHS_OF_YAML if os.path.isabs(entry) and not self.setting.startswith("--") else ""
 
     def _walk_folder(self, folder: str) -> Iterator[Source]:
-        for folder_path, folders, files in os.walk(folder, followlinks=False):
-            paths = {name: os.path.join(folder_path, name) for name in folders if not name.startswith(".")}
-            folders[:] = [
-                name for name, path in paths.items() if not self._is_skipped(path) and not _is_written_by_textmill(path)
-            ]
-            folders.sort()
-            # The JSON files of a folder that the datasets library saved hold no text.
-            is_saved_dataset = "state.json" in files and "dataset_info.json" in files
-            for name in sorted(files):
-                path = os.path.join(folder_path, name)
-                file_format = format_from_name(name)
-                if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
+        """The sources in a folder; folders behind links come last, and each folder is read once."""
+        read: set[tuple[int, int]] = set()
+        folders_to_read = deque([folder])
+        while folders_to_read:
+            for folder_path, folders, files in os.walk(folders_to_read.popleft()):
+                state = os.stat(folder_path)
+                if (state.st_dev, state.st_ino) in read:  # a link to a folder around it, or a second link
+                    folders.clear()
                     continue
-                if not file_format and not archive_kind(name):
-                    file_format = format_from_content(path)
-                if (file_format and not missing_package(file_format)) or archive_kind(name):
-                    yield from self._file_sources(path)
-                else:
-                    self.skipped_files.append(os.path.normpath(path))
+                read.add((state.st_dev, state.st_ino))
+                paths = {name: os.path.join(folder_path, name) for name in sorted(folders) if not name.startswith(".")}
+                folders[:] = [
+                    name
+                    for name, path in paths.items()
+                    if not self._is_skipped(path) and not _is_written_by_textmill(path)
+                ]
+                folders_to_read += [paths[name] for name in folders if os.path.islink(paths[name])]
+                yield from self._read_folder(folder_path, files)
+
+    def _read_folder(self, folder: str, files: list[str]) -> Iterator[Source]:
+        """The sources of the files that are directly in a folder."""
+        # The JSON files of a folder that the datasets library saved hold no text.
+        is_saved_dataset = "state.json" in files and "dataset_info.json" in files
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            file_format = format_from_name(name)
+            if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
+                continue
+            if not file_format and not archive_kind(name):
+                file_format = format_from_content(path)
+            is_format = (file_format and not missing_package(file_format)) or archive_kind(name)
+            if is_format and not is_dangling(path):
+                yield from self._file_sources(path)
+            else:
+                self.skipped_files.append(os.path.normpath(path))
 
     def _file_sources(self, path: str) -> Iterable[Source]:
         """The source of a file, or those of an archive."""
@@ -226,6 +247,33 @@ class _Search:
     def _is_skipped(self, path: str) -> bool:
         real = _real_path(path)
         return any(real == folder or real.startswith(folder + os.sep) for folder in self.skipped_folders)
+
+
+def is_dangling(path: str) -> bool:
+    """True for a link to a file that does not exist."""
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def describe_skipped(skipped: Sequence[str]) -> list[str]:
+    """For each reason why files were not read, a line with their number and the first of them."""
+    by_reason: dict[str, list[str]] = {}
+    for path in skipped:
+        by_reason.setdefault(_skip_reason(path), []).append(path)
+    lines = []
+    for reason, paths in sorted(by_reason.items()):
+        first = ", ".join(map(format_path, map(Path, paths[:SHOWN_SKIPPED])))
+        more = f" and {len(paths) - SHOWN_SKIPPED:,} more" if len(paths) > SHOWN_SKIPPED else ""
+        files = "1 file has" if len(paths) == 1 else f"{len(paths):,} files have"
+        lines.append(f"{files} {reason} and will be skipped: {first}{more}")
+    return lines
+
+
+def _skip_reason(path: str) -> str:
+    if is_dangling(path):
+        return "a link to nothing"
+    if missing_package(format_from_name(path)):
+        return f"a format that needs {PACKAGES_ADVICE}"
+    return "no format that textmill reads"
 
 
 def bundled_corpora() -> dict[str, Path]:
@@ -454,7 +502,10 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
             else:
                 yield record
     except BrokenStream as error:
-        yield BadRecord(chunk.source.name, f"after {place}" if place else "beginning", str(error)[:RAW_BYTES], b"")
+        where = f"after {place}" if place else "beginning"
+        damage = chunk.source.damage or error.damage
+        lost = damage.lost_bytes if damage else 0
+        yield BadRecord(chunk.source.name, where, str(error)[:RAW_BYTES], b"", lost, error.damage)
 
 
 def _cut_record(record: Document, size: int) -> Iterator[Document]:

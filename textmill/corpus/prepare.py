@@ -55,6 +55,7 @@ from textmill.corpus.dropped import FILTERED_SCHEMA, list_dropped_files, write_d
 from textmill.corpus.encodings import advise_encodings
 from textmill.corpus.find_sources import (
     SourceState,
+    describe_skipped,
     find_sources,
     group_chunks,
     portable_names,
@@ -67,7 +68,7 @@ from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
-from textmill.corpus.source import DOCUMENT_FORMATS, PACKAGES_ADVICE, Source, format_from_name, missing_package
+from textmill.corpus.source import DOCUMENT_FORMATS, Damage, Source
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
 from textmill.runners import Runner, open_runner
@@ -101,8 +102,6 @@ CLEANED_SCHEMA = pa.schema(
 )
 BUFFER_CHARACTERS = 4 << 20
 """Characters collected before they are written."""
-SHOWN_SKIPPED = 5
-"""Skipped files that are named on the console."""
 SECTIONS_PER_FILE = 4
 """From so many documents of a file on, `prepare` reports that sections of one text are in several splits."""
 SHOWN_SOURCES = 5
@@ -138,7 +137,7 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
     else:
         _export_to_mongo(corpus, folder, inputs.sources, check=True)
         source_splits = split_sources([source.name for source in inputs.sources], inputs.names, corpus)
-        for line in [*_describe_skipped(skipped), *source_splits.notes, *describe_layouts(sources, corpus)]:
+        for line in [*describe_skipped(skipped), *source_splits.notes, *describe_layouts(sources, corpus)]:
             print(f"prepare: {line}")
         with stage.unfinished_folder() as unfinished, runner:
             counts, files = _build(corpus, runner, inputs, source_splits, unfinished, skipped, evaluation_data)
@@ -298,6 +297,7 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
     quality = open_quality(task.folder / "work" / QUALITY_FILE) if config.quality_good else None
     by_account = {account: _SourceCounts(Cleaner(config, quality)) for account in task.accounts}
     rows = []
+    damaged: dict[int, Damage] = {}
     by_position = config.split_by == "position"
     cuts = array("q")
     with ExitStack() as stack:
@@ -315,6 +315,8 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
             for record in read_records(chunk, config):
                 amounts.records += 1
                 if isinstance(record, BadRecord):
+                    if record.damage and not chunk.source.damage:
+                        damaged[number] = record.damage
                     amounts.quarantined += 1
                     amounts.quarantined_bytes += max(record.bytes_lost, len(record.raw))
                     line = json.dumps([number, record.place, record.reason, record.raw.hex()])
@@ -337,6 +339,8 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
                     rows[-1] += 1
                 elif filtered is not None:
                     filtered.add((record.text, record.id, number, amounts.cleaner.dropped_by), len(record.text))
+    if damaged:  # what was read before the damage was found may be wrong
+        return clean_chunk(task.without_damage(damaged))
     write_bytes(task.path("rows"), [np.array(rows, np.int64).tobytes()])
     if by_position:
         write_bytes(task.path("cuts"), [cuts.tobytes()])
@@ -699,24 +703,6 @@ def _hash_lines(lines: Iterable[str]) -> str:
 
 
 # Messages
-
-
-def _describe_skipped(skipped: list[str]) -> list[str]:
-    """A line that names the first files that have no format, and one for those that need a package."""
-    lines = []
-    needs = [missing_package(format_from_name(name)) is not None for name in skipped]
-    for is_missing, reason in (
-        (False, "no format that textmill reads"),
-        (True, f"a format that needs {PACKAGES_ADVICE}"),
-    ):
-        names = [name for name, missing in zip(skipped, needs, strict=True) if missing == is_missing]
-        if not names:
-            continue
-        first = ", ".join(map(format_path, map(Path, names[:SHOWN_SKIPPED])))
-        more = f" and {len(names) - SHOWN_SKIPPED:,} more, listed in account.json" if len(names) > SHOWN_SKIPPED else ""
-        files = "1 file has" if len(names) == 1 else f"{len(names):,} files have"
-        lines.append(f"{files} {reason} and will be skipped: {first}{more}")
-    return lines
 
 
 def _describe_split(config: CorpusConfig, counts: Counts, sources: Sequence[Source]) -> list[str]:

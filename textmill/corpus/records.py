@@ -14,7 +14,7 @@ from pathlib import Path
 
 from textmill.corpus.document import READ_BYTES
 from textmill.corpus.encodings import suggest_encoding
-from textmill.corpus.source import ChunkRange, Source, SourceChunk
+from textmill.corpus.source import ChunkRange, Damage, Source, SourceChunk
 from textmill.corpus.streams import is_remote, is_splittable, open_stream
 
 CHUNK_BYTES = 64 << 20
@@ -41,6 +41,8 @@ class BadRecord:
     """The first bytes of the record."""
     bytes_lost: int = 0
     """Bytes of the record; 0 if they are unknown or no more than `raw`."""
+    damage: Damage | None = None
+    """Set if earlier records of its source may be wrong too, since the file is damaged."""
 
     def __str__(self) -> str:
         kind, _, number = self.place.partition(" ")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = {
@@ -83,6 +83,16 @@ ChunkRange = tuple[int, int, int]
 """Start, stop, and the number of the first record."""
 
 
+class Damage(NamedTuple):
+    """Damage of a compressed file, found where a checksum or the decompression failed; it may begin long before."""
+
+    intact_bytes: int
+    """Decompressed bytes that are certainly before it."""
+    lost_bytes: int
+    """Decompressed bytes after them that may be wrong."""
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)  # there may be millions
 class Source:
     """One input: a file, a URL, a file of a dataset, or a set of MongoDB collections."""
@@ -101,6 +111,8 @@ class Source:
     position: int = 0
     """Where it stands in its tar archive, from 1: such files are read in this order, since a compressed archive can
     only be read from its beginning."""
+    damage: Damage | None = None
+    """What an earlier attempt to read it found; only what is before it is read."""
     snapshot: Any = None
     """What a format that is no file recorded when the source was found: MongoDB the ranges of its collections."""
 

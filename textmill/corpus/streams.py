@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
 import io
 import lzma
 import zlib
@@ -17,18 +16,23 @@ import pyarrow as pa
 
 from textmill.corpus.archives import is_member, open_member
 from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, mark_length, resolve_encoding
-from textmill.corpus.source import COMPRESSIONS, Source
+from textmill.corpus.source import COMPRESSIONS, Damage, Source
 from textmill.errors import TextmillError
 from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
 
 BUFFER_BYTES = 1 << 18
+DAMAGE_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, BadZipFile, UnicodeDecodeError)
+"""What damaged data raises; an OSError with a number is one of the disk."""
 
 
 class BrokenStream(Exception):
     """Raised when a stream is damaged; all data before the damage has been delivered.
 
-    If only what follows the data is damaged, it is raised when the stream is closed.
+    If only what follows the data is damaged, it is raised when the stream is closed. `damage`: set if delivered data
+    may be wrong too: a flipped bit garbles what follows it, and a checksum shows that at the end of what it covers.
     """
+
+    damage: Damage | None = None
 
 
 def is_remote(address: str) -> bool:
@@ -79,9 +83,13 @@ def remote_state(url: str) -> tuple[int, str]:
     return int(info.get("size") or 0), version_of(info)
 
 
-def open_decompressed(address: str) -> io.BufferedReader:
-    """Open a file for reading, decompressed but in the encoding that it is stored in."""
-    return decompress(open_raw(address), address)
+def open_decompressed(address: str, damage: Damage | None = None) -> io.BufferedReader:
+    """Open a file for reading, decompressed but in the encoding that it is stored in; `damage`: read what is before
+    it."""
+    stream = decompress(open_raw(address), address)
+    if damage is None:
+        return stream
+    return io.BufferedReader(_BlockStream(_IntactPart(stream, damage).read1, stream), BUFFER_BYTES)
 
 
 def decompress(raw: BinaryIO, address: str) -> io.BufferedReader:
@@ -89,7 +97,8 @@ def decompress(raw: BinaryIO, address: str) -> io.BufferedReader:
     stored = cast(io.BufferedReader, raw)
     extension = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
     if extension and stored.peek(1):
-        return io.BufferedReader(_BlockStream(_open_decompressor(raw, extension, address), raw), BUFFER_BYTES)
+        reader = _ZstdReader(raw, address) if extension == ".zst" else _MemberReader(raw, extension)
+        return io.BufferedReader(_BlockStream(reader.read1, raw, reader), BUFFER_BYTES)
     return stored
 
 
@@ -98,7 +107,7 @@ def open_stream(source: Source) -> io.BufferedReader:
 
     Read with `readline` or `read1`: they return everything before a damaged part.
     """
-    raw = open_decompressed(source.address)
+    raw = open_decompressed(source.address, source.damage)
     head = raw.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
     if (kind := find_binary_format(head)) is not None:
         raw.close()
@@ -129,25 +138,21 @@ def is_splittable(source: Source) -> bool:
     return find_binary_format(head) is None and resolve_encoding(source.encoding, head) == "utf-8"
 
 
-def _open_decompressor(raw: BinaryIO, extension: str, address: str) -> Callable[[int], bytes]:
-    if extension == ".gz":
-        return gzip.GzipFile(fileobj=raw).read1
-    if extension == ".bz2":
-        return bz2.BZ2File(raw).read1
-    if extension == ".xz":
-        return lzma.LZMAFile(raw).read1
-    return _ZstdReader(raw, address).read1
-
-
 class _BlockStream(io.RawIOBase):
     """A raw stream over a block reader.
 
     Damaged data raises BrokenStream. An error of the disk stays an OSError.
     """
 
-    def __init__(self, read1: Callable[[int], bytes], underlying: BinaryIO | None = None) -> None:
+    def __init__(
+        self,
+        read1: Callable[[int], bytes],
+        underlying: BinaryIO | None = None,
+        reader: _MemberReader | _ZstdReader | None = None,
+    ) -> None:
         self.read1 = read1
         self.underlying = underlying
+        self.reader = reader
         self.error_found: BrokenStream | None = None
         self.error_after_end: BrokenStream | None = None
         self.delivered = 0
@@ -165,15 +170,18 @@ class _BlockStream(io.RawIOBase):
         while filled < len(buffer):
             try:
                 block = self.read1(len(buffer) - filled)
-            except (EOFError, OSError, zlib.error, lzma.LZMAError, BadZipFile, UnicodeDecodeError) as error:
+            except _BytesAfterEnd as error:
+                # The data is complete, so it ends here, and its last line counts.
+                self.error_after_end = BrokenStream(f"{error} follow the data; they are ignored")
+                self.read1 = lambda size: b""
+                break
+            except BrokenStream as error:  # of the stream that this one reads
+                self.error_found = error
+            except DAMAGE_ERRORS as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
-                if isinstance(error, gzip.BadGzipFile) and self.delivered + filled and "Not a gzipped" in str(error):
-                    # The data is complete, so it ends here, and its last line counts.
-                    self.error_after_end = BrokenStream("bytes that are not gzip follow the data; they are ignored")
-                    self.read1 = lambda size: b""
-                    break
-                self.error_found = BrokenStream(f"the stream is damaged: {str(error)[:1].lower()}{str(error)[1:]}")
+                self.error_found = self._broken(error, self.delivered + filled)
+            if self.error_found is not None:
                 if not filled:
                     raise self.error_found from None
                 break
@@ -183,6 +191,19 @@ class _BlockStream(io.RawIOBase):
             filled += len(block)
         self.delivered += filled
         return filled
+
+    def _broken(self, error: Exception, delivered: int) -> BrokenStream:
+        """The damage that an error shows. What is before the end of a truncated file is right, and the place of a
+        character that cannot be decoded is known."""
+        reason = f"the stream is damaged: {str(error)[:1].lower()}{str(error)[1:]}"
+        found = BrokenStream(reason)
+        is_truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
+        if not is_truncated and not isinstance(error, UnicodeDecodeError):
+            intact = self.reader.intact_bytes if self.reader else 0
+            if intact < delivered:
+                reason += f"; the {delivered - intact:,} bytes before that are not kept: nothing shows which are right"
+                found.damage = Damage(intact, delivered - intact, reason)
+        return found
 
     def close(self) -> None:
         if self.closed:
@@ -196,12 +217,120 @@ class _BlockStream(io.RawIOBase):
             raise self.error_after_end
 
 
+class _IntactPart:
+    """What is before the damage of a stream; then BrokenStream."""
+
+    def __init__(self, stream: BinaryIO, damage: Damage) -> None:
+        self.stream = stream
+        self.left = damage.intact_bytes
+        self.reason = damage.reason
+
+    def read1(self, size: int) -> bytes:
+        if not self.left:
+            raise BrokenStream(self.reason)
+        block = self.stream.read(min(size, self.left))
+        self.left -= len(block)
+        return block
+
+
+class _BytesAfterEnd(Exception):
+    """Raised when what follows complete data is not compressed."""
+
+
+class _GzipMember:
+    """A member of a gzip file, with the interface of BZ2Decompressor."""
+
+    def __init__(self) -> None:
+        self.member = zlib.decompressobj(wbits=31)
+
+    @property
+    def eof(self) -> bool:
+        return self.member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self.member.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self.member.unconsumed_tail
+
+    def decompress(self, data: bytes, size: int) -> bytes:
+        return self.member.decompress(data or self.member.unconsumed_tail, size)
+
+
+class _MemberReader:
+    """Decompress the members of a .gz, .bz2 or .xz file, and remember how much of their content is confirmed.
+
+    A checksum is at the end of a member, in .bz2 also at the end of each block.
+    """
+
+    BEGINNINGS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
+    MEMBERS: dict[str, Callable[[], Any]] = {
+        ".gz": _GzipMember,
+        ".bz2": bz2.BZ2Decompressor,
+        ".xz": lzma.LZMADecompressor,
+    }
+    BZ2_BLOCK_BYTES = 51 * 900_000
+    """The longest content of a block: five bytes of it may stand for 255."""
+
+    def __init__(self, raw: BinaryIO, extension: str) -> None:
+        self.raw = raw
+        self.extension = extension
+        self.member: Any = None
+        self.rest = b""
+        self.delivered = 0
+        self.member_start = 0
+
+    @property
+    def intact_bytes(self) -> int:
+        """Decompressed bytes that a checksum confirms."""
+        earlier_blocks = self.delivered - self.BZ2_BLOCK_BYTES if self.extension == ".bz2" else 0
+        return max(self.member_start, earlier_blocks)
+
+    def read1(self, size: int) -> bytes:
+        while self.member is not None or self._open_member():
+            data = b""
+            is_at_end = False
+            if self.member.needs_input:
+                data = self.rest or self.raw.read(BUFFER_BYTES)
+                self.rest = b""
+                is_at_end = not data
+            block: bytes = self.member.decompress(data, size)
+            self.delivered += len(block)
+            if self.member.eof:
+                self.rest = self.member.unused_data
+                self.member = None
+                self.member_start = self.delivered
+            elif is_at_end and not block:
+                raise EOFError("the file ended before the end of the data")
+            if block:
+                return block
+        return b""
+
+    def _open_member(self) -> bool:
+        """Begin the next member; false at the end of the file."""
+        beginning = self.BEGINNINGS[self.extension]
+        is_first = self.member_start == 0 and not self.rest and self.raw.tell() == 0
+        while len(self.rest) < len(beginning) and (more := self.raw.read(BUFFER_BYTES)):
+            self.rest = (self.rest + more).lstrip(b"\0")  # padding is allowed
+        if not self.rest:
+            return False
+        if not self.rest.startswith(beginning):
+            kind = self.extension[1:]
+            raise OSError(f"not a file of {kind}") if is_first else _BytesAfterEnd(f"bytes that are not {kind}")
+        self.member = self.MEMBERS[self.extension]()
+        return True
+
+
 class _ZstdReader:
-    """Decompress zstd with Arrow, which detects an incomplete frame.
+    """Decompress zstd with Arrow, which detects an incomplete frame; where a frame begins is not known.
 
     Arrow withholds the last data before the damage. So on an error the file is opened again and that part is read byte
     by byte.
     """
+
+    intact_bytes = 0
 
     def __init__(self, raw: BinaryIO, address: str) -> None:
         self.address = address

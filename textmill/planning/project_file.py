@@ -111,6 +111,11 @@ def _line(key: str, value: object, note: str) -> str:
     return f"{setting:<29} # {note}" if note else setting
 
 
+def two_digits(number: float) -> str:
+    """A number with two significant digits, such as 0.012 or 3,000."""
+    return f"{float(f'{number:.2g}'):,.15g}"
+
+
 def _minutes(plan: Plan) -> str:
     return f"about {plan.seconds / 60:.1f} min of training" if plan.ends_early else f"about {plan.minutes:g} min"
 
@@ -146,7 +151,7 @@ def _common_sections(project: Project) -> dict[str, list[Row]]:
         ],
         "model": [
             *([("family", family, "rotary positions, RMSNorm and a gated MLP")] if family == "llama" else []),
-            ("shape", "", f"{plan.parameters / plan.train_tokens:.2g} parameters for each token of the text"),
+            ("shape", "", f"{two_digits(plan.parameters / plan.train_tokens)} parameters for each token of the text"),
             ("  layers", plan.layers, ""),
             ("  heads", plan.heads, ""),
             ("  width", plan.width, "the largest net that sees the text often enough in this time"),
@@ -212,7 +217,7 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextProfile) ->
 def _train_rows(plan: Plan, interval: int, untied: bool) -> list[Row]:
     slow = "the head and norms" if untied else "embeddings and biases"
     rate: Row = ("embedding_rate_factor", EMBEDDING_RATE_FACTOR, "embeddings learn so much faster than the head")
-    seen = f"of the whole command; about {plan.epochs:.2g} epochs, {plan.steps:,} steps"
+    seen = f"of the whole command; about {two_digits(plan.epochs)} epochs, {plan.steps:,} steps"
     return [
         ("length", plan.length, "tokens per sample"),
         ("batch", plan.batch, f"samples per step: {plan.batch * plan.length:,} tokens"),

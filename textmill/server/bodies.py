@@ -393,7 +393,9 @@ def _parse(raw: bytes, body_type: type[BodyType]) -> BodyType:
                 ]
         return body_type.model_validate(tree)
     except json.JSONDecodeError as error:
-        raise HttpError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise HttpError(
+            400, f"the body is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
+        ) from None
     except ValidationError as error:
         message, field = _describe_errors(error.errors(include_url=False), body_type)
         raise HttpError(400, message, field=field) from None

@@ -200,7 +200,7 @@ class _Scanner:
                 )
                 if not may_be_incomplete or not self.read_more():
                     raise UnreadableRecord(
-                        f"not JSON: {error.msg} at character {error.pos - self.start:,} of the value"
+                        f"not JSON: {error.msg.removesuffix(' at')} at character {error.pos - self.start:,} of the value"
                     ) from None
             except ValueError as error:  # a number with more digits than Python accepts
                 raise UnreadableRecord(f"not JSON: {error}") from None

@@ -54,7 +54,8 @@ def parse_json(text: str) -> object:
     except RecursionError:
         raise UnreadableRecord("JSON nested too deep") from None
     except json.JSONDecodeError as error:
-        raise UnreadableRecord(f"not JSON: {error.msg} at column {min(error.pos, len(text.rstrip())) + 1}") from None
+        column = min(error.pos, len(text.rstrip())) + 1
+        raise UnreadableRecord(f"not JSON: {error.msg.removesuffix(' at')} at column {column}") from None
     except ValueError as error:  # a number with more digits than Python accepts
         raise UnreadableRecord(f"not JSON: {error}") from None
     return value

@@ -28,7 +28,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield messages with the fields text, subject, from, to and date."""
     fields = parse_text_key(chunk.source, config)
     number = 0
-    with open_decompressed(chunk.source.address) as stream:
+    with open_decompressed(chunk.source.address, chunk.source.damage) as stream:
         lines: list[bytes] = []
         size = 0
         is_after_blank = True

@@ -122,7 +122,7 @@ def _open(source: Source) -> Iterator[Any]:
     stream = open_seekable(source.address)
     try:
         try:
-            file = pq.ParquetFile(stream)
+            file = pq.ParquetFile(stream, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise BrokenStream(f"invalid or incomplete Parquet file: {first_line(error)}") from None
         with file:

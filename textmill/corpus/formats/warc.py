@@ -40,7 +40,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield pages with the fields text, url and date. Requests, images and other records without text are no records
     here."""
     fields = parse_text_key(chunk.source, config, kept_fields=("url",))
-    with open_decompressed(chunk.source.address) as stream:
+    with open_decompressed(chunk.source.address, chunk.source.damage) as stream:
         for found in _read_records(stream, chunk.source.name):
             if isinstance(found, BadRecord):
                 yield found
