@@ -94,8 +94,11 @@ def test_irregularities_are_reported(database: MongoDatabase, capsys: pytest.Cap
     assert texts_of(path, 2, 6) == ["odd 2", "odd 5"]
     capsys.readouterr()
     database.db["unnumbered"].insert_many([{"idx": 0, "form": "a"}, {"form": "b"}, {"form": "c"}])
-    open_source(database.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
+    source = open_source(database.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
     assert "2 of 3 documents have no idx; they are not read" in capsys.readouterr().err
+    *bad, document = mongo.read(SourceChunk(source, 0, 1), CorpusConfig())
+    assert isinstance(document, Document)
+    assert [one.reason[:6] for one in bad if isinstance(one, BadRecord)] == ["no idx", "no idx"]
     rows = [
         {"idx": 0, "form": "a"},
         {"form": "b"},

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
-from textmill.corpus import find_sources, inputs, records
+from textmill.corpus import find_sources, records
 from textmill.corpus import prepare as prepare_module
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
@@ -130,7 +130,7 @@ def test_done_already(workspace: Path, capsys: pytest.CaptureFixture[str], monke
     count = json.loads((folder / "account.json").read_text())["kept"]
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(inputs, "hash_file", lambda path: pytest.fail(f"{path} was read again"))
+        patch.setattr(prepare_module, "hash_file", lambda path: pytest.fail(f"{path} was read again"))
         assert prepare(config_of(workers=2, max_unreadable=0.4)) == folder
     assert capsys.readouterr().out == f"prepare: done already: out/corpus ({count} documents)\n"
     os.utime("texts/english.txt", ns=(1, 1))

@@ -272,3 +272,44 @@ def test_unmarked_utf_16_among_files_of_an_older_encoding(tmp_path: Path, encodi
     (found,) = read_records(chunk, CorpusConfig())
     assert isinstance(found, Document)
     assert found.text == "Meridian, and more words of a plain text"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl", "a.csv.gz"])
+def test_lines_that_end_with_cr(tmp_path: Path, name: str) -> None:
+    """Excel for Mac writes such CSV files."""
+    lines = ['"text"', *(f'"a quoted, line {number}"' for number in range(3))]
+    if name == "a.jsonl":
+        lines = [f'{{"text": {line}}}' for line in lines]
+    data = "".join(f"{line}\r" for line in lines).encode()
+    found = texts(read(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data, documents="line"))
+    assert len(found) == len(lines) - name.startswith("a.csv")
+    assert "a quoted, line 2" in found[-1]
+
+
+@pytest.mark.parametrize("mark", [" ", "。"])
+def test_text_without_line_ends_is_cut_between_words(tmp_path: Path, mark: str) -> None:
+    words = [f"{number % 97 + 1000}mill" for number in range(5000)]
+    found = texts(read(tmp_path / "a.txt", (mark.join(words) + mark).encode(), section_chars=200))
+    assert len(found) > 40
+    assert [word for text in found for word in text.split(mark)[:-1]] == words
+    assert max(map(len, found)) <= 800
+
+
+def test_a_file_that_does_not_fit_its_encoding_is_quarantined(tmp_path: Path) -> None:
+    """Read as cp949, a text in cp1252 has bytes that are no characters, and others that are wrong ones."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    korean = [f"한국어 문장 {number}" for number in range(600)]
+    (folder / "korean.txt").write_bytes("\n".join(korean).encode("cp949"))
+    (folder / "german.txt").write_bytes(
+        "\n".join(f"Käse, Öl {number} für Übung" for number in range(30)).encode("cp1252")
+    )
+    (folder / "broken.txt").write_text("\n".join(f"d\ufffdj\ufffd vu {number}" for number in range(20)))
+    corpus = {"sources": [str(folder)], "encoding": "cp949", "documents": "line"}
+    folder = prepare(RunConfig.model_validate({"folder": str(tmp_path), "corpus": corpus, "runner": {"workers": 1}}))
+    kept = {document.text for document in open_corpus(folder)}
+    assert kept == {*korean, *(f"d\ufffdj\ufffd vu {number}" for number in range(20))}
+    account = json.loads((folder / "account.json").read_text())
+    assert account["garbled"] == 20
+    (bad,) = map(json.loads, (folder / "quarantine.jsonl").read_text().splitlines())
+    assert "not in corpus.encoding=cp949" in bad["reason"]

@@ -43,11 +43,12 @@ def build_account(sources: Iterable[str], read: Iterable[dict[str, Counts]], wri
 
 
 def _empty_counts() -> Counts:
-    return {"files": 0, "records": 0, "kept": 0, "changed": {}, "dropped": {}, "quarantined": 0, "quarantined_bytes": 0}
+    counts: Counts = {"files": 0, "records": 0, "kept": 0, "changed": {}, "dropped": {}}
+    return counts | {"quarantined": 0, "quarantined_bytes": 0, "garbled": 0}
 
 
 def _add(total: Counts, counts_to_add: Counts) -> None:
-    for key in ("files", "records", "kept", "quarantined", "quarantined_bytes"):
+    for key in ("files", "records", "kept", "quarantined", "quarantined_bytes", "garbled"):
         total[key] += counts_to_add.get(key, 0)
     for key in ("changed", "dropped"):
         total[key] = dict(sorted((Counter(total[key]) + Counter(counts_to_add.get(key, {}))).items()))
@@ -67,6 +68,10 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         lines.append(f"{'':<30}the first: {_first_quarantined(folder)}")
     else:
         lines.append(_format_row("quarantined", 0))
+    if counts.get("garbled"):
+        worst = max(counts["by_source"], key=lambda name: counts["by_source"][name]["garbled"])
+        note = f"kept documents have many replacement characters or NUL, most in {worst}: a wrong encoding?"
+        lines.append(_format_row("garbled", counts["garbled"], note))
     for name, hits in counts.get("contamination", {}).items():
         short = f", of which {hits['too_short']:,} are too short to recognise" if hits["too_short"] else ""
         note = f"documents share n-grams with {name}: {hits['found']:,} of its {hits['examples']:,} examples{short}"

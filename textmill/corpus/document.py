@@ -22,6 +22,8 @@ SectionLimits = tuple[int, int, int]
 _NEWLINE = r"(?>\r\n|[\r\n])"
 _LINE_END = re.compile(_NEWLINE)
 _BLANK_LINE = re.compile(rf"{_NEWLINE}[ \t]*+{_NEWLINE}")
+# As far as possible: a space, or in scripts without spaces a mark between sentences or their parts.
+_WORD_END = re.compile(r".*\s|.*[。．！？；，、।။]", re.DOTALL)
 _LEADING = re.compile(rf"(?:[ \t]*+{_NEWLINE})*+")
 
 
@@ -92,8 +94,8 @@ def _take_sections(text: str, limits: SectionLimits, at_end: bool) -> tuple[list
 def _find_cut(text: str, start: int, limits: SectionLimits, at_end: bool) -> int | None:
     """Where the section at `start` ends; None if more text is needed to decide.
 
-    It ends at the first blank line after `size` characters, else at the first line end after `soft_limit`, else at
-    `hard_limit`. Only the text up to that point matters.
+    It ends at the first blank line after `size` characters, else at the first line end after `soft_limit`, else between
+    words, at the last place before `hard_limit`. Only the text up to that point matters.
     """
     size, soft_limit, hard_limit = limits
     if found := _BLANK_LINE.search(text, start + size - 1, start + soft_limit):
@@ -102,5 +104,6 @@ def _find_cut(text: str, start: int, limits: SectionLimits, at_end: bool) -> int
         if found := _LINE_END.search(text, start + soft_limit - 1, start + hard_limit):
             return found.end()
         if len(text) - start >= hard_limit:
-            return start + hard_limit
+            found = _WORD_END.match(text, start + soft_limit - 1, start + hard_limit)
+            return found.end() if found else start + hard_limit
     return len(text) if at_end and len(text) > start else None

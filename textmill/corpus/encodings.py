@@ -40,6 +40,8 @@ BINARY_FORMATS = (
 that nothing else keeps such a file out of a corpus. No text begins with them: it would be kept out too."""
 OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1254", "cp1252")
 """Encodings from before Unicode that are suggested, never assumed: the same bytes are valid in several of them."""
+MAX_GARBLED = 0.05
+"""Largest fraction of replacement characters and NUL in a text that is well decoded."""
 MIN_PLAUSIBLE = 0.9
 """Smallest fraction of non-ASCII characters that must belong to the scripts of an older encoding."""
 MIN_OTHER = 3
@@ -97,6 +99,11 @@ def resolve_encoding(setting: str, head: bytes) -> str:
     if mark_length(head):
         return detect_encoding(head)
     return _unmarked_utf16(head) or ("utf-8" if _has_utf8(head) else setting)  # an older encoding has no NUL bytes
+
+
+def is_garbled(text: str) -> bool:
+    """Whether a text was decoded with a wrong encoding: much of it is replacement characters or NUL."""
+    return text.count("\ufffd") + text.count("\0") > MAX_GARBLED * len(text)
 
 
 def mark_length(head: bytes) -> int:

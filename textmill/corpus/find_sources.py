@@ -10,14 +10,18 @@ import difflib
 import glob
 import os
 import re
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import yaml
 
@@ -46,6 +50,8 @@ OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "tr
 """Files by which a folder that textmill wrote is recognised."""
 FILE_BYTES = 4096
 """Opening a file takes as long as reading about so many bytes more."""
+HUB_SECONDS = 5.0
+"""Time for a connection to the Hugging Face hub."""
 BAR_FILES = 256
 """Files found between two updates of the progress bar."""
 SHOWN_SKIPPED = 5
@@ -351,21 +357,34 @@ def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
         raise TextmillError(
             f"{where} is not valid; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT (a split without slicing)"
         )
-    try:
-        import datasets
-    except ImportError:
-        raise TextmillError(f"{where} needs datasets; run: pip install 'textmill[hf]'") from None
+    if find_spec("datasets") is None:
+        raise TextmillError(f"{where} needs datasets; run: pip install 'textmill[hf]'")
+    unreachable = None if os.path.exists(name) else _hub_unreachable()
+    import datasets
+
     try:
         found = datasets.load_dataset(name, config or None, split=split or None)
     except Exception as error:  # offline, unknown, gated, a script: each raises its own exception
-        raise TextmillError(
-            f"{where}: download failed ({first_line(error)}); check the name, config, split and network"
-        ) from None
+        reason = unreachable or first_line(error)
+        raise TextmillError(f"{where}: download failed ({reason}); check the name, config, split and network") from None
     for split_name, dataset in [(split, found)] if split else sorted(found.items()):
         files = [file["filename"] for file in dataset.cache_files]
         for number, path in enumerate(files):
             source_name = f"hf:{name}:{config}:{split_name}"
             yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
+
+
+def _hub_unreachable() -> str | None:
+    """Why the hub cannot be reached, if so; its package then uses its cache, instead of half a minute of retries."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if getproxies() or "HF_HUB_OFFLINE" in os.environ or not url.hostname:
+        return None
+    try:
+        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), HUB_SECONDS).close()
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the package is imported
+        return f"{url.hostname} cannot be reached: {error.strerror or error}"
+    return None
 
 
 def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Source]:

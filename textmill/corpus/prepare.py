@@ -52,7 +52,7 @@ from textmill.corpus.decontamination import (
 from textmill.corpus.dedup.decisions import decide_documents, write_decisions
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.dropped import FILTERED_SCHEMA, list_dropped_files, write_dropped
-from textmill.corpus.encodings import advise_encodings
+from textmill.corpus.encodings import advise_encodings, is_garbled
 from textmill.corpus.find_sources import (
     SourceState,
     describe_skipped,
@@ -312,9 +312,12 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
             amounts = by_account[account]
             rows.append(0)
             before = ""
+            records = misfits = 0
             for record in read_records(chunk, config):
                 amounts.records += 1
+                records += 1
                 if isinstance(record, BadRecord):
+                    misfits += record.reason.startswith(NOT_UTF8)
                     if record.damage and not chunk.source.damage:
                         damaged[number] = record.damage
                     amounts.quarantined += 1
@@ -337,8 +340,15 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
                     size = len(text) + len(record.meta or "") + len(messages or "")
                     cleaned.add((text, record.id, record.meta, messages), size)
                     rows[-1] += 1
+                    amounts.garbled += is_garbled(record.text)
                 elif filtered is not None:
                     filtered.add((record.text, record.id, number, amounts.cleaner.dropped_by), len(record.text))
+            # In an older encoding most bytes are characters: where some are not, the others are wrong ones.
+            is_older = not chunk.source.encoding.startswith(("auto", "utf", "ascii"))
+            if is_older and not chunk.source.damage and misfits > config.max_unreadable * records:
+                share = f"{misfits:,} of {records:,} records"
+                reason = f"the file is not in corpus.encoding={chunk.source.encoding}: {share} have other bytes"
+                damaged[number] = Damage(0, chunk.stop - chunk.start, f"{reason}; convert it to UTF-8")
     if damaged:  # what was read before the damage was found may be wrong
         return clean_chunk(task.without_damage(damaged))
     write_bytes(task.path("rows"), [np.array(rows, np.int64).tobytes()])
@@ -364,6 +374,7 @@ class _SourceCounts:
     quarantined: int = 0
     quarantined_bytes: int = 0
     characters: int = 0
+    garbled: int = 0
 
     def to_json(self) -> Counts:
         return {
@@ -372,6 +383,7 @@ class _SourceCounts:
             "dropped": dict(sorted(self.cleaner.dropped.items())),
             "quarantined": self.quarantined,
             "quarantined_bytes": self.quarantined_bytes,
+            "garbled": self.garbled,
         }
 
 

@@ -56,7 +56,7 @@ class UnreadableRecord(Exception):
 
 def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
     """Yield (line number, line, length in bytes); only the start of a line over MAX_RECORD_BYTES is returned."""
-    with open_stream(chunk.source) as stream:
+    with open_stream(chunk.source, by_line=chunk.is_entire_source) as stream:
         if not chunk.is_entire_source:
             stream.seek(chunk.start)
         bytes_left = chunk.stop - chunk.start

@@ -102,10 +102,11 @@ def decompress(raw: BinaryIO, address: str) -> io.BufferedReader:
     return stored
 
 
-def open_stream(source: Source) -> io.BufferedReader:
+def open_stream(source: Source, *, by_line: bool = False) -> io.BufferedReader:
     """Open a file for reading records: decompressed, and UTF-8 even if stored in another encoding.
 
-    Read with `readline` or `read1`: they return everything before a damaged part.
+    Read with `readline` or `read1`: they return everything before a damaged part. `by_line`: lines that end with CR
+    alone end with LF.
     """
     raw = open_decompressed(source.address, source.damage)
     head = raw.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
@@ -116,6 +117,11 @@ def open_stream(source: Source) -> io.BufferedReader:
     if encoding != "utf-8":
         raw.read(mark_length(head))
         raw = io.BufferedReader(_BlockStream(_Transcoder(raw, encoding).read1, raw), BUFFER_BYTES)
+    if by_line and b"\r" in (head := raw.peek(SAMPLE_BYTES)) and b"\n" not in head:
+        stream = raw
+        raw = io.BufferedReader(
+            _BlockStream(lambda size: stream.read1(size).replace(b"\r", b"\n"), stream), BUFFER_BYTES
+        )
     return raw
 
 

@@ -199,9 +199,8 @@ class _Scanner:
                     "Unterminated string"
                 )
                 if not may_be_incomplete or not self.read_more():
-                    raise UnreadableRecord(
-                        f"not JSON: {error.msg.removesuffix(' at')} at character {error.pos - self.start:,} of the value"
-                    ) from None
+                    place = f"at character {error.pos - self.start:,} of the value"
+                    raise UnreadableRecord(f"not JSON: {error.msg.removesuffix(' at')} {place}") from None
             except ValueError as error:  # a number with more digits than Python accepts
                 raise UnreadableRecord(f"not JSON: {error}") from None
             else:

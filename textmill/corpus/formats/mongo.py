@@ -137,6 +137,10 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     names = (
         (key,) if key != "text" else ORIGINAL_FIELDS if config.mongo_write_back else (CLEANED_FIELD, *ORIGINAL_FIELDS)
     )
+    for one in source.snapshot.ranges if chunk.start == 0 else ():
+        for document in server.request(_fetch_without_idx, one.collection):
+            reason = "no idx, the number by which documents are read; give it one"
+            yield BadRecord(source.name, f"{one.collection} None {document['_id']}", reason, b"")
     for collection, row in _scan(server, source.snapshot.ranges, chunk.start, chunk.stop):
         place = f"{collection} {row.get('idx')} {row.get('_id')}"
         text = next((row[name] for name in names if row.get(name) is not None), None)
@@ -200,6 +204,12 @@ def _fetch(db: Any, collection: str, low: int, high: int) -> list[Row]:
     """
     rows = list(db[collection].find({"idx": {"$gte": low, "$lt": high}}, batch_size=SCAN_BLOCK))
     return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
+
+
+def _fetch_without_idx(db: Any, collection: str) -> list[Row]:
+    """The _id of the documents that have no idx, in order."""
+    rows = list(db[collection].find({"idx": {"$not": {"$gte": 0}}}, {"_id": 1}))
+    return sorted(rows, key=lambda row: str(row["_id"]))
 
 
 def state(source: Source) -> tuple[int, str]:
