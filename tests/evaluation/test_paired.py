@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t, ttest_ind
 
 from textmill.errors import TextmillError
-from textmill.evaluation.paired import compare_items
+from textmill.evaluation.metrics import t_p_value, t_quantile
+from textmill.evaluation.paired import compare_groups, compare_items
 
 
 def write(path: Path, values: list[float]) -> Path:
@@ -41,3 +42,18 @@ def test_only_common_items_count(tmp_path: Path) -> None:
     assert (found.items, found.difference, found.p_value) == (2, 0.0, 1.0)
     with pytest.raises(TextmillError, match="0 items with 'loss' in common"):
         compare_items(first, first, "loss")
+
+
+@pytest.mark.parametrize("freedom", [1, 1.3, 2, 4, 30, 101, 1e6])
+def test_students_t(freedom: float) -> None:
+    for value in (0.0, 0.1, 1.0, 2.5, 12.0, 300.0):
+        assert t_p_value(value, freedom) == pytest.approx(2 * t.sf(value, freedom), abs=1e-8)
+    assert t_quantile(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=1e-6)
+
+
+def test_groups_of_runs() -> None:
+    first, second = [3.1, 3.2, 3.15], [3.0, 3.02, 3.3, 2.9]
+    found, welch = compare_groups(first, second), ttest_ind(second, first, equal_var=False)
+    assert found.p_value == pytest.approx(welch.pvalue)
+    assert found.interval == pytest.approx(welch.confidence_interval())
+    assert compare_groups([1.0, 1.0], [1.0, 1.0]).p_value == 1

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import ttest_ind
 from transformers import GPT2LMHeadModel
 
+import textmill
 from bench.kill_train import train_arguments
 from tests.support.browser import Browser, missing
 from textmill.cli import main
+from textmill.reports.comparison import compare_runs, list_differences
 from textmill.reports.curves import build_svg, draw_curve, reduce_points
-from textmill.reports.page import build_page, list_differences, shorten_account
+from textmill.reports.page import build_page, shorten_account
 from textmill.reports.run_files import find_run, flatten, read_run
 from textmill.reports.texts import describe_progress, describe_run, describe_runs
 from textmill.track.jsonl import read_notes
@@ -165,6 +168,58 @@ def test_differences_between_runs(root: Path) -> None:
     assert next(row for row in rows if row[0] == "train.batch")[2] == "2"
 
 
+def test_a_comparison(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs with several seeds give scipy's Welch test; the losses of documents add up to those of the results."""
+    monkeypatch.chdir(tmp_path)
+    runs = {}
+    for rate, seed in (("1e-3", 1), ("1e-3", 2), ("3e-3", 1), ("3e-3", 2)):
+        run = tmp_path / f"rate{rate}-seed{seed}"
+        more = (f"train.learning_rate={rate}", f"train.seed={seed}", "train.optimizer=adamw")
+        assert main([*train_arguments(root, run, 4), *LOGGED, *more]) == 0
+        runs[rate, seed] = run
+    for run in [runs["1e-3", 1], runs["3e-3", 1]]:
+        assert main(["evaluate", str(run), "engine.device=cpu", "evaluate.baselines=false"]) == 0
+    capsys.readouterr()
+    found = textmill.compare([str(run) for run in runs.values()], as_json=True)
+    assert json.loads(capsys.readouterr().out) == found
+    assert found["head"][-2:] == ["train.learning_rate", "train.seed"]
+    assert [row[-2:] for row in found["rows"]] == [["0.001", "1"], ["0.001", "2"], ["0.003", "1"], ["0.003", "2"]]
+    losses = {key: min(read_run(run).valid_losses.values()) for key, run in runs.items()}
+    groups = [[losses[rate, seed] for seed in (1, 2)] for rate in ("1e-3", "3e-3")]
+    welch = ttest_ind(groups[1], groups[0], equal_var=False)
+    low, high = welch.confidence_interval()
+    means = [sum(group) / 2 for group in groups]
+    expected = f"{means[1] - means[0]:+.4f} (95%: {low:+.4f} to {high:+.4f}), p = {welch.pvalue:.2g} (Welch's t)"
+    assert any(line.endswith(expected) for line in found["findings"])
+
+    logs = [next((run / "evaluation").glob("*.items.jsonl")) for run in (runs["1e-3", 1], runs["3e-3", 1])]
+    documents = [{row["id"]: row for row in map(json.loads, log.read_text().splitlines())} for log in logs]
+    results = [json.loads(Path(str(log).replace(".items.jsonl", ".json")).read_text()) for log in logs]
+    assert len(documents[0]) == results[0]["documents"]
+    assert sum(row["loss"] for row in documents[0].values()) == pytest.approx(
+        results[0]["model"]["loss"] * results[0]["tokens"]
+    )
+    assert "items" not in results[0]["model"]
+    difference = results[1]["model"]["bits_per_byte"] - results[0]["model"]["bits_per_byte"]
+    (line,) = [line for line in found["findings"] if line.startswith("perplexity")]
+    assert f"{len(documents[0])} items in common, steps 4 and 4: bits/byte" in line
+    assert f"minus rate1e-3-seed1: {difference:+.4f} (95%: " in line
+
+    assert main(["compare", *map(str, runs.values())]) == 0
+    output = capsys.readouterr().out
+    assert output.count("train loss, steps 1 to 4") + output.count("valid loss, steps 2 to 4") == 4
+    page = build_page([read_run(run) for run in runs.values()])
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert data["comparison"]["rows"] == found["rows"]
+    one_each = compare_runs([read_run(runs["1e-3", 2]), read_run(runs["3e-3", 2])]).findings
+    assert "one seed for a setting" in one_each[0]
+    assert "no evaluation in common" in one_each[1]
+    assert main(["compare", str(root / "first")]) == 2
+    assert "compare: needs two runs or more" in capsys.readouterr().err
+
+
 def test_the_commands(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(root / "first"), str(root / "other"), "--out", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -301,6 +356,11 @@ def test_the_page_in_a_browser(root: Path, tmp_path: Path) -> None:
         assert browser.run(labels) != before, "zoomed"
         browser.run("document.querySelector('.chart.wide svg').dispatchEvent(new MouseEvent('dblclick'))")
         assert browser.run(labels) == before, "and back"
+        browser.click("#comparison th:nth-child(2)")
+        firsts = "return [...document.querySelectorAll('#comparison td:first-child')].map(cell => cell.textContent)"
+        assert browser.run(firsts) == ["other", "first"], "sorted by steps"
+        browser.click("#comparison th:nth-child(2)")
+        assert browser.run(firsts) == ["first", "other"]
         browser.size(400, 900)
         assert browser.run("return document.documentElement.scrollWidth") <= 400, "nothing sticks out"
         browser.click("#theme")

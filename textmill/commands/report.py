@@ -1,17 +1,22 @@
-"""The commands report, watch and runs: what happened in one or several runs, from their files alone."""
+"""The commands report, compare, watch and runs: what happened in one or several runs, from their files alone."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from textmill.errors import TextmillError
+from textmill.reports.comparison import compare_runs, unique_names
 from textmill.reports.curves import build_svg
-from textmill.reports.page import build_page, unique_names
+from textmill.reports.page import build_page
 from textmill.reports.run_files import RunFiles, find_run, list_runs, read_run
-from textmill.reports.texts import describe_run, describe_runs
+from textmill.reports.texts import describe_comparison, describe_curve, describe_run, describe_runs
 from textmill.storage.files import format_path, write_text
 
 REFRESH_SECONDS = 2.0
@@ -43,6 +48,24 @@ def _loss_curves(runs: list[RunFiles]) -> str:
     if not any(curves.values()):
         raise TextmillError(f"{format_path(runs[0].folder)}: no loss is logged yet; train first, or wait")
     return build_svg(curves, "step", "loss")
+
+
+def compare(runs: list[str], as_json: bool = False) -> dict[str, Any]:
+    """Show what runs reached, in which settings they differ, and whether that is more than chance."""
+    read = [read_run(folder) for folder in dict.fromkeys(find_run(where).resolve() for where in runs)]
+    if len(read) < 2:
+        raise TextmillError("compare: needs two runs or more; write: textmill compare RUN RUN ...")
+    found = compare_runs(read)
+    if as_json:
+        print(json.dumps(asdict(found), ensure_ascii=False))
+    else:
+        print("\n".join([*describe_comparison(found), *_curves_of(read), "", *found.findings]))
+    return asdict(found)
+
+
+def _curves_of(runs: list[RunFiles]) -> Iterator[str]:
+    for name, run in zip(unique_names(runs), runs, strict=True):
+        yield from describe_curve(run, "valid_loss" if len(run.points("valid_loss")) > 1 else "loss", f"{name}: ", 4)
 
 
 def watch(where: str) -> None:

@@ -383,6 +383,15 @@ COMMANDS = {
         opens=None,
         takes_settings=False,
     ),
+    "compare": Command(
+        "textmill.commands.report:compare",
+        "compare runs: results, settings that differ, and whether it is more than chance",
+        arguments=("RUN ...",),
+        flags=(JSON,),
+        opens=None,
+        takes_settings=False,
+        result_is_output=True,
+    ),
     "runs": Command(
         "textmill.commands.report:runs",
         "list all runs below a folder with their best figures",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,16 +195,26 @@ def mean_loss_interval(losses: Sequence[float], tokens: Sequence[int]) -> Interv
     return float(mean - half), float(mean + half)
 
 
-def t_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t: an expansion in 1/freedom (Abramowitz and Stegun 26.7.5), exact to 0.1% from 4
-    on."""
-    terms = (
-        (Z**3 + Z) / 4,
-        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
-        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
-        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
-    )
-    return Z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
+NODES, NODE_WEIGHTS = np.polynomial.legendre.leggauss(256)
+
+
+def t_p_value(t: float, freedom: float) -> float:
+    """How often Student's t is at least as far from 0: an integral of its density over the angle atan(t / root of
+    freedom), by Gauss-Legendre."""
+    end = math.atan(min(abs(t), 40.0 if freedom > 100 else math.inf) / math.sqrt(freedom))
+    density = np.cos((NODES + 1) / 2 * end) ** (freedom - 1)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return max(0.0, 1 - scale * end * float(NODE_WEIGHTS @ density))
+
+
+@cache
+def t_quantile(freedom: float) -> float:
+    """The 97.5% quantile of Student's t, by bisection."""
+    low, high = 1.0, 64.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_p_value(middle, freedom) > 0.05 else (low, middle)
+    return low
 
 
 FEW_DOCUMENTS = 10

@@ -194,15 +194,27 @@ function fold(parent, title, open = false) {
 }
 
 function buildSummary() {
-  const parent = document.getElementById("summary");
-  for (const run of data.runs) {
-    if (data.runs.length > 1) element("h2", parent, {}, run.name);
-    for (const [name, value] of run.summary) {
-      const tile = element("div", parent, { class: "tile" });
-      element("b", tile, {}, value);
-      element("span", tile, {}, name);
-    }
+  if (data.comparison) return buildComparison(data.comparison);
+  for (const [name, value] of data.runs[0].summary) {
+    const tile = element("div", document.getElementById("summary"), { class: "tile" });
+    element("b", tile, {}, value);
+    element("span", tile, {}, name);
   }
+}
+
+function buildComparison({ head, rows, findings }) {
+  const parent = document.getElementById("comparison");
+  table(parent, rows, head);
+  const made = parent.querySelector("table");
+  made.querySelectorAll("th").forEach((title, column) => title.addEventListener("click", () => {
+    const up = title.getAttribute("aria-sort") !== "ascending";
+    for (const other of made.querySelectorAll("th")) other.removeAttribute("aria-sort");
+    title.setAttribute("aria-sort", up ? "ascending" : "descending");
+    const value = (row) => row.cells[column].textContent, plain = (text) => Number(text.replaceAll(",", "") || NaN);
+    const order = (a, b) => plain(a) - plain(b) || (isNaN(plain(a)) ? 1 : 0) - (isNaN(plain(b)) ? 1 : 0) || a.localeCompare(b, "en", { numeric: true });
+    made.append(...[...made.rows].slice(1).sort((a, b) => (up ? 1 : -1) * order(value(a), value(b))));
+  }));
+  for (const finding of findings) element("p", parent, {}, finding);
 }
 
 function baselines(run) {
@@ -237,14 +249,10 @@ function buildCharts() {
 
 function buildDetails() {
   const parent = document.getElementById("details");
-  if (data.differences.length) {
-    element("h2", parent, {}, "Settings that differ");
-    table(parent, data.differences, ["setting", ...data.runs.map((run) => run.name)]);
-  }
   for (const run of data.runs) {
-    if (data.runs.length > 1) element("h2", parent, {}, run.name);
+    const place = data.comparison ? fold(parent, run.name) : parent;
     for (const part of run.parts) {
-      const box = fold(parent, part.title, part.open && data.runs.length === 1);
+      const box = fold(place, part.title, part.open && data.runs.length === 1);
       if (part.rows) table(box, part.rows, part.head);
       for (const text of part.texts ?? []) element("pre", box, {}, text);
     }

@@ -11,11 +11,13 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from textmill.corpus.accounts import format_count
 from textmill.evaluation.metrics import list_columns
+from textmill.reports.comparison import compare_runs, format_value, unique_names
 from textmill.reports.curves import Point, reduce_points
 from textmill.reports.run_files import RunFiles, flatten
 from textmill.reports.texts import describe_evaluation, describe_origin
@@ -25,7 +27,6 @@ MAX_POINTS = 4000
 """Points of a curve; more are averaged, and the file stays small."""
 MAX_NOTES = 400
 MAX_SAMPLES = 200
-DIGITS = 6
 FINGERPRINTS = ("tokens", "tokenizer")
 """Inputs that the run recorded by checksum."""
 HERE = Path(__file__).parent
@@ -37,7 +38,7 @@ def build_page(runs: list[RunFiles]) -> str:
     names = unique_names(runs)
     data = {
         "runs": [{"name": name, **_describe(run)} for name, run in zip(names, runs, strict=True)],
-        "differences": list_differences(runs) if len(runs) > 1 else [],
+        "comparison": asdict(compare_runs(runs)) if len(runs) > 1 else None,
     }
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     made = f"textmill report, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
@@ -52,19 +53,6 @@ def build_page(runs: list[RunFiles]) -> str:
     template = (HERE / "page.html").read_text(encoding="utf-8")
     # In one pass, so that a value is not searched for placeholders.
     return PLACEHOLDER.sub(lambda match: values[match[1]], template)
-
-
-def unique_names(runs: list[RunFiles]) -> list[str]:
-    """A name for each run: the short one, or its folder where two are the same."""
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
-
-
-def list_differences(runs: list[RunFiles]) -> list[list[str]]:
-    """The settings in which runs differ: key, then the value in each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    rows = [[key, *(_text(run.settings.get(key, "not set")) for run in runs)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith("folder")]
 
 
 def _describe(run: RunFiles) -> dict[str, Any]:
@@ -95,7 +83,7 @@ def _series_rows(points: Sequence[Point]) -> list[list[float]]:
     rows = []
     for step, mean, lowest, highest in reduce_points(points, MAX_POINTS):
         values = [mean] if lowest == highest else [mean, lowest, highest]
-        rows.append([int(step), *(_round(value, DIGITS) for value in values)])
+        rows.append([int(step), *(_round(value, 6) for value in values)])
     return rows
 
 
@@ -133,9 +121,9 @@ def _sections(run: RunFiles) -> list[dict[str, Any]]:
     ]
     checkpoints = [[step, run.valid_losses.get(step)] for step in run.checkpoints]
     changes = [list(change) for change in run.changes]
-    data = [[key, _text(value)] for key, value in flatten(shorten_account(run.account)).items()]
+    data = [[key, format_value(value)] for key, value in flatten(shorten_account(run.account)).items()]
     fingerprints = [[key, run.progress.get("made_from", {}).get(key)] for key in FINGERPRINTS]
-    settings = [[key, _text(value)] for key, value in run.settings.items()]
+    settings = [[key, format_value(value)] for key, value in run.settings.items()]
     notes = [[note["time"], note["text"]] for note in run.notes if "text" in note]
     environments = [
         [note["time"], key, value] for note in run.notes for key, value in note.get("environment", {}).items()
@@ -157,13 +145,7 @@ def _sections(run: RunFiles) -> list[dict[str, Any]]:
 
 def _evaluation_rows(result: dict[str, Any]) -> list[list[Any]]:
     values = flatten({key: value for key, value in result.items() if key != "checkpoint"})
-    return [[describe_evaluation(result), ""], *([f"  {key}", _text(value)] for key, value in values.items())]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.{DIGITS}g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return [[describe_evaluation(result), ""], *([f"  {key}", format_value(value)] for key, value in values.items())]
 
 
 MODELS = {"model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.best import BestRule
+from textmill.reports.comparison import COLUMNS, Comparison
 from textmill.reports.curves import draw_curve
 from textmill.reports.run_files import RunFiles
 from textmill.storage.files import format_path
@@ -21,16 +22,10 @@ HEIGHT = 8
 
 def describe_run(run: RunFiles) -> Iterator[str]:
     """Lines that describe a run: state, curves, checkpoints, results."""
-    width = shutil.get_terminal_size((100, 24)).columns - 1
     size = f", {run.parameters:,} parameters" if run.parameters else ""
     yield f"{format_path(run.folder)}{size}: {describe_progress(run)}"
-    for metric, title in CURVES.items():
-        points = [point for point in run.points(metric) if math.isfinite(point[1])]
-        if len(points) == 1:
-            yield f"\n{title}: {points[0][1]:.4f} at step {points[0][0]:,}"
-        elif points:
-            yield f"\n{title}, steps {points[0][0]:,} to {points[-1][0]:,}, last {points[-1][1]:.4f}"
-            yield from draw_curve(points, width=width, height=HEIGHT)
+    for metric in CURVES:
+        yield from describe_curve(run, metric)
     for name in run.task_metrics:
         if points := run.points(name):
             (first_step, first_value), (last_step, last_value) = points[0], points[-1]
@@ -45,6 +40,34 @@ def describe_run(run: RunFiles) -> Iterator[str]:
         yield f"evaluated: {describe_evaluation(result)}"
     for sample in run.samples[-3:]:
         yield f"sample of step {sample['step']:,}: {sample.get('prompt', '')}|{str(sample.get('text', ''))[:200]!r}"
+
+
+def describe_curve(run: RunFiles, metric: str, name: str = "", height: int = HEIGHT) -> Iterator[str]:
+    """A curve with its title; nothing if the metric was not logged."""
+    width = shutil.get_terminal_size((100, 24)).columns - 1
+    title = name + CURVES[metric]
+    points = [point for point in run.points(metric) if math.isfinite(point[1])]
+    if len(points) == 1:
+        yield f"\n{title}: {points[0][1]:.4f} at step {points[0][0]:,}"
+    elif points:
+        yield f"\n{title}, steps {points[0][0]:,} to {points[-1][0]:,}, last {points[-1][1]:.4f}"
+        yield from draw_curve(points, width=width, height=height)
+
+
+def describe_comparison(found: Comparison) -> Iterator[str]:
+    """The table of several runs; settings that do not fit beside the results are below."""
+    yield from _align([row[: 1 + len(COLUMNS)] for row in (found.head, *found.rows)])
+    yield ""
+    names = [row[0] for row in found.rows]
+    settings = list(zip(*(row[1 + len(COLUMNS) :] for row in (found.head, *found.rows)), strict=True))
+    yield from _align([["setting", *names], *map(list, settings)]) if settings else ["no setting differs"]
+
+
+def _align(rows: list[list[str]]) -> Iterator[str]:
+    """Rows as lines: the first column at the left, the others at the right."""
+    name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        yield "  ".join([name.ljust(name_width), *map(str.rjust, cells, widths)])
 
 
 def describe_progress(run: RunFiles) -> str:
@@ -74,9 +97,7 @@ def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
     """A table of runs: steps, size, best valid loss, and bits per byte of the same step."""
     rows = [["run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte"]]
     rows += [_run_row(run, below) for run in runs]
-    name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *numbers in rows:
-        yield "  ".join([name.ljust(name_width), *map(str.rjust, numbers, widths)])
+    yield from _align(rows)
 
 
 def _run_row(run: RunFiles, below: Path) -> list[str]:

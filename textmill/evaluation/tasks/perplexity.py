@@ -14,8 +14,9 @@ is exp(summed loss / tokens); per word and per byte the same sum is divided by t
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.data_files import SAMPLE_SEED
-from textmill.evaluation.measured_task import format_card, hash_facts, model_card, name_data, warn_if_untrained
+from textmill.evaluation.measured_task import ITEMS, format_card, hash_facts, model_card, name_data, warn_if_untrained
 from textmill.evaluation.metrics import (
     compute_metrics,
     describe_answers,
@@ -36,8 +37,9 @@ from textmill.evaluation.metrics import (
     metric_intervals,
 )
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
-from textmill.evaluation.task import LossPart, Result, Scorer
+from textmill.evaluation.task import ItemLog, LossPart, Result, Scorer, StoreLoss
 from textmill.tokens.store import TokenStore
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 FILES = "none: a split of the run, or evaluate.text"
 PROTOCOL_KEYS = (
@@ -46,6 +48,10 @@ PROTOCOL_KEYS = (
 )
 """What a result says about how it was measured, beside its card."""
 ROWS = ("model", "unigram", "bigram")
+MAX_LOGGED = 200_000
+"""Of more documents there is no log."""
+SHOWN_START = 60
+"""Characters of a document in the log."""
 
 
 def measure(scorer: Scorer, config: RunConfig) -> Result:
@@ -120,7 +126,30 @@ def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitToke
     result["model"] = compute_metrics(mean_loss * counts["tokens"], counts, str(scorer.checkpoint.folder))
     result["intervals"] = {name: list(ends) for name, ends in intervals.items()}
     result["interval"] = interval_method
+    if settings.sample is None and tokens.counts["documents"] <= MAX_LOGGED:
+        result["model"][ITEMS] = list(_document_items(scorer.tokenizer, tokens.stores, store_losses))
     return result
+
+
+def _document_items(
+    tokenizer: TextTokenizer, stores: Sequence[TokenStore], measured: Sequence[StoreLoss]
+) -> Iterator[ItemLog]:
+    """The summed loss of each document; its id is a hash of its text, which is the same for any tokenizer."""
+    for store, losses in zip(stores, measured, strict=True):
+        documents: dict[int, list[LossPart]] = {}
+        for part in losses.parts:
+            documents.setdefault(part.document, []).append(part)
+        ends = np.cumsum(np.asarray(store.lengths, np.int64))
+        for number, parts in documents.items():
+            ids = store.ids[ends[number] - int(store.lengths[number]) : ends[number]].tolist()
+            text = tokenizer.decode(ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids)
+            yield {
+                "task": "perplexity",
+                "id": hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16],
+                "loss": sum(part.loss for part in parts),
+                "tokens": sum(part.tokens for part in parts),
+                "start": text[:SHOWN_START],
+            }
 
 
 def _measure_answers(scorer: Scorer, tokens: SplitTokens, window: int, split: str, truncate: str) -> Result:
