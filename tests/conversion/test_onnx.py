@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conversion.test_gguf_llama import CONFIG, KINDS, write_model
+from tests.conversion.test_readers import BERTS
+from tests.support.bert_models import write_bert
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.conversion.formats.onnx import read
@@ -104,6 +106,38 @@ def test_other_activations(activation: str, tmp_path: Path) -> None:
     arguments = ["export", str(source), f"export.folder={tmp_path / 'out'}"]
     assert main([*arguments, "export.kind=onnx"]) == 0
     assert main([*arguments, "export.kind=nanogpt", "--force"]) == 2
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["BertForMaskedLM", "MegatronBertForPreTraining"]
+    + [pytest.param(kind, marks=pytest.mark.long) for kind in BERTS if kind != "BertForMaskedLM"],
+)
+def test_a_bert_has_transformers_outputs(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    write_bert(tmp_path / "source", kind)
+    assert main(["export", str(tmp_path / "source"), f"export.folder={out}", "export.kind=onnx"]) == 0
+    net = getattr(transformers, kind).from_pretrained(tmp_path / "source").eval()
+    ids = np.random.default_rng(3).integers(0, net.config.vocab_size, (2, 20))
+    mask, types = np.ones_like(ids), np.zeros_like(ids)
+    mask[1, 13:] = 0
+    types[:, 9:] = 1
+    given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+    with torch.no_grad():
+        wanted = net(**{name: torch.from_numpy(values) for name, values in given.items()}, output_hidden_states=True)
+    run = session(out)
+    outputs = {one.name: values for one, values in zip(run.get_outputs(), run.run(None, given), strict=True)}
+    states = wanted.hidden_states[-1] if kind.startswith("Bert") else wanted.get("last_hidden_state")
+    expected = {**wanted, "last_hidden_state": states, "logits": wanted.get("prediction_logits", wanted.get("logits"))}
+    compared = [name for name in outputs if expected.get(name) is not None]
+    assert len(compared) >= 1 + (kind != "BertModel")
+    for name in compared:
+        # Padding attends, but nothing attends to it.
+        shown = mask.astype(bool) if outputs[name].shape[:2] == mask.shape else np.ones(2, bool)
+        values = expected[name].numpy()
+        assert np.abs(outputs[name] - values)[shown].max() < 1e-5 * max(1.0, np.abs(values).max()), name
+    assert main(["import", str(out), str(tmp_path / "back")]) == 0
 
 
 def test_it_comes_back_and_damage_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:

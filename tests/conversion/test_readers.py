@@ -25,7 +25,7 @@ CASES = [
     pytest.param(folder, kind, marks=() if (folder, kind) == ("foreign", "gguf") else pytest.mark.long)
     for folder in FOLDERS
     for kind in ("hf", "gguf", "onnx")
-] + [pytest.param(folder, "hf", marks=pytest.mark.long) for folder in BERTS]
+] + [pytest.param(folder, kind, marks=pytest.mark.long) for folder in BERTS for kind in ("hf", "onnx")]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_readers_give_our_ids_outputs_and_tokens(
         assert kind == "onnx" or "greedy tokens" in found
     if name in ("chat", "foreign"):
         assert "chat turns" in found
-    if kind == "hf" and name in BERTS:
+    if name in BERTS:
         assert "a pair" in found
 
 

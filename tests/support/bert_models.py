@@ -19,7 +19,7 @@ def write_bert(folder: Path, kind: str = "BertForMaskedLM", positions: int = 48)
     import transformers
 
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(kind="wordpiece", vocab=300))
-    config = transformers.BertConfig(
+    config = (transformers.MegatronBertConfig if kind.startswith("Megatron") else transformers.BertConfig)(
         vocab_size=tokenizer.vocab,
         hidden_size=32,
         num_hidden_layers=2,

@@ -1,4 +1,4 @@
-"""The nodes of a GPT-2, Llama, Qwen2 or Qwen3 as an ONNX graph.
+"""The nodes of a GPT-2, Llama, Qwen2, Qwen3 or BERT as an ONNX graph.
 
 Inputs and outputs have the names that Optimum and onnxruntime-genai use.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from textmill.conversion.model import Array
+from textmill.models.bert.family import ANSWERS, SEQUENCES
 from textmill.models.llama.net_torch import frequencies_of
 
 OPSET = 20
@@ -18,7 +19,7 @@ IR_VERSION = 9
 GELU_FORMS = {"gelu_new": "tanh", "gelu": "none"}
 OTHERS = {"relu": "Relu", "tanh": "Tanh"}
 HEAD = "lm_head.transposed"
-FAMILIES = ("gpt2", "llama")
+FAMILIES = ("gpt2", "llama", "bert")
 
 
 class Graph:
@@ -53,13 +54,25 @@ def cache_shape(shape: Any) -> tuple[int, int]:
     return getattr(shape, "kv_heads", shape.heads), getattr(shape, "head_width", shape.width // shape.heads)
 
 
-def build_nodes(graph: Graph, shape: Any) -> None:
-    """All nodes, from input_ids, attention_mask, position_ids and past_key_values.N to logits and present.N."""
+Sizes = list[int | str]
+
+
+def build_nodes(graph: Graph, shape: Any) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
+    """Add all nodes; return the inputs and outputs with their sizes."""
+    if shape.family == "bert":
+        return _build_encoder(graph, shape)
     mask = _add_causal_mask(graph)
     build_layers = _gpt2_layers if shape.family == "gpt2" else _llama_layers
     x, embedding = build_layers(graph, shape, mask)
     weight = "lm_head.weight" if shape.untied else embedding
     graph.add("MatMul", x, graph.add("Transpose", weight, perm=[1, 0], name=HEAD), name="logits")
+    heads, width = cache_shape(shape)
+    cached = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
+    tokens: Sizes = ["batch", "tokens"]
+    inputs: dict[str, Sizes] = {"input_ids": tokens, "attention_mask": ["batch", "total"], "position_ids": tokens}
+    inputs |= {f"past_key_values.{name}": ["batch", heads, "past", width] for name in cached}
+    present: dict[str, Sizes] = {f"present.{name}": ["batch", heads, "total", width] for name in cached}
+    return inputs, {"logits": [*tokens, shape.vocab], **present}
 
 
 def _gpt2_layers(graph: Graph, shape: Any, mask: str) -> tuple[str, str]:
@@ -129,6 +142,71 @@ def _llama_layers(graph: Graph, shape: Any, mask: str) -> tuple[str, str]:
     return norm(x, "model.norm"), embedding
 
 
+def _build_encoder(graph: Graph, shape: Any) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
+    """The nodes of a BERT: last_hidden_state, and what its heads compute, under the names that Optimum uses."""
+    tokens: Sizes = ["batch", "tokens"]
+    outputs: dict[str, Sizes] = {"last_hidden_state": [*tokens, shape.width]}
+    is_pre = shape.norm == "pre"
+    is_token = graph.add("Cast", "attention_mask", to=9)  # 9 is bool
+    mask = graph.add("Unsqueeze", is_token, graph.constant([1, 2], np.int64))
+    count = graph.add("Gather", graph.add("Shape", "input_ids"), graph.constant(1, np.int64))
+    zero, one = (graph.constant(value, np.int64) for value in (0, 1))
+    x = graph.add("Gather", "bert.embeddings.word_embeddings.weight", "input_ids")
+    for table, ids in (("token_type", "token_type_ids"), ("position", graph.add("Range", zero, count, one))):
+        x = graph.add("Add", x, graph.add("Gather", f"bert.embeddings.{table}_embeddings.weight", ids))
+
+    def norm(x: str, stem: str, name: str | None = None) -> str:
+        weights = f"{stem}.weight", f"{stem}.bias"
+        return graph.add("LayerNormalization", x, *weights, axis=-1, epsilon=shape.epsilon, name=name)
+
+    def linear(x: str, stem: str, name: str | None = None) -> str:
+        product = graph.add("MatMul", x, graph.add("Transpose", f"{stem}.weight", perm=[1, 0]))
+        return graph.add("Add", product, f"{stem}.bias", name=name)
+
+    def to_heads(x: str) -> str:
+        by_head = graph.constant([0, 0, shape.heads, shape.width // shape.heads], np.int64)
+        return graph.add("Transpose", graph.add("Reshape", x, by_head), perm=[0, 2, 1, 3])
+
+    def head(name: str, sizes: Sizes) -> str:
+        outputs[name] = sizes
+        return name
+
+    x = x if is_pre else norm(x, "bert.embeddings.LayerNorm")
+    for layer in range(shape.layers):
+        h = f"bert.encoder.layer.{layer}"
+        normed = norm(x, f"{h}.attention.ln") if is_pre else x
+        q, k, v = (to_heads(linear(normed, f"{h}.attention.self.{part}")) for part in ("query", "key", "value"))
+        mixed = _attend(graph, q, k, v, shape.heads, shape.width // shape.heads, mask)
+        x = graph.add("Add", x, linear(mixed, f"{h}.attention.output.dense"))
+        x = x if is_pre else norm(x, f"{h}.attention.output.LayerNorm")
+        inner = linear(norm(x, f"{h}.ln") if is_pre else x, f"{h}.intermediate.dense")
+        x = graph.add("Add", x, linear(_activate(graph, inner, shape.activation), f"{h}.output.dense"))
+        x = x if is_pre else norm(x, f"{h}.output.LayerNorm")
+    x = norm(x, "bert.encoder.ln") if is_pre else x
+    x = graph.add("Identity", x, name="last_hidden_state")
+    if shape.masked_head:
+        stem = "cls.predictions.transform"
+        y = norm(_activate(graph, linear(x, f"{stem}.dense"), shape.activation), f"{stem}.LayerNorm")
+        product = graph.add("MatMul", y, graph.add("Transpose", "bert.embeddings.word_embeddings.weight", perm=[1, 0]))
+        graph.add("Add", product, "cls.predictions.bias", name=head("logits", [*tokens, shape.vocab]))
+    if shape.pooler:
+        first = graph.add("Gather", x, zero, axis=1)
+        pooled = graph.add(
+            "Tanh", linear(first, "bert.pooler.dense"), name=head("pooler_output", ["batch", shape.width])
+        )
+        if shape.pair_head:
+            linear(pooled, "cls.seq_relationship", head("seq_relationship_logits", ["batch", 2]))
+    if shape.labels:
+        of_text = shape.task == SEQUENCES
+        sizes: Sizes = ["batch"] if of_text else tokens
+        linear(pooled if of_text else x, "classifier", head("logits", [*sizes, len(shape.labels)]))
+    if shape.task == ANSWERS:
+        both = linear(x, "qa_outputs")
+        for number, name in enumerate(("start_logits", "end_logits")):
+            graph.add("Gather", both, graph.constant(number, np.int64), axis=-1, name=head(name, tokens))
+    return dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), tokens), outputs
+
+
 def _angles(graph: Graph, shape: Any) -> tuple[str, str]:
     """Cosine and sine of every position's angles, [batch, 1, tokens, head width / 2]."""
     frequencies, scale = frequencies_of(shape)
@@ -186,6 +264,11 @@ def _add_attention(graph: Graph, q: str, k: str, v: str, layer: int, shape: Any,
     v = graph.add("Concat", f"past_key_values.{layer}.value", v, axis=2, name=f"present.{layer}.value")
     if heads != key_heads:
         k, v = (_repeat(graph, part, heads, heads // key_heads, width) for part in (k, v))
+    return _attend(graph, q, k, v, heads, width, mask)
+
+
+def _attend(graph: Graph, q: str, k: str, v: str, heads: int, width: int, mask: str) -> str:
+    """Attention where the mask is true; as many heads of keys as of queries."""
     scores = graph.add("MatMul", q, graph.add("Transpose", k, perm=[0, 1, 3, 2]))
     scores = graph.add("Div", scores, graph.constant(width**0.5, np.float32))
     scores = graph.add("Where", mask, scores, graph.constant(np.finfo(np.float32).min, np.float32))
@@ -222,3 +305,12 @@ def run_in_two_parts(run: Any, shape: Any, ids: Any) -> Array:
         start = stop
     all_logits: Array = np.concatenate(logits_by_half, axis=1)
     return all_logits
+
+
+def run_encoder(run: Any, shape: Any, ids: Any, embedding: Array) -> Array:
+    """What our net returns as logits: those of masked tokens; without a head for these, states times embeddings."""
+    ones = np.ones(ids.shape, np.int64)
+    names = ["last_hidden_state", *(["logits"] if shape.masked_head else [])]
+    found = run(names, {"input_ids": ids, "attention_mask": ones, "token_type_ids": 0 * ones})
+    logits: Array = found[-1] if shape.masked_head else found[0] @ embedding.T
+    return logits

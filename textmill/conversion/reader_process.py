@@ -79,16 +79,20 @@ def open_with_llama_cpp(request: Tree) -> Tree:
 
 
 def open_with_onnxruntime(request: Tree) -> Tree:
-    """Logits by onnxruntime, from an empty cache."""
+    """Logits by onnxruntime, from an empty cache; the states of an encoder that predicts no tokens."""
     numpy: Any = import_module("numpy")
     onnxruntime: Any = import_module("onnxruntime")
     session = onnxruntime.InferenceSession(request["path"], providers=["CPUExecutionProvider"])
     ids = numpy.array([request["prompt"]], numpy.int64)
-    given = {"input_ids": ids, "attention_mask": numpy.ones_like(ids), "position_ids": numpy.arange(ids.size)[None]}
+    ones = numpy.ones_like(ids)
+    every = {"input_ids": ids, "attention_mask": ones, "token_type_ids": 0 * ones}
+    every["position_ids"] = numpy.arange(ids.size)[None]
+    given = {one.name: every[one.name] for one in session.get_inputs() if one.name in every}
     for one in session.get_inputs():
         if one.name.startswith("past_key_values."):
             given[one.name] = numpy.zeros((1, one.shape[1], 0, one.shape[3]), numpy.float32)
-    return {"version": onnxruntime.__version__, "values": session.run(["logits"], given)[0][0].tolist()}
+    output = "logits" if request["has_logits"] else "last_hidden_state"
+    return {"version": onnxruntime.__version__, "values": session.run([output], given)[0][0].tolist()}
 
 
 OPENERS = {

@@ -1,7 +1,8 @@
-"""ONNX: a GPT-2 or Llama as a graph with past key values, through the package onnx."""
+"""ONNX: a GPT-2 or Llama as a graph with past key values, or a BERT with its heads, through the package onnx."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,28 @@ import numpy as np
 
 from textmill.config import ExportConfig
 from textmill.conversion.formats.hf import read_hf_shape, text_files
-from textmill.conversion.model import Files, Hints, Model, check_layers, collect_weights, require_family, write_texts
+from textmill.conversion.model import (
+    Array,
+    Files,
+    Hints,
+    Model,
+    check_layers,
+    collect_weights,
+    require_family,
+    write_texts,
+)
 from textmill.conversion.onnx_graph import (
     FAMILIES,
     IR_VERSION,
     OPSET,
     Graph,
     build_nodes,
-    cache_shape,
+    run_encoder,
     run_in_two_parts,
 )
 from textmill.errors import TextmillError
 from textmill.models import weights_of
+from textmill.models.bert.family import shape_with_weights
 from textmill.storage.files import manifest_entry
 
 PRECISIONS = ("fp32", "fp16")
@@ -28,6 +39,8 @@ FILE = "model.onnx"
 DATA = "model.onnx.data"
 LARGE = 1_000_000_000
 """Above so many bytes the weights are in a file of their own, because the graph's file is limited to 2 GB."""
+INTEGERS = ("_ids", "_mask")
+"""How the names of inputs end that have whole numbers."""
 HALF = ".fp16"
 """The ending of weights that are stored in fp16; they are turned into fp32 when the graph is loaded."""
 
@@ -48,10 +61,10 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
             stored = stored.astype(np.float16)
             graph.add("Cast", name + HALF, name=name, to=onnx.TensorProto.FLOAT)
         weights.append(onnx.numpy_helper.from_array(stored, name + HALF if half else name))
-    build_nodes(graph, shape)
+    interface = build_nodes(graph, shape)
     weights += [onnx.numpy_helper.from_array(values, name) for name, values in graph.constants.items()]
     proto = onnx.helper.make_model(
-        onnx.helper.make_graph(graph.nodes, shape.family, *_interface(onnx, shape), weights),
+        onnx.helper.make_graph(graph.nodes, shape.family, *_interface(onnx, *interface), weights),
         ir_version=IR_VERSION,
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
         producer_name="textmill",
@@ -63,21 +76,12 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     return files | {name: manifest_entry(folder / name) for name in (FILE, DATA) if (folder / name).is_file()}
 
 
-def _interface(onnx: Any, shape: Any) -> tuple[list[Any], list[Any]]:
-    """The inputs and outputs with their types and sizes."""
+def _interface(onnx: Any, *sizes_by_name: dict[str, list[int | str]]) -> Iterator[list[Any]]:
+    """The inputs and the outputs with their types and sizes; ids and masks are whole numbers."""
     value = onnx.helper.make_tensor_value_info
-    integer = onnx.TensorProto.INT64
-    number = onnx.TensorProto.FLOAT
-    heads, width = cache_shape(shape)
-    names = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
-    inputs = [
-        value("input_ids", integer, ["batch", "tokens"]),
-        value("attention_mask", integer, ["batch", "total"]),
-        value("position_ids", integer, ["batch", "tokens"]),
-        *(value(f"past_key_values.{name}", number, ["batch", heads, "past", width]) for name in names),
-    ]
-    present = [value(f"present.{name}", number, ["batch", heads, "total", width]) for name in names]
-    return inputs, [value("logits", number, ["batch", "tokens", shape.vocab]), *present]
+    integer, number = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    for group in sizes_by_name:
+        yield [value(name, integer if name.endswith(INTEGERS) else number, sizes) for name, sizes in group.items()]
 
 
 def matches(path: Path) -> bool:
@@ -99,13 +103,15 @@ def read(path: Path, hints: Hints) -> Model:
     except Exception as error:  # protobuf and the package raise many types
         raise TextmillError(f"{file}: not a readable ONNX file ({type(error).__name__}: {error})") from None
     check_layers(shape, len(found), str(file))
+    if shape.family == "bert":
+        shape = shape_with_weights(shape, found)
     wanted = {weight.name for weight in weights_of(shape)}
     named = [(name, values.astype(np.float32)) for name, values in found.items() if name in wanted]
     weights = collect_weights(shape, named, str(file))
-    return Model(shape, weights, hints.open_tokenizer(file.parent), _runner(proto, shape, file))
+    return Model(shape, weights, hints.open_tokenizer(file.parent), _runner(proto, shape, weights, file))
 
 
-def _runner(proto: Any, shape: Any, file: Path) -> Any:
+def _runner(proto: Any, shape: Any, weights: dict[str, Array], file: Path) -> Any:
     """A function from ids to logits, computed by the package's own evaluator."""
 
     def run(ids: Any) -> Any:
@@ -113,6 +119,8 @@ def _runner(proto: Any, shape: Any, file: Path) -> Any:
             from onnx.reference import ReferenceEvaluator
 
             evaluator = ReferenceEvaluator(proto)
+            if shape.family == "bert":
+                return run_encoder(evaluator.run, shape, ids, weights["bert.embeddings.word_embeddings.weight"])
             return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape, ids)
         except Exception as error:  # a damaged graph fails anywhere
             raise TextmillError(f"{file}: its graph cannot be run ({type(error).__name__}: {error})") from None
