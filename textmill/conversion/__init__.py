@@ -17,6 +17,7 @@ from textmill.conversion.compare import LOGIT_BOUNDS, logits_of, measure, sample
 from textmill.conversion.dataset_folder import export_dataset
 from textmill.conversion.formats import open_format
 from textmill.conversion.formats.hf import text_files
+from textmill.conversion.gguf_models import plain_encoder
 from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import read_licences, write_card
 from textmill.conversion.tokenizer_files import export_tokenizer
@@ -63,7 +64,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         reduction = reduce_vocabulary(tokenizer, config.export.vocab_used_in)
         shape = reduce_shape(source_shape, reduction)
         tokenizer = reduction.tokenizer
-    pooling = find_pooling(checkpoint.folder) if config.export.kind == "hf" else None
+    pooling = find_pooling(checkpoint.folder) if config.export.kind in ("hf", "gguf") else None
     card = write_card(config, checkpoint, shape, tokenizer, pooling)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
@@ -73,6 +74,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     licences = read_licences(checkpoint.folder)
     model = Model(source_shape, weights, tokenizer, card=card, licences=licences, pooling=pooling)
     model = reduce_model(model, reduction) if reduction else model
+    model = plain_encoder(model) if config.export.kind == "gguf" else model
     # What a format does not say about a model is given to its reader.
     hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
     valid = None if reduction else _valid_ids(config, tokenizer)
@@ -80,8 +82,9 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     only_textmill = "; only textmill opens it" if own_options(shape) else ""
     megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
+    parameters = model.shape.parameters
     print(
-        f"export: {format_path(folder)}: {shape.parameters:,} parameters of {format_path(checkpoint.folder)}{merged}, "
+        f"export: {format_path(folder)}: {parameters:,} parameters of {format_path(checkpoint.folder)}{merged}, "
         f"as {config.export.kind} in {precision}, {megabytes:,.1f} MB{only_textmill}\nexport: checked: {figures}"
     )
     return folder

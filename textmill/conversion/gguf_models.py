@@ -1,4 +1,4 @@
-"""A GPT-2, Llama, Qwen2 or Qwen3 in a GGUF file: its keys, the names of its tensors and their layout.
+"""A GPT-2, Llama, Qwen2, Qwen3 or BERT in a GGUF file: its keys, the names of its tensors and their layout.
 
 llama.cpp's `llama` turns neighbouring channels by one angle, transformers the channels i and D/2 + i. So the rows of
 queries and keys are stored in another order. Its `qwen2` and `qwen3` have transformers' order.
@@ -7,21 +7,23 @@ queries and keys are stored in another order. Its `qwen2` and `qwen3` have trans
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from textmill.conversion.model import Array, Model
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
 from textmill.models.llama.rotary import llama3_factors
 
-FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "qwen3": "llama"}
+FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "qwen3": "llama", "bert": "bert"}
 """llama.cpp's names of the kinds of models that are read and written, and our families."""
 HEAD = "lm_head.weight"
 OUTPUT = "output.weight"
 EMBEDDING = "token_embd.weight"
+TYPES = "token_types.weight"
 FACTORS = "rope_freqs.weight"
 NUMBERS = {
     "gpt2": {
@@ -42,6 +44,14 @@ NUMBERS = {
         "attention.key_length": "head_dim",
         "attention.layer_norm_rms_epsilon": "rms_norm_eps",
         "rope.freq_base": "rope_theta",
+    },
+    "bert": {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_epsilon": "layer_norm_eps",
     },
 }
 """For each family, keys of the file below the architecture's name, and those of a config.json."""
@@ -67,10 +77,27 @@ LLAMA3 = [
 """The scalings of the published Llama 3 models, of which a file has the factors only."""
 
 
+ACTIVATIONS = {"gpt2": ("gelu_new", "hf or onnx"), "bert": ("gelu", "hf or onnx")}
+"""The activation that llama.cpp computes (of BERT, in its tanh form), and formats for others; all else has silu."""
+
+
+def plain_encoder(model: Model) -> Model:
+    """A BERT without its heads, which llama.cpp does not have; another model as it is."""
+    if model.shape.family != "bert":
+        return model
+    shape = replace(model.shape, masked_head=False, pair_head=False, pooler=False, task="", labels=())
+    names = [weight.name for weight in weights_of(shape)]
+    if len(names) < len(model.weights):
+        warn("llama.cpp computes the embeddings of a bert; the file has the encoder without its heads")
+    return replace(model, shape=shape, weights={name: model.weights[name] for name in names})
+
+
 def architecture_of(shape: Any) -> str:
     """llama.cpp's name of the kind of model; an error if it has none that computes the same."""
-    kind: str = "gpt2" if shape.family == "gpt2" else shape.model_type
-    activation, others = ("gelu_new", "hf or onnx") if kind == "gpt2" else ("silu", "hf")
+    kind: str = shape.family if shape.family in ("gpt2", "bert") else shape.model_type
+    activation, others = ACTIVATIONS.get(kind, ("silu", "hf"))
+    if kind == "bert" and shape.norm != "post":
+        raise TextmillError("export.kind: llama.cpp's bert has LayerNorms after attention and MLP only; use hf or onnx")
     if shape.activation != activation:
         raise TextmillError(
             f"export.kind: llama.cpp computes a {kind} with {activation}, this model has {shape.activation}; "
@@ -97,8 +124,10 @@ def add_keys(writer: Any, shape: Any) -> None:
     writer.add_embedding_length(shape.width)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
-    if shape.family == "gpt2":
+    if shape.family in ("gpt2", "bert"):
         writer.add_layer_norm_eps(shape.epsilon)
+        if shape.family == "bert":
+            writer.add_causal_attention(False)
         return
     writer.add_vocab_size(shape.vocab)
     writer.add_head_count_kv(shape.kv_heads)
@@ -125,8 +154,8 @@ def gguf_names(shape: Any, kind: str, gguf: Any) -> dict[str, str]:
     """
     architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     table = gguf.get_tensor_name_map(architecture, shape.layers)
-    names = [*(weight.name for weight in weights_of(shape)), HEAD]
-    return {name: table.get_name(name, (".weight", ".bias")) for name in names}
+    names = [*(weight.name for weight in weights_of(shape)), *([] if kind == "bert" else [HEAD])]
+    return {name: table.get_name(name.removeprefix("bert."), (".weight", ".bias")) for name in names}
 
 
 def tensors_of(model: Model, kind: str, gguf: Any) -> dict[str, Array]:
@@ -152,6 +181,8 @@ def change_layout(name: str, values: Array, shape: Any, *, to_file: bool) -> Arr
     if shape.family == "gpt2":
         is_turned = any(weight.transposed for weight in weights_of(shape) if weight.name == name)
         return np.ascontiguousarray(values.T) if is_turned else values
+    if shape.family == "bert":
+        return values
     part = name.split(".")[-2]
     heads = {"q_proj": shape.heads, "k_proj": shape.kv_heads}.get(part) if shape.model_type == "llama" else None
     if heads is None or len(values) != heads * shape.head_width:
@@ -186,6 +217,10 @@ def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
             tensors.get(OUTPUT, tensors[EMBEDDING]).data, tensors[EMBEDDING].data
         )
         return open_family(family).shape_of_hf(hf, str(path))
+    if family == "bert":
+        types = tensors[TYPES].shape[-1] if TYPES in tensors else 0
+        hf |= {"architectures": ["BertModel"], "tie_word_embeddings": True, "type_vocab_size": int(types)}
+        return replace(open_family(family).shape_of_hf(hf, str(path)), pooler=False)
     hf |= {"attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     hf["rope_scaling"] = _scaling_of(keys, kind, tensors, hf, path)
     shape: Any = open_family(family).shape_of_hf(hf, str(path))

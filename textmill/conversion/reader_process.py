@@ -54,7 +54,7 @@ def open_with_transformers(request: Tree) -> Tree:
 
 
 def open_with_llama_cpp(request: Tree) -> Tree:
-    """Token ids, the chat template and greedy tokens by llama.cpp's own server."""
+    """Token ids, the chat template, greedy tokens and embeddings by llama.cpp's own server."""
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = request["path"]
@@ -62,6 +62,7 @@ def open_with_llama_cpp(request: Tree) -> Tree:
     params.verbosity = -1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # the default is F16
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.embedding = bool(request["embedded"])
     server = xllamacpp.Server(params)
 
     def post(path: str, body: Tree) -> Any:
@@ -74,6 +75,7 @@ def open_with_llama_cpp(request: Tree) -> Tree:
         "version": str(getattr(xllamacpp, "__version__", "")),
         "ids": [post("/tokenize", {"content": text, **options})["tokens"] for text in request["texts"]],
         "talk": post("/apply-template", {"messages": request["talk"]})["prompt"] if request["talk"] else None,
+        "vectors": [post("/embedding", {"content": text})[0]["embedding"][0] for text in request["embedded"]],
         "new": post("/completion", {"prompt": request["prompt"], **greedy})["tokens"] if request["tokens"] else [],
     }
 

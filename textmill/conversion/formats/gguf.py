@@ -20,6 +20,7 @@ from textmill.conversion.gguf_models import (
     EMBEDDING,
     FACTORS,
     FAMILIES,
+    TYPES,
     add_keys,
     architecture_of,
     change_layout,
@@ -29,11 +30,14 @@ from textmill.conversion.gguf_models import (
 )
 from textmill.conversion.model import Array, Files, Hints, Model, check_layers, collect_weights, require_family
 from textmill.conversion.model_card import format_card, parse_card
+from textmill.conversion.readers import strips_accents
 from textmill.errors import TextmillError, warn
+from textmill.models.pooling import Pooling
 from textmill.storage.files import manifest_entry, write_text
 from textmill.storage.tensor_files import Named
 from textmill.tokens.chat import MARK, MARKS, JinjaTemplate
-from textmill.tokens.vocabulary.foreign_files import LLAMA_3, QWEN, add_special_around
+from textmill.tokens.vocabulary.algorithms import CONTINUATION
+from textmill.tokens.vocabulary.foreign_files import LLAMA_3, QWEN, add_special_around, new_wordpiece
 from textmill.tokens.vocabulary.sentencepiece_model import (
     BPE,
     BYTE,
@@ -45,10 +49,11 @@ from textmill.tokens.vocabulary.sentencepiece_model import (
     parse_model,
     sentencepiece_files,
 )
+from textmill.tokens.vocabulary.token_bytes import SPACE
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16", "q8_0", "q4_0")
-TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+TENSOR_TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 FILE_TYPES = {
     "fp32": "ALL_F32",
     "bf16": "MOSTLY_BF16",
@@ -62,8 +67,10 @@ MAGIC = b"GGUF"
 CARD_KEY = "textmill.card"
 """The model card."""
 MAX_BASES = 16
-POSITIONS = "position_embd.weight"
-"""A matrix that stays in F32."""
+POOLING = {1: Pooling("mean", normalize=True), 2: Pooling("cls", normalize=True)}
+"""llama.cpp's numbers of how embeddings are computed; its server makes each of length 1."""
+UNQUANTISED = ("position_embd.weight", TYPES)
+"""Matrices that stay in F32."""
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
@@ -96,6 +103,9 @@ def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: 
     writer.add_name(name)
     _add_card(writer, model.card, config.license)
     add_keys(writer, shape)
+    if shape.family == "bert":
+        kind = model.pooling.kind if model.pooling else "mean"
+        writer.add_pooling_type(gguf.PoolingType[kind.upper()])
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[config.precision]))
     if config.precision.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -149,11 +159,11 @@ def _card_of(keys: dict[str, Any]) -> str | None:
 
 def _add_tensors(writer: Any, tensors: dict[str, Array], gguf: Any, precision: str) -> int:
     """Add every tensor; norms, biases and positions stay in F32. Returns how many matrices could not be quantised."""
-    wanted = getattr(gguf.GGMLQuantizationType, TYPES[precision])
+    wanted = getattr(gguf.GGMLQuantizationType, TENSOR_TYPES[precision])
     odd = 0
     for name, values in tensors.items():
         values = np.ascontiguousarray(values, np.float32)
-        if values.ndim < 2 or name == POSITIONS or precision == "fp32":
+        if values.ndim < 2 or name in UNQUANTISED or precision == "fp32":
             writer.add_tensor(name, values)
             continue
         kind = wanted
@@ -209,7 +219,8 @@ def read(path: Path, hints: Hints) -> Model:
     tensors.pop(FACTORS, None)  # part of the shape
     weights = collect_weights(shape, _named(tensors, shape, names, gguf, path), str(path))
     tokenizer = open_tokenizer(hints.tokenizer) if hints.tokenizer else tokenizer_of(keys, str(path))
-    return Model(shape, weights, tokenizer, card=_card_of(keys))
+    pooling = POOLING.get(keys.get(f"{kind}.pooling_type", 0)) if shape.family == "bert" else None
+    return Model(shape, weights, tokenizer, card=_card_of(keys), pooling=pooling)
 
 
 def _named(tensors: dict[str, Any], shape: Any, names: dict[str, str], gguf: Any, path: Path) -> Iterator[Named]:
@@ -262,15 +273,20 @@ generation_config.json."""
 CARRIED_FIELDS = ("settings", "model_ids", "generation")
 SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
 """llama.cpp's names of the tokenizers that work as sentencepiece does, and sentencepiece's types of models."""
+IN_BRACKETS = re.compile(r"\[.+\]")
+"""Tokens of a BERT that have no mark for where a word begins."""
 NEVER_FOUND = -1e4
 """The score of unused tokens, which llama.cpp would otherwise find in a text."""
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask"}
+ROLES |= {"cls_token": "cls", "sep_token": "seperator"}
 
 
 def keys_of(tokenizer: TextTokenizer, rows: int) -> dict[str, Any]:
     """The keys below `tokenizer.`; ids without a token up to `rows`, the rows of the embedding, are marked unused."""
     tree = json.loads(tokenizer.inner.to_str())
+    is_wordpiece = tree["model"]["type"] == "WordPiece"
     vocabulary = _sentencepiece_keys if is_sentencepiece(tree) else _byte_level_keys
+    vocabulary = _wordpiece_keys if is_wordpiece else vocabulary
     keys: dict[str, Any] = {
         **vocabulary(tokenizer, tree, rows),
         "ggml.add_bos_token": tokenizer.adds_bos,
@@ -311,6 +327,43 @@ def _byte_level_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) 
 
 def _unused(id_: int) -> str:
     return f"[unused{id_}]"
+
+
+def _wordpiece_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The vocabulary of a BERT: words begin with SPACE, what continues a word has no mark."""
+    normalizer = tree["normalizer"] or {}
+    is_bert = normalizer.get("type") == "BertNormalizer" and normalizer["clean_text"]
+    if not is_bert or not normalizer["handle_chinese_chars"] or tree["pre_tokenizer"] != {"type": "BertPreTokenizer"}:
+        raise TextmillError("export.kind: llama.cpp splits words as BERT does, and this tokenizer does not; use hf")
+    special = {id_ for id_, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    by_id = {id_: token for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=True).items()}
+    prefix = tree["model"]["continuing_subword_prefix"]
+    tokens = [by_id.get(id_, _unused(id_)) for id_ in range(rows)]
+    marked = [
+        token
+        if number in special or IN_BRACKETS.fullmatch(token)
+        else token.removeprefix(prefix)
+        if token.startswith(prefix)
+        else SPACE + token
+        for number, token in enumerate(tokens)
+    ]
+    if prefix != CONTINUATION or len(set(marked)) < len(marked):
+        raise TextmillError("export.kind: llama.cpp would take two tokens of this vocabulary for one; use hf")
+    strips = strips_accents(normalizer)
+    if strips:
+        warn(
+            "llama.cpp strips more accents than this tokenizer and does not decompose Korean: it gives other ids for "
+            "Indic vowel signs, and for Korean text that is not in NFD"
+        )
+    return {
+        "ggml.model": "bert",
+        "ggml.tokens": marked,
+        "ggml.token_type": [CONTROL if number in special else NORMAL for number in range(rows)],
+        "ggml.token_type_count": 2,
+        "ggml.normalizer.lowercase": normalizer["lowercase"],
+        "ggml.normalizer.strip_accents": strips,
+        "ggml.bos_token_id": tokenizer.cls_id,
+    }
 
 
 def _sentencepiece_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -428,11 +481,13 @@ def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
             return None
         inner = build_tokenizer(spm)
         inner.encode_special_tokens = True
+    elif kind == "bert":
+        inner = _build_wordpiece(keys, tokens, kinds)
     elif kind == "gpt2" and split in SPLITS and _is_text_list(merges):
         inner = _build_byte_level(tokens, kinds, merges, split, where)
     else:
         return None
-    end = keys.get("tokenizer.ggml.eos_token_id")
+    end = keys.get("tokenizer.ggml.eos_token_id", keys.get("tokenizer.ggml.seperator_token_id"))
     if type(end) is not int or not 0 <= end < len(tokens):
         raise TextmillError(f"{where}: tokenizer.ggml.eos_token_id is {end!r}; the file names no end-of-text token")
     roles = {}
@@ -440,11 +495,15 @@ def tokenizer_of(keys: dict[str, Any], where: str) -> TextTokenizer | None:
         id_: Any = keys.get(f"tokenizer.ggml.{name}_token_id")
         if type(id_) is int and 0 <= id_ < len(tokens):
             roles[role] = tokens[id_]
+    if kind == "bert":  # these are llama.cpp's other names of both
+        roles = {role: token for role, token in roles.items() if role not in ("bos_token", "eos_token")}
     template = keys.get("tokenizer.chat_template")
     jinja = template if isinstance(template, str) else None
     tokenizer = replace(TextTokenizer(inner, end, roles, jinja=jinja), **_carried_of(keys, where))
     adds_bos = keys.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in ADDING_BOS)
     adds_eos = keys.get("tokenizer.ggml.add_eos_token", kind == "t5")
+    if kind == "bert":
+        return tokenizer
     if tokenizer.bos_id is not None and (adds_bos or adds_eos):
         begin = roles["bos_token"] if adds_bos else None
         add_special_around(inner, begin, tokens[end] if adds_eos else None)
@@ -466,6 +525,36 @@ def _carried_of(keys: dict[str, Any], where: str) -> dict[str, Any]:
     if found["padding"] is not None:
         ids["pad_token_id"] = found["padding"]
     return {"model_ids": ids}
+
+
+def _build_wordpiece(keys: dict[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
+    """The tokenizer of a BERT."""
+    names = [
+        token
+        if kind == CONTROL or IN_BRACKETS.fullmatch(token)
+        else token.removeprefix(SPACE)
+        if token.startswith(SPACE)
+        else CONTINUATION + token
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    numbers = {name: keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("unknown", "cls", "seperator")}
+    known = {name: names[id_] for name, id_ in numbers.items() if type(id_) is int and 0 <= id_ < len(names)}
+    unknown, cls, sep = (
+        known.get(name, usual) for name, usual in zip(numbers, ("[UNK]", "[CLS]", "[SEP]"), strict=True)
+    )
+    lowercase = bool(keys.get("tokenizer.ggml.normalizer.lowercase", True))
+    inner = new_wordpiece({name: id_ for id_, name in enumerate(names)}, unknown)
+    inner.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=bool(keys.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
+    )
+    inner.add_special_tokens([name for name, kind in zip(names, kinds, strict=True) if kind == CONTROL])
+    ends = [(token, id_) for token in (cls, sep) if (id_ := inner.token_to_id(token)) is not None]
+    if len(ends) == 2:
+        inner.post_processor = processors.TemplateProcessing(
+            f"{cls}:0 $A:0 {sep}:0", f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1", ends
+        )
+    inner.encode_special_tokens = True
+    return inner
 
 
 def _spm_of(keys: dict[str, Any], tokens: list[str], kinds: list[int], kind: str) -> SpmModel | None:
@@ -530,6 +619,8 @@ def _is_text_list(value: Any) -> bool:
 def modelfile(file: str, shape: Any, tokenizer: TextTokenizer) -> str:
     """FROM the file, the chat template in Go's language, the longest context and the stop tokens."""
     lines = [f"FROM ./{file}"]
+    if shape.family == "bert":
+        return f"{lines[0]}\n"
     stops = [str(tokenizer.inner.id_to_token(id_)) for id_ in tokenizer.end_ids]
     if tokenizer.chat is not None:
         turns = {role: (text.partition(CONTENT)[0], text.partition(CONTENT)[2]) for role, text in tokenizer.chat.turns}

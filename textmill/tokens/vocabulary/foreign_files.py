@@ -206,17 +206,13 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
     if lowercase is None:
         has_lower_case_only = all(token == token.lower() for token in vocab if not token.startswith("["))
         lowercase = settings.get("do_lower_case", has_lower_case_only)
-    inner = Tokenizer(
-        models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix="##", max_input_chars_per_word=100)
-    )
+    inner = new_wordpiece(vocab, "[UNK]")
     inner.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
         strip_accents=settings.get("strip_accents"),
         lowercase=lowercase,
     )
-    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     names = {role: USUAL_NAMES[role][-1] for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")}
     roles = {role: token for role, token in names.items() if token in vocab}
     inner.add_special_tokens(list(roles.values()))
@@ -225,6 +221,16 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
         "[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", special
     )
     return inner, roles
+
+
+def new_wordpiece(vocab: dict[str, int], unknown: str) -> Tokenizer:
+    """A tokenizer that splits words as BERT does, without a normalizer yet."""
+    inner = Tokenizer(
+        models.WordPiece(vocab, unk_token=unknown, continuing_subword_prefix="##", max_input_chars_per_word=100)
+    )
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    return inner
 
 
 def _read_special_tokens(folder: Path) -> dict[str, str]:
