@@ -119,7 +119,7 @@ def random_config(dice: random.Random) -> dict[str, Any]:
     train |= dice.choice([{"steps": dice.randint(2, 6)}, {"samples": 5 * batch}, {"tokens": 4 * batch * length}])
     train |= dice.choice([{}, {"layout": "padded"}, {"packed": {"isolate_documents": True}}])
     extras: list[dict[str, Any]] = [
-        {"average": {"memory": 20.0}},
+        {"ema_window": 20.0},
         {"spikes": {"threshold": 6.0, "window": 2}},
         {"freeze": ["wpe"]},
         {"layer_decay": 0.8},

@@ -1,4 +1,4 @@
-"""`train.average`: the saved and evaluated weights are the average of those of all steps; training is not changed."""
+"""`train.ema_window`: the average of the weights of all steps is evaluated and saved; training is not changed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from safetensors.numpy import load_file
 from bench.kill_train import read_metrics, train_arguments
 from tests.support.engine_runs import LORA, VOCAB, batch_of, config_of, run, started
 from tests.support.together import run_together
-from textmill.config import AverageConfig, TrainConfig
+from textmill.config import TrainConfig
 from textmill.config.load import build_config
 from textmill.engines import Engine, open_engine
 from textmill.errors import TextmillError
 from textmill.models import open_family
 
-MEMORY = 3.0
+WINDOW = 3.0
 
 
 def raw_of(engine: Engine) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def raw_of(engine: Engine) -> dict[str, Any]:
 )
 def test_the_average_is_the_sum_over_all_steps(settings: dict[str, Any]) -> None:
     """After n steps, weights that are k steps old count by (2/3)^k, divided by the sum of all these factors."""
-    engine = started(config_of("torch", average=AverageConfig(memory=MEMORY), **settings))
+    engine = started(config_of("torch", ema_window=WINDOW, **settings))
     plain = started(config_of("torch", **settings))
     recorded, losses = [], []
     for step in range(6):
@@ -40,7 +40,7 @@ def test_the_average_is_the_sum_over_all_steps(settings: dict[str, Any]) -> None
         recorded.append(raw_of(engine))
         engine.eval_step(batch_of(step))  # puts the averaged weights into the net; the next step trains the raw ones
     assert losses == run(plain, range(6)), "training does not depend on the average"
-    factors = np.array([(1 - 1 / MEMORY) ** (5 - step) for step in range(6)])
+    factors = np.array([(1 - 1 / WINDOW) ** (5 - step) for step in range(6)])
     saved = dict(engine.weights())
     assert saved.keys() == recorded[0].keys()
     for name, values in saved.items():
@@ -52,7 +52,7 @@ def test_the_average_is_the_sum_over_all_steps(settings: dict[str, Any]) -> None
 
 
 def test_the_averaged_weights_are_evaluated() -> None:
-    config = config_of("torch", average=AverageConfig(memory=MEMORY))
+    config = config_of("torch", ema_window=WINDOW)
     engine, other = started(config), started(config_of("torch"))
     run(engine, range(4))
     other.load(engine.weights(), [], 0, "the average")
@@ -63,7 +63,7 @@ def test_the_averaged_weights_are_evaluated() -> None:
 
 
 def test_the_first_average_is_the_first_weights() -> None:
-    engine = started(config_of("torch", average=AverageConfig(memory=1000.0)))
+    engine = started(config_of("torch", ema_window=1000.0))
     run(engine, range(1))
     for name, values in engine.weights():
         np.testing.assert_allclose(values, raw_of(engine)[name], rtol=1e-6, atol=1e-7, err_msg=name)
@@ -71,7 +71,7 @@ def test_the_first_average_is_the_first_weights() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_engine_with_an_average_resumes_bitwise(optimizer: str) -> None:
-    config = config_of("torch", dropout=0.1, optimizer=optimizer, average=AverageConfig(memory=MEMORY))
+    config = config_of("torch", dropout=0.1, optimizer=optimizer, ema_window=WINDOW)
     straight = started(config)
     run(straight, range(4))
     straight.eval_step(batch_of(4))  # a save often follows an evaluation
@@ -85,14 +85,14 @@ def test_an_engine_with_an_average_resumes_bitwise(optimizer: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [("jax", "JAX"), ("deepspeed", "DeepSpeed")])
 def test_other_engines_refuse_it_by_name(kind: str, name: str) -> None:
-    with pytest.raises(TextmillError, match=rf"train\.average\.memory: the {name} engine does not average weights"):
-        build_config({"engine": {"kind": kind}, "train": {"average": {"memory": 0.15}}})
+    with pytest.raises(TextmillError, match=rf"train\.ema_window: the {name} engine does not average weights"):
+        build_config({"engine": {"kind": kind}, "train": {"ema_window": 0.15}})
 
 
-def test_the_memory_is_in_epochs_or_in_steps() -> None:
-    assert AverageConfig(memory=0.15).memory_in_steps(200) == pytest.approx(30)
-    assert AverageConfig(memory=10.0).memory_in_steps(200) == 10
-    assert TrainConfig().average.memory_in_steps(200) is None
+def test_the_window_is_in_epochs_or_in_steps() -> None:
+    assert TrainConfig(ema_window=0.15).ema_steps(200) == pytest.approx(30)
+    assert TrainConfig(ema_window=10.0).ema_steps(200) == 10
+    assert TrainConfig().ema_steps(200) is None
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def averaged(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 
 
 def train_averaged(root: Path, name: str, count: int, *words: str) -> None:
-    more = ["train.average.memory=10", "train.schedule=constant", "engine.micro_batch=4", *words]
+    more = ["train.ema_window=10", "train.schedule=constant", "engine.micro_batch=4", *words]
     command = [sys.executable, "-m", "textmill", *train_arguments(root, root / name, 10), *more]
     assert run_together(command, count) == "ok"
 

@@ -16,7 +16,7 @@ from tests.support.layout_process import config_of as layout_config
 from tests.support.layout_process import started as layout_started
 from tests.support.memory_process import MESHES, OPTIMIZERS, config_with, held_bytes
 from tests.support.together import run_together
-from textmill.config import AverageConfig, JaxEngine, JaxMesh, ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config import JaxEngine, JaxMesh, ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines.memory import state_deepspeed, state_jax
 from textmill.engines.memory.estimate import Device, Estimate, Estimator, saved_bytes, saved_per_sample
@@ -38,7 +38,7 @@ def shape_of(config: RunConfig, vocab: int = VOCAB) -> Any:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"optimizer": "muon"}, {"average": AverageConfig(memory=20)}, {"freeze": ["h.0", "wte"]}], ids=str
+    "settings", [{}, {"optimizer": "muon"}, {"ema_window": 20.0}, {"freeze": ["h.0", "wte"]}], ids=str
 )
 def test_one_process_holds_the_estimated_bytes(settings: dict[str, Any]) -> None:
     config = layout_config({}, **settings)

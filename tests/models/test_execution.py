@@ -65,7 +65,7 @@ def test_a_compiled_net_matches_and_compiles_one_block(case: str) -> None:
     dropout, recompute, isolated = CASES[case]
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE, **dropout))  # type: ignore[arg-type]
-    net.recompute = recompute
+    net.activation_checkpointing = recompute
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     documents = torch.arange(128).expand(2, 128) // 50 if isolated else None
@@ -134,7 +134,7 @@ def test_a_net_with_tuned_matmuls_has_the_same_gradients(
     monkeypatch.setattr(layers_torch, "fp8_mlp", _mlp)
     torch.manual_seed(3)
     net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, eos_id=0))
-    net.recompute = recompute
+    net.activation_checkpointing = recompute
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     net.use_fp8() if fp8 else None

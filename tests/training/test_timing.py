@@ -20,7 +20,7 @@ import pytest
 from bench.kill_train import hash_checkpoint, read_metrics, train_arguments
 from tests.support.small_runs import config_for
 from tests.support.together import run_together
-from textmill.config import AverageConfig, RunConfig, TrainConfig
+from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.engines.on_torch import OnTorch
 from textmill.errors import Interrupted, TextmillError
@@ -284,7 +284,7 @@ def test_a_stopped_run_keeps_its_number_of_steps_and_its_losses(
 
     stop_at = [-1]
     monkeypatch.setattr(OnTorch, "train_step", step)
-    settings = {"warmup": 0.2, "average": AverageConfig(memory=0.01)}  # 0.01 epochs are more than two steps
+    settings = {"warmup": 0.2, "ema_window": 0.01}  # 0.01 epochs are more than two steps
     whole, stopped = (with_minutes(config_for(root, root / name, 9), 0.5, **settings) for name in ("whole", "stopped"))
     train(whole)
     assert "train: 29 steps of 8 samples" in capsys.readouterr().out, "30 s, less the time of the last save"

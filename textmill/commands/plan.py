@@ -83,7 +83,7 @@ def _describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def _describe_memory(recompute: int, shape: Shape, estimate: Estimate) -> dict[str, Any]:
+def _describe_memory(activation_checkpointing: int, shape: Shape, estimate: Estimate) -> dict[str, Any]:
     mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
     return {
         **asdict(estimate.memory),
@@ -94,7 +94,7 @@ def _describe_memory(recompute: int, shape: Shape, estimate: Estimate) -> dict[s
         "precision": estimate.precision,
         "micro_batch": estimate.micro_batch,
         "passes": estimate.passes,
-        "recompute": recompute,
+        "activation_checkpointing": activation_checkpointing,
         "mesh": mesh,
     }
 
@@ -290,7 +290,7 @@ def trained_weights(shape: Shape, train: TrainConfig, lora: LoraConfig | None) -
 def disk_of(train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None) -> dict[str, int]:
     """Bytes of a checkpoint with `saved` parameters, of all checkpoints that are kept, and of the token store."""
     state = _count(weight for weight in trained for _ in state_names(weight, train))
-    state += _count(trained) if train.average.memory else 0
+    state += _count(trained) if train.ema_window else 0
     checkpoint = 4 * (saved + state)
     keep = train.checkpoints.keep + 1  # the best one may be older
     if steps and train.checkpoints.keep_every:
@@ -373,12 +373,12 @@ class Speed:
     source: str
 
 
-def stated_speed(recompute: int, target: Target, flops_per_step: float) -> Speed | None:
+def stated_speed(activation_checkpointing: int, target: Target, flops_per_step: float) -> Speed | None:
     """From the device's peak and the assumed MFU; None if the peak is not known."""
     if target.peak is None:
         return None
     rate = target.devices * target.peak * ASSUMED_MFU
-    factor = RECOMPUTE_FACTOR if recompute else 1.0
+    factor = RECOMPUTE_FACTOR if activation_checkpointing else 1.0
     source = f"assumed: {ASSUMED_MFU:.0%} of {target.peak / 1e12:,.0f} TFLOP/s, nothing was timed"
     return Speed(factor * flops_per_step / rate, source)
 
@@ -480,7 +480,7 @@ def _memory_lines(figures: dict[str, Any]) -> list[str]:
     head = f"memory of each device in {name} ({how}"
     head += f" x {memory['passes']}" if memory["passes"] > 1 else ""
     head += f", {mesh}" if mesh else ""
-    head += ", activation checkpointing" if memory["recompute"] else ""
+    head += ", activation checkpointing" if memory["activation_checkpointing"] else ""
     parts = {text: memory[part] / unit for part, text in PARTS.items()}
     lines = _table(head + ")", {**parts, "all": memory["total"] / unit}, "{:,.2f}")
     usable = f"{machine['usable'] / GB:,.1f} GB that tensors can use"
@@ -617,7 +617,7 @@ def _estimate(option: Option, estimator: Estimator, device: Device, *, exact: bo
 
 def _options(own: EngineConfig, train: TrainConfig, own_devices: int, micro_batch: int) -> Iterator[Option]:
     """More devices, activation checkpointing, smaller micro-batches, other meshes: all combinations."""
-    can_offload = train.optimizer == "adamw" and train.average.memory is None and not isinstance(own, JaxEngine)
+    can_offload = train.optimizer == "adamw" and train.ema_window is None and not isinstance(own, JaxEngine)
     for times in MORE_DEVICES:
         devices = own_devices * times
         for checkpointing in dict.fromkeys((own.activation_checkpointing, 1)):

@@ -15,7 +15,6 @@ from textmill.config.section import Section, field_markers, path, results_of
 from textmill.config.sizes import SIZES
 from textmill.config.tokenizer import MASKED_TOKENS, TokenizerConfig, TokensConfig
 from textmill.config.training import (
-    AverageConfig,
     ChatConfig,
     CheckpointsConfig,
     DistilConfig,
@@ -44,7 +43,6 @@ from textmill.errors import TextmillError
 
 __all__ = [
     "SIZES",
-    "AverageConfig",
     "BeamRunner",
     "ChatConfig",
     "CheckpointsConfig",
@@ -154,9 +152,9 @@ class RunConfig(Section):
                 f"train.optimizer: {self.engine.refused[train.optimizer]}; set engine.kind=torch, or "
                 f"train.optimizer=adamw with a train.learning_rate for it, such as 6e-4: Muon's are too high"
             )
-        if train.average.memory is not None and "average" in self.engine.refused:
+        if train.ema_window is not None and "ema_window" in self.engine.refused:
             raise TextmillError(
-                f"train.average.memory: {self.engine.refused['average']}; remove it, or set engine.kind=torch"
+                f"train.ema_window: {self.engine.refused['ema_window']}; remove it, or set engine.kind=torch"
             )
         if train.min_learning_rate > train.learning_rate:
             low = train.min_learning_rate

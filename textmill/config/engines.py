@@ -16,7 +16,7 @@ class EngineSection(Section):
     one_process: ClassVar[bool] = False
     """True if one process uses all devices of a machine; otherwise each device has its own process."""
     refused: ClassVar[dict[str, str]] = {}
-    """Optimizers and layouts that the engine does not support, or `average`, and why."""
+    """Optimizers and layouts that the engine does not support, or `ema_window`, and why."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = changeable("auto")
@@ -95,7 +95,7 @@ class JaxEngine(EngineSection):
 
     one_process: ClassVar[bool] = True
     refused: ClassVar[dict[str, str]] = {
-        "average": "the JAX engine does not average weights",
+        "ema_window": "the JAX engine does not average weights",
         "multi_token": "the JAX engine has no multi-token prediction",
         "labelled": "the JAX engine has no heads for labels",
     }
@@ -118,7 +118,7 @@ class DeepSpeedEngine(EngineSection):
 
     refused: ClassVar[dict[str, str]] = {
         "muon": "muon needs full matrices, which DeepSpeed shards",
-        "average": "the DeepSpeed engine does not average weights",
+        "ema_window": "the DeepSpeed engine does not average weights",
         "multi_token": "the DeepSpeed engine has no multi-token prediction",
     }
     kind: Literal["deepspeed"] = "deepspeed"

@@ -29,8 +29,8 @@ from textmill.config.section import (
 from textmill.config.usage import check_tasks
 from textmill.errors import TextmillError
 
-MEMORY_STEPS_FROM = 10
-"""A `train.average.memory` from this on is in steps, not in epochs."""
+EMA_STEPS_FROM = 10
+"""A `train.ema_window` from this on is in steps, not in epochs."""
 
 
 class PackedConfig(Section):
@@ -124,20 +124,6 @@ class SpikesConfig(Section):
     `train.spikes.window` losses, such as 6; default: skip none."""
     window: int = changeable(128, ge=2)
     """How many past losses give the median; no update is skipped before there are this many."""
-
-
-class AverageConfig(Section):
-    """An average of the weights of the last steps, which is evaluated and saved as the model."""
-
-    memory: float | None = Field(None, gt=0)
-    """Evaluate and save an exponential moving average of the weights instead of the weights themselves, with a memory
-    of this many epochs, such as 0.15; from 10 on: of this many steps; default: no average. Training continues with the
-    weights themselves."""
-
-    def memory_in_steps(self, epoch_steps: float) -> float | None:
-        """The memory in steps, of which an epoch has `epoch_steps`."""
-        in_epochs = self.memory is not None and self.memory < MEMORY_STEPS_FROM
-        return self.memory * epoch_steps if in_epochs and self.memory else self.memory
 
 
 VALID_METRICS = ("valid_loss", "valid_accuracy", "valid_bits_per_byte", "valid_pair_loss", "valid_pair_accuracy")
@@ -418,8 +404,10 @@ class TrainConfig(Section):
     """Gradient clipping: largest global gradient norm; 0: no clipping."""
     spikes: SpikesConfig = SpikesConfig()
     """Skipping updates when the loss spikes."""
-    average: AverageConfig = AverageConfig()
-    """Averaging the weights of the last steps."""
+    ema_window: float | None = Field(None, gt=0)
+    """Evaluate and save an exponential moving average (EMA) of the weights instead of the weights themselves, over
+    about this many epochs, such as 0.15; from 10 on: over this many steps, a decay of 1 - 1 / steps. Default: no
+    average. Training continues with the weights themselves."""
     distil: DistilConfig = DistilConfig()
     """Distillation from teacher models."""
     loss: Literal["token_mean", "sample_mean"] | str = source("token_mean", suffix=".py")
@@ -474,6 +462,11 @@ class TrainConfig(Section):
     def tasks_interval(self) -> int | Literal["epoch"]:
         """Steps between two measurements of `train.tasks`, or epoch."""
         return self.tasks_every or self.evaluate_every
+
+    def ema_steps(self, epoch_steps: float) -> float | None:
+        """`train.ema_window` in steps, of which an epoch has `epoch_steps`."""
+        in_epochs = self.ema_window is not None and self.ema_window < EMA_STEPS_FROM
+        return self.ema_window * epoch_steps if in_epochs and self.ema_window else self.ema_window
 
     @property
     def open_settings(self) -> tuple[str, ...]:

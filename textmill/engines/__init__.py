@@ -154,7 +154,7 @@ class Engine(Protocol):
     def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """The optimizer state, like `weights`: m/NAME and v/NAME of AdamW, momentum/NAME of Muon.
 
-        If `train.average` is set, also raw/NAME: the weights that training continues with.
+        If `train.ema_window` is set, also raw/NAME: the weights that training continues with.
         """
         ...
 

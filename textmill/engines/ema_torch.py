@@ -1,4 +1,4 @@
-"""`train.average` in torch: an exponential moving average of the trained weights, which is evaluated and saved."""
+"""`train.ema_window` in torch: an exponential moving average of the trained weights, which is evaluated and saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Average:
     """The average of this rank's part of each trained weight, in fp32; updated on the device, without waiting for
     it."""
 
-    def __init__(self, own: dict[nn.Parameter, nn.Parameter], memory: float | None) -> None:
-        """`own` is this rank's part of each trained parameter; `memory` is in steps, None: nothing is averaged."""
-        self.own, self.decay = ({}, 0.0) if memory is None else (own, 1 - 1 / max(1.0, memory))
+    def __init__(self, own: dict[nn.Parameter, nn.Parameter], window: float | None) -> None:
+        """`own` is this rank's part of each trained parameter; `window` is in steps, None: nothing is averaged."""
+        self.own, self.decay = ({}, 0.0) if window is None else (own, 1 - 1 / max(1.0, window))
         self.raw: list[Tensor] = [part.detach() for part in self.own.values()]
         self.tensors = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in self.raw]
         self._in_net = False

@@ -129,7 +129,7 @@ def new_engine(
                 net = build_net(shape, lora)
         else:
             net = new_net(shape, device, lora)
-        net.recompute = section.activation_checkpointing
+        net.activation_checkpointing = section.activation_checkpointing
         teachers = open_teachers(train, shape, device, precision)
         module = LossModule(net, train, precision, section.zero == 0, teachers)
         adam = _build_adam(net, train)

@@ -186,8 +186,8 @@ class OnJax:
         chunk = chunk_tokens(self.device.platform, shape.padded_vocab) * shardings.data_devices
         self.heads = Heads(self.net, shape, self.options, chunk)
         self.terms = self.heads.term_names(train)
-        open_heads = partial(open_teacher_heads, chunk)
-        self.teachers = Teachers(train, shape, self.options, shardings, open_heads) if train.distil.teachers else None
+        new_heads = partial(new_teacher_heads, chunk)
+        self.teachers = Teachers(train, shape, self.options, shardings, new_heads) if train.distil.teachers else None
         self.teacher_weights = self.teachers.weights if self.teachers else []
         """The teachers' weights: an argument of a step, since XLA would copy constants into the program."""
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
@@ -210,8 +210,8 @@ class OnJax:
         """One compiled step; returns as soon as the arrays are sent to the devices."""
         start = time.perf_counter()
         dropout = uses_dropout(self.shape, self.options.lora)
-        keys_N = sample_keys(self.train.seed, step, batch.samples) if dropout else None
-        parts = self._micro_batches(batch, keys_N)
+        dropout_keys_N = sample_keys(self.train.seed, step, batch.samples) if dropout else None
+        parts = self._micro_batches(batch, dropout_keys_N)
         shapes = str(jax.tree.map(jnp.shape, parts))
         compiles = shapes not in self.compiled_shapes
         self.compiled_shapes.add(shapes)
@@ -357,13 +357,13 @@ class OnJax:
         sums = self.heads.sums(weights, part)
         return jax.lax.with_sharding_constraint(sums, self.shardings.replicated())  # type: ignore[no-any-return]
 
-    def _micro_batches(self, batch: Batch, keys_N: Any) -> Arrays:
+    def _micro_batches(self, batch: Batch, dropout_keys_N: Any) -> Arrays:
         """A batch on the devices as [micro-batches, samples, ...]; the last is padded with rows without labels."""
         check_fields(batch, self.shape)
         local_devices = self.shardings.data_devices // self.ranks.world
         rows = local_devices * min(self.micro_batch, -(-len(batch.inputs) // local_devices))
         padding = -len(batch.inputs) % rows
-        arrays: dict[str, Any] = {"inputs": batch.inputs, "keys": keys_N}
+        arrays: dict[str, Any] = {"inputs": batch.inputs, "keys": dropout_keys_N}
         arrays |= {"documents": batch.documents, "types": batch.types}
         arrays |= {"teacher_ids": batch.teacher_ids, "teacher_logs": batch.teacher_logs}
         arrays |= label_arrays(batch, self.heads.for_labels_only, self.heads.has_pairs, self.ranks)
@@ -514,6 +514,6 @@ def open_jax_net(shape: Shape) -> Any:
     return module
 
 
-def open_teacher_heads(chunk: int, shape: Shape, options: Any) -> Heads:
+def new_teacher_heads(chunk: int, shape: Shape, options: Any) -> Heads:
     """The heads of a teacher's net."""
     return Heads(open_jax_net(shape), shape, options, chunk)

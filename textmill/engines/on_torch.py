@@ -119,11 +119,11 @@ def new_engine(
             parallel,
             device,
             precision,
-            recompute=engine.activation_checkpointing,
+            activation_checkpointing=engine.activation_checkpointing,
             compiled=compiled,
             compile_requested=compile_requested,
         )
-    net.recompute = engine.activation_checkpointing
+    net.activation_checkpointing = engine.activation_checkpointing
     if engine.precision == "fp8":
         net.use_fp8()
     return OnTorch(net, train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested)
@@ -162,7 +162,7 @@ class OnTorch:
         self.compiled: CompiledParts | None = compile_parts() if compiled else None
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and compile_requested)
         parallel.sum_gradients(self.optimizer.parameters)
-        self.average = Average(self.optimizer.local_parts, train.average.memory)
+        self.average = Average(self.optimizer.local_parts, train.ema_window)
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         self.pinned_buffers: PinnedBuffers | None = None
@@ -251,7 +251,7 @@ class OnTorch:
         return sums_of_all_ranks(join_sums(sums_by_micro_batch), batch, self.ranks, copies=self.parallel.mesh.tensor)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
-        """Host copies of the weights, averaged if `train.average` is set; with LoRA, of the adapters only."""
+        """Host copies of the weights, averaged if `train.ema_window` is set; with LoRA, of the adapters only."""
         parameters = parameters_of(self.net)
         averaged = self.average.weights()
         local_parts = {}
@@ -617,7 +617,7 @@ def largest_micro_batch(
     device: torch.device,
     precision: torch.dtype,
     *,
-    recompute: int,
+    activation_checkpointing: int,
     compiled: bool,
     compile_requested: bool,
 ) -> int:
@@ -639,7 +639,7 @@ def largest_micro_batch(
         ATTENTION_BYTES[stays_compiled],
         precision.itemsize,
         mesh,
-        recompute,
+        activation_checkpointing,
     )
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))

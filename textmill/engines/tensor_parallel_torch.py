@@ -115,9 +115,9 @@ class RowAdapted(AdaptedLinear):
         super().__init__(linear, full.lora, full.site)
         self.tensor = tensor
 
-    def forward(self, x: Tensor, keys_N: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, dropout_keys_N: Tensor | None = None) -> Tensor:
         partial = F.linear(x, self.weight)
-        partial = partial + self.adapter_output(x, keys_N, (self.tensor.rank, self.tensor.count))
+        partial = partial + self.adapter_output(x, dropout_keys_N, (self.tensor.rank, self.tensor.count))
         return _add_bias(self.tensor.from_parallel_region(partial), self.bias)
 
 

@@ -37,7 +37,7 @@ class NetOptions:
 
     precision: jnp.dtype
     """The dtype of the matmuls and of the residual stream."""
-    recompute: int = 0
+    activation_checkpointing: int = 0
     """Activation checkpointing: this many blocks at a time are recomputed in the backward pass; 0: none."""
     fused: bool = False
     """Use cuDNN's attention kernels."""
@@ -156,7 +156,7 @@ class Layers:
 
         `block` gets the layers, the number of the block and the residual stream."""
         count = self.shape.layers
-        step = self.options.recompute or count
+        step = self.options.activation_checkpointing or count
 
         def run(
             numbers: range, weights: Weights, x_NTE: Array, keys: Array | None, mask: Array | None, extra: Any
@@ -169,7 +169,7 @@ class Layers:
         for start in range(0, count, step):
             some = partial(run, range(start, min(count, start + step)))
             # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
-            some = jax.checkpoint(some) if self.options.recompute else some
+            some = jax.checkpoint(some) if self.options.activation_checkpointing else some
             x_NTE = some(self.weights, x_NTE, self.dropout_keys, self.mask_N1TT, self.extra)
         return x_NTE
 
@@ -219,12 +219,12 @@ FIRST = 0x85EBCA6B
 SECOND = 0xC2B2AE35
 
 
-def drop(x: Array, fraction: float, keys_N: Array | None, site: int) -> Array:
+def drop(x: Array, fraction: float, dropout_keys_N: Array | None, site: int) -> Array:
     """Zero a fraction of x [samples, ...] and scale up the rest; no dropout without keys."""
-    if keys_N is None or fraction == 0:
+    if dropout_keys_N is None or fraction == 0:
         return x
     counters = jnp.arange(math.prod(x.shape[1:]), dtype=jnp.uint32).reshape(x.shape[1:])
-    keys = _mix(keys_N + jnp.uint32(site * PRIME % (1 << 32))).reshape(-1, *[1] * (x.ndim - 1))
+    keys = _mix(dropout_keys_N + jnp.uint32(site * PRIME % (1 << 32))).reshape(-1, *[1] * (x.ndim - 1))
     keep = (_mix(counters * (keys | 1) + keys) >> 8) >= jnp.uint32(int(fraction * (1 << 24)))
     return x * keep * (1 / (1 - fraction))
 

@@ -103,7 +103,7 @@ class BaseNet(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.recompute = 0
+        self.activation_checkpointing = 0
         """Activation checkpointing: this many blocks at a time are recomputed in the backward pass; 0: none."""
         self.lora: LoraConfig | None = None
         """The settings of its LoRA adapters, if it has any."""
@@ -182,7 +182,7 @@ class BaseNet(nn.Module):
     def mask(self, documents_NT: Tensor | None, context: Context) -> Mask | None:
         """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
         dropout = context.dropout_keys is not None and self.shape.attention_dropout
-        explicit = bool(self.recompute or dropout)
+        explicit = bool(self.activation_checkpointing or dropout)
         return choose_mask(documents_NT, self.cache_shape[1], explicit=explicit, causal=self.causal)
 
     def final_norm(self, x_NTE: Tensor) -> Tensor:
@@ -231,13 +231,13 @@ class BaseNet(nn.Module):
         inputs = ids_NT, Context(dropout_keys, cache), documents_NT, *types
         x_NTE, context = compiled.embed_inputs(self, *inputs) if compiled else self.embed_inputs(*inputs)
         count = len(self.blocks)
-        if self.recompute and cache is None and torch.is_grad_enabled():
-            for start in range(0, count, self.recompute):
+        if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
+            for start in range(0, count, self.activation_checkpointing):
                 # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
                 x_NTE = checkpoint(
                     self._run_blocks,
                     start,
-                    start + self.recompute,
+                    start + self.activation_checkpointing,
                     x_NTE,
                     context,
                     compiled,

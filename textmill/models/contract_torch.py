@@ -241,7 +241,7 @@ def check_gradients(tiny: TinyNet) -> None:
     tiny.loss(net).backward()  # type: ignore[no-untyped-call]
     gradients = _gradients(net)
     again = tiny.build(None)
-    again.recompute = 1
+    again.activation_checkpointing = 1
     tiny.loss(again).backward()  # type: ignore[no-untyped-call]
     for name, gradient in _gradients(again).items():
         if not torch.allclose(gradient, gradients[name], rtol=1e-3, atol=1e-6):

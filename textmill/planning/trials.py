@@ -40,8 +40,8 @@ class Current:
     batch: int
     seed: int
     dropout: float = 0.0
-    memory: float | None = None
-    """`train.average.memory`."""
+    ema_window: float | None = None
+    """`train.ema_window`."""
     adamw_rate_factor: float | None = None
     """None: the optimizer has none."""
     width: int | None = None
@@ -225,8 +225,8 @@ def candidates(current: Current) -> Iterator[Candidate]:
     dropout = 0.0 if current.dropout else 0.1
     yield Candidate([[{"model.shape.dropout": dropout}]], needs_full_length=True, same_speed=False)
     if current.averages:
-        memory = None if current.memory else 0.15
-        yield Candidate([[{"train.average.memory": memory}]], needs_full_length=True, same_speed=True)
+        window = None if current.ema_window else 0.15
+        yield Candidate([[{"train.ema_window": window}]], needs_full_length=True, same_speed=True)
     if current.adamw_rate_factor is not None:
         factors = _factors("train.muon.adamw_rate_factor", current.adamw_rate_factor)
         yield Candidate(factors, needs_full_length=False, same_speed=True)

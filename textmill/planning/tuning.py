@@ -251,10 +251,10 @@ def current_settings(config: RunConfig) -> Current:
         batch=settings.batch,
         seed=settings.seed,
         dropout=numbers.get("dropout", dropout or 0.0),
-        memory=settings.average.memory,
+        ema_window=settings.ema_window,
         adamw_rate_factor=settings.muon.adamw_rate_factor if settings.optimizer == "muon" else None,
         width=numbers.get("width"),
-        averages="average" not in config.engine.refused,
+        averages="ema_window" not in config.engine.refused,
     )
 
 

@@ -34,7 +34,7 @@ class RunLength:
 
     train: TrainConfig
     """The settings, with the length of the run in `steps` (with `train.minutes` the latest estimate), and the memory of
-    `train.average` in steps too."""
+    `train.ema_window` in steps too."""
     sizes: BatchSizes
     epoch_samples: int
     """Samples of one epoch: one pass over all stores of the train split."""
@@ -162,8 +162,7 @@ def plan_run_length(
     """
     sizes = batches.sizes
     epoch_samples = sum(layout.samples_per_epoch for layout in batches.layouts)
-    memory = train.average.memory_in_steps(epoch_samples / train.batch)
-    train = train.model_copy(update={"average": train.average.model_copy(update={"memory": memory})})
+    train = train.model_copy(update={"ema_window": train.ema_steps(epoch_samples / train.batch)})
     max_steps = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
     if train.minutes is not None:
         _check_warmup(train, max_steps)

@@ -50,9 +50,9 @@ def run_trial(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]
         result = engine.train_step(select_rows(batch, rows), step, learning_rate(config))
         steps.append({"loss": result.loss, "norm": result.norm, "loss_tokens": result.loss_tokens})
         if step == 0:
-            moments = [(name, values) for name, values in engine.optimizer_state() if not name.startswith("v/")]
+            momentum = [(name, values) for name, values in engine.optimizer_state() if not name.startswith("v/")]
             if engine.first:
-                (folder / "gradients.safetensors").write_bytes(b"".join(encode_safetensors(moments)))
+                (folder / "gradients.safetensors").write_bytes(b"".join(encode_safetensors(momentum)))
     sums = engine.eval_step(batch)
     return {
         "steps": steps,

@@ -186,9 +186,9 @@ class Teachers:
     """The teachers of a run: how to run them, and their weights, which a step takes as an argument."""
 
     def __init__(
-        self, train: TrainConfig, shape: Shape, options: Any, shardings: Shardings, open_heads: Callable[..., Any]
+        self, train: TrainConfig, shape: Shape, options: Any, shardings: Shardings, new_heads: Callable[..., Any]
     ) -> None:
-        """`open_heads` builds the heads of a net, from its shape and options."""
+        """`new_heads` builds the heads of a net, from its shape and options."""
         distil = train.distil
         check_top_k(distil, shape)
         self.heads: list[Any] = []
@@ -202,7 +202,9 @@ class Teachers:
             check_teacher(name, teacher, shape, train)
             head_width = getattr(teacher, "head_width", teacher.width // teacher.heads)
             fused = options.fused and head_width % 8 == 0 and head_width <= 128
-            heads = open_heads(teacher, replace(options, lora=None, recompute=0, gathered=None, fused=fused))
+            heads = new_heads(
+                teacher, replace(options, lora=None, activation_checkpointing=0, gathered=None, fused=fused)
+            )
             self.heads.append(heads)
             weights = heads.cast_matrices(_read_teacher(teacher, folder))
             self.weights.append({name: shardings.replicate(np.asarray(values)) for name, values in weights.items()})

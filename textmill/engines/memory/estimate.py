@@ -184,14 +184,16 @@ def _logits_bytes(tokens: int, rows: int, width: int, itemsize: int, on_gpu: boo
     return this_chunk + chunk_before + tokens * width * itemsize
 
 
-def saved_bytes(shape: Shape, samples: int, length: int, precision: torch.dtype, recompute: int = 0) -> int:
+def saved_bytes(
+    shape: Shape, samples: int, length: int, precision: torch.dtype, activation_checkpointing: int = 0
+) -> int:
     """Bytes of all tensors that autograd keeps in one forward pass, without those of the net itself."""
     # Imported here: it takes a second, and only plans for a CPU need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         net = build_net(shape)
-        net.recompute = recompute
+        net.activation_checkpointing = activation_checkpointing
         parameters = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
         saved: dict[int, Any] = {}
 
@@ -209,12 +211,14 @@ def saved_bytes(shape: Shape, samples: int, length: int, precision: torch.dtype,
         return sum(int(storage.nbytes()) for storage in saved.values())
 
 
-def saved_per_sample(shape: Any, length: int, precision: torch.dtype, recompute: int) -> float:
+def saved_per_sample(shape: Any, length: int, precision: torch.dtype, activation_checkpointing: int) -> float:
     """Bytes of activations of one sample at the peak, from nets of one and two blocks: all blocks are alike."""
     one_block, two_blocks = (saved_bytes(replace(shape, layers=layers), 1, length, precision) for layers in (1, 2))
     block = two_blocks - one_block
-    if not recompute:
+    if not activation_checkpointing:
         return float(one_block + block * (shape.layers - 1))
     one_group, two_groups = (saved_bytes(replace(shape, layers=layers), 1, length, precision, 1) for layers in (1, 2))
-    groups = -(-shape.layers // recompute)
-    return float(one_group + (two_groups - one_group) * (groups - 1) + block * min(recompute, shape.layers))
+    groups = -(-shape.layers // activation_checkpointing)
+    return float(
+        one_group + (two_groups - one_group) * (groups - 1) + block * min(activation_checkpointing, shape.layers)
+    )

@@ -43,7 +43,7 @@ class State:
     weights: int
     gradients: int
     optimizer: int
-    """Optimizer state, and the average of `train.average`."""
+    """Optimizer state, and the average of `train.ema_window`."""
     buffers: int
     """Gathered weights and flat gradients for collectives."""
     host: int = 0
@@ -77,7 +77,13 @@ class Memory:
 
 
 def sample_activations(
-    shape: Shape, length: int, per_channel: float, per_weight: float, itemsize: int, mesh: Mesh, recompute: int
+    shape: Shape,
+    length: int,
+    per_channel: float,
+    per_weight: float,
+    itemsize: int,
+    mesh: Mesh,
+    activation_checkpointing: int,
 ) -> float:
     """Bytes of activations that backward needs of one sample; those for a channel and an attention weight are in bf16.
 
@@ -90,11 +96,11 @@ def sample_activations(
     sequence_ranks = mesh.tensor if mesh.sequence else 1
     rank_fraction = DIVIDED / mesh.tensor + (1 - DIVIDED) / sequence_ranks
     block = token_bytes * length * itemsize / 2 * rank_fraction
-    if not recompute:
+    if not activation_checkpointing:
         return block * shape.layers
     group_input = shape.width * length * itemsize / sequence_ranks
-    groups = -(-shape.layers // recompute)
-    return groups * group_input + min(recompute, shape.layers) * block
+    groups = -(-shape.layers // activation_checkpointing)
+    return groups * group_input + min(activation_checkpointing, shape.layers) * block
 
 
 def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:

@@ -43,7 +43,7 @@ def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
         members.setdefault(optimizer_of(member.weight, train), []).append(member)
     gradients = sum(local_parts[parameter].nbytes for group in members.values() for _, parameter, _ in group)
     state = sum(open_optimizer(name).state_bytes(group, parallel) for name, group in members.items())
-    average = gradients if train.average.memory else 0
+    average = gradients if train.ema_window else 0
     in_blocks = [parameter for parameter in net.blocks.parameters() if parameter in local_parts]
     return State(
         weights,
