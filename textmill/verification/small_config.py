@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
+from textmill.config import DistilConfig, EngineConfig, LoraConfig, ModelConfig, RunConfig, ShapeConfig
 from textmill.config.deepspeed_json import read_user_config
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.config.own_files import is_own_file
@@ -108,67 +108,72 @@ class VerificationPlan:
 def build_plan(config: RunConfig) -> VerificationPlan:
     """The small copies of a config, for one process and for the mesh, in each precision."""
     check_teachers(config.train.distil, config.engine, config.model)
-    config = _inline_user_config(config)
-    full = _full_shape(config)
-    if isinstance(config.engine, TorchEngine):
-        mesh = config.engine.mesh
+    engine = _inline_user_config(config.engine)
+    config = config.model_copy(update={"engine": engine})
+    full = _full_shape(config.model)
+    if isinstance(engine, TorchEngine):
+        mesh = engine.mesh
         world = (mesh.replicate or 1) * mesh.shard * mesh.tensor
-        mesh_of(config.engine, config.train, full, world)  # raises if it does not fit the run
-    sizes = _mesh_sizes(config)
-    precisions = _precisions(config)
+        mesh_of(engine, config.train, full, world)  # raises if it does not fit the run
+    sizes = _mesh_sizes(engine)
+    precisions = _precisions(engine)
     data_ranks = sizes["replicate"] * sizes["shard"]
-    rank_batch = _accumulation_steps(config, data_ranks) * MICRO_BATCH
-    pairs = []
+    rank_batch = _accumulation_steps(engine, config.train.batch // data_ranks) * MICRO_BATCH
+    single, parallel = [], []
     for precision in precisions:
         small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
-        pairs.append((_on_mesh(small, dict.fromkeys(AXES, 1), rank_batch), _on_mesh(small, sizes, MICRO_BATCH)))
-    replicated = _replicated(pairs[0][0])
+        one = _on_mesh(small.engine, dict.fromkeys(AXES, 1), rank_batch)
+        single.append(small.model_copy(update={"engine": one}))
+        parallel.append(small.model_copy(update={"engine": _on_mesh(small.engine, sizes, MICRO_BATCH)}))
+    replicated = _replicated(single[0].model)
     least_bound = MUON_LOSS_BOUND if config.train.optimizer != "adamw" else 0.0
     trials = [
         PrecisionTrial(name, max(LOSS_BOUNDS[name], least_bound), GRADIENT_BOUNDS[name], replicated)
         for name in precisions
     ]
-    single = [one for one, _ in pairs]
-    parallel = [many for _, many in pairs]
     return VerificationPlan(single, parallel, trials, math.prod(sizes.values()), sizes)
 
 
-def _replicated(small: RunConfig) -> frozenset[str]:
+def trial_shape(model: ModelConfig) -> Shape:
+    """The shape of a small copy's net."""
+    return open_family(model.family).shape_of(model, vocab=VOCAB, eos_id=0)
+
+
+def _replicated(model: ModelConfig) -> frozenset[str]:
     """The names of the weights that tensor parallelism does not divide."""
-    shape = open_family(small.model.family).shape_of(small.model, vocab=VOCAB, eos_id=0)
-    return frozenset(weight.name for weight in weights_with_adapters(shape, small.model.lora) if weight.split is None)
+    weights = weights_with_adapters(trial_shape(model), model.lora)
+    return frozenset(weight.name for weight in weights if weight.split is None)
 
 
-def _inline_user_config(config: RunConfig) -> RunConfig:
-    """Move a user's DeepSpeed JSON into the config, without its batch and precision, which a small copy changes."""
-    engine = config.engine
+def _inline_user_config(engine: EngineConfig) -> EngineConfig:
+    """Move a user's DeepSpeed JSON into the section, without its batch and precision, which a small copy changes."""
     if not isinstance(engine, DeepSpeedEngine) or engine.deepspeed_config is None:
-        return config
+        return engine
     user = read_user_config(engine.deepspeed_config)
     rest = {name: value for name, value in user.items() if name not in REPLACED_KEYS}
     update = {"deepspeed_config": None, "deepspeed_overrides": rest | engine.deepspeed_overrides}
-    return config.model_copy(update={"engine": fill_unset(engine, user).model_copy(update=update)})
+    return fill_unset(engine, user).model_copy(update=update)
 
 
-def _mesh_sizes(config: RunConfig) -> dict[str, int]:
+def _mesh_sizes(engine: EngineConfig) -> dict[str, int]:
     """The axes of the mesh: two replicas if none is set; a large mesh is reduced."""
-    mesh = getattr(config.engine, "mesh", None)
+    mesh = getattr(engine, "mesh", None)
     sizes = {axis: getattr(mesh, axis, None) or 1 for axis in AXES}
     if math.prod(sizes.values()) == 1:
         sizes["replicate"] = 2
     return sizes if math.prod(sizes.values()) <= MAX_PROCESSES else {axis: min(size, 2) for axis, size in sizes.items()}
 
 
-def _accumulation_steps(config: RunConfig, data_ranks: int) -> int:
+def _accumulation_steps(engine: EngineConfig, rank_batch: int) -> int:
     """Micro-batches of a step on each rank: as in the run, at most three; two if `engine.micro_batch` is auto."""
-    if config.engine.micro_batch == "auto":
+    if engine.micro_batch == "auto":
         return 2
-    return max(1, min(3, config.train.batch // (data_ranks * config.engine.micro_batch)))
+    return max(1, min(3, rank_batch // engine.micro_batch))
 
 
-def _precisions(config: RunConfig) -> list[str]:
+def _precisions(engine: EngineConfig) -> list[str]:
     """fp32, whose bounds are tight, and the half precision that the run may use."""
-    half = HALF_PRECISIONS.get(getattr(config.engine, "precision", "fp32"))
+    half = HALF_PRECISIONS.get(getattr(engine, "precision", "fp32"))
     return ["fp32", half] if half else ["fp32"]
 
 
@@ -208,22 +213,22 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     )
 
 
-def _on_mesh(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig:
-    """The config on a mesh of these sizes."""
+def _on_mesh(engine: EngineConfig, sizes: dict[str, int], micro_batch: int) -> EngineConfig:
+    """The engine on a mesh of these sizes."""
     update: dict[str, Any] = {"micro_batch": micro_batch}
-    if (mesh := getattr(config.engine, "mesh", None)) is not None:
+    if (mesh := getattr(engine, "mesh", None)) is not None:
         update["mesh"] = mesh.model_copy(
             update={axis: size for axis, size in sizes.items() if axis in type(mesh).model_fields}
         )
-    return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
+    return engine.model_copy(update=update)
 
 
-def _full_shape(config: RunConfig) -> Shape:
+def _full_shape(model: ModelConfig) -> Shape:
     """The shape of the run's own net, except for its vocabulary."""
-    family = open_family(config.model.family)
-    if config.model.init_from:
-        return read_shape(open_model(config.model.init_from).folder)
-    return family.shape_of(config.model, vocab=VOCAB, eos_id=0)
+    family = open_family(model.family)
+    if model.init_from:
+        return read_shape(open_model(model.init_from).folder)
+    return family.shape_of(model, vocab=VOCAB, eos_id=0)
 
 
 def write_config(config: RunConfig, folder: Path) -> None:
@@ -231,10 +236,10 @@ def write_config(config: RunConfig, folder: Path) -> None:
 
     `model.lora` has a file of its own: here adapters are on random weights, which the config's validation rejects.
     """
-    shape = open_family(config.model.family).shape_of(config.model, vocab=VOCAB, eos_id=0)
-    config = write_teachers(config, shape, folder)
+    distil = write_teachers(config.train.distil, config.model, config.train.seed, folder)
+    train = config.train.model_copy(update={"distil": distil})
     model = config.model.model_copy(update={"lora": None})
-    write_text(folder / "config.json", config.model_copy(update={"model": model}).model_dump_json())
+    write_text(folder / "config.json", config.model_copy(update={"model": model, "train": train}).model_dump_json())
     write_text(folder / "lora.json", config.model.lora.model_dump_json() if config.model.lora else "null")
 
 
@@ -246,18 +251,17 @@ def read_config(folder: Path) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def learning_rate(config: RunConfig) -> float:
+def learning_rate(lora: LoraConfig | None, precision: str) -> float:
     """The learning rate of a trial's steps."""
-    return LOW_LEARNING_RATE if config.model.lora or config.engine.precision != "fp32" else LEARNING_RATE
+    return LOW_LEARNING_RATE if lora or precision != "fp32" else LEARNING_RATE
 
 
-def build_batches(config: RunConfig) -> Iterator[Batch]:
+def build_batches(rows: int, *, isolate_documents: bool) -> Iterator[Batch]:
     """Random global batches whose samples have different numbers of loss tokens, one of them none.
 
     They have document numbers if the run isolates documents.
     """
     random = np.random.default_rng(7)
-    rows = config.train.batch
     for step in range(STEPS):
         ids = (random.integers(0, 12, (rows, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
         labels = ids[:, 1:].copy()
@@ -265,7 +269,7 @@ def build_batches(config: RunConfig) -> Iterator[Batch]:
             labels[row, LENGTH - row * LENGTH // rows :] = IGNORED
         labels[step % rows] = IGNORED
         documents = None
-        if config.train.packed.isolate_documents:
+        if isolate_documents:
             documents = 1 + (np.arange(LENGTH)[None] >= random.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
         yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)
 
@@ -284,16 +288,16 @@ def shrink_distil(distil: DistilConfig) -> DistilConfig:
     return distil.model_copy(update=update)
 
 
-def write_teachers(config: RunConfig, shape: Shape, folder: Path) -> RunConfig:
-    """Write the teachers of a small copy of this shape; return the config with their folders."""
-    family = open_family(config.model.family)
+def write_teachers(distil: DistilConfig, model: ModelConfig, seed: int, folder: Path) -> DistilConfig:
+    """Write the teachers of a small copy, of the model's own shape; return the section with their folders."""
+    family = open_family(model.family)
+    shape = trial_shape(model)
     folders = []
-    for number, name in enumerate(config.train.distil.teachers):
+    for number, name in enumerate(distil.teachers):
         teacher = folder / name
         teacher.mkdir()
         write_text(teacher / "config.json", json.dumps(family.hf_config_of(shape)))
-        weights = [*initial_weights(shape, config.train.seed + 1 + number)]
+        weights = [*initial_weights(shape, seed + 1 + number)]
         write_bytes(teacher / "model.safetensors", encode_safetensors(weights))
         folders.append(str(teacher.absolute()))
-    distil = config.train.distil.model_copy(update={"teachers": folders})
-    return config.model_copy(update={"train": config.train.model_copy(update={"distil": distil})})
+    return distil.model_copy(update={"teachers": folders})

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from textmill.config import RunConfig
+from textmill.config import TrainConfig
 from textmill.engines import Engine, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
-from textmill.models import initial_weights, open_family
+from textmill.models import initial_weights
 from textmill.models.lora import initial_adapters
 from textmill.processes.signals import run_and_exit
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import Named, encode_safetensors
 from textmill.tokens.batches.batch import Batch
-from textmill.verification.small_config import VOCAB, build_batches, learning_rate, read_config
+from textmill.verification.small_config import build_batches, learning_rate, read_config, trial_shape
 
 LOSS_SCALE = {"scale": 1024.0, "good": 0, "left": 2}
 """The loss scale to start from in fp16: from the default, the first steps would overflow and be skipped."""
@@ -42,12 +42,13 @@ def hash_tensors(named: Iterable[Named]) -> str:
     return digest.hexdigest()
 
 
-def run_trial(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
+def run_trial(engine: Engine, train: TrainConfig, learning_rate: float, folder: Path) -> dict[str, Any]:
     """Train and return the numbers of every step; rank 0 writes the first step's gradients, read from the momentum."""
-    rows = engine.samples_of(config.train.batch)
+    rows = engine.samples_of(train.batch)
     steps = []
-    for step, batch in enumerate(build_batches(config)):
-        result = engine.train_step(select_rows(batch, rows), step, learning_rate(config))
+    batches = build_batches(train.batch, isolate_documents=train.packed.isolate_documents)
+    for step, batch in enumerate(batches):
+        result = engine.train_step(select_rows(batch, rows), step, learning_rate)
         steps.append({"loss": result.loss, "norm": result.norm, "loss_tokens": result.loss_tokens})
         if step == 0:
             momentum = [(name, values) for name, values in engine.optimizer_state() if not name.startswith("v/")]
@@ -67,13 +68,13 @@ def main(arguments: list[str]) -> int:
     configs = [read_config(folder) for folder in folders]
     ranks = open_ranks(configs[0].engine)
     for config, folder in zip(configs, folders, strict=True):
-        family = open_family(config.model.family)
-        shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
+        shape = trial_shape(config.model)
         weights = [*initial_weights(shape, config.train.seed)]
         weights += initial_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
         engine = open_engine(config.engine, config.train, shape, config.model.lora, ranks)
         engine.load(weights, [], 0, "the initial weights", LOSS_SCALE if config.engine.precision == "fp16" else None)
-        result = run_trial(engine, config, folder)
+        rate = learning_rate(config.model.lora, config.engine.precision)
+        result = run_trial(engine, config.train, rate, folder)
         if engine.first:
             write_json(folder / "result.json", result)
         engine.close()
