@@ -19,7 +19,7 @@ USED = [*TEXT[:1], "The mill stands."]
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A model with more rows than its tokenizer has tokens, and the tokens of a small text."""
-    source = write_folder(tmp_path / "source", korean_tokenizer(vocab=400, chat="default", min_frequency=1), rows=9)
+    source = write_folder(tmp_path / "source", korean_tokenizer(vocab=400, chat="default"), rows=9)
     (tmp_path / "text.txt").write_text("\n\n".join(USED * 9), encoding="utf-8")
     text = f"corpus: {{sources: [text.txt], documents: block, dedup: none}}\ntokenizer: {{use: {source}}}\n"
     (tmp_path / "my.yaml").write_text(text)

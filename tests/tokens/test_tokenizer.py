@@ -158,10 +158,7 @@ def test_options_for_splitting_words() -> None:
     assert len(split_words("bpe", "天地", split_cjk=True)) == 2
     assert len(split_words("bpe", "天地")) == 1
     assert split_words("wordpiece", "天地 İyi CAFÉ") == ["天", "地", "İyi", "CAFÉ"]
-    assert split_words("wordpiece", "天地 CAFÉ", split_cjk=False, lowercase=True, strip_accents=True) == [
-        "天地",
-        "cafe",
-    ]
+    assert split_words("wordpiece", "天地 CAFÉ", split_cjk=False, lowercase=True) == ["天地", "café"]
     assert split_words("unigram", "Now, 12\nA", lowercase=True, split_digits=True) == [
         "now",
         ",",
@@ -289,7 +286,6 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
     ("mistake", "message"),
     [
         ({"byte_fallback": True}, "byte_fallback: is for unigram"),
-        ({"strip_accents": True}, "strip_accents: is for wordpiece"),
         ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
         ({"special_tokens": ["usr"]}, "could be plain text"),
         ({"special_tokens": ["<|>"]}, "could be plain text"),

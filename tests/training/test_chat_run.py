@@ -308,7 +308,7 @@ def test_another_vocabulary_is_warned_of(
     write_pairs(
         tmp_path, "pairs.jsonl", [(q * 3 + chr(0xAC00 + number), a) for number, (q, a) in enumerate(PAIRS.items())]
     )
-    config = config_of(tmp_path, tokenizer={"vocab": vocab, "min_frequency": 1}, model={"init_from": str(pretrained)})
+    config = config_of(tmp_path, tokenizer={"vocab": vocab}, model={"init_from": str(pretrained)})
     prepare_and_tokenize(config)
     train(config)
     output = capsys.readouterr().err

@@ -165,7 +165,6 @@ TARGETS = {
     "tokens.features.max_length": "max_sequence_length",
     "tokens.features.min_length": "min_sequence_length",
     "tokens.features.reserved_tokens": "num_special_token_reserved",
-    "tokens.features.ignore_label": "ignore_label",
     "tokens.features.stride": "stride",
     # engine
     "engine.precision": "dtype mixed_precision precision",
@@ -359,6 +358,7 @@ TARGETS = {
     "use model.init_from: it starts a new run from weights": "finetune",
     "name fewer files in corpus.sources; evaluate.sample limits an evaluation": "max_train_samples max_eval_samples",
     "not needed: name the .npy files in tokens.use": "use_npy_data_loader",
+    "not needed: positions without loss always have the label -100": "ignore_label",
     _NET: """apply_layernorm_1p norm_epsilon layernorm_epsilon layernorm_zero_centered_gamma rotary_percent
         rotary_seq_len_interpolation_factor glu_activation
         embed_layernorm sync_tp_duplicated_parameters bert_binary_head apply_residual_connection_post_layernorm

@@ -23,8 +23,6 @@ class FeaturesConfig(Section):
     """Tokens from the start of a chunk to the start of the next; below `max_length` they overlap."""
     reserved_tokens: int = Field(2, ge=0)
     """Positions reserved for special tokens: a chunk has at most `max_length - reserved_tokens + 1` tokens."""
-    ignore_label: int = Field(-100, lt=0)
-    """The label of positions without loss."""
     pad_zero: bool = False
     """Pad with id 0 as jax-lm-training does; token 0 of a text then has no loss and is masked out."""
 
@@ -146,8 +144,6 @@ class TokenizerConfig(Section):
     document above 128,000 characters counts as several of 64,000."""
     vocab: int = Field(32000, ge=260, le=2_000_000)
     """Vocabulary size, including special tokens and bytes."""
-    min_frequency: int = Field(2, ge=1)
-    """bpe, wordpiece: a pair that occurs less often than this is never merged."""
     character_coverage: float = Field(0.9995, gt=0.5, le=1)
     """wordpiece, unigram: the alphabet covers this fraction of all characters; rarer ones become bytes or unknown."""
     special_tokens: list[str] = []
@@ -167,9 +163,6 @@ class TokenizerConfig(Section):
     """unigram: encode as bytes what the vocabulary lacks, so that no text is unknown; default: true."""
     lowercase: bool | None = None
     """Lower-case all text; default: false, but a bare vocab.txt without capital letters is read as uncased."""
-    strip_accents: bool = False
-    """wordpiece: remove accents, as BERT's uncased models do (this splits Korean syllables and changes Turkish
-    letters)."""
     split_digits: bool = False
     """Make every digit its own token."""
     split_cjk: bool | None = None
@@ -217,10 +210,6 @@ class TokenizerConfig(Section):
             raise TextmillError(
                 f"tokenizer.byte_fallback: is for unigram, and {self.kind} {why}; remove it, or set "
                 "tokenizer.kind=unigram"
-            )
-        if self.strip_accents and self.kind != "wordpiece":
-            raise TextmillError(
-                f"tokenizer.strip_accents: is for wordpiece, found tokenizer.kind={self.kind}; remove it"
             )
         if self.fit_sample > 1 and self.fit_sample != int(self.fit_sample):
             raise TextmillError(

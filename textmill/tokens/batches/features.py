@@ -227,7 +227,7 @@ def build_rows(ids: NDArray[Any], counts: Numbers, rule: FeaturesConfig, special
     rows[:, 0] = special
     rows[np.arange(len(counts)), counts + 1] = special
     filled = rows > 0 if rule.pad_zero else positions < lengths + 2
-    labels = np.where(filled[:, 1:width], rows[:, 1:width], rule.ignore_label)
+    labels = np.where(filled[:, 1:width], rows[:, 1:width], IGNORED)
     return {
         "input_ids": rows[:, : rule.max_length],
         "attention_mask": filled[:, : rule.max_length].astype(np.float32),

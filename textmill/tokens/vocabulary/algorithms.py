@@ -27,6 +27,8 @@ MAX_WORD_CHARACTERS = 256
 """Longest word for unigram training, in characters; longer words are cut."""
 FEED_CHARACTERS = 2048
 """Characters per text passed to the library; it buffers a few hundred texts, at 16 bytes per character."""
+MIN_FREQUENCY = 2
+"""A pair of tokens that occurs less often is not merged."""
 CONTINUATION = "##"
 SCORE_DECIMALS = 9
 """Decimals kept of a score; further ones vary from run to run."""
@@ -64,7 +66,7 @@ def train_bpe_on_texts(texts: Iterable[str], config: TokenizerConfig) -> Tokeniz
 def _bpe_trainer(config: TokenizerConfig, tokens: list[str]) -> trainers.Trainer:
     return trainers.BpeTrainer(
         vocab_size=config.vocab,
-        min_frequency=config.min_frequency,
+        min_frequency=MIN_FREQUENCY,
         special_tokens=tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -89,7 +91,7 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
     _check_vocab_size(config, unmerged, len(alphabet))
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab,
-        min_frequency=config.min_frequency,
+        min_frequency=MIN_FREQUENCY,
         special_tokens=[*tokens, *continuations],
         initial_alphabet=initials,
         continuing_subword_prefix=CONTINUATION,
@@ -210,10 +212,7 @@ def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) ->
     if config.kind == "wordpiece":
         cjk = config.split_cjk is not False
         inner.normalizer = normalizers.BertNormalizer(
-            clean_text=True,
-            handle_chinese_chars=cjk,
-            strip_accents=config.strip_accents,
-            lowercase=bool(config.lowercase),
+            clean_text=True, handle_chinese_chars=cjk, strip_accents=False, lowercase=bool(config.lowercase)
         )
     elif config.lowercase:
         inner.normalizer = normalizers.Lowercase()

@@ -52,17 +52,7 @@ from textmill.tokens.vocabulary.encoders import ReferenceEncoder
 from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_named, open_used
 
 REPORT = "report.json"
-FITTING = (
-    "kind",
-    "vocab",
-    "min_frequency",
-    "character_coverage",
-    "special_tokens",
-    "byte_fallback",
-    "strip_accents",
-    "split_digits",
-    "split_cjk",
-)
+FITTING = ("kind", "vocab", "character_coverage", "special_tokens", "byte_fallback", "split_digits", "split_cjk")
 """Settings that have an effect only if a tokenizer is fitted."""
 PICKED_PARTS = 16
 PICKED_TEXTS = 1000
