@@ -94,6 +94,7 @@ COUNTS = Flag(
     "--counts", "counts", "FILE: write how often each token occurs, for train.masked.counts", "text", excludes="--step"
 )
 OUT_TEXTS = Flag("--out", "out", "FILE.npy or FILE.jsonl: write there instead of printing JSON lines", "text")
+COPY = Flag("--out", "out", "the folder of the new run (default: RUN-replay)", "text")
 OUT = Flag("--out", "out", "the file to write (default: report.html in the first run)", "text", excludes="--svg")
 SVG = Flag("--svg", "svg", "FILE: write only the loss curves, as a picture for a README", "text")
 JSON = Flag("--json", "as_json", "print JSON instead of text")
@@ -382,6 +383,13 @@ COMMANDS = {
         flags=(OUT, SVG),
         opens=None,
         takes_settings=False,
+    ),
+    "replay": Command(
+        "textmill.commands.replay:replay",
+        "repeat a run from its record, and say bit by bit whether it is the same",
+        arguments=("RUN",),
+        flags=(COPY,),
+        opens=None,
     ),
     "compare": Command(
         "textmill.commands.report:compare",
