@@ -96,6 +96,7 @@ $(VENV)/dev: $(VENV)/core
 	@echo "installing the test tools into $(VENV) (1.9 GB, once)"
 	@$(call install,$(BIN)/python,setuptools wheel)
 	@export DS_BUILD_OPS=0; $(call install,$(BIN)/python,--no-build-isolation --editable '.[dev]')
+	@$(BIN)/python -m tests.support.mongo_process
 	@touch $@
 
 $(VENV)/long: $(VENV)/dev

@@ -55,6 +55,24 @@ def train(root: Path, run: Path, steps: int, *more: str) -> None:
     assert main(["train", "quickstart", *given]) == 0
 
 
+def check_server(run: Path, settings: dict[str, str], ids: list[int]) -> None:
+    """The model process of a server loads the file."""
+    service = open_service(open_where(str(run), {**settings, "serve.slots": 2}).config)
+
+    async def first_chunk() -> TextChunk:
+        chunks = asyncio.Queue[TextChunk]()
+        await service.model.load()
+        try:
+            service.model.submit(Request(tuple(ids), SampleConfig(max_tokens=4)), chunks.put_nowait)
+            return await asyncio.wait_for(chunks.get(), 60)
+        finally:
+            await service.model.close(0)
+
+    done = asyncio.run(first_chunk()).done
+    assert done is not None
+    assert done.reason in ("length", "stop")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_through_its_life(root: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     family = f"model.family={EXAMPLES / name}.py"
@@ -81,24 +99,11 @@ def test_a_family_through_its_life(root: Path, tmp_path: Path, name: str, capsys
     assert text == opened.tokenizer.decode(wanted[len(ids) :])
     assert opened.evaluate(baselines=False)["model"]["bits_per_byte"] > 0
 
-    service = open_service(open_where(str(tmp_path / "run"), {**settings, "serve.slots": 2}).config)
-
-    async def first_chunk() -> TextChunk:
-        chunks = asyncio.Queue[TextChunk]()
-        await service.model.load()
-        try:
-            service.model.submit(Request(tuple(ids), SampleConfig(max_tokens=4)), chunks.put_nowait)
-            return await asyncio.wait_for(chunks.get(), 60)
-        finally:
-            await service.model.close(0)
-
-    done = asyncio.run(first_chunk()).done
-    assert done is not None
-    assert done.reason in ("length", "stop")
-
-    lora = [family, "model.lora.rank=2", f"model.init_from={tmp_path / 'run'}"]
-    train(root, tmp_path / "lora", 3, *lora)
-    assert textmill.open(tmp_path / "lora", settings).generate("KING", **greedy)
+    if name == FAMILIES[0]:  # what the file itself does not change
+        check_server(tmp_path / "run", settings, ids)
+        lora = [family, "model.lora.rank=2", f"model.init_from={tmp_path / 'run'}"]
+        train(root, tmp_path / "lora", 3, *lora)
+        assert textmill.open(tmp_path / "lora", settings).generate("KING", **greedy)
 
     capsys.readouterr()
     for kind in ("gguf", "onnx", "megatron", "nanogpt"):

@@ -1,8 +1,10 @@
-"""A model of the user's own family on the command line: train, resume, generate, evaluate, LoRA, verify."""
+"""A model of the user's own family on the command line: train, generate, evaluate, LoRA, verify.
+
+What is equal after a resume, and the server, test_examples.py checks for the families of examples/.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
@@ -15,13 +17,10 @@ import pytest
 
 from tests.support.engine_runs import MYNET
 from textmill.cli import main
-from textmill.config import SampleConfig
-from textmill.generation.requests import Request, TextChunk
 from textmill.models import open_family
-from textmill.server.lifecycle import open_service
-from textmill.where import open_where
 
 SMALL = [
+    "tokenizer.vocab=300",
     "model.shape.layers=2",
     "model.shape.heads=4",
     "model.shape.width=32",
@@ -41,9 +40,10 @@ GENERATE = ["sample.prompt=KING", "sample.min_tokens=0", "sample.max_tokens=8", 
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokens, a copy of the family's file, and a run of six steps."""
-    folder = tmp_path_factory.mktemp("own")
+def project(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    """Tokens, a copy of the family's file, and a run of three steps."""
+    folder = tmp_path_factory.mktemp("own") / "project"
+    shutil.copytree(tokenized, folder)
     shutil.copy(MYNET, folder / "mynet.py")
     train(folder, "run", 3)
     return folder
@@ -51,24 +51,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, run: str, steps: int, *more: str) -> list[str]:
     data = [f"folder={folder}", f"train.folder={folder / run}", f"model.family={folder / 'mynet.py'}"]
-    return ["run", "quickstart", *data, *SMALL, f"train.steps={steps}", "train.save_every=3", *more]
+    return ["train", "quickstart", *data, *SMALL, f"train.steps={steps}", "train.save_every=3", *more]
 
 
 def train(folder: Path, run: str, steps: int, *more: str) -> None:
     assert main(words(folder, run, steps, *more)) == 0
-
-
-def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(project: Path) -> None:
-    train(project, "run", 6)
-    train(project, "straight", 6)
-    assert losses(project / "run") == losses(project / "straight")
-    config = json.loads((project / "run" / "step-0000006" / "config.json").read_text())
-    assert (config["model_type"], config["kv_heads"]) == ("mynet", 2)
 
 
 def test_the_file_runs_only_if_the_user_names_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +66,9 @@ def test_the_file_runs_only_if_the_user_names_it(project: Path, capsys: pytest.C
 
 
 def test_the_printed_commands_name_the_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(project, "run", 6)
+    assert main(["run", *words(project, "run", 6)[1:]]) == 0
+    config = json.loads((project / "run" / "step-0000006" / "config.json").read_text())
+    assert (config["model_type"], config["kv_heads"]) == ("mynet", 2)
     generate = shlex.split(capsys.readouterr().out.partition("Next:\n")[2].splitlines()[0])
     assert main([*generate[1:], *GENERATE]) == 0, capsys.readouterr().err
 
@@ -119,16 +108,15 @@ def test_evaluate_export_and_bare_models(project: Path, tmp_path: Path, capsys: 
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("lora", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [[], pytest.param(["model.lora.rank=2"], marks=pytest.mark.long)], ids=["full", "lora"]
+)
 def test_an_own_family_is_finetuned(project: Path, tmp_path: Path, lora: list[str]) -> None:
     """By `textmill train` in a process that has not loaded the family's file."""
     given = [word for word in words(project, "run", 2, *lora) if not word.startswith("model.shape.")][2:]
-    code = (
-        "import sys; from textmill.cli import main; "
-        f"sys.exit(main(['train', 'quickstart', *{given!r}, 'train.folder={tmp_path / 'run'}', "
-        f"'model.init_from={project / 'run'}', 'train.optimizer=adamw']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    more = [f"train.folder={tmp_path / 'run'}", f"model.init_from={project / 'run'}", "train.optimizer=adamw"]
+    command = [sys.executable, "-m", "textmill", "train", "quickstart", *given, *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "step-0000002").is_dir()
 
@@ -146,24 +134,6 @@ def test_adapters_of_an_own_family(project: Path, capsys: pytest.CaptureFixture[
     assert settings["fan_in_fan_out"] is False
     assert settings["target_modules"] == ["down", "gate", "out", "qkv", "up"]
     assert main(["generate", str(project / "lora"), f"model.family={project / 'mynet.py'}", *GENERATE]) == 0
-
-
-def test_a_server_loads_the_file_in_its_model_process(project: Path) -> None:
-    settings = [f"model.family={project / 'mynet.py'}", "engine.device=cpu", "serve.slots=2"]
-    service = open_service(open_where(str(project / "run"), settings).config)
-
-    async def first_chunk() -> TextChunk:
-        chunks = asyncio.Queue[TextChunk]()
-        await service.model.load()
-        try:
-            service.model.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), chunks.put_nowait)
-            return await asyncio.wait_for(chunks.get(), 60)
-        finally:
-            await service.model.close(0)
-
-    done = asyncio.run(first_chunk()).done
-    assert done is not None
-    assert done.reason in ("length", "stop")
 
 
 def test_a_missing_jax_net_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from textmill.verification.launcher import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = "secantusdb==0.7.0b3"
 VARIABLE = "TEXTMILL_TEST_MONGO"
-SIZES = {"web": 3000, "books": 2000, "news": 1000}
+SIZES = {"web": 300, "books": 200, "news": 100}
 
 
 def text_of(name: str, idx: int) -> str:
@@ -170,3 +170,10 @@ def open_database(folder: Path) -> Iterator[MongoDatabase]:
         client.close()
         if process:
             process.stop()
+
+
+if __name__ == "__main__":
+    try:
+        _installed()
+    except NoServer as reason:
+        print(f"{reason}; tests of MongoDB will be skipped")
