@@ -21,7 +21,6 @@ from textmill.config.keys import all_fields
 from textmill.config.load import (
     Tree,
     build_config,
-    corpora_names,
     drop_replaced,
     merge_trees,
     parse_settings,
@@ -113,7 +112,7 @@ def _config_of(
 
     Paths in a file are relative to the file, those in settings to the current folder.
     """
-    overrides = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
+    overrides = resolve_paths(parse_settings(settings), Path.cwd())
     _refuse_recorded_code(overrides, tree, file)
     if file is not None and file.name == RUN_YAML:
         tree = _without_recorded_parts(tree)

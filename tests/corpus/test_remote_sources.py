@@ -1,4 +1,4 @@
-"""Sources that are not local files: URLs, hub names, saved datasets, MongoDB, named corpora."""
+"""Sources that are not local files: URLs, hub names, saved datasets, MongoDB."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LINES = [f"{number} satır" for number in range(200)]
 DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
 
 
-def read(words: list[str], corpora: str | None = None, **settings: Any) -> list[Document | BadRecord]:
+def read(words: list[str], **settings: Any) -> list[Document | BadRecord]:
     config = CorpusConfig(**settings)
-    found = find_sources(words, corpora=corpora)
+    found = find_sources(words)
     return [record for chunk in split_into_chunks(found, config.documents) for record in read_records(chunk, config)]
 
 
@@ -212,57 +212,3 @@ def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(textmill.corpus.formats, "mongo", raising=False)
     with pytest.raises(TextmillError, match=r"a MongoDB corpus needs pymongo; run: pip install 'textmill\[mongo\]'"):
         find_sources(["mongo:x.json"])
-
-
-# Named corpora
-
-
-@pytest.fixture
-def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.jsonl").write_text('{"body": "bir"}\n')
-    (tmp_path / "data" / "b.jsonl").write_text('{"text": "iki"}\n')
-    (tmp_path / "corpora.yaml").write_text(
-        "news: {sources: [data/a.jsonl], text_key: body}\nbooks: data/b.jsonl\nplays: tinyshakespeare\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    return str(tmp_path / "corpora.yaml")
-
-
-def test_named_corpora(corpora: str) -> None:
-    assert texts(read(["news", "books"], corpora)) == ["bir", "iki"]
-    assert [source.name for source in find_sources(["plays"], corpora=corpora)] == ["tinyshakespeare"]
-    with pytest.raises(TextmillError, match="did you mean 'news'"):
-        find_sources(["newz"], corpora=corpora)
-    with pytest.raises(TextmillError, match="your corpora: news, books, plays; the bundled corpora"):
-        find_sources(["q"], corpora=corpora)
-    with pytest.raises(TextmillError, match="listed twice, with text_key"):
-        find_sources(["news", "data/a.jsonl"], corpora=corpora)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[", "not readable"),
-        ("- a", "found a list"),
-        ("a: {source: x}", "found \\['source'\\]; expected 'sources'"),
-        ("a: {sources: [1]}", "a list of strings"),
-        ("a: 3", "found 3"),
-        ("a: {sources: x, text_key: 3}", "'text_key' a string"),
-    ],
-)
-def test_wrong_corpora_file(corpora: str, text: str, message: str) -> None:
-    Path(corpora).write_text(text)
-    with pytest.raises(TextmillError, match=message):
-        find_sources(["a"], corpora=corpora)
-
-
-def test_corpora_file_next_to_the_config_is_found(corpora: str, tmp_path: Path) -> None:
-    tree = resolve_paths({"corpus": {"sources": ["news"]}}, tmp_path)
-    assert tree["corpus"] == {"sources": ["news"], "corpora_file": corpora}
-    prepare(RunConfig.model_validate({"folder": "out", **tree, "runner": {"workers": 1}}))
-    manifest = json.loads(Path("out/corpus/manifest.json").read_text())
-    assert manifest["made_from"]["inputs.a.jsonl.text_key"] == "body"
-    Path(corpora).write_text("news: {sources: [data/a.jsonl], text_key: title}\n")
-    with pytest.raises(TextmillError, match="text_key was body, is title"):
-        prepare(RunConfig.model_validate({"folder": "out", **tree, "runner": {"workers": 1}}))

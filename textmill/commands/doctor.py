@@ -180,7 +180,7 @@ def _needed(config: RunConfig | None) -> dict[str, str]:
         return {}
     chosen: dict[str, str] = {"engine.kind": config.engine.kind, "runner.kind": config.runner.kind}
     needed: dict[str, str] = {name: f"{key}={name}" for key, name in chosen.items() if name in EXTRAS}
-    if sources := [source for source in config.corpus.sources if source.startswith("mongo:")]:
+    if sources := [path for path in config.corpus.paths if path.startswith("mongo:")]:
         needed["mongo"] = f"corpus.sources={sources[:1]}"
     if config.track.kinds:
         needed["track"] = f"track.kinds={config.track.kinds}"
@@ -279,9 +279,7 @@ def check_sources(corpus: CorpusConfig, root: Path) -> Finding:
     skipped: list[str] = []
     opened = ""
     try:
-        sources = find_sources(
-            corpus.sources, skip=[root], corpora=corpus.corpora_file, encoding=corpus.encoding, skipped=skipped
-        )
+        sources = find_sources(corpus.sources, skip=[root], encoding=corpus.encoding, skipped=skipped)
         local = [source for source in sources if source.format != "mongo" and not is_remote(source.address)]
         for source in local[:MAX_OPENED]:
             opened = source.name

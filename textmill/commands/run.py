@@ -305,9 +305,9 @@ def improving_commands(config: RunConfig, state: State, where: str) -> list[str]
             f"textmill train {where} train.{train.unit}={2 * getattr(train, train.unit)}",
             f"textmill new {(mine := _free_name('mine'))} --text 'texts/*.txt'{family} && textmill run {mine}",
         ]
-    if len(config.corpus.sources) > MAX_NAMED_SOURCES:
+    if len(config.corpus.paths) > MAX_NAMED_SOURCES:
         return [f"textmill train {where} train.minutes={4 * train.minutes:g}", tune]
-    sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.sources)
+    sources = " ".join(f"--text {shlex.quote(_short_path(source))}" for source in config.corpus.paths)
     same = f" --family {name}" if name in SIZES else ""  # without it, `new` may choose another family
     return [f"textmill new {_free_name('longer')} {sources}{same} --minutes {4 * train.minutes:g}", tune]
 

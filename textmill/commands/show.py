@@ -127,6 +127,12 @@ def show_corpus(folder: Path, seed: int) -> None:
             f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  "
             f"{counts['characters']:>14,} characters"
         )
+    for name, source in account.get("by_name", {}).items():
+        total: Counter[str] = Counter()
+        for split in SPLITS:
+            total.update(source[split])
+        size = f"{total['bytes'] / 1e6:,.2f} MB, {total['characters']:,} characters"
+        print(f"  source {name}: {total['documents']:,} documents, {size}")
     print_bars(
         "sources, by documents kept",
         {format_path(Path(name)): one["kept"] for name, one in account["by_source"].items()},
@@ -224,6 +230,10 @@ def show_tokens(folder: Path, splits: Splits, seed: int) -> None:
         documents = sum(map(len, stores))
         tokens = sum(store.tokens for store in stores)
         print(f"  {split:<6} {documents:>12,} documents {tokens:>16,} tokens {_bytes_per_token(splits, split, tokens)}")
+    for name, by_split in splits.manifest.get("sources", {}).items():
+        amounts = (f"{split} {counts['tokens']:,}" for split, counts in by_split.items())
+        documents = sum(counts["documents"] for counts in by_split.values())
+        print(f"  source {name}: {documents:,} documents; tokens: {', '.join(amounts)}")
     print_bars(
         "tokens per document",
         _tokens_per_document([store for split in splits.by_split for store in splits.stores(split)]),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from textmill.config.corpus import CorpusConfig
+from textmill.config.corpus import CorpusConfig, NamedSource
 from textmill.config.engines import BeamRunner, EngineConfig, JaxEngine, JaxMesh, LocalRunner, RunnerConfig, TorchEngine
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig
 from textmill.config.own_files import is_own_file
@@ -60,6 +60,7 @@ __all__ = [
     "ModelConfig",
     "MultiTokenConfig",
     "MuonConfig",
+    "NamedSource",
     "PackedConfig",
     "PaddedConfig",
     "PlanConfig",

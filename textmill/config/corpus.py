@@ -121,19 +121,35 @@ LABELS_EXCLUDE = ("chat", "filter", "keep_fields", "decontaminate", "preset", "q
 DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " "}
 
 
+class NamedSource(Section):
+    """Sources with a name, such as all files of one kind of text."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """Its name in the account, in `show` and beside its valid loss."""
+    path: list[str] = Field(min_length=1)
+    """A file, glob, folder or URL as in `corpus.sources`, or several."""
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Its fraction of the samples that are trained on, relative to the weights of the others; without weights a source
+    counts by its tokens."""
+    text_key: str | None = None
+    """The field with the text; default: `corpus.text_key`."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _parse_path(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
 class CorpusConfig(Section):
     """The corpus: where text comes from, cleaning, deduplication, splits."""
 
     folder: str | None = path()
     """Folder of the prepared corpus; default: `corpus` under `folder`."""
-    sources: list[str] = source([])
-    """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json,
-    or the name of a corpus."""
+    sources: list[str | NamedSource] = source([])
+    """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json, a bundled
+    corpus, or {name: NEWS, path: news/*.jsonl, weight: 3} to name and blend several."""
     download: bool = False
     """Download the pages of `.urls` files, which have a web address per line; without it such a source is refused."""
-    corpora_file: str | None = path()
-    """A file of named corpora (name: {sources: [...], text_key: ...}); default: `corpora.yaml` next to the config,
-    if it exists."""
     text_key: str = "text"
     """The field or column with the text; `a.b` and `document[].paragraph[].form` reach nested JSON,
     `title+body` joins fields."""
@@ -244,6 +260,37 @@ class CorpusConfig(Section):
     their text as `filt_text`."""
     mongo_config: str | None = path()
     """The db_config.json of `corpus.mongo_load`."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, globs, folders and URLs of all sources."""
+        return [path for entry in self.sources for path in ([entry] if isinstance(entry, str) else entry.path)]
+
+    @property
+    def named_sources(self) -> dict[str, NamedSource]:
+        """The sources that have a name."""
+        return {entry.name: entry for entry in self.sources if not isinstance(entry, str)}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each source by its name; empty without weights."""
+        return {name: entry.weight for name, entry in self.named_sources.items() if entry.weight is not None}
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> CorpusConfig:
+        named = [entry for entry in self.sources if not isinstance(entry, str)]
+        names = [entry.name for entry in named]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise TextmillError(f"corpus.sources: two entries have the name '{twice[0]}'; give all paths to one entry")
+        if self.weights and len(self.weights) < len(self.sources):
+            other = next(one for one in self.sources if isinstance(one, str) or one.weight is None)
+            found = other if isinstance(other, str) else other.name
+            raise TextmillError(
+                f"corpus.sources: '{found}' has no weight, and others have; give each a name and a weight, or none"
+            )
+        if named and self.labels:
+            raise TextmillError("corpus.sources: examples with labels have no named sources; write the paths alone")
+        return self
 
     @model_validator(mode="after")
     def _check_chat(self) -> CorpusConfig:

@@ -239,19 +239,11 @@ def _refuse_infinite_numbers(tree: Any, prefix: str) -> None:
 CORPORA = Path(__file__).parents[1] / "corpora"
 MARKERS = {"path", "source", "models", "task_files", "evaluation_files"}
 """The markers of fields that hold paths."""
-CORPORA_FILE = "corpora.yaml"
-"""Where named corpora are declared, if the file is next to a config."""
 
 
-def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree:
-    """The tree with full paths, read relative to `base`; names of corpora and of the hub stay as they are.
-
-    `names` are corpora that are already known; without them the tree is a file's, and a corpora.yaml next to it is
-    used.
-    """
+def resolve_paths(tree: Tree, base: Path) -> Tree:
+    """The tree with full paths, read relative to `base`; names of corpora and of the hub stay as they are."""
     resolved = deepcopy(tree)
-    in_file = names is None
-    names = (names or set()) | corpora_names(tree, base)
     for key, field in all_fields():
         markers = field_markers(field)
         *sections, name = key.split(".")
@@ -259,14 +251,11 @@ def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree
         for section in sections:
             settings = settings.get(section) if isinstance(settings, dict) else None
         if MARKERS & markers.keys() and isinstance(settings, dict) and name in settings:
-            settings[name] = _resolve_value(base, settings[name], markers, names)
-    corpus = resolved.setdefault("corpus", {})
-    if in_file and isinstance(corpus, dict) and "corpora_file" not in corpus and (base / CORPORA_FILE).is_file():
-        corpus["corpora_file"] = str(base / CORPORA_FILE)
+            settings[name] = _resolve_value(base, settings[name], markers)
     return resolved
 
 
-def _resolve_value(base: Path, value: Any, markers: dict[str, Any], names: set[str]) -> Any:
+def _resolve_value(base: Path, value: Any, markers: dict[str, Any]) -> Any:
     """The value of a field with one of MARKERS; a value of a wrong type is left to the check of types."""
     if isinstance(value, list):
         if markers.get("task_files"):
@@ -275,7 +264,7 @@ def _resolve_value(base: Path, value: Any, markers: dict[str, Any], names: set[s
             return [_resolve_evaluation(base, item) for item in value]
         if markers.get("models"):
             return [_resolve_existing(base, item) if isinstance(item, str) else item for item in value]
-        return [_resolve_item(base, item, names) for item in value]
+        return [_resolve_item(base, item) for item in value]
     if not isinstance(value, str) or markers.get("task_files") or markers.get("evaluation_files"):
         return value
     if not value.endswith(markers.get("suffix", "")):
@@ -287,14 +276,6 @@ def _resolve_existing(base: Path, value: str) -> str:
     """The full path of a value if it exists, else the value, which may be a name."""
     full = under(base, value)
     return full if os.path.exists(full) else value
-
-
-def corpora_names(tree: Tree, base: Path) -> set[str]:
-    """The names that a corpora.yaml declares: the file that `corpus.corpora_file` names, or the one in `base`."""
-    corpus = tree.get("corpus")
-    named = corpus.get("corpora_file") if isinstance(corpus, dict) else None
-    path = Path(under(base, named)) if isinstance(named, str) else base / CORPORA_FILE
-    return set(read_yaml(path)[0]) if path.is_file() else set()
 
 
 def under(base: Path, value: str) -> str:
@@ -327,17 +308,20 @@ def _resolve_evaluation(base: Path, item: Any) -> Any:
     return under(base, item) if isinstance(item, str) and not is_task else _resolve_task(base, item)
 
 
-def _resolve_item(base: Path, item: Any, names: set[str]) -> Any:
-    if isinstance(item, dict) and isinstance(item.get("path"), str):
-        return {**item, "path": " ".join(under(base, path) for path in split_paths(item["path"]))}
-    return _resolve_source(base, item, names) if isinstance(item, str) else item
+def _resolve_item(base: Path, item: Any) -> Any:
+    """A source or existing tokens: a path, or a dict with one or several."""
+    if isinstance(item, dict) and isinstance(paths := item.get("path"), str | list):
+        return {**item, "path": _resolve_item(base, paths)}
+    if isinstance(item, list):
+        return [_resolve_item(base, one) for one in item]
+    return _resolve_source(base, item) if isinstance(item, str) else item
 
 
-def _resolve_source(base: Path, value: str, names: set[str]) -> str:
+def _resolve_source(base: Path, value: str) -> str:
     """A source's full path; a corpus by name, a URL and a hub name stay as they are."""
     if value.startswith("mongo:"):
         return "mongo:" + under(base, value.removeprefix("mongo:"))
-    named = "://" in value or value.startswith("hf:") or value in names or (CORPORA / f"{value}.txt").is_file()
+    named = "://" in value or value.startswith("hf:") or (CORPORA / f"{value}.txt").is_file()
     return value if named else " ".join(under(base, path) for path in split_paths(value))
 
 

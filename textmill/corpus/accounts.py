@@ -81,6 +81,10 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         lines.append(f"  {'own splits':<28}{files} (corpus.own_splits=false pools them)")
     for split, amounts in counts["by_split"].items():
         lines.append(_format_row(split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
+    for name, source in counts.get("by_name", {}).items():
+        documents = sum(source[split]["documents"] for split in SPLITS)
+        size = sum(source[split]["bytes"] for split in SPLITS)
+        lines.append(_format_row(name, documents, f"documents, {size / 1e6:,.2f} MB"))
     for split, ratio in zip(SPLITS, ratios, strict=True):
         if ratio and not counts["by_split"][split]["documents"]:
             lines.append(

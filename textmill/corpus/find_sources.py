@@ -1,7 +1,7 @@
 """Find the sources that `corpus.sources` names, split them into chunks, and read the records of a chunk.
 
-An entry is a file, a folder, a pattern, an archive, a URL, `hf:NAME`, `mongo:FILE`, a bundled corpus, or a name of
-corpora.yaml, which gives names to lists of such entries. Files are read by the module of their format in formats/.
+An entry is a file, a folder, a pattern, an archive, a URL, `hf:NAME`, `mongo:FILE` or a bundled corpus, or a name for
+several of them. Files are read by the module of their format in formats/.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from functools import cache, lru_cache
 from importlib import import_module, resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-import yaml
-
-from textmill.config import CorpusConfig
+from textmill.config import CorpusConfig, NamedSource
 from textmill.corpus.archives import find_members, member_state
 from textmill.corpus.document import Document, cut_into_sections
 from textmill.corpus.document_files import describe_unread_documents, format_from_content
@@ -61,9 +59,8 @@ PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
 
 
 def find_sources(
-    entries: Sequence[str],
+    entries: Sequence[str | NamedSource],
     skip: Iterable[Path] = (),
-    corpora: str | None = None,
     read_original: bool = False,
     encoding: str = "auto",
     skipped: list[str] | None = None,
@@ -71,7 +68,7 @@ def find_sources(
 ) -> list[Source]:
     """All sources that the entries name, each once, sorted by name.
 
-    `skip`: folders that are not searched, such as textmill's own output. `corpora`: a file of named corpora.
+    `skip`: folders that are not searched, such as textmill's own output.
     `read_original`: read the MongoDB text from before any cleaning.
     `encoding`: of the files, from `corpus.encoding`. `skipped`: gets the files of folders and archives that cannot be
     read. `setting`: where the user gave the entries, for messages.
@@ -83,7 +80,7 @@ def find_sources(
         )
     skipped_folders = [os.path.realpath(folder) for folder in skip]
     skipped_files = [] if skipped is None else skipped
-    search = _Search(setting, skipped_folders, read_corpora_file(corpora), skipped_files, read_original)
+    search = _Search(setting, skipped_folders, skipped_files, read_original)
     by_path: dict[str, Source] = {}
     with progress("find files", unit="files", is_short=True) as bar:
         for entry in entries:
@@ -101,17 +98,23 @@ def find_sources(
                         f"{source.name}: listed twice, with text_key '{source.text_key}' and '{earlier.text_key}'; "
                         f"remove one"
                     )
+                if source.group != earlier.group:
+                    raise TextmillError(
+                        f"{source.name}: is in the sources '{source.group}' and '{earlier.group}' of {setting}; "
+                        "leave it out of one of them"
+                    )
                 by_path[real_path] = min(source, earlier, key=lambda candidate: candidate.name)
     return sorted(by_path.values(), key=lambda source: reading_order(source, source.name))
 
 
-def reading_order(source: Source, name: str) -> tuple[str, int]:
-    """The order in which sources are read: by name, and inside a tar archive as they stand in it."""
+def reading_order(source: Source, name: str) -> tuple[str, str, int]:
+    """The order in which sources are read: by the name of their group, by their own, and inside a tar archive as they
+    stand in it."""
     if not source.position:
-        return name, 0
+        return source.group, name, 0
     member = source.address.partition("://")[2].rpartition("::")[0]
     # A portable name may lack the archive, if everything is in it.
-    return name.removesuffix(member) if name.endswith(member) else "", source.position
+    return source.group, name.removesuffix(member) if name.endswith(member) else "", source.position
 
 
 def _real_path(path: str) -> str:
@@ -136,21 +139,22 @@ class _Search:
     setting: str
     """Where the user gave the entries: `corpus.sources`, another setting, or an option of the command line."""
     skipped_folders: list[str]
-    corpora: dict[str, NamedCorpus]
     skipped_files: list[str]
     """Gets the files of folders and archives that cannot be read."""
     read_original: bool
 
-    def find(self, entry: str) -> Iterator[Source]:
+    def find(self, entry: str | NamedSource) -> Iterator[Source]:
         """The sources of an entry."""
-        if entry in self.corpora:
-            corpus = self.corpora[entry]
-            inner = (source for one in corpus.sources for source in self._find_files(one, []))
-            found: Iterable[Source] = (replace(source, text_key=corpus.text_key) for source in inner)
-        else:
-            found = self._find_files(entry, list(self.corpora))
+        if isinstance(entry, str):
+            yield from self._find(entry)
+            return
+        for path in entry.path:
+            for source in self._find(path):
+                yield replace(source, text_key=entry.text_key, group=entry.name)
+
+    def _find(self, entry: str) -> Iterator[Source]:
         is_empty = True
-        for source in found:
+        for source in self._find_files(entry):
             is_empty = False
             yield source
         if is_empty:
@@ -158,8 +162,7 @@ class _Search:
                 raise TextmillError(f"{self.setting}: {unread}")
             raise TextmillError(f"{self.setting}: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
 
-    def _find_files(self, entry: str, corpora: list[str]) -> Iterable[Source]:
-        """The sources of an entry that is not a named corpus; `corpora`: names that might be meant."""
+    def _find_files(self, entry: str) -> Iterable[Source]:
         if entry.startswith("mongo:"):
             from textmill.corpus.formats import mongo  # needs pymongo
 
@@ -183,15 +186,13 @@ class _Search:
             return (source for file in files for source in self._file_sources(file))
         if entry in bundled_corpora():
             return [Source(entry, str(bundled_corpora()[entry]), "text")]
-        raise TextmillError(f"{self.setting}: no file, folder or corpus '{entry}'; {self._advise(entry, corpora)}")
+        raise TextmillError(f"{self.setting}: no file, folder or corpus '{entry}'; {self._advise(entry)}")
 
-    def _advise(self, entry: str, corpora: list[str]) -> str:
+    def _advise(self, entry: str) -> str:
         """What to do about an entry that names nothing."""
-        if close_matches := difflib.get_close_matches(entry, [*corpora, *bundled_corpora()], n=1, cutoff=0.5):
+        if close_matches := difflib.get_close_matches(entry, bundled_corpora(), n=1, cutoff=0.5):
             return f"did you mean '{close_matches[0]}'?"
-        yours = f"your corpora: {', '.join(corpora)}; " if corpora else ""
-        bundled = f"the bundled corpora: {', '.join(bundled_corpora())}"
-        return f"check the path{self._describe_base(entry)}; {yours}{bundled}"
+        return f"check the path{self._describe_base(entry)}; the bundled corpora: {', '.join(bundled_corpora())}"
 
     def _describe_base(self, entry: str) -> str:
         """A hint for an entry of a YAML file, whose path has become absolute."""
@@ -296,56 +297,6 @@ def _is_written_by_textmill(folder: str) -> bool:
             return b'"verb"' in file.read(40)
     is_unfinished = folder.endswith(".part") and "made_from.json" in has
     return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
-
-
-class NamedCorpus(NamedTuple):
-    """The sources behind a name, and the field that holds their text."""
-
-    sources: list[str]
-    text_key: str | None
-
-
-def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
-    """Read the named corpora of a file; paths in it are relative to the file."""
-    if path is None:
-        return {}
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise TextmillError(f"corpus.corpora_file: {path}: not readable ({str(error).splitlines()[0]})") from None
-    if not isinstance(tree, dict):
-        raise TextmillError(
-            f"{path}: expected 'name:' lines with 'sources: [...]' below; found a {type(tree).__name__}"
-        )
-    return {str(name): _parse_corpus(path, str(name), value) for name, value in tree.items()}
-
-
-def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
-    if isinstance(value, str | list):
-        value = {"sources": value}
-    if not isinstance(value, dict) or "sources" not in value or set(value) - {"sources", "text_key"}:
-        found = sorted(map(str, value)) if isinstance(value, dict) else value
-        raise TextmillError(f"{path}: {name}: found {found}; expected 'sources' and optionally 'text_key'")
-    entries = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
-    key = value.get("text_key")
-    if (
-        not isinstance(entries, list)
-        or not entries
-        or not all(isinstance(entry, str) for entry in entries)
-        or not isinstance(key, str | None)
-    ):
-        raise TextmillError(f"{path}: {name}: 'sources' must be a list of strings, 'text_key' a string")
-    return NamedCorpus([_resolve_entry(path, entry) for entry in entries], key)
-
-
-def _resolve_entry(path: str, entry: str) -> str:
-    """Make a path relative to the file's folder; names and URLs stay as they are."""
-    if entry.startswith("mongo:"):
-        return "mongo:" + os.path.join(os.path.dirname(path), os.path.expanduser(entry.removeprefix("mongo:")))
-    if "://" in entry or entry.startswith("hf:"):
-        return entry
-    full_path = os.path.join(os.path.dirname(path), os.path.expanduser(entry))
-    return full_path if os.path.exists(full_path) or glob.has_magic(entry) or os.sep in entry or "." in entry else entry
 
 
 def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
@@ -492,12 +443,13 @@ def split_into_chunks(
 
 def group_chunks(chunks: Sequence[SourceChunk], total: int) -> Iterator[Sequence[SourceChunk]]:
     """The chunks that one worker reads: a part of a source, or whole sources that follow each other until they are
-    large enough; `total`: the bytes of all sources."""
+    large enough, of one group; `total`: the bytes of all sources."""
     chunk_bytes = chunk_bytes_of(total)
     start = size = 0
     for number, chunk in enumerate(chunks):
         weight = chunk.stop - chunk.start + FILE_BYTES
-        if number > start and (not chunk.is_entire_source or size + weight > chunk_bytes):
+        is_other = chunk.source.group != chunks[start].source.group
+        if number > start and (is_other or not chunk.is_entire_source or size + weight > chunk_bytes):
             yield chunks[start:number]
             start = number
             size = 0

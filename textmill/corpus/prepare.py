@@ -102,6 +102,8 @@ CLEANED_SCHEMA = pa.schema(
 )
 BUFFER_CHARACTERS = 4 << 20
 """Characters collected before they are written."""
+AMOUNTS = ("documents", "bytes", "characters")
+"""What is counted of each split."""
 SECTIONS_PER_FILE = 4
 """From so many documents of a file on, `prepare` reports that sections of one text are in several splits."""
 SHOWN_SOURCES = 5
@@ -122,7 +124,6 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
     sources = find_sources(
         corpus.sources,
         skip=[*own_folders, *(own.with_name(own.name + ".part") for own in own_folders)],
-        corpora=corpus.corpora_file,
         read_original=corpus.mongo_write_back,
         encoding=corpus.encoding,
         skipped=skipped,
@@ -190,6 +191,8 @@ def _build(
     split_counts = run(write_chunk, tasks, "prepare: split and write", "bytes")
     decided = map(_count_decisions, tasks, decisions.splits)
     counts |= build_account(inputs.accounts, chain((one["sources"] for one in read_counts), decided), split_counts)
+    if by_name := _count_by_name(tasks, split_counts):
+        counts["by_name"] = by_name
     if not counts["kept"]:
         raise TextmillError(_describe_nothing_kept(tasks, counts, config.min_chars))
     files = {"account.json": write_json(folder / "account.json", counts), QUARANTINE: quarantine}
@@ -218,7 +221,7 @@ def _train_quality(config: CorpusConfig, path: Path) -> Counts:
 
 def find_quality_sources(entries: Sequence[str], config: CorpusConfig, key: str) -> list[Source]:
     """The sources of samples."""
-    return find_sources(entries, corpora=config.corpora_file, encoding=config.encoding, setting=key)
+    return find_sources(entries, encoding=config.encoding, setting=key)
 
 
 def _read_samples(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
@@ -251,6 +254,19 @@ def _account_of_files(inputs: Inputs, source_splits: SourceSplits, skipped: list
         "source_splits": {account: ", ".join(found) for account, found in splits.items()},
         "split_files": dict(Counter(source_splits.names.values())),
     }
+
+
+def _count_by_name(tasks: Sequence[ChunkTask], split_counts: Sequence[Counts]) -> Counts:
+    """By the names of `corpus.sources`: the numbers of their shards, and what each split has; without names nothing."""
+    by_name: Counts = {}
+    for task, splits in zip(tasks, split_counts, strict=True):
+        if name := task.chunks[0].source.group:
+            source = by_name.setdefault(name, {"shards": []} | {split: dict.fromkeys(AMOUNTS, 0) for split in SPLITS})
+            source["shards"].append(task.number)
+            for split, amounts in splits.items():
+                for key in AMOUNTS:
+                    source[split][key] += amounts[key]
+    return by_name
 
 
 def _count_decisions(task: ChunkTask, split_of_row: NDArray[np.int8]) -> dict[str, Counts]:
@@ -609,7 +625,8 @@ class Inputs:
     def describe(self) -> dict[str, Any]:
         """The checksums, and the fields with the text that named corpora set: what decides the result."""
         keys = {f"{entry}.text_key": source.text_key for entry, source in zip(self.entries, self.sources, strict=True)}
-        return self.checksums | {name: key for name, key in keys.items() if key}
+        groups = {f"{entry}.name": source.group for entry, source in zip(self.entries, self.sources, strict=True)}
+        return self.checksums | {name: value for name, value in (keys | groups).items() if value}
 
     def check_unchanged(self) -> None:
         """Refuse a result if a source changed while it was read."""
@@ -661,7 +678,7 @@ def inspect_inputs(found: Sequence[Source], manifest: dict[str, Any]) -> Inputs:
     for entry, group in groupby(zip(new, hashes, strict=True), key=lambda item: entries[item[0]]):
         if are_folders:
             checksums[entry]["sha256"] = _hash_lines(
-                f"{names[number]} {sources[number].text_key} {found_hash}" for number, found_hash in group
+                f"{names[number]} {_settings_of(sources[number])} {found_hash}" for number, found_hash in group
             )
         else:
             checksums[entry]["sha256"] = next(group)[1]
@@ -705,6 +722,11 @@ def _hash_batch(batch: Sequence[tuple[Source, SourceState]]) -> list[str]:
     return [
         hash_file(Path(source.address)) if state.fingerprint is None else state.fingerprint for source, state in batch
     ]
+
+
+def _settings_of(source: Source) -> str:
+    """What its entry of `corpus.sources` says: the field with its text, and its name if it has one."""
+    return f"{source.text_key} {source.group}".rstrip()
 
 
 def _hash_lines(lines: Iterable[str]) -> str:

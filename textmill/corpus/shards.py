@@ -83,6 +83,11 @@ def shard_name(split: Split, number: int) -> str:
     return f"{split}-{number:05d}.parquet"
 
 
+def shard_number(path: Path) -> int:
+    """The number of a shard's source chunk."""
+    return int(path.stem.rpartition("-")[2])
+
+
 def list_shards(folder: Path, split: Split) -> list[Path]:
     """The shards of a split, in order; empty if the split is empty."""
     found = folder.glob(f"{split}-*.parquet")

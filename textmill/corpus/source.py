@@ -103,7 +103,9 @@ class Source:
     """The path or URL of the data."""
     format: str
     text_key: str | None = None
-    """Overrides `corpus.text_key`, if the source's named corpus sets one."""
+    """Overrides `corpus.text_key`, if its entry of `corpus.sources` has one."""
+    group: str = ""
+    """The name of its entry of `corpus.sources`, if it has one."""
     encoding: str = "auto"
     """The encoding of the file, from `corpus.encoding`."""
     in_archive: bool = False

@@ -57,6 +57,8 @@ class WeightedStore:
     weight: float
     features: FeatureRows | None = None
     """Its ready-made rows, if `train.layout` uses them."""
+    name: str = ""
+    """The name of the part of the corpus that it has, if `corpus.sources` names parts."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,46 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
     tokenizer = tokenizer or open_tokenizer(folder)
     source = _open_folder(tokens, tokenizer, folder, config.train.layout == "features")
     stores: dict[str, list[WeightedStore]] = {split: [_weighted_store(source, split, 1.0)] for split in SPLITS}
-    return Splits(stores, tokenizer, source.fingerprint, manifest, source.files, [(source.fingerprint, 1.0)])
+    weights = config.corpus.weights
+    if "sources" not in manifest or source.features:
+        if weights:
+            problem = "train.layout=features reads rows of all sources" if source.features else f"{tokens} has none"
+            raise TextmillError(
+                f"corpus.sources: weights need named parts of the tokens; {problem}; remove the weights, or prepare "
+                "and tokenize again with --force"
+            )
+        return Splits(stores, tokenizer, source.fingerprint, manifest, source.files, [(source.fingerprint, 1.0)])
+    return _open_named(source, manifest, weights, tokenizer)
+
+
+def _open_named(
+    source: _SplitSource, manifest: dict[str, Any], weights: dict[str, float], tokenizer: TextTokenizer
+) -> Splits:
+    """The parts of a tokens folder by the names of `corpus.sources`: blended by weight, and measured one by one.
+
+    Without weights the train split is one store: each sample may be of any part.
+    """
+    if unknown := sorted(weights.keys() ^ manifest["sources"].keys() if weights else ()):
+        raise TextmillError(f"corpus.sources: '{unknown[0]}' is not in the tokens; run: textmill run WHERE --force")
+    parts: dict[str, list[WeightedStore]] = {split: [] for split in SPLITS}
+    for split in SPLITS:
+        end = 0
+        for name, counts in manifest["sources"].items():
+            begin, end = end, end + counts[split]["documents"]
+            store = source.stores[split].slice(begin, end)
+            parts[split].append(WeightedStore(store, weights.get(name, 1.0), name=name))
+        if end != len(source.stores[split]):  # sources without a name are before the others
+            parts[split] = [_weighted_store(source, split, 1.0)]
+    if not weights:
+        parts["train"] = [_weighted_store(source, "train", 1.0)]
+        return Splits(parts, tokenizer, source.fingerprint, manifest, source.files, [(source.fingerprint, 1.0)])
+    if empty := [part.name for part in parts["train"] if not part.store.tokens]:
+        raise TextmillError(f"corpus.sources: '{empty[0]}' has no tokens in the train split; remove it or its weight")
+    fingerprints = [(hash_json([source.fingerprint, part.name]), part.weight) for part in parts["train"]]
+    # How often each part is read is not known here.
+    counts = {split: found for split, found in manifest["splits"].items() if split != "train"}
+    fingerprint = hash_json([source.fingerprint, weights])
+    return Splits(parts, tokenizer, fingerprint, {**manifest, "splits": counts}, source.files, fingerprints)
 
 
 def _open_used(config: RunConfig, tokenizer: TextTokenizer) -> Splits:

@@ -18,7 +18,7 @@ import numpy as np
 
 from textmill.config import RunConfig, TokensConfig, TrainConfig
 from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.shards import count_group_bytes, list_shards, read_groups
+from textmill.corpus.shards import count_group_bytes, list_shards, read_groups, shard_number
 from textmill.errors import TextmillError, failed_work, warn
 from textmill.runners import Runner, open_runner
 from textmill.storage.files import format_path, manifest_entry, read_json, remove_folder, write_bytes
@@ -113,11 +113,26 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         files = {name: manifest_entry(part / name) for name in names}
         if config.tokens.kind != "store":
             files |= _write_rows(config.tokens, config.train, tokenizer_folder, tokenizer.eos_id, part, runner)
-        shared = {name: manifest[name] for name in ("tokenizer", "vocab", "eos_id")}
+        shared: dict[str, Any] = {name: manifest[name] for name in ("tokenizer", "vocab", "eos_id")}
+        if by_name := read_json(corpus / "account.json").get("by_name"):
+            shared["sources"] = _count_sources(by_name, tasks, counts)
         remove_folder(part / PARTS)
         stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
     print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
     return folder
+
+
+def _count_sources(
+    by_name: dict[str, Any], tasks: Tasks, counts: dict[EncodingTask, Counts]
+) -> dict[str, dict[Split, Counts]]:
+    """By the names of `corpus.sources` what each split has of them; its documents are in the order of the names."""
+    return {
+        name: {
+            split: _sum([counts[task] for task in tasks[split] if shard_number(task.shard) in set(source["shards"])])
+            for split in SPLITS
+        }
+        for name, source in by_name.items()
+    }
 
 
 def _require_chat_template(tokens: TokensConfig, tokenizer: TextTokenizer, folder: Path) -> TurnTemplates:

@@ -193,6 +193,10 @@ def new_console(throughput: Throughput, stream: TextIO) -> Console:
     return LiveConsole(throughput, stream) if live else PlainConsole(throughput, stream)
 
 
+OF_SOURCE = "valid_loss_"
+"""Begins the name of the valid loss of a named source."""
+
+
 def format_valid(values: Values) -> str:
     """The loss on the valid split, in bits per byte too, its perplexity, and the fraction of its tokens predicted
     correctly, next to that of the last train batch."""
@@ -200,7 +204,11 @@ def format_valid(values: Values) -> str:
     accuracy = f"  accuracy {values['valid_accuracy']:.1%}{train}" if "valid_accuracy" in values else ""
     perplexity = f"  ppl {values['valid_perplexity']:.2f}" if "valid_perplexity" in values else ""
     bits = f"  {values['valid_bits_per_byte']:.3f} bits/byte" if "valid_bits_per_byte" in values else ""
-    return f"valid loss {values['valid_loss']:.4f}{bits}{perplexity}{accuracy}"
+    by_source = ", ".join(
+        f"{name.removeprefix(OF_SOURCE)} {value:.4f}" for name, value in values.items() if name.startswith(OF_SOURCE)
+    )
+    sources = f" ({by_source})" if by_source else ""
+    return f"valid loss {values['valid_loss']:.4f}{sources}{bits}{perplexity}{accuracy}"
 
 
 def format_tasks(values: Values) -> list[str]:

@@ -253,11 +253,18 @@ class Training:
         finally:
             hook.remove()
 
+    def _note_mixture(self, run_length: RunLength) -> None:
+        """Print how often each source is repeated, if the sources have weights."""
+        samples = run_length.samples_after(run_length.steps) if run_length.known else 0
+        if samples and (mixture := self.batches.describe_mixture(samples)):
+            self.trackers.note(f"train: {mixture}")
+
     def run_steps(self, batches: Batches, started: float, evaluates: bool) -> Generator[TrainingStep]:
         """The remaining steps; after each comes what is due."""
         facts = self.engine.describe()
         self.batches = batches
         self.trackers = open_run_folder(self.config, self.run_length, self.start, facts) if self.first else Trackers()
+        self._note_mixture(self.run_length)
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
         first = None if self.run_length.known else self.start.step + 1
         self.timer = MinutesTimer(started, evaluates, first, self.ranks, self.step_log, self.validation.costs)
@@ -304,6 +311,7 @@ class Training:
             self.trackers.set_steps(run_length.steps)
             if self.timer.is_news(run_length):
                 self.trackers.note(f"train: {run_length.describe()}")
+                self._note_mixture(run_length)
         check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
         metrics: dict[str, float] = {}
         if self.validation.is_due(run_length, done):

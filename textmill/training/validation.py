@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -104,8 +105,10 @@ class Validation:
 
     def _measure_valid(self) -> dict[str, float]:
         """The loss and the accuracy; nothing if the split is empty."""
-        batches = itertools.islice(self._batches(), self.config.train.evaluate_batches)
-        sums = sum((self.engine.eval_step(batch) for batch in batches), EvalSums(0.0, 0, 0))
+        by_source: dict[str, EvalSums] = {}
+        for name, batch in itertools.islice(self._batches_by_source(), self.config.train.evaluate_batches):
+            by_source[name] = self.engine.eval_step(batch) + by_source.get(name, EvalSums(0.0, 0, 0))
+        sums = sum(by_source.values(), EvalSums(0.0, 0, 0))
         if not sums.loss_tokens:
             return {}
         heads = {"valid": sums, **{f"valid_{name}": head_sums for name, head_sums in sums.others.items()}}
@@ -114,14 +117,26 @@ class Validation:
             if head_sums.loss_tokens:
                 values[f"{name}_loss"] = head_sums.loss / head_sums.loss_tokens
                 values[f"{name}_accuracy"] = head_sums.correct / head_sums.loss_tokens
+        values |= {
+            f"valid_loss_{name}": part.loss / part.loss_tokens
+            for name, part in by_source.items()
+            if name and part.loss_tokens
+        }
         values |= self._perplexity("valid_perplexity", values["valid_loss"])
         if factor := bits_factor(self.data, "valid", self.config.train):
             values["valid_bits_per_byte"] = factor * values["valid_loss"]
         return values
 
     def _batches(self) -> Iterator[Batch]:
+        return (batch for _, batch in self._batches_by_source())
+
+    def _batches_by_source(self) -> Iterator[tuple[str, Batch]]:
+        """The valid batches, each with the name of its part of the corpus, if parts have names."""
         folder = self.config.folder_of("train") / INDEX_FOLDER
-        return valid_batches(self.config.train, self.data, length=self.length, folder=folder)
+        for part in self.data.by_split["valid"]:
+            data = replace(self.data, by_split={**self.data.by_split, "valid": [part]})
+            for batch in valid_batches(self.config.train, data, length=self.length, folder=folder):
+                yield part.name, batch
 
     def costs(self) -> Costs:
         """How long an evaluation and a save take, from a few batches and from the number of weights."""

@@ -48,6 +48,7 @@ def open_batches(
         sizes,
         [weighted.store for weighted in stores],
         blends_of(ranges, sizes) if splits.sources else (),
+        [weighted.name for weighted in stores],
     )
 
 
@@ -64,11 +65,14 @@ class Batches:
         sizes: BatchSizes,
         stores: Sequence[TokenStore] = (),
         blends: Sequence[BlendRange] = (),
+        names: Sequence[str] = (),
     ) -> None:
-        """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`."""
+        """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`. `names`: of
+        the parts of the corpus that the layouts read, if they have names."""
         self.layouts = layouts
         self.sizes = sizes
         self.stores = stores
+        self.names = names
         self.teacher: TeacherCache | None = None
         """Cached predictions of teachers, which are read with each batch."""
         self.blends = blends
@@ -100,6 +104,28 @@ class Batches:
             found_rows, documents = self.layouts[store].find_documents(numbers[rows])
             for row, document in zip(found_rows.tolist(), documents.tolist(), strict=True):
                 yield int(samples[rows[row]]), store, document
+
+    def describe_mixture(self, samples: int) -> str | None:
+        """The share of each named part in the first `samples` samples, and how often it is repeated."""
+        if not any(self.names):
+            return None
+        counts = self.samples_by_layout(samples)
+        parts = (
+            f"{name} {count / max(1, samples):.1%} of the samples, {count / layout.samples_per_epoch:.2f} epochs"
+            for name, layout, count in zip(self.names, self.layouts, counts, strict=True)
+        )
+        return f"mixture: {'; '.join(parts)}"
+
+    def samples_by_layout(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples of the run each layout gives."""
+        counts = [0] * len(self.layouts)
+        ends = [*(blend_range.sample for blend_range in self.blends[1:]), samples]
+        for blend_range, end in zip(self.blends, ends, strict=True):
+            found = blend_range.blend.counts_before(max(0, min(end, samples) - blend_range.sample))
+            for layout, count in zip(blend_range.layouts, found.tolist(), strict=True):
+                if layout is not None:
+                    counts[layout] += count
+        return counts
 
     def _locate(self, samples: Numbers) -> tuple[Numbers, Numbers]:
         """(layout, number of the sample within its store) for each sample of the run."""

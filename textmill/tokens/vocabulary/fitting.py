@@ -247,9 +247,7 @@ def find_fit_sources(config: RunConfig) -> list[Source] | None:
         return None
     folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     own = folders + [folder.with_name(folder.name + ".part") for folder in folders]
-    return find_sources(
-        config.corpus.sources, skip=own, corpora=config.corpus.corpora_file, encoding=config.corpus.encoding
-    )
+    return find_sources(config.corpus.sources, skip=own, encoding=config.corpus.encoding)
 
 
 def count_words(parts: Sequence[TextPart], section: TokenizerConfig, runner: Runner) -> Iterator[Counter[str]]:
