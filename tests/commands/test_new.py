@@ -32,6 +32,19 @@ def test_conversations_get_a_template() -> None:
     assert (config.tokenizer.chat, config.train.layout) == ("default", "chat")
 
 
+def test_conversations_next_to_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("texts").mkdir()
+    turns = [{"role": "user", "content": "Who goes there?"}, {"role": "assistant", "content": "Nobody at all."}]
+    Path("texts/chat.jsonl").write_text("".join(json.dumps({"messages": turns, "n": n}) + "\n" for n in range(40)))
+    Path("texts/plain.txt").write_text("\n\n".join(f"The mill turns {n} times. " * 9 for n in range(80)))
+    Path("texts/picture.png").write_bytes(b"\x89PNG")
+    assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "conversations next to plain text (texts/plain.txt) are read as plain text" in printed
+    assert "1 file has no format that textmill reads and will be skipped: texts/picture.png" in printed
+    assert main(["prepare", "mine"]) == 0
+
+
 def test_files_in_an_older_encoding_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts").mkdir()
     texts = {f"{n}.txt": f"물레방아가 강가에서 {n}번 돌아간다. 방앗간 주인은 곡식을 빻는다." for n in range(30)}

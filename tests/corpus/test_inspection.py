@@ -11,8 +11,9 @@ import pytest
 
 from textmill.config import CorpusConfig
 from textmill.corpus.encodings import detect_encoding, suggest_encoding
-from textmill.corpus.find_sources import find_sources
+from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.inspection import RecordFacts, inspect_records
+from textmill.corpus.records import BadRecord
 
 PROSE = "A short sentence about nothing in particular, number {}."
 KOREAN = "아무 내용도 없는 짧은 문장입니다. 번호는 {} 번입니다.\n"
@@ -153,3 +154,20 @@ def test_looks_at_tables(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["a", "b"], "article": [PROSE, PROSE]}), tmp_path / "a.parquet")
     found = inspect_records(find_sources([str(tmp_path / "a.parquet")]), CorpusConfig())
     assert (found.text_key, found.fields) == ("article", ("id", "article"))
+
+
+def test_conversations_in_three_layouts(tmp_path: Path) -> None:
+    chats = {
+        "a": {"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]},
+        "b": {"conversations": [{"from": "human", "value": "where?"}, {"from": "gpt", "value": "here"}]},
+        "c": {"instruction": "when?", "input": "", "output": "now"},
+    }
+    for name, record in chats.items():
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(record) + "\n") * 9)
+    sources = find_sources([str(tmp_path)])
+    found = inspect_records(sources, CorpusConfig())
+    assert (found.chat, found.text_key) == ("auto", None)
+    config = CorpusConfig(chat="auto")
+    records = [record for chunk in split_into_chunks(sources, "section") for record in read_records(chunk, config)]
+    assert len(records) == 27
+    assert not any(isinstance(record, BadRecord) for record in records)

@@ -312,6 +312,7 @@ def check_trackers_work(track: TrackConfig) -> Finding:
 
 def check_runner(kind: str, scratch: Path) -> Finding:
     """Whether the runner can do a small job: prepare a bundled text."""
+    announce("prepares a small corpus")
     done = run_textmill(["prepare", "quickstart", f"folder={scratch / 'runner'}", f"runner.kind={kind}"])
     if done.returncode:
         return Finding("runner", BAD, f"{kind}: {done.last_line}", f"see docs/runners.md for runner.kind={kind}")
@@ -410,6 +411,7 @@ def train_arguments(scratch: Path, run: str, steps: int, *more: str) -> list[str
 
 def check_training(scratch: Path, device: str) -> list[Finding]:
     """Prepare, tokenize, train two steps, save, and resume for a third: every part that a real run needs."""
+    announce("prepares and trains a tiny model")
     done = run_python(["-c", STAGES, "quickstart", f"folder={scratch}", "tokenizer.vocab=300"])
     if done.returncode:
         return [Finding("data", BAD, done.last_line, "the line names the cause; the same commands fail for a project")]
@@ -434,6 +436,7 @@ def check_processes(scratch: Path) -> Finding:
     """Two processes on the CPU, which exchange gradients; they must give the losses of one."""
     if not (scratch / "tokens").is_dir():
         return Finding("two processes", ADVICE, "not checked, because the data job failed")
+    announce("trains it in two processes")
     one = run_textmill(train_arguments(scratch, "single", 2, "engine.device=cpu"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "textmill"]
     two = run_python([*launcher, *train_arguments(scratch, "both", 2, "engine.device=cpu")])
@@ -452,6 +455,7 @@ def check_processes(scratch: Path) -> Finding:
 
 def check_kernel() -> Finding:
     """One of our kernels on the GPU, compared with torch on the CPU."""
+    announce("runs a kernel")
     done = run_python(["-c", KERNEL])
     parts = done.last_line.split("|")
     if done.returncode or len(parts) != 4:
@@ -470,11 +474,17 @@ def check_kernel() -> Finding:
 
 def check_compile() -> Finding:
     """Whether torch can compile; without a compiler, training falls back to slower code."""
+    announce("compiles a function")
     done = run_python(["-c", COMPILE])
     if done.returncode == 0 and done.output.split()[-1:] == ["4.0"]:
         return Finding("compiler", GOOD, "torch.compile works")
     fix = "install a C++ compiler (Debian: g++ python3-dev), or leave engine.compile=auto, which falls back"
     return Finding("compiler", ADVICE, f"torch.compile failed: {done.last_line}", fix)
+
+
+def announce(job: str) -> None:
+    """Name a job that starts: on a busy machine it may take minutes."""
+    print(f"doctor: {job} ...", file=sys.stderr, flush=True)
 
 
 def read_losses(run: Path) -> list[float]:

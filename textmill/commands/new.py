@@ -15,6 +15,7 @@ from textmill.corpus.document_files import describe_unread_documents
 from textmill.corpus.encodings import advise_encodings
 from textmill.corpus.find_sources import bundled_corpora, describe_skipped, find_sources, source_state
 from textmill.corpus.inspection import RecordFacts, inspect_records
+from textmill.corpus.prepare import WITHOUT_CONVERSATIONS
 from textmill.corpus.source import Source
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
@@ -54,6 +55,12 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     masked = family != AUTO and open_family(family).OBJECTIVE == "masked"
     sources = _find_texts(entries, folder)
     records = inspect_records(sources, CorpusConfig())
+    if records.chat and (plain := [source for source in sources if source.format in WITHOUT_CONVERSATIONS]):
+        records = inspect_records(sources, CorpusConfig(), with_conversations=False)
+        print(
+            f"new: conversations next to plain text ({plain[0].name}) are read as plain text; for a chat model, name "
+            "the files of conversations alone"
+        )
     if len(records.older_encodings) > 1:
         raise TextmillError(f"--text: {advise_encodings(records.older_encodings)}")
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding

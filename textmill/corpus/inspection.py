@@ -51,7 +51,8 @@ class RecordFacts:
     text_key: str | None = None
     """`corpus.text_key`: the field with the text, a path to it, or the list of turns; None if no field has text."""
     chat: str | None = None
-    """`corpus.chat`: messages, sharegpt, alpaca or pairs; None if the records are plain text."""
+    """`corpus.chat`: messages, sharegpt, alpaca or pairs, auto for several of them; None if the records are plain
+    text."""
     encoding: str = "utf-8"
     """The encoding of the files, such as utf-16-le or cp949."""
     older_encodings: Mapping[str, str] = field(default_factory=dict)
@@ -107,14 +108,17 @@ class _Sample:
         return next((name for name, _ in self.encodings.most_common(1)), "utf-8")
 
 
-def inspect_records(sources: Sequence[Source], config: CorpusConfig) -> RecordFacts:
-    """Examine a few records of up to eight sources of each format, spread evenly; the most common finding counts."""
+def inspect_records(sources: Sequence[Source], config: CorpusConfig, *, with_conversations: bool = True) -> RecordFacts:
+    """Examine a few records of up to eight sources of each format, spread evenly; the most common finding counts.
+
+    Without `with_conversations`, the texts of conversations are texts like others.
+    """
     sample = _Sample()
     for source in _spread_by_format(sources):
         with suppress(BrokenStream):  # prepare reports it
             sample.add(source, config)
     records = [record for part in sample.by_source for record in part]
-    chat, text_key = _find_chat(records, config)
+    chat, text_key = _find_chat(records, config) if with_conversations else (None, None)
     if chat is not None:
         texts = [text for record in records for text in _turn_texts(record, chat, text_key)]
     elif records:
@@ -217,6 +221,9 @@ def _find_chat(records: list[Record], config: CorpusConfig) -> tuple[str | None,
         return None, None
     (chat, key), count = found.most_common(1)[0]
     has_text = sum(isinstance(record.get(config.text_key), str) for record in records)
+    if len(found) > 1 and count < MIN_AGREEMENT * len(records):
+        readable = sum(bool(_turn_texts(record, "auto", None)) for record in records)
+        return ("auto", None) if readable >= MIN_AGREEMENT * len(records) else (None, None)
     if count < MIN_AGREEMENT * len(records) or (chat == "pairs" and has_text >= MIN_AGREEMENT * len(records)):
         return None, None
     return chat, key

@@ -21,7 +21,7 @@ from textmill.corpus.find_sources import group_chunks, read_records, source_stat
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import BINARY_DOCUMENTS, Source, SourceChunk
 from textmill.corpus.streams import decompress, open_raw
-from textmill.errors import TextmillError, warn
+from textmill.errors import TextmillError
 from textmill.planning.plan import TextProfile
 from textmill.tokens.vocabulary.algorithms import cut_text, train_bpe_on_texts
 
@@ -87,7 +87,10 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
         raise TextmillError(f"{sources[0].name}: found {found}; name files with text, or see textmill prepare --help")
     if sample.bad_records > corpus.max_unreadable * sample.documents:
         found = f"{sample.bad_records:,} of {sample.bad_records + sample.documents:,} records"
-        warn(f"{found} of a sample cannot be read, so that prepare will stop; the first: {sample.first_bad_record}")
+        raise TextmillError(
+            f"{found} of a sample cannot be read, so that prepare would stop; the first: {sample.first_bad_record}; "
+            "leave such files out, or correct them"
+        )
     scale = total / read_bytes if read_bytes else 1.0
     return TextProfile(
         bytes=max(sample.bytes, round(sample.bytes * scale)),
