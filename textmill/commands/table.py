@@ -61,7 +61,6 @@ class Command:
         return self.function.partition(":")[2]
 
     def load(self) -> Callable[..., Any]:
-        """Import its function."""
         return load_function(self.function)
 
 

@@ -358,6 +358,7 @@ TARGETS = {
     "use model.init_from: it starts a new run from weights": "finetune",
     "name fewer files in corpus.sources; evaluate.sample limits an evaluation": "max_train_samples max_eval_samples",
     "not needed: name the .npy files in tokens.use": "use_npy_data_loader",
+    "set train.ema_window to 1 / (1 - decay) for a moving average of the weights": "ema_decay model_ema_decay",
     "not needed: positions without loss always have the label -100": "ignore_label",
     _NET: """apply_layernorm_1p norm_epsilon layernorm_epsilon layernorm_zero_centered_gamma rotary_percent
         rotary_seq_len_interpolation_factor glu_activation

@@ -217,7 +217,6 @@ class ShardWriter:
         self.pending: list[pa.Table] = []
 
     def add(self, table: pa.Table) -> None:
-        """Append rows."""
         if table.num_rows:
             self.pending.append(table)
             if (

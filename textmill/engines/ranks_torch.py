@@ -101,7 +101,6 @@ class TorchRanks:
 
     @property
     def first(self) -> bool:
-        """Rank 0."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
@@ -131,7 +130,6 @@ class TorchRanks:
         return found
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         dist.barrier(group=self.group)
         self.report_progress()
 

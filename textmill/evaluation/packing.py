@@ -50,7 +50,6 @@ class Tree:
         self.tokens = len(self.context) + sum(len(branch) - 1 for branch in self.branches)
 
     def add(self, branch: Ids, number: int) -> None:
-        """Add a pair's continuation."""
         if branch not in self.branches:
             self.tokens += len(branch) - 1
         self.branches.setdefault(branch, []).append(number)

@@ -141,7 +141,6 @@ class TextScorer(ABC):
 
     @property
     def device(self) -> str:
-        """Where the net is."""
         return str(self.net.head.device)
 
     @abstractmethod
@@ -215,7 +214,6 @@ class TorchScorer(TextScorer):
 
     @property
     def objective(self) -> str:
-        """What the model predicts."""
         return "next_token"
 
     @property
@@ -579,7 +577,6 @@ class MaskedScorer(TextScorer):
 
     @property
     def objective(self) -> str:
-        """What the model predicts."""
         return "masked"
 
     @property

@@ -64,22 +64,18 @@ class SingleProcess:
     first = True
 
     def any(self, flag: bool) -> bool:
-        """The flag."""
         return flag
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """The values."""
         return list(values)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The value alone."""
         return [value]
 
     def barrier(self) -> None:
         """Nothing to wait for."""
 
     def new_group(self) -> SingleProcess:
-        """Itself."""
         return self
 
     def report_progress(self, place: str | None = None) -> None:

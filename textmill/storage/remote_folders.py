@@ -207,7 +207,6 @@ class RemoteFolder:
             return None
 
     def put(self, local: Path, name: str) -> None:
-        """Write a file."""
         try:
             self.files.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
             self.files.put_file(str(local), f"{self.path}/{name}")
@@ -215,7 +214,6 @@ class RemoteFolder:
             raise TextmillError(f"{self.url}: {name} cannot be written ({first_line(error)}); {ADVICE}") from None
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
         try:
             self.files.rm_file(f"{self.path}/{name}")
         except FileNotFoundError:

@@ -117,7 +117,6 @@ class PlainConsole:
         """Steps that are not logged get no line."""
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self._print(text)
 
     def set_steps(self, steps: int) -> None:
@@ -170,7 +169,6 @@ class LiveConsole:
         """Changed settings were printed when the run resumed."""
 
     def advance(self, step: int) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=step, place=self._throughput.format_step(step))
 
     def note(self, text: str) -> None:

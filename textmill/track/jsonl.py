@@ -42,7 +42,6 @@ class JsonLines:
         self._stream.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._stream.close()
 
 
@@ -99,7 +98,6 @@ class NoteLines:
         self._stream.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._stream.close()
 
 

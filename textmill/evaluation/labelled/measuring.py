@@ -210,7 +210,6 @@ class ConfusionMatrix:
 
     @property
     def total(self) -> int:
-        """The number of predictions."""
         return int(self.counts.sum())
 
     def accuracy(self) -> float:
