@@ -114,7 +114,7 @@ class Lanes:
         shape = {"model.shape.layers": 0, "model.shape.heads": 0}
         found = [
             ladder[0]  # the nearest value of a setting in one direction
-            for candidate in candidates(current_settings(config))
+            for candidate in candidates(current_settings(config.train, config.model, config.engine))
             for ladder in candidate.ladders
             if candidate.same_speed or not self.on_gpu
         ]

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
-from textmill.config import EvaluateConfig, RunConfig
+from textmill.config import EngineConfig, EvaluateConfig, RunConfig
 from textmill.corpus.find_sources import find_sources
 from textmill.errors import TextmillError, warn
 from textmill.evaluation import (
@@ -42,7 +42,7 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
         checkpoint = run_on_all(ranks, lambda: find_run_model(config, step))
         if label_head_of(read_shape(checkpoint.folder)):
             return run_on_all(ranks, lambda: _evaluate_labels(checkpoint, config, ranks, as_json))
-        scorer = run_on_all(ranks, lambda: _open_scorer(checkpoint, config, ranks))
+        scorer = run_on_all(ranks, lambda: _open_scorer(checkpoint, config.engine, config.evaluate.batch, ranks))
         for task in tasks:
             check_objective(task, scorer.objective, scorer.checkpoint.folder)
         results: Result = {}
@@ -58,15 +58,15 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
     return results
 
 
-def check_evaluation(config: RunConfig, shape: Shape) -> None:
+def check_evaluation(settings: EvaluateConfig, encoding: str, shape: Shape) -> None:
     """Refuse tasks and texts with which a model of this shape, which need not exist yet, could not be evaluated."""
     if label_head_of(shape):
-        _refuse_tasks(config.evaluate)
+        _refuse_tasks(settings)
     else:
-        for task in open_tasks(config.evaluate.tasks):
+        for task in open_tasks(settings.tasks):
             check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
-    if config.evaluate.text:
-        find_sources(config.evaluate.text, encoding=config.corpus.encoding, setting="evaluate.text")
+    if settings.text:
+        find_sources(settings.text, encoding=encoding, setting="evaluate.text")
 
 
 def _refuse_tasks(settings: EvaluateConfig) -> None:
@@ -116,17 +116,15 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
     return result
 
 
-def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Scorer:
+def _open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int, ranks: Ranks) -> Scorer:
     from textmill.engines.scoring_torch import ScoringMesh
     from textmill.evaluation.scorer_torch import new_scorer
     from textmill.evaluation.task import Share
 
-    mesh = ScoringMesh(config.engine, ranks)
+    mesh = ScoringMesh(engine, ranks)
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     net = mesh.new_net(read_shape(checkpoint.folder), checkpoint.weights(), str(checkpoint.folder))
-    return new_scorer(
-        checkpoint, net, tokenizer, config.engine.precision, config.evaluate.batch, Share(ranks, *mesh.part)
-    )
+    return new_scorer(checkpoint, net, tokenizer, engine.precision, batch, Share(ranks, *mesh.part))
 
 
 def _run_task(

@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import EngineConfig, JaxEngine, LoraConfig, PlanConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config import (
+    EngineConfig,
+    JaxEngine,
+    LoraConfig,
+    ModelConfig,
+    PlanConfig,
+    RunConfig,
+    TorchEngine,
+    TrainConfig,
+)
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Engine, open_engine
@@ -45,7 +54,7 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
     """Print and return what the run takes; writes nothing."""
     data = open_data(config)
     config = complete(config, data)
-    shape = open_shape(config, data)
+    shape = open_shape(config.model, config.train.length, data)
     trained = trained_weights(shape, config.train, config.model.lora)
     target = target_of(config.plan, config.engine)
     estimator = Estimator(shape, config.train, config.model.lora)
@@ -224,15 +233,14 @@ def open_data(config: RunConfig) -> Data:
     return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
 
 
-def open_shape(config: RunConfig, data: Data) -> Shape:
+def open_shape(model: ModelConfig, length: int | None, data: Data) -> Shape:
     """The shape that the run will have."""
-    init_model = open_model(config.model.init_from) if config.model.init_from else None
+    init_model = open_model(model.init_from) if model.init_from else None
     if data.splits is not None:
-        return choose_shape(config.model, config.train.length, data.splits, init_model)
+        return choose_shape(model, length, data.splits, init_model)
     if init_model is not None:
-        return shape_of_checkpoint(init_model, config.model.shape)
-    family = open_family(config.model.family)
-    return family.shape_of(config.model, vocab=data.vocab, eos_id=data.end, length=config.train.length)
+        return shape_of_checkpoint(init_model, model.shape)
+    return open_family(model.family).shape_of(model, vocab=data.vocab, eos_id=data.end, length=length)
 
 
 def complete(config: RunConfig, data: Data) -> RunConfig:
@@ -387,7 +395,7 @@ def probe_speed(config: RunConfig, shape: Shape, estimate: Estimate) -> Speed:
     """Time real steps of one and of two passes on random tokens: their difference is the time of a pass."""
     wanted = max(2, config.plan.probe_steps)
     passes = 2 if estimate.passes > 1 else 1
-    engine = _open(config, shape, estimate, passes)
+    engine = _open_probe(config.engine, config.train, shape, config.model.lora, estimate.micro_batch, passes)
     try:
         end = time.perf_counter() + MAX_SECONDS
         _step(engine, shape, config.train, estimate.micro_batch, 0)  # the first step compiles
@@ -402,11 +410,11 @@ def probe_speed(config: RunConfig, shape: Shape, estimate: Estimate) -> Speed:
     return Speed(seconds, f"timed here: {config.plan.probe_steps} steps of this net on random tokens")
 
 
-def _open(config: RunConfig, shape: Shape, estimate: Estimate, passes: int) -> Engine:
-    train = config.train.model_copy(update={"batch": passes * estimate.micro_batch, "batch_rampup": []})
-    engine = config.engine.model_copy(update={"micro_batch": estimate.micro_batch})
-    lora = config.model.lora
-    opened = open_engine(engine, train, shape, lora)
+def _open_probe(
+    engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None, micro_batch: int, passes: int
+) -> Engine:
+    train = train.model_copy(update={"batch": passes * micro_batch, "batch_rampup": []})
+    opened = open_engine(engine.model_copy(update={"micro_batch": micro_batch}), train, shape, lora)
     weights: Any = initial_weights(shape, 0)
     opened.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "a probe")
     return opened

@@ -140,7 +140,7 @@ class RunConfig(Section):
     def _check_across_sections(self) -> RunConfig:
         _check_shape(self.model, self.train)
         _check_labels(self)
-        _check_multi_token(self)
+        _check_multi_token(self.train, self.engine)
         _check_micro_batch(self.engine.micro_batch, self.train)
         train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
@@ -234,15 +234,14 @@ def _check_labels(config: RunConfig) -> None:
         )
 
 
-def _check_multi_token(config: RunConfig) -> None:
+def _check_multi_token(train: TrainConfig, engine: EngineConfig) -> None:
     """Multi-token prediction needs next tokens as labels, and the whole vocabulary on one device."""
-    train = config.train
     key = "train.multi_token.weight"
     if not train.multi_token.weight:
         return
-    if "multi_token" in config.engine.refused:
-        raise TextmillError(f"{key}: {config.engine.refused['multi_token']}; remove it, or set engine.kind=torch")
-    tensor = config.engine.mesh.tensor if isinstance(config.engine, TorchEngine) else 1
+    if "multi_token" in engine.refused:
+        raise TextmillError(f"{key}: {engine.refused['multi_token']}; remove it, or set engine.kind=torch")
+    tensor = engine.mesh.tensor if isinstance(engine, TorchEngine) else 1
     others = {
         f"train.layout={train.layout}": train.layout in ("masked", "labelled"),
         "train.distil.teachers": train.distil.teachers,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.folders import find_checkpoint
-from textmill.config import RunConfig, ShapeConfig, shape_numbers
+from textmill.config import EngineConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig, shape_numbers
 from textmill.config.load import build_config, drop_replaced, merge_trees
 from textmill.config.own_files import is_own_file, open_own_file
 from textmill.errors import Interrupted, TextmillError
@@ -77,7 +77,9 @@ class Tuning:
         finished = {_key(row): Result(**row["result"]) for row in stored["trials"]} if stored else {}
         earlier_seconds = sum(result.seconds for result in finished.values())
         lengths = Lengths(minutes, self._full_steps(), full_minutes)
-        trials = search(current_settings(self.config), lengths, self.outcome)
+        trials = search(
+            current_settings(self.config.train, self.config.model, self.config.engine), lengths, self.outcome
+        )
         trial: Trial | None = next(trials)
         is_warm = False
         while trial is not None:
@@ -238,10 +240,8 @@ def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
     return build_config(merge_trees(drop_replaced(tree, overrides), overrides))
 
 
-def current_settings(config: RunConfig) -> Current:
-    """The settings of a config that trials change."""
-    settings = config.train
-    model = config.model
+def current_settings(settings: TrainConfig, model: ModelConfig, engine: EngineConfig) -> Current:
+    """The settings that trials change."""
     own = model.init_from or isinstance(model.shape, str) or is_own_file(model.family)
     numbers = {} if own else shape_numbers(model)
     dropout = model.shape.dropout if isinstance(model.shape, ShapeConfig) else None
@@ -254,7 +254,7 @@ def current_settings(config: RunConfig) -> Current:
         ema_window=settings.ema_window,
         adamw_rate_factor=settings.muon.adamw_rate_factor if settings.optimizer == "muon" else None,
         width=numbers.get("width"),
-        averages="ema_window" not in config.engine.refused,
+        averages="ema_window" not in engine.refused,
     )
 
 
