@@ -353,7 +353,7 @@ def test_no_slot_leaks_after_five_hundred_cancelled_requests(generator: Generato
         scheduler.cancel(number)
         readers.append(reader)
     assert all(reader.done().reason == "cancelled" for reader in readers)
-    stats = scheduler.stats()._replace(tokens=0)
+    stats = dataclasses.replace(scheduler.stats(), tokens=0)
     assert stats == ModelStats(active=0, waiting=0, slots=5, queue=20, tokens=0, requests=500, cancelled=500)
     assert scheduler._batch.free == 5
     after = [Reader() for _ in range(5)]

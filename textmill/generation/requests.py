@@ -114,16 +114,17 @@ class TextChunk:
     """Set in the last chunk. `Done.text` is already part of `text`."""
 
 
-class ModelStats(NamedTuple):
+@dataclass
+class ModelStats:
     """The texts of a model: those active and waiting now, the most of each, and counts since its start."""
 
     active: int
     waiting: int
     slots: int
     queue: int
-    tokens: int
-    requests: int
-    cancelled: int
+    tokens: int = 0
+    requests: int = 0
+    cancelled: int = 0
 
 
 DeliverChunk = Callable[[TextChunk], None]

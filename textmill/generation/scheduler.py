@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
@@ -81,7 +81,8 @@ class ModelThread(ABC, Generic[Item]):
         self._close_at = math.inf
         self._next_deadline = math.inf
         """When a request may have to end early. Jobs are checked only then, not at every step."""
-        self._requests = self._tokens = self._cancelled = self._failed_steps = 0
+        self._stats = ModelStats(0, 0, slots, queue)
+        self._failed_steps = 0
         self._step_started: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -115,8 +116,8 @@ class ModelThread(ABC, Generic[Item]):
                 raise TextmillError(THREAD_DIED)
             if len(self._waiting) + len(self._active) >= self.slots + self.queue:
                 raise QueueFull
-            self._requests += 1
-            job = Job(self._requests, item, deliver, math.inf if deadline is None else deadline, time.monotonic())
+            self._stats.requests += 1
+            job = Job(self._stats.requests, item, deliver, math.inf if deadline is None else deadline, time.monotonic())
             self._waiting[job.number] = job
             self._next_deadline = min(self._next_deadline, job.deadline)
             self._changed.notify()
@@ -133,15 +134,7 @@ class ModelThread(ABC, Generic[Item]):
     def stats(self) -> ModelStats:
         """Return what the thread does and has done."""
         with self._changed:
-            return ModelStats(
-                active=len(self._active),
-                waiting=len(self._waiting),
-                slots=self.slots,
-                queue=self.queue,
-                tokens=self._tokens,
-                requests=self._requests,
-                cancelled=self._cancelled,
-            )
+            return replace(self._stats, active=len(self._active), waiting=len(self._waiting))
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
@@ -254,7 +247,7 @@ class ModelThread(ABC, Generic[Item]):
             if isinstance(event, Done):
                 self._end(self._active[number], event)
             else:
-                self._tokens += 1
+                self._stats.tokens += 1
                 self._deliver(self._active[number], event)
 
     def _fail(self, error: Exception) -> None:
@@ -272,7 +265,7 @@ class ModelThread(ABC, Generic[Item]):
         with self._changed:
             self._waiting.pop(job.number, None)
             self._active.pop(job.number, None)
-            self._cancelled += done.reason == "cancelled"
+            self._stats.cancelled += done.reason == "cancelled"
         self._deliver(job, done)
 
     def _deliver(self, job: Job[Item], event: Token | Done) -> None:

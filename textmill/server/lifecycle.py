@@ -8,11 +8,11 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -69,7 +69,11 @@ def serve(
     check_names(services)
     services[0].model.start()
     configs = [config, *(other.config for other in others)]
-    followed = [(service, one) for service, one in zip(services, configs, strict=True) if follow and is_run(one)]
+    followed = [
+        FollowedRun(service, one.folder_of("train"), partial(open_service, one, "latest", service))
+        for service, one in zip(services, configs, strict=True)
+        if follow and list_checkpoints(one.folder_of("train"))
+    ]
     if follow and not followed:
         raise TextmillError("--follow: there is no run to follow; give the folder of a run, or leave it out")
     models = ServedModels(services)
@@ -141,27 +145,30 @@ def check_names(services: Sequence[Service]) -> None:
         raise TextmillError(f"two models are named '{twice[0]}', after their folders; rename a folder")
 
 
-def is_run(config: RunConfig) -> bool:
-    """Whether a config has checkpoints of a run."""
-    return bool(list_checkpoints(config.folder_of("train")))
+class FollowedRun(NamedTuple):
+    """A run that is still training, and the service of its newest checkpoint."""
+
+    service: Service
+    folder: Path
+    open_newest: Callable[[], Service]
 
 
-async def follow_run(models: ServedModels, service: Service, config: RunConfig) -> None:
+async def follow_run(models: ServedModels, run: FollowedRun) -> None:
     """Change to each newer checkpoint of a run, as soon as it is complete."""
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
         try:
-            if await asyncio.to_thread(newest_step, config) > service.step:
-                newer = await asyncio.to_thread(open_service, config, "latest", service)
-                if newer.step > service.step:  # else the newest one is damaged
-                    await models.replace(service, newer)
+            if await asyncio.to_thread(newest_step, run.folder) > run.service.step:
+                newer = await asyncio.to_thread(run.open_newest)
+                if newer.step > run.service.step:  # else the newest one is damaged
+                    await models.replace(run.service, newer)
         except TextmillError as error:  # it may have been deleted meanwhile
             warn(f"--follow: {error}; trying again")
 
 
-def newest_step(config: RunConfig) -> int:
+def newest_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint; 0 if there is none."""
-    return max(list_checkpoints(config.folder_of("train")), default=0)
+    return max(list_checkpoints(folder), default=0)
 
 
 def find_model_name(checkpoint: Checkpoint) -> str:
@@ -193,7 +200,7 @@ def read_api_key(serve: ServeConfig) -> str | None:
     return key
 
 
-def run(models: ServedModels, listening: socket.socket, followed: Sequence[tuple[Service, RunConfig]] = ()) -> str:
+def run(models: ServedModels, listening: socket.socket, followed: Sequence[FollowedRun] = ()) -> str:
     """Serve on a bound socket until SIGTERM, SIGHUP or ctrl-C; return what was wrong with a model then, or nothing.
 
     Of `followed` runs the newest checkpoint is served.
@@ -233,9 +240,7 @@ def run(models: ServedModels, listening: socket.socket, followed: Sequence[tuple
 class Server(uvicorn.Server):
     """uvicorn with a graceful shutdown: running texts have `serve.shutdown_grace` seconds to finish."""
 
-    def __init__(
-        self, config: uvicorn.Config, models: ServedModels, followed: Sequence[tuple[Service, RunConfig]]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, models: ServedModels, followed: Sequence[FollowedRun]) -> None:
         super().__init__(config)
         self.models = models
         self.followed = followed
@@ -244,7 +249,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the model process, then listen."""
         await self.models.connect()
-        self.following = [asyncio.create_task(follow_run(self.models, *one)) for one in self.followed]
+        self.following = [asyncio.create_task(follow_run(self.models, one)) for one in self.followed]
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

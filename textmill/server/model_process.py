@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -70,9 +71,7 @@ class ModelProcess:
         self._running: asyncio.Task[None] | None = None
         """Reads what the process sends, and restarts it; None before `connect`."""
         self._in_flight: dict[int, DeliverChunk] = {}
-        self._requests = 0
-        self._tokens = 0
-        self._cancelled = 0
+        self._stats = ModelStats(0, 0, serve.slots, serve.queue)
         self._last_heartbeat = time.monotonic()
         self._step_seconds = 0.0
         self._problem = ""
@@ -137,9 +136,9 @@ class ModelProcess:
         if len(self._in_flight) >= self.slots + self.queue:
             raise QueueFull
         seconds = None if deadline is None else deadline - time.monotonic()
-        number = self._requests + 1
+        number = self._stats.requests + 1
         self._send(["submit", number, pack_request(request), seconds, streamed])
-        self._requests = number
+        self._stats.requests = number
         self._in_flight[number] = deliver
         return number
 
@@ -157,15 +156,7 @@ class ModelProcess:
     def stats(self) -> ModelStats:
         """Return what the process does and has done."""
         active = min(len(self._in_flight), self.slots)
-        return ModelStats(
-            active=active,
-            waiting=len(self._in_flight) - active,
-            slots=self.slots,
-            queue=self.queue,
-            tokens=self._tokens,
-            requests=self._requests,
-            cancelled=self._cancelled,
-        )
+        return replace(self._stats, active=active, waiting=len(self._in_flight) - active)
 
     def problem(self, max_step_seconds: float) -> str:
         """Describe what is wrong with the model; empty if nothing is."""
@@ -243,8 +234,8 @@ class ModelProcess:
 
     def _receive(self, tokens: int, cancelled: int, step_seconds: float, problem: str, chunks: list[list[Any]]) -> None:
         """Note the state of the model process, and pass its chunks on."""
-        self._tokens = tokens
-        self._cancelled = cancelled
+        self._stats.tokens = tokens
+        self._stats.cancelled = cancelled
         self._step_seconds = step_seconds
         self._problem = problem
         self._last_heartbeat = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class ServedModels:
     def stats(self) -> ModelStats:
         """Return the counts of all models together."""
         stats = [service.model.stats() for service in self._services.values()]
-        return ModelStats(*map(sum, zip(*stats, strict=True)))
+        return ModelStats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
     def steps(self) -> dict[str, int]:
         """Return the steps of the models that are loaded, by name."""
