@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.server.test_tools import write_hf
 from tests.support import web
 from tests.support.bert_models import write_bert
 from tests.support.browser import Browser, missing
 from tests.support.live_server import Live
+from tests.tokens.test_jinja_template import QWEN
 
 pytestmark = pytest.mark.long
 
@@ -26,7 +28,7 @@ ADDRESS = "http://127.0.0.1:8000"
 def example(kind: str, live: Live, number: int = 0) -> str:
     """Return an example in a language, with the live server's address."""
     found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(found) == (1 if kind == "js" else 3), "for texts, embeddings and constrained output"
+    assert len(found) == {"js": 1, "sh": 3, "python": 4}[kind], "for texts, embeddings, constrained output and tools"
     assert ADDRESS in found[number]
     return found[number].replace(ADDRESS, live.url)
 
@@ -57,6 +59,13 @@ def test_constrained_output(small_model: Path, new_live: Callable[..., Live], ca
     if shutil.which("curl") is not None:
         done = subprocess.run(["bash", "-e", "-c", example("sh", live, 2)], capture_output=True, text=True)
         assert re.search(r'"text": ?"(yes|no)"', done.stdout), done.stdout
+
+
+def test_tools(tmp_path: Path, new_live: Callable[..., Live], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai", reason="the openai client is in the extra dev")
+    live = new_live({"where": str(write_hf(tmp_path, QWEN)), "sample": {"max_tokens": 1000}})
+    exec(compile(example("python", live, 3), "docs/serve.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("weather {")
 
 
 def test_embeddings_and_masks(
