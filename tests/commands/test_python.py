@@ -7,8 +7,10 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import GPT2LMHeadModel
 
 import textmill
 from textmill.commands.table import COMMANDS
@@ -95,3 +97,29 @@ def test_serve_opens_its_port_first(tiny_texts: Path) -> None:
         config = open_where("quickstart", [f"serve.port={taken.getsockname()[1]}"]).config
         with pytest.raises(TextmillError, match=r"serve\.port: cannot listen on"):
             textmill.serve(config)
+
+
+@pytest.mark.long
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run in order; its attention is that of transformers for the same weights."""
+    notebook = json.loads((Path(__file__).parents[2] / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "notebook.ipynb", "exec"), names)
+    output = capsys.readouterr().out
+    assert "nats per token" in output
+    assert "looks at" in output
+    model = GPT2LMHeadModel.from_pretrained(names["run"].checkpoint.folder, attn_implementation="eager")
+    attention = model(names["ids"], output_attentions=True).attentions[0][0]
+    assert (names["attention"] - attention).abs().max() < 1e-5
+    documents = names["documents"]
+    mean = sum(one["loss"] for one in documents) / sum(one["tokens"] for one in documents)
+    assert mean == pytest.approx(best_loss(tmp_path / "runs/notebook/run"), rel=1e-3)
+
+
+def best_loss(run: Path) -> float:
+    """The valid loss that was logged at the best step."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return min(float(line["valid_loss"]) for line in lines if "valid_loss" in line)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -139,5 +140,11 @@ def test_an_opened_run(root: Path, command: Path, capsys: pytest.CaptureFixture[
     assert run.tokenizer.decode(run.tokenizer.encode("KING")) == "KING"
     assert run.generate("KING", max_tokens=4, temperature=0.0) == run.generate("KING", max_tokens=4, temperature=0.0)
     assert run.evaluate(baselines=False)["model"]["bits_per_byte"] > 0
+    with torch.no_grad(), run.capture("h.0.attn") as outputs:
+        run.net()(torch.tensor(batch.inputs))
+    assert [tuple(output.shape) for output in outputs] == [(8, 32, 32)]
+    curves = run.curves()
+    assert ElementTree.fromstring(curves._repr_svg_()).tag.endswith("svg")
+    assert "valid loss, steps 4 to 8" in repr(curves)
     with pytest.raises(TextmillError, match=r"sample\.temprature: no such key; did you mean 'sample\.temperature'"):
         run.generate("KING", temprature=0.0)

@@ -17,6 +17,9 @@ from textmill.models import find_run_model
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.processes.ranks import SingleProcess
+from textmill.reports.curves import Curves
+from textmill.reports.run_files import find_run, read_run
+from textmill.reports.texts import draw_losses
 from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -45,8 +48,21 @@ class Run:
         return open_tokenizer(self.checkpoint.folder)
 
     def net(self) -> BaseNet:
-        """A torch module with the weights in fp32: `net(ids)` are hidden states, `net.logits(hidden)` their logits."""
+        """A torch module with the weights in fp32: `net(ids)` are hidden states, `net.logits(hidden)` their logits; the
+        same one each time."""
+        return self._net
+
+    @cached_property
+    def _net(self) -> BaseNet:
         return open_net(self.checkpoint.folder, open_device(self.config.engine.device))
+
+    def capture(self, name: str) -> AbstractContextManager[list[Any]]:
+        """The outputs of a module of `net()`, such as "h.0.attn", from the passes inside the `with` block."""
+        return loop.capture_outputs(self.net(), name)
+
+    def curves(self) -> Curves:
+        """The loss curves of the run: a picture in a notebook, text elsewhere."""
+        return draw_losses([read_run(find_run(self.where))])
 
     def batch(self, step: int) -> Batch:
         """The whole batch of a training step, counted from 1, in numpy."""

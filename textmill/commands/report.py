@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 
 from textmill.errors import TextmillError
 from textmill.reports.comparison import compare_runs, unique_names
-from textmill.reports.curves import build_svg
 from textmill.reports.page import build_page
-from textmill.reports.run_files import RunFiles, find_run, list_runs, read_run
-from textmill.reports.texts import describe_comparison, describe_curve, describe_run, describe_runs
+from textmill.reports.run_files import find_run, list_runs, read_run
+from textmill.reports.texts import describe_comparison, describe_curves, describe_run, describe_runs, draw_losses
 from textmill.storage.files import format_path, write_text
 
 REFRESH_SECONDS = 2.0
@@ -31,23 +29,9 @@ def report(runs: list[str], out: str | None = None, svg: str | None = None) -> P
     path = Path(svg or out or read[0].folder / "report.html")
     if not path.parent.is_dir():
         raise TextmillError(f"{path}: there is no folder {path.parent}; create it, or name another file")
-    write_text(path, _loss_curves(read) if svg else build_page(read))
+    write_text(path, draw_losses(read).svg if svg else build_page(read))
     print(f"report: {format_path(path)}: {path.stat().st_size / 1e3:,.0f} kB, {', '.join(unique_names(read))}")
     return path
-
-
-def _loss_curves(runs: list[RunFiles]) -> str:
-    metrics = {"loss": "train", "valid_loss": "valid"} if len(runs) == 1 else {"valid_loss": "valid"}
-    if not any(run.points("valid_loss") for run in runs):
-        metrics = {"loss": "train"}
-    curves = {
-        f"{name}, {text}" if len(runs) > 1 else f"{text} loss": run.points(metric)
-        for name, run in zip(unique_names(runs), runs, strict=True)
-        for metric, text in metrics.items()
-    }
-    if not any(curves.values()):
-        raise TextmillError(f"{format_path(runs[0].folder)}: no loss is logged yet; train first, or wait")
-    return build_svg(curves, "step", "loss")
 
 
 def compare(runs: list[str], as_json: bool = False) -> dict[str, Any]:
@@ -59,13 +43,8 @@ def compare(runs: list[str], as_json: bool = False) -> dict[str, Any]:
     if as_json:
         print(json.dumps(asdict(found), ensure_ascii=False))
     else:
-        print("\n".join([*describe_comparison(found), *_curves_of(read), "", *found.findings]))
+        print("\n".join([*describe_comparison(found), *describe_curves(read), "", *found.findings]))
     return asdict(found)
-
-
-def _curves_of(runs: list[RunFiles]) -> Iterator[str]:
-    for name, run in zip(unique_names(runs), runs, strict=True):
-        yield from describe_curve(run, "valid_loss" if len(run.points("valid_loss")) > 1 else "loss", f"{name}: ", 4)
 
 
 def watch(where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -73,6 +74,20 @@ GREY = "#888888"
 """Readable on a white and on a dark page."""
 MAX_POINTS = 800
 TICKS = 5
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves as a picture, which a notebook shows, and as text, which any other Python prints."""
+
+    svg: str
+    text: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def build_svg(curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.best import BestRule
-from textmill.reports.comparison import COLUMNS, Comparison
-from textmill.reports.curves import draw_curve
+from textmill.errors import TextmillError
+from textmill.reports.comparison import COLUMNS, Comparison, unique_names
+from textmill.reports.curves import Curves, build_svg, draw_curve
 from textmill.reports.run_files import RunFiles
 from textmill.storage.files import format_path
 from textmill.track.console import format_time
@@ -52,6 +53,27 @@ def describe_curve(run: RunFiles, metric: str, name: str = "", height: int = HEI
     elif points:
         yield f"\n{title}, steps {points[0][0]:,} to {points[-1][0]:,}, last {points[-1][1]:.4f}"
         yield from draw_curve(points, width=width, height=height)
+
+
+def describe_curves(runs: list[RunFiles]) -> Iterator[str]:
+    """A small curve of each run: of the valid loss if it was measured more than once."""
+    for name, run in zip(unique_names(runs), runs, strict=True):
+        yield from describe_curve(run, "valid_loss" if len(run.points("valid_loss")) > 1 else "loss", f"{name}: ", 4)
+
+
+def draw_losses(runs: list[RunFiles]) -> Curves:
+    """The loss curves: of one run of both splits, of several the valid loss if there is one."""
+    metrics = {"loss": "train", "valid_loss": "valid"} if len(runs) == 1 else {"valid_loss": "valid"}
+    if not any(run.points("valid_loss") for run in runs):
+        metrics = {"loss": "train"}
+    curves = {
+        f"{name}, {text}" if len(runs) > 1 else f"{text} loss": run.points(metric)
+        for name, run in zip(unique_names(runs), runs, strict=True)
+        for metric, text in metrics.items()
+    }
+    if not any(curves.values()):
+        raise TextmillError(f"{format_path(runs[0].folder)}: no loss is logged yet; train first, or wait")
+    return Curves(build_svg(curves, "step", "loss"), "\n".join(describe_curves(runs)).strip())
 
 
 def describe_comparison(found: Comparison) -> Iterator[str]:

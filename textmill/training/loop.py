@@ -242,16 +242,8 @@ class Training:
             raise TextmillError(
                 "capture: needs the torch engine and a net that is not compiled; set engine.compile=false"
             )
-        modules = dict(net.named_modules())
-        if name not in modules:
-            near = difflib.get_close_matches(name, modules, n=3)
-            raise TextmillError(f"capture: no module '{name}'; choose one such as {', '.join(near or [*modules][1:4])}")
-        outputs: list[Any] = []
-        hook = modules[name].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-        try:
+        with capture_outputs(net, name) as outputs:
             yield outputs
-        finally:
-            hook.remove()
 
     def _note_mixture(self, run_length: RunLength) -> None:
         """Print how often each source is repeated, if the sources have weights."""
@@ -358,6 +350,21 @@ class Training:
                     self.trackers.note(f"step {step}: {line['prompt']}|{line['text'][:200]!r}")
             except Exception as error:
                 self.trackers.note(f"step {step}: train.sample_prompts: {error}")
+
+
+@contextmanager
+def capture_outputs(net: Any, name: str) -> Iterator[list[Any]]:
+    """The outputs of a module of a net, from the passes inside the `with` block."""
+    modules = dict(net.named_modules())
+    if name not in modules:
+        near = difflib.get_close_matches(name, modules, n=3)
+        raise TextmillError(f"capture: no module '{name}'; choose one such as {', '.join(near or [*modules][1:4])}")
+    outputs: list[Any] = []
+    hook = modules[name].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 class TrainingStep:
