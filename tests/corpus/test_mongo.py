@@ -181,7 +181,7 @@ def test_loading_is_complete_after_a_kill(
         return real(db, collection, rows)
 
     monkeypatch.setattr(mongo_export, "_insert", insert)
-    corpus = CorpusConfig(sources=[str(tmp_path)], split=[1.0], mongo_load="loaded", mongo_config=str(path))
+    corpus = CorpusConfig(sources=[str(tmp_path)], split=[1.0], mongo_load=str(path))
     config = RunConfig(folder=str(tmp_path / "out"), corpus=corpus, runner=LocalRunner(workers=1))
     with pytest.raises(Killed):
         prepare(config)

@@ -49,9 +49,7 @@ def new_corpus(database: MongoDatabase, tmp_path: Path, name: str) -> list[str]:
     """An uncleaned and an empty collection; the arguments to prepare the one and fill the other."""
     database.fill(name, [original_text(idx) for idx in range(SIZE)])
     source = database.write_config(f"{name}.json", COLLECTIONS=[name], MONGO_CONNECTION_STRING=None)
-    target = database.write_config(
-        f"{name}_to.json", COLLECTIONS=["other", f"{name}_clean"], MONGO_CONNECTION_STRING=None
-    )
+    target = database.write_config(f"{name}_to.json", COLLECTIONS=[f"{name}_clean"], MONGO_CONNECTION_STRING=None)
     return [
         "prepare",
         "quickstart",
@@ -60,8 +58,7 @@ def new_corpus(database: MongoDatabase, tmp_path: Path, name: str) -> list[str]:
         "runner.workers=1",
         "corpus.split=8,1,1",
         "corpus.mongo_write_back=true",
-        f"corpus.mongo_load={name}_clean",
-        f"corpus.mongo_config={target}",
+        f"corpus.mongo_load={target}",
     ]
 
 
@@ -175,6 +172,7 @@ def test_impossible_export_is_refused_before_any_work(
     database.fill("plain", ["a", "b"])
     database.db["unindexed"].insert_one({"idx": 0, "form": "a"})
     plain = database.write_config("plain.json", COLLECTIONS=["plain", "plain_to"])
+    only = database.write_config("only.json", COLLECTIONS=["plain"])
     unindexed = database.write_config("unindexed.json", COLLECTIONS=["unindexed"])
     mongo, back = f"corpus.sources=mongo:{plain}", "corpus.mongo_write_back=true"
     database.db["plain_to"].create_index("idx", unique=True)
@@ -185,14 +183,9 @@ def test_impossible_export_is_refused_before_any_work(
             "corpus.mongo_write_back: would overwrite corpus.text_key=filt_text",
         ),
         ([f"corpus.sources=mongo:{unindexed}", back], "unindexed: no index on idx; create one"),
-        ([mongo, "corpus.mongo_load=plain"], "corpus.mongo_load: needs corpus.mongo_config too"),
-        ([mongo, f"corpus.mongo_config={plain}"], "corpus.mongo_config: needs corpus.mongo_load too"),
-        ([mongo, "corpus.mongo_load=nowhere", f"corpus.mongo_config={plain}"], "COLLECTIONS does not list 'nowhere'"),
-        (
-            [mongo, "corpus.mongo_load=plain", f"corpus.mongo_config={plain}"],
-            "corpus.mongo_load: 'plain' is also a source",
-        ),
-        ([mongo, "corpus.mongo_load=x", f"corpus.mongo_config={tmp_path / 'none.json'}"], "none.json: no such file"),
+        ([mongo, f"corpus.mongo_load={plain}"], "COLLECTIONS lists plain, plain_to; corpus.mongo_load needs"),
+        ([mongo, f"corpus.mongo_load={only}"], "corpus.mongo_load: 'plain' is also a source"),
+        ([mongo, f"corpus.mongo_load={tmp_path / 'none.json'}"], "none.json: no such file"),
         ([mongo, "corpus.mongo_write_back=perhaps"], "corpus.mongo_write_back: found 'perhaps'; give true or false"),
     ]
     for words, printed in cases:
@@ -210,7 +203,7 @@ def test_idx_of_another_writer_is_an_error(
     file.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(10)))
     path = database.write_config("taken.json", COLLECTIONS=["taken"])
     words = [f"folder={tmp_path / 'out'}", f"corpus.sources={file}", "runner.workers=1", "corpus.split=1"]
-    words = ["prepare", "quickstart", *words, "corpus.mongo_load=taken", f"corpus.mongo_config={path}"]
+    words = ["prepare", "quickstart", *words, f"corpus.mongo_load={path}"]
     assert main(words) == 0
     database.db["taken"].update_one({"idx": 4}, {"$set": {"filt_text": "someone else"}})
     assert main([*words, "--force"]) == 2

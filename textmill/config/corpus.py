@@ -255,11 +255,9 @@ class CorpusConfig(Section):
     mongo_write_back: bool = changeable(False)
     """Write the cleaned text into `filt_text` of the MongoDB documents that it came from, and an empty text for dropped
     documents."""
-    mongo_load: str | None = changeable(None)
-    """Load the kept documents of all sources into this MongoDB collection, one that `corpus.mongo_config` names, with
+    mongo_load: str | None = path()
+    """A db_config.json that lists one MongoDB collection: the kept documents of all sources are loaded into it, with
     their text as `filt_text`."""
-    mongo_config: str | None = path()
-    """The db_config.json of `corpus.mongo_load`."""
 
     @property
     def paths(self) -> list[str]:
@@ -316,11 +314,6 @@ class CorpusConfig(Section):
 
     @model_validator(mode="after")
     def _check_mongo(self) -> CorpusConfig:
-        if bool(self.mongo_load) != bool(self.mongo_config):
-            given, other = ("mongo_load", "mongo_config") if self.mongo_load else ("mongo_config", "mongo_load")
-            raise TextmillError(
-                f"corpus.{given}: needs corpus.{other} too; name the collection and the db_config.json, or neither"
-            )
         if self.mongo_write_back and self.cut_records:
             raise TextmillError("corpus.cut_records: a text that corpus.mongo_write_back writes is whole; remove one")
         if self.mongo_write_back and self.text_key == "filt_text":

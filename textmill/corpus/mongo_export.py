@@ -65,16 +65,14 @@ def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
         server = open_server(source.address)
         _check_writable(server)
         server.close()
-    if config.mongo_load and config.mongo_config:
-        target = open_server(config.mongo_config)
+    if config.mongo_load:
+        target, collection = _open_target(config.mongo_load)
         for source in mongo_sources:
             server = open_server(source.address)
             same_database = (server.address, server.database) == (target.address, target.database)
-            if same_database and config.mongo_load in server.collections:
-                raise TextmillError(
-                    f"corpus.mongo_load: '{config.mongo_load}' is also a source; load into another collection"
-                )
-        _ensure_loadable(target, config.mongo_load)
+            if same_database and collection in server.collections:
+                raise TextmillError(f"corpus.mongo_load: '{collection}' is also a source; load into another collection")
+        _ensure_index(target, collection)
         target.close()
 
 
@@ -86,13 +84,19 @@ def _check_writable(server: MongoServer) -> None:
             raise TextmillError(f"{server.path}: {name}: no index on idx; {advise_index(name)}")
 
 
-def _ensure_loadable(server: MongoServer, collection: str) -> None:
-    """Raise an error for a collection that db_config.json does not list; otherwise create its index on idx."""
-    if collection not in server.collections:
+def _open_target(path: str) -> tuple[MongoServer, str]:
+    """The server of `corpus.mongo_load`, and its only collection."""
+    server = open_server(path)
+    if len(server.collections) > 1:
         raise TextmillError(
-            f"{server.path}: COLLECTIONS does not list '{collection}'; "
-            f"add it, or choose one of {', '.join(server.collections)}"
+            f"{server.path}: COLLECTIONS lists {', '.join(server.collections)}; corpus.mongo_load needs a "
+            "db_config.json with only the collection to load into"
         )
+    return server, server.collections[0]
+
+
+def _ensure_index(server: MongoServer, collection: str) -> None:
+    """Create the collection's index on idx, unless it has one."""
     if not server.request(has_idx_index, collection):
         try:
             server.request(lambda db: db[collection].create_index("idx", unique=True))
@@ -109,8 +113,8 @@ def export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source
         for source in sources:
             if config.mongo_write_back and source.format == "mongo":
                 _write_back(folder, source)
-        if config.mongo_load and config.mongo_config:
-            _load(folder, config.mongo_config, config.mongo_load)
+        if config.mongo_load:
+            _load(folder, config.mongo_load)
         lock.unlink()
 
 
@@ -215,8 +219,8 @@ def _blocks(rows: Iterable[Any]) -> Iterator[list[Any]]:
 # Load the kept documents of all sources into a collection.
 
 
-def _load(folder: Path, path: str, collection: str) -> None:
-    server = open_server(path)
+def _load(folder: Path, path: str) -> None:
+    server, collection = _open_target(path)
     manifest = open_manifest(folder, "prepare")
     load_record = {"corpus": manifest["fingerprint"], "field": CLEANED_FIELD, "documents": manifest["documents"]}
     steps: Steps = {}
@@ -228,7 +232,7 @@ def _load(folder: Path, path: str, collection: str) -> None:
             documents_before += count_documents(shard)
     steps["meta_info"] = partial(_update_document_count, server, collection)
     task = f"load into {collection} of {path} ({server.database}, {CLEANED_FIELD})"
-    _run_steps(folder, task, steps, partial(_ensure_loadable, server, collection))
+    _run_steps(folder, task, steps, partial(_ensure_index, server, collection))
     server.close()
 
 
