@@ -278,3 +278,48 @@ def test_a_count_of_layers_beyond_the_file_is_refused_before_anything_is_built(
     capsys.readouterr()
     assert main(["import", str(out), str(tmp_path / "back")]) == 2
     assert "1,000,000,000 layers" in capsys.readouterr().err
+
+
+LIKE: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma": {"head_dim": 16},
+    "phi3": {"pad_token_id": 0, "sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("kind", ["granite", *(pytest.param(one, marks=pytest.mark.long) for one in ("gemma", "phi3"))])
+def test_a_model_like_a_llama_has_the_same_logits(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "eos_token_id": 2}
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **LIKE[kind])
+    net = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    source, out = tmp_path / "source", tmp_path / "out"
+    net.save_pretrained(source)
+    korean_tokenizer().save(source)
+    assert main(["generate", str(source)]) == 2
+    assert "textmill reads it as a llama: textmill import" in capsys.readouterr().err
+    assert main(["import", str(source), str(out)]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(again).__name__ == "LlamaForCausalLM"
+    ids = torch.randint(0, 320, (2, 50))
+    with torch.no_grad():
+        wanted, found = net(ids).logits, again(ids).logits
+    # Other factors are rounded; float32 has 24 bits, and a logit is a sum over a few hundred products.
+    assert float((wanted - found).abs().max()) < 2**-24 * 300 * float(wanted.abs().max())
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**settings, "model_type": "gemma2"}))
+    assert main(["import", str(source), str(tmp_path / "other")]) == 2
+    assert "a gemma2 has norms after attention and MLP" in capsys.readouterr().err

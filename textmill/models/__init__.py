@@ -88,6 +88,23 @@ def own_options(shape: Shape) -> list[str]:
     return list(getattr(shape, "own_options", ()))
 
 
+IMPORTED = ("granite", "gemma", "phi3")
+"""Values of model_type that `textmill import` turns into a llama."""
+DIFFERENCES = {
+    "gemma2": "norms after attention and MLP, bounded logits and windows",
+    "gemma3": "norms after attention and MLP, and windows",
+    "gemma3_text": "norms after attention and MLP, and windows",
+    "gpt_neox": "partly rotated heads, and attention beside the MLP",
+    "mixtral": "experts",
+    "olmo": "LayerNorms without weights",
+    "olmo2": "norms after attention and MLP",
+    "phi": "partly rotated heads, and attention beside the MLP",
+    "roberta": "positions from 2 on, and no segments",
+    "smollm3": "layers without positions",
+}
+"""What other models have, by their model_type."""
+
+
 def read_shape(folder: Path) -> Shape:
     """The shape of the model in a folder, read from its config.json."""
     path = config_path(folder)
@@ -95,8 +112,15 @@ def read_shape(folder: Path) -> Shape:
     kind = hf.get("model_type") if isinstance(hf, dict) else None
     kind = FAMILY_BY_TYPE.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or (kind not in SIZES and find_family_file(kind) is None):
+        if kind in IMPORTED:
+            raise TextmillError(
+                f"{path}: is a {kind}; textmill reads it as a llama: textmill import {path.parent} NEW-FOLDER"
+            )
+        known = f"textmill knows {', '.join(SIZES)}"
+        if kind in DIFFERENCES:
+            raise TextmillError(f"{path}: a {kind} has {DIFFERENCES[kind]}, which textmill does not; {known}")
         raise TextmillError(
-            f"{path}: model_type is {kind!r}; textmill knows {', '.join(SIZES)}; "
+            f"{path}: model_type is {kind!r}; {known}; "
             f"if it is a family of your own, name its file: model.family=./{kind}.py"
         )
     family = open_family(kind)

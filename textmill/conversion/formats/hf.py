@@ -12,6 +12,7 @@ from typing import Any
 from textmill.checkpoints.writing import MAX_FILE_BYTES, plan_files
 from textmill.config import SIZES, ExportConfig
 from textmill.config.sizes import FAMILY_BY_TYPE
+from textmill.conversion.llama_like import as_llama
 from textmill.conversion.model import Files, Hints, Model, collect_weights, write_texts
 from textmill.conversion.model_card import CARD, read_licences
 from textmill.conversion.torch_files import read_tensor_tree
@@ -71,9 +72,16 @@ def read(path: Path, hints: Hints) -> Model:
     folder = path if path.is_dir() else path.parent
     if path.is_file() and not hints.config and not (folder / "config.json").is_file():
         raise TextmillError(f"{path}: has no config.json next to it; import it with --config config.json")
-    shape = read_hf_shape(hints.config, *SIZES) if hints.config else read_shape(folder)
+    config = hints.config or folder
+    config = config / "config.json" if config.is_dir() else config
+    like = as_llama(tree, str(config)) if config.is_file() and isinstance(tree := read_json(config), dict) else None
+    if like is not None:
+        shape: Any = open_family("llama").shape_of_hf(like[0], str(config))
+    else:
+        shape = read_hf_shape(hints.config, *SIZES) if hints.config else read_shape(folder)
     is_bare = path.suffix == ".bin" and not path.stem.startswith("pytorch_model")
     named = read_tensor_tree(path) if is_bare and path.is_file() else _read_weights(folder)
+    named = named if like is None else like[1](named)
     weights = collect_weights(shape, named, str(path if is_bare else folder))
     where = hints.tokenizer or folder
     has_tokenizer = any(any(folder.glob(name)) for name in TOKENIZER_FILES)
