@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import textmill
-from bench.kill_train import hash_checkpoint
+from bench.kill_train import hash_checkpoint, read_metrics
+from bench.kill_train import textmill as textmill_command
 from textmill.cli import main
 from textmill.config import SampleConfig
 from textmill.generation.requests import Request, TextChunk
@@ -111,6 +114,26 @@ def test_a_family_through_its_life(root: Path, tmp_path: Path, name: str, capsys
         assert main(export) == 2
         assert name in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), family, f"export.folder={tmp_path / 'plain'}"]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_killed_run_resumes_bitwise(root: Path, tmp_path: Path, name: str) -> None:
+    """With SIGKILL after a step and while a checkpoint is written, with all three examples' code."""
+    parts = [f"model.family={EXAMPLES / name}.py", f"train.optimizer={EXAMPLES / 'lion.py'}", *SMALL]
+
+    def start(run: str, fault: str = "") -> int:
+        given = [f"folder={root}", f"train.folder={tmp_path / run}", "train.steps=9", *TRAIN, *parts]
+        return textmill_command("train", "quickstart", *given, env={**os.environ, "TEXTMILL_FAULT": fault}).returncode
+
+    assert start("straight") == 0
+    # Each time it goes on from the last intact checkpoint.
+    assert [start("killed", fault) for fault in ("kill@step:4", "kill@disk:30", "kill@step:8")].count(
+        -signal.SIGKILL
+    ) >= 2
+    assert start("killed") == 0
+    assert hash_checkpoint(tmp_path / "killed", 9) == hash_checkpoint(tmp_path / "straight", 9)
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "straight")
 
 
 def test_an_optimizer_and_a_loss_of_ones_own(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
