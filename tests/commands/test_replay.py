@@ -62,6 +62,8 @@ def test_the_first_difference_is_named(root: Path, tmp_path: Path, capsys: pytes
     manifest.write_text(json.dumps(recorded))
     assert main([*given, "--out", str(tmp_path / "other")]) == 2
     assert "at step 6: SHA-256 of model.safetensors was 000000000000, is" in capsys.readouterr().err
+    assert main([*given, "engine.micro_batch=2", "--out", str(tmp_path / "micro")]) == 2
+    assert "; engine.micro_batch was auto, is 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from textmill.cli import main
+from textmill.commands.tune import _tree
 from textmill.config import RunConfig
 from textmill.errors import Interrupted
 from textmill.planning.tuning import Tuning
 from textmill.tokens.splits import open_splits
-from textmill.where import open_where
+from textmill.where import open_config, open_where
 
 PROJECT = """\
 folder: .
@@ -69,6 +70,8 @@ def test_a_killed_search_continues_where_it_was(
     assert tuned.train.learning_rate == after["best"]["changes"]["train.learning_rate"]
     assert tuned.folder_of("train") == project / "run-tuned"
     assert tuned.corpus.sources == [str(project / "words.txt")]
+    own = _tree(open_config(project, {"train.schedule": str(project / "mine.py")}))
+    assert own["train"]["schedule"] == "mine.py", "relative to the file, so that a project can be moved"
     assert tuned.train.steps == 6
     assert not list(Path("tune").glob("trial-*/"))
     capsys.readouterr()

@@ -11,7 +11,7 @@ from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, list_checkpoints
 from textmill.config import RunConfig, TrackConfig
 from textmill.errors import TextmillError
 from textmill.processes.launch import read_launch
-from textmill.reports.run_files import RunFiles, find_run, read_run
+from textmill.reports.run_files import RunFiles, find_run, flatten, read_run
 from textmill.storage.files import format_path, read_json
 from textmill.storage.stages import MANIFEST, list_changes
 from textmill.track.jsonl import environment
@@ -125,10 +125,14 @@ def _compare_files(old: Path, new: Path) -> Iterator[str | None]:
 
 
 def _causes(recorded: RunFiles, config: RunConfig) -> str:
-    """What may explain a difference: versions, the machine, a GPU."""
+    """What may explain a difference: versions, the machine, other settings of the engine, a GPU."""
     then: dict[str, str] = next((note["environment"] for note in recorded.notes if "environment" in note), {})
-    changes = [f"{name} {value}, now {now}" for name, now in environment().items() if (value := then.get(name)) != now]
+    changes = [f"{name} {value}, now {new}" for name, new in environment().items() if (value := then.get(name)) != new]
     found = f"; the environment differs: {', '.join(changes)}" if changes and then else ""
+    now = flatten({"engine": config.engine.model_dump(mode="json")})
+    for name in now.keys() & recorded.settings.keys():
+        if recorded.settings[name] != now[name]:
+            found += f"; {name} was {recorded.settings[name]}, is {now[name]}"
     for change in recorded.progress.get("changes", [])[:SHOWN]:
         found += f"; the run went on from step {change['step']:,} with {change['change']}"
     if config.engine.device != "cpu" and not getattr(config.engine, "deterministic", False):

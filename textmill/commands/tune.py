@@ -14,6 +14,7 @@ from typing import Any
 
 from textmill.commands.prepare import prepare
 from textmill.config import RunConfig
+from textmill.config.own_files import is_own_file
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
 from textmill.planning.project_file import path_in_project
@@ -151,5 +152,9 @@ def _tree(config: RunConfig) -> dict[str, Any]:
             tree[section]["folder"] = os.path.relpath(getattr(config, section).folder, root)
     if sources := tree.get("corpus", {}).get("sources"):
         tree["corpus"]["sources"] = [path_in_project(one, root) if os.path.isabs(one) else one for one in sources]
+    for section in ("corpus", "model", "train"):
+        for key, value in tree.get(section, {}).items():
+            if isinstance(value, str) and is_own_file(value):
+                tree[section][key] = path_in_project(value, root)
     tree["train"] = {**tree.get("train", {}), "folder": RUN_FOLDER}
     return tree
