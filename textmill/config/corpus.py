@@ -133,6 +133,19 @@ class NamedSource(Section):
     counts by its tokens."""
     text_key: str | None = None
     """The field with the text; default: `corpus.text_key`."""
+    sample: float = Field(1.0, gt=0, le=1)
+    """Read only this fraction of its bytes, from random places; of a compressed file its beginning."""
+    limit: int | None = Field(None, ge=1)
+    """Read at most about so many bytes, likewise."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether only a part of it is read."""
+        return self.sample < 1 or self.limit is not None
+
+    def share_of(self, size: int) -> float:
+        """The fraction to read of files that have `size` bytes."""
+        return self.sample if self.limit is None else min(self.sample, self.limit / max(1, size))
 
     @field_validator("path", mode="before")
     @classmethod

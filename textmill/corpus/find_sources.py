@@ -38,7 +38,8 @@ from textmill.corpus.source import (
     missing_package,
 )
 from textmill.corpus.split import SECTION
-from textmill.corpus.streams import BrokenStream, is_remote, remote_state
+from textmill.corpus.streams import BrokenStream, is_plain_utf8, is_remote, remote_state
+from textmill.counters import uniform_from
 from textmill.errors import TextmillError
 from textmill.storage.files import format_path
 from textmill.storage.progress import progress
@@ -50,6 +51,14 @@ FILE_BYTES = 4096
 """Opening a file takes as long as reading about so many bytes more."""
 HUB_SECONDS = 5.0
 """Time for a connection to the Hugging Face hub."""
+PIECE_BYTES = 1 << 16
+MAX_PIECE_BYTES = 16 << 20
+MAX_PIECES = 256
+"""Size and number of the parts of a large file that are read for a sample of it; they are in memory."""
+ROW_FORMATS = ("parquet", "mongo")
+"""Formats of which any rows can be read."""
+PART_FORMATS = ("text", "jsonl", "csv", "arrow", "wiki", "mediawiki", "warc", "mail")
+"""Formats whose beginning can be read without the rest."""
 BAR_FILES = 256
 """Files found between two updates of the progress bar."""
 SHOWN_SKIPPED = 5
@@ -150,7 +159,7 @@ class _Search:
             return
         for path in entry.path:
             for source in self._find(path):
-                yield replace(source, text_key=entry.text_key, group=entry.name)
+                yield replace(source, text_key=entry.text_key, group=entry.name, is_sampled=entry.is_sampled)
 
     def _find(self, entry: str) -> Iterator[Source]:
         is_empty = True
@@ -411,7 +420,8 @@ def source_state(source: Source) -> SourceState:
     if is_remote(source.address):
         return SourceState(*remote_state(source.address))
     state = os.stat(source.address)
-    return SourceState(state.st_size, None, state.st_mtime_ns)
+    date = f"mtime {state.st_mtime_ns}, {state.st_size} bytes" if source.is_sampled else None
+    return SourceState(state.st_size, date, state.st_mtime_ns)
 
 
 def format_module(source: Source) -> Any:
@@ -425,11 +435,11 @@ def _import_format(name: str) -> Any:
 
 
 def split_into_chunks(
-    sources: Sequence[Source], document_unit: str, sizes: Sequence[int] | None = None
+    sources: Sequence[Source], document_unit: str, sizes: Sequence[int] | None = None, chunk_bytes: int | None = None
 ) -> list[SourceChunk]:
     """All chunks, in order; a source that cannot be split is one chunk. `sizes`: their bytes, if they are known."""
     sizes = [source_state(source).bytes for source in sources] if sizes is None else sizes
-    chunk_bytes = chunk_bytes_of(sum(sizes))
+    chunk_bytes = chunk_bytes or chunk_bytes_of(sum(sizes))
     chunks: list[SourceChunk] = []
     for source, size in zip(sources, sizes, strict=True):
         find_ranges = getattr(format_module(source), "ranges", None)
@@ -439,6 +449,43 @@ def split_into_chunks(
         for start, stop, first_record in ranges:
             chunks.append(SourceChunk(source, start, stop, first_record, is_entire_source=len(ranges) == 1))
     return chunks
+
+
+def sample_chunks(sources: Sequence[Source], sizes: Sequence[int], unit: str, share: float) -> list[SourceChunk]:
+    """Chunks that have about a `share` of the bytes of sources, each time the same.
+
+    Of a large file of lines they are at random places, of Parquet random row groups, of other large files the
+    beginning; small files, and those that are one document, are read or not.
+    """
+    chunks: list[SourceChunk] = []
+    for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        wanted = max(share * size, min(size, PIECE_BYTES))
+        if source.format in ROW_FORMATS and (ranges := list(format_module(source).ranges(source, unit, 1) or ())):
+            count = max(1, round(share * len(ranges)))
+            spread = [int((place + uniform_from(number, place)) * len(ranges) / count) for place in range(count)]
+            chosen = (ranges[place] for place in spread)
+            chunks += [SourceChunk(source, start, stop, first, False) for start, stop, first in chosen]
+        elif size <= wanted or source.format not in PART_FORMATS:
+            if uniform_from(number, 0) < share:
+                chunks.append(SourceChunk(source, 0, size))
+        else:
+            chunks += [
+                SourceChunk(replace(source, part=part), 0, part[1] - part[0])
+                for part in _parts_of(source, size, wanted, number)
+            ]
+    if not chunks and sources:  # all are small
+        return [SourceChunk(sources[0], 0, sizes[0])]
+    return chunks
+
+
+def _parts_of(source: Source, size: int, wanted: float, seed: int) -> list[tuple[int, int]]:
+    """The parts of a large file that are read, `wanted` bytes together: one in each of as many equal stretches."""
+    if source.format not in ("text", "jsonl") or source.in_archive or not is_plain_utf8(source):
+        return [(0, int(wanted))]
+    count = max(1, min(int(wanted / PIECE_BYTES), MAX_PIECES), int(wanted / MAX_PIECE_BYTES))
+    length = wanted / count
+    starts = [int((place + uniform_from(seed, place)) * (size - length) / count) for place in range(count)]
+    return [(start, min(size, int(start + length))) for start in starts]
 
 
 def group_chunks(chunks: Sequence[SourceChunk], total: int) -> Iterator[Sequence[SourceChunk]]:
@@ -467,16 +514,27 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
     place = ""
     try:
         for record in format_module(chunk.source).read(chunk, config):
+            if chunk.source.part and chunk.source.part[0]:
+                record = _place_in_part(record, chunk.source.part[0])
             place = record.place if isinstance(record, BadRecord) else record.id
             if config.cut_records and isinstance(record, Document):
                 yield from _cut_record(record, config.section_chars)
             else:
                 yield record
     except BrokenStream as error:
+        if chunk.source.part:  # what follows is not read
+            return
         where = f"after {place}" if place else "beginning"
         damage = chunk.source.damage or error.damage
         lost = damage.lost_bytes if damage else 0
         yield BadRecord(chunk.source.name, where, str(error)[:RAW_BYTES], b"", lost, error.damage)
+
+
+def _place_in_part(record: Document | BadRecord, start: int) -> Document | BadRecord:
+    """A record of a part of a file: its lines are counted from there."""
+    if isinstance(record, BadRecord):
+        return replace(record, place=f"{record.place} after byte {start}")
+    return replace(record, id=f"{record.id} after byte {start}")
 
 
 def _cut_record(record: Document, size: int) -> Iterator[Document]:

@@ -14,6 +14,7 @@ chunk_task.py lists the intermediate files.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from array import array
@@ -61,14 +62,15 @@ from textmill.corpus.find_sources import (
     portable_names,
     read_records,
     reading_order,
+    sample_chunks,
     source_state,
     split_into_chunks,
 )
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
-from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord
+from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord, chunk_bytes_of
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
-from textmill.corpus.source import DOCUMENT_FORMATS, Damage, Source
+from textmill.corpus.source import DOCUMENT_FORMATS, Damage, Source, SourceChunk
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
 from textmill.runners import Runner, open_runner
@@ -235,12 +237,24 @@ def _read_samples(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
 
 def _plan_tasks(inputs: Inputs, config: CorpusConfig, folder: Path) -> list[ChunkTask]:
     sizes = [state.bytes for state in inputs.states]
-    groups = group_chunks(split_into_chunks(inputs.sources, config.documents, sizes), sum(sizes))
+    groups = group_chunks(_split_inputs(inputs.sources, sizes, config), sum(sizes))
     account_of = dict(zip((source.name for source in inputs.sources), inputs.accounts, strict=True))
     return [
         ChunkTask(number, tuple(group), tuple(account_of[chunk.source.name] for chunk in group), config, folder)
         for number, group in enumerate(groups)
     ]
+
+
+def _split_inputs(sources: Sequence[Source], sizes: Sequence[int], config: CorpusConfig) -> list[SourceChunk]:
+    """The chunks of all sources, of some of them only a sample; sources of a name follow each other."""
+    chunks: list[SourceChunk] = []
+    for name, members in itertools.groupby(zip(sources, sizes, strict=True), key=lambda pair: pair[0].group):
+        group, group_sizes = zip(*members, strict=True)
+        if name and (entry := config.named_sources[name]).is_sampled:
+            chunks += sample_chunks(group, group_sizes, config.documents, entry.share_of(sum(group_sizes)))
+        else:
+            chunks += split_into_chunks(group, config.documents, group_sizes, chunk_bytes_of(sum(sizes)))
+    return chunks
 
 
 def _account_of_files(inputs: Inputs, source_splits: SourceSplits, skipped: list[str]) -> Counts:
@@ -560,6 +574,8 @@ def _describe_inputs(
             settings |= {f"quality_{key}.{name}": value for name, value in samples.describe().items()}
     if config.filter:
         settings["corpus.filter"] = open_own_file(config.filter, "corpus.filter", "keep").described
+    for name, entry in config.named_sources.items():
+        settings |= {f"corpus.sources.{name}.sample": [entry.sample, entry.limit]} if entry.is_sampled else {}
     settings["corpus.rules"] = sorted(config.rules)  # rules always run in the same order
     return settings | {f"inputs.{name}": value for name, value in inputs.describe().items()}
 

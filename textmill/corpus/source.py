@@ -115,6 +115,10 @@ class Source:
     only be read from its beginning."""
     damage: Damage | None = None
     """What an earlier attempt to read it found; only what is before it is read."""
+    is_sampled: bool = False
+    """True if only some parts are read: then its content is not hashed, which would read all of it."""
+    part: tuple[int, int] | None = None
+    """Only the complete lines between these stored bytes are read; from 0 on, as much as these bytes give."""
     snapshot: Any = None
     """What a format that is no file recorded when the source was found: MongoDB the ranges of its collections."""
 

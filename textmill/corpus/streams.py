@@ -9,6 +9,7 @@ import lzma
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, BinaryIO, cast
 from zipfile import BadZipFile
 
@@ -21,6 +22,8 @@ from textmill.errors import TextmillError
 from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
 
 BUFFER_BYTES = 1 << 18
+REMOTE_SAMPLE_BYTES = 1 << 12
+"""First bytes of a remote file that show its encoding."""
 DAMAGE_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, BadZipFile, UnicodeDecodeError)
 """What damaged data raises; an OSError with a number is one of the disk."""
 
@@ -83,21 +86,47 @@ def remote_state(url: str) -> tuple[int, str]:
     return int(info.get("size") or 0), version_of(info)
 
 
-def open_decompressed(address: str, damage: Damage | None = None) -> io.BufferedReader:
-    """Open a file for reading, decompressed but in the encoding that it is stored in; `damage`: read what is before
-    it."""
-    stream = decompress(open_raw(address), address)
-    if damage is None:
+def open_decompressed(address: str) -> io.BufferedReader:
+    """Open a file for reading, decompressed but in the encoding that it is stored in."""
+    return decompress(open_raw(address), address)
+
+
+def open_source(source: Source) -> io.BufferedReader:
+    """Open a source for reading, decompressed but in the encoding that it is stored in: the part that is read, or what
+    is before its damage."""
+    part = source.part
+    reopen = partial(open_raw, source.address) if part is None else partial(_open_part, source.address, *part)
+    stream = decompress(reopen(), source.address, reopen)
+    if source.damage is None:
         return stream
-    return io.BufferedReader(_BlockStream(_IntactPart(stream, damage).read1, stream), BUFFER_BYTES)
+    return io.BufferedReader(_BlockStream(_IntactPart(stream, source.damage).read1, stream), BUFFER_BYTES)
 
 
-def decompress(raw: BinaryIO, address: str) -> io.BufferedReader:
+def _open_part(address: str, start: int, stop: int) -> BinaryIO:
+    """The first bytes of a file, or the complete lines between two places of it."""
+    if not start:
+        raw = open_raw(address)
+        first = _FirstBytes(raw, stop, is_compressed=stored_name(address).endswith(COMPRESSIONS))
+        return io.BufferedReader(_BlockStream(first.read1, raw), BUFFER_BYTES)
+    try:
+        with open_seekable(address) as stream:
+            stream.seek(start)
+            block: bytes = stream.read(stop - start)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise TextmillError(f"{address}: no part of it can be read ({error}); copy it to this machine") from None
+    return io.BufferedReader(io.BytesIO(block[block.find(b"\n") + 1 : block.rfind(b"\n") + 1]))
+
+
+def decompress(raw: BinaryIO, address: str, reopen: Callable[[], BinaryIO] | None = None) -> io.BufferedReader:
     """The decompressed content of the open file `raw`: itself, if its name says that it is not compressed."""
     stored = cast(io.BufferedReader, raw)
     extension = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
     if extension and stored.peek(1):
-        reader = _ZstdReader(raw, address) if extension == ".zst" else _MemberReader(raw, extension)
+        reader = (
+            _ZstdReader(raw, reopen or partial(open_raw, address))
+            if extension == ".zst"
+            else _MemberReader(raw, extension)
+        )
         return io.BufferedReader(_BlockStream(reader.read1, raw, reader), BUFFER_BYTES)
     return stored
 
@@ -108,7 +137,7 @@ def open_stream(source: Source, *, by_line: bool = False) -> io.BufferedReader:
     Read with `readline` or `read1`: they return everything before a damaged part. `by_line`: lines that end with CR
     alone end with LF.
     """
-    raw = open_decompressed(source.address, source.damage)
+    raw = open_source(source)
     head = raw.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
     if (kind := find_binary_format(head)) is not None:
         raw.close()
@@ -137,10 +166,15 @@ def read_head(source: Source, *, is_converted: bool = True) -> bytes:
 
 def is_splittable(source: Source) -> bool:
     """True if reading can start in the middle: a local file of text, not compressed, in UTF-8."""
-    if is_remote(source.address) or stored_name(source.address).endswith(COMPRESSIONS):
+    return not is_remote(source.address) and is_plain_utf8(source)
+
+
+def is_plain_utf8(source: Source) -> bool:
+    """True if the stored bytes of a file are text in UTF-8."""
+    if stored_name(source.address).endswith(COMPRESSIONS):
         return False
-    with open(source.address, "rb") as stream:
-        head = stream.read(SAMPLE_BYTES)
+    with open_seekable(source.address) as stream:
+        head = stream.read(SAMPLE_BYTES if not is_remote(source.address) else REMOTE_SAMPLE_BYTES)
     return find_binary_format(head) is None and resolve_encoding(source.encoding, head) == "utf-8"
 
 
@@ -221,6 +255,23 @@ class _BlockStream(io.RawIOBase):
             super().close()
         if self.error_after_end is not None:
             raise self.error_after_end
+
+
+class _FirstBytes:
+    """The first bytes of a stream, which then ends like a truncated file: compressed data without its end, other data
+    with an error, since its last line is incomplete."""
+
+    def __init__(self, stream: BinaryIO, size: int, *, is_compressed: bool) -> None:
+        self.stream = stream
+        self.left = size
+        self.is_compressed = is_compressed
+
+    def read1(self, size: int) -> bytes:
+        block = self.stream.read(min(size, self.left))
+        if not self.left and not self.is_compressed and self.stream.read(1):
+            raise EOFError("the part ends here")
+        self.left -= len(block)
+        return block
 
 
 class _IntactPart:
@@ -338,8 +389,8 @@ class _ZstdReader:
 
     intact_bytes = 0
 
-    def __init__(self, raw: BinaryIO, address: str) -> None:
-        self.address = address
+    def __init__(self, raw: BinaryIO, reopen: Callable[[], BinaryIO]) -> None:
+        self.reopen = reopen
         self.delivered = 0
         self.read_size = 0
         self.stream = self._open(raw)
@@ -353,7 +404,7 @@ class _ZstdReader:
         except OSError:
             if self.read_size:
                 raise
-            self.read_size, self.stream = 1, self._open(open_raw(self.address))
+            self.read_size, self.stream = 1, self._open(self.reopen())
             left = self.delivered
             while left and (skipped := self.stream.read(min(left, 1 << 16))):
                 left -= len(skipped)

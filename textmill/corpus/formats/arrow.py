@@ -31,6 +31,8 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                 batch.select(fields.columns(names)) if fields.columns(names) else batch, fields, row, names
             )
             row += batch.num_rows
+            if chunk.source.part and stream.tell() >= chunk.source.part[1]:
+                return
 
 
 def sample_rows(source: Source, count: int) -> list[dict[str, Any]]:

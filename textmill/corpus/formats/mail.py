@@ -16,7 +16,7 @@ from textmill.corpus.document import READ_BYTES, Document
 from textmill.corpus.document_files import decode_text
 from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
 from textmill.corpus.source import PACKAGES_ADVICE, SourceChunk, missing_package
-from textmill.corpus.streams import BrokenStream, open_decompressed
+from textmill.corpus.streams import BrokenStream, open_source
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
 _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
@@ -28,7 +28,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield messages with the fields text, subject, from, to and date."""
     fields = parse_text_key(chunk.source, config)
     number = 0
-    with open_decompressed(chunk.source.address, chunk.source.damage) as stream:
+    with open_source(chunk.source) as stream:
         lines: list[bytes] = []
         size = 0
         is_after_blank = True

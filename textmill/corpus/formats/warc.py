@@ -22,7 +22,7 @@ from textmill.corpus.document_files import decode_text
 from textmill.corpus.formats.html import extract_page
 from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord
 from textmill.corpus.source import SourceChunk
-from textmill.corpus.streams import BrokenStream, open_decompressed
+from textmill.corpus.streams import BrokenStream, open_source
 from textmill.corpus.text_fields import parse_text_key
 
 _VERSION = re.compile(rb"WARC/[01]\.\d+\s*")
@@ -40,7 +40,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield pages with the fields text, url and date. Requests, images and other records without text are no records
     here."""
     fields = parse_text_key(chunk.source, config, kept_fields=("url",))
-    with open_decompressed(chunk.source.address, chunk.source.damage) as stream:
+    with open_source(chunk.source) as stream:
         for found in _read_records(stream, chunk.source.name):
             if isinstance(found, BadRecord):
                 yield found
