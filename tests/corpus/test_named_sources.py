@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import textmill
 from textmill.config import RunConfig
 from textmill.config.load import build_config, resolve_paths
 from textmill.corpus.prepare import prepare
@@ -84,6 +85,21 @@ def test_tokens_of_a_batch_follow_the_weights(project: Path) -> None:
     assert mixture.startswith("mixture: news 50.0% of the samples, ")
     assert [part.name for part in splits.by_split["valid"]] == list(SIZES)
     assert sum(len(batch.inputs) for batch in valid_batches(config.train, splits, length=16)) > 0
+
+
+def test_few_valid_batches_are_of_all_sources(project: Path) -> None:
+    config = config_of(project, dict.fromkeys(SIZES, 1.0))
+    settings = {
+        "folder": str(project / "out"),
+        "corpus": config.model_dump()["corpus"],
+        "runner": {"workers": 1},
+        "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
+        "train": {"length": 16, "batch": 10, "steps": 1, "evaluate_every": 1, "evaluate_batches": 3},
+    }
+    textmill.train(build_config(settings))
+    metrics = [json.loads(line) for line in (project / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {name for line in metrics for name in line if name.startswith("valid_loss_")}
+    assert found == {f"valid_loss_{name}" for name in SIZES}
 
 
 def test_without_weights_the_tokens_are_one_store(project: Path) -> None:

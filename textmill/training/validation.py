@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
@@ -131,12 +132,20 @@ class Validation:
         return (batch for _, batch in self._batches_by_source())
 
     def _batches_by_source(self) -> Iterator[tuple[str, Batch]]:
-        """The valid batches, each with the name of its part of the corpus, if parts have names."""
+        """The valid batches, each with the name of its part of the corpus, if parts have names.
+
+        The parts take turns, so that the first batches are of all of them.
+        """
         folder = self.config.folder_of("train") / INDEX_FOLDER
+        parts: deque[tuple[str, Iterator[Batch]]] = deque()
         for part in self.data.by_split["valid"]:
             data = replace(self.data, by_split={**self.data.by_split, "valid": [part]})
-            for batch in valid_batches(self.config.train, data, length=self.length, folder=folder):
-                yield part.name, batch
+            parts.append((part.name, valid_batches(self.config.train, data, length=self.length, folder=folder)))
+        while parts:
+            name, batches = parts.popleft()
+            if (batch := next(batches, None)) is not None:
+                yield name, batch
+                parts.append((name, batches))
 
     def costs(self) -> Costs:
         """How long an evaluation and a save take, from a few batches and from the number of weights."""
