@@ -163,7 +163,8 @@ def test_the_root_folder_is_named_if_it_opens_the_run(
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     Path("mine").mkdir()
-    assert main(["run", "quickstart", *QUICK, "corpus.sources=texts", "folder=a mill"]) == 0, capsys.readouterr().err
+    settings = ["corpus.sources=texts", "corpus.split=60,20,20", "folder=a mill"]
+    assert main(["run", "quickstart", *QUICK, *settings]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     generate, _, new, *_ = printed_commands(out)
     verdict = json.loads(Path("a mill/run/summary.json").read_text(encoding="utf-8"))["verdict"]

@@ -70,6 +70,7 @@ def corpus(rng: random.Random, count: int) -> tuple[bytes, Counter[str], set[str
             lines.append(DROPPED[kind])
         elif kind is not None:
             outcomes["kept"] += 1
+            outcomes["garbled"] += kind == "NUL inside"
             lines.append(KEPT[kind] % number)
             texts.add(
                 {"BOM": "bom %d", "CRLF": "crlf %d", "NaN": "nan %d", "NUL inside": "nul   %d"}.get(kind, "last %d")
@@ -111,6 +112,7 @@ def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count
         "dropped": {"empty": outcomes["empty"]},
         "quarantined": outcomes["quarantined"],
         "quarantined_bytes": outcomes["quarantined_bytes"],
+        "garbled": outcomes["garbled"],
     }
     assert len(texts) == outcomes["kept"]
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]

@@ -295,7 +295,7 @@ def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     texts.mkdir()
     (texts / "a.pdf").write_bytes((FOLDER / "mill.pdf").read_bytes())
     (texts / "b.txt").write_text("Some words of plain text.", encoding="utf-8")
-    for module in ("find_sources", "document_files", "prepare"):
+    for module in ("find_sources", "document_files"):
         monkeypatch.setattr(f"textmill.corpus.{module}.missing_package", {"pdf": "pypdfium2"}.get)
     with pytest.raises(
         TextmillError, match=r"a\.pdf: needs the package pypdfium2; run: pip install 'textmill\[documents\]'"

@@ -71,6 +71,7 @@ def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "kept": 2,
         "dropped": {"duplicate": 1, "empty": 2, "short": 1},
         "quarantined": 2,
+        "garbled": 0,
     }
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     found = documents(folder)
