@@ -45,7 +45,7 @@ TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , å¤©å
 
 def text_parts(config: RunConfig) -> list[TextPart]:
     """The parts of the text that a tokenizer is fitted on."""
-    return find_text_parts(config.corpus, config.folder_of("corpus"), find_fit_sources(config))
+    return find_text_parts(config.corpus, config.folder_of("corpus"), find_fit_sources(config.corpus, []))
 
 
 def counted(config: RunConfig) -> list[Counter[str]]:

@@ -168,16 +168,14 @@ def check_extras(config: RunConfig | None) -> list[Finding]:
     """The optional packages: those that the config needs must be there."""
     installed = [extra for extra, package in EXTRAS.items() if find_spec(package)]
     found = [Finding("extras", GOOD, f"installed: {', '.join(installed) or 'none'}")]
-    for extra, why in _needed(config).items():
+    for extra, why in (_needed(config) if config else {}).items():
         if extra not in installed:
             fix = f"pip install 'textmill[{extra}]'"
             found.append(Finding(f"extra {extra}", BAD, f"{why} needs {EXTRAS[extra]}, which is not installed", fix))
     return found
 
 
-def _needed(config: RunConfig | None) -> dict[str, str]:
-    if config is None:
-        return {}
+def _needed(config: RunConfig) -> dict[str, str]:
     chosen: dict[str, str] = {"engine.kind": config.engine.kind, "runner.kind": config.runner.kind}
     needed: dict[str, str] = {name: f"{key}={name}" for key, name in chosen.items() if name in EXTRAS}
     if sources := [path for path in config.corpus.paths if path.startswith("mongo:")]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, list_checkpoints
-from textmill.config import RunConfig, TrackConfig
+from textmill.config import EngineConfig, TrackConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.processes.launch import read_launch
 from textmill.reports.run_files import RunFiles, find_run, flatten, read_run
@@ -32,7 +32,7 @@ def replay(where: str, settings: Settings = (), out: str | None = None) -> Path:
     folder = find_run(where).resolve()
     recorded = read_run(folder)
     config = open_where(str(folder), settings).config
-    _check_repeatable(config, recorded)
+    _check_repeatable(config.train, recorded)
     copy = Path(out or folder.with_name(f"{folder.name}-replay"))
     train = config.train.model_copy(update={"folder": str(copy.resolve())})
     print(f"replay: {format_path(folder)} again in {format_path(copy)}", flush=True)
@@ -45,12 +45,12 @@ def replay(where: str, settings: Settings = (), out: str | None = None) -> Path:
             step.run()
     launch = read_launch(os.environ)
     if launch is None or launch.rank == 0:
-        print(f"replay: {_compare(recorded, read_run(copy), config)}")
+        print(f"replay: {_compare(recorded, read_run(copy), config.engine)}")
     return copy
 
 
-def _check_repeatable(config: RunConfig, recorded: RunFiles) -> None:
-    if config.train.minutes is not None:
+def _check_repeatable(train: TrainConfig, recorded: RunFiles) -> None:
+    if train.minutes is not None:
         raise TextmillError(
             "replay: the length of the run is train.minutes, which depends on how fast the machine was; only runs "
             "whose length is set in steps, epochs, samples or tokens can be repeated"
@@ -76,7 +76,7 @@ def _check_inputs(recorded: RunFiles, run: Training) -> None:
         )
 
 
-def _compare(recorded: RunFiles, repeated: RunFiles, config: RunConfig) -> str:
+def _compare(recorded: RunFiles, repeated: RunFiles, engine: EngineConfig) -> str:
     """What is the same; an error with the first difference."""
     lines = [_exact(run) for run in (recorded, repeated)]
     steps = sorted(lines[0].keys() | lines[1].keys())
@@ -88,7 +88,7 @@ def _compare(recorded: RunFiles, repeated: RunFiles, config: RunConfig) -> str:
         if step in common:
             differences += _compare_files(checkpoints[0][step], checkpoints[1][step])
         if found := list(filter(None, differences)):
-            differing = "; ".join(found[:SHOWN]) + _causes(recorded, config)
+            differing = "; ".join(found[:SHOWN]) + _causes(recorded, engine)
             raise TextmillError(f"replay: the first difference is at step {step:,}: {differing}")
     weights = f"; weights and optimizer state of {len(common)} checkpoints (SHA-256)" if common else ""
     return f"the same, bit by bit: the metrics of {len(steps)} logged steps{weights}"
@@ -124,17 +124,17 @@ def _compare_files(old: Path, new: Path) -> Iterator[str | None]:
                 yield f"SHA-256 of {name} was {sums[0]}, is {sums[1]}"
 
 
-def _causes(recorded: RunFiles, config: RunConfig) -> str:
+def _causes(recorded: RunFiles, engine: EngineConfig) -> str:
     """What may explain a difference: versions, the machine, other settings of the engine, a GPU."""
     then: dict[str, str] = next((note["environment"] for note in recorded.notes if "environment" in note), {})
     changes = [f"{name} {value}, now {new}" for name, new in environment().items() if (value := then.get(name)) != new]
     found = f"; the environment differs: {', '.join(changes)}" if changes and then else ""
-    now = flatten({"engine": config.engine.model_dump(mode="json")})
+    now = flatten({"engine": engine.model_dump(mode="json")})
     for name in now.keys() & recorded.settings.keys():
         if recorded.settings[name] != now[name]:
             found += f"; {name} was {recorded.settings[name]}, is {now[name]}"
     for change in recorded.progress.get("changes", [])[:SHOWN]:
         found += f"; the run went on from step {change['step']:,} with {change['change']}"
-    if config.engine.device != "cpu" and not getattr(config.engine, "deterministic", False):
+    if engine.device != "cpu" and not getattr(engine, "deterministic", False):
         found += "; on a GPU a run is the same only with engine.deterministic=true"
     return found

@@ -41,13 +41,17 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
             "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
     if is_url(config.export.folder):
-        return export_to_url(config, force, lambda local, again: export(local, again, step))
+
+        def export_locally(settings: ExportConfig, force: Force) -> None:
+            export(config.model_copy(update={"export": settings}), force, step)
+
+        return export_to_url(config.export, force, export_locally)
     folder = Path(config.export.folder)
     precision = config.export.precision
     if config.export.kind == "tokenizer":
         return export_tokenizer(config, folder, force, step)
     if config.export.kind == "dataset":
-        return export_dataset(config, folder, force)
+        return export_dataset(config.export, config.corpus, config.folder_of("corpus"), force)
     writer = open_format(config.export.kind)
     if precision not in writer.PRECISIONS:
         raise TextmillError(
@@ -65,7 +69,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         shape = reduce_shape(source_shape, reduction)
         tokenizer = reduction.tokenizer
     pooling = find_pooling(checkpoint.folder) if config.export.kind in ("hf", "gguf") else None
-    card = write_card(config, checkpoint, shape, tokenizer, pooling)
+    card = write_card(config.export, config.corpus, config.folder_of("tokens"), checkpoint, shape, tokenizer, pooling)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
@@ -77,7 +81,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     model = plain_encoder(model) if config.export.kind == "gguf" else model
     # What a format does not say about a model is given to its reader.
     hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
-    valid = None if reduction else _valid_ids(config, tokenizer)
+    valid = None if reduction else _valid_ids(config.folder_of("tokens"), tokenizer)
     files, figures = write_and_check(stage, writer, model, config.export, hints, {"precision": precision}, valid)
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     only_textmill = "; only textmill opens it" if own_options(shape) else ""
@@ -90,9 +94,8 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     return folder
 
 
-def _valid_ids(config: RunConfig, tokenizer: TextTokenizer) -> NDArray[np.int64] | None:
-    """The first tokens of the run's valid split, if there are some that this tokenizer made."""
-    folder = config.folder_of("tokens")
+def _valid_ids(folder: Path, tokenizer: TextTokenizer) -> NDArray[np.int64] | None:
+    """The first tokens of the valid split in a tokens folder, if there are some that this tokenizer made."""
     if not (folder / MANIFEST).is_file() or open_manifest(folder).get("tokenizer") != tokenizer.fingerprint:
         return None
     if not store_paths(folder / "valid")[0].is_file():
@@ -168,14 +171,13 @@ UNFINISHED = "unfinished-export.json"
 """A file that says that what is in a folder is an export that was not finished; another export may replace it."""
 
 
-def export_to_url(config: RunConfig, force: Force, export: Callable[[RunConfig, Force], Path | str]) -> str:
+def export_to_url(config: ExportConfig, force: Force, export: Callable[[ExportConfig, Force], None]) -> str:
     """Export into the cache, then copy the folder to `export.folder`; return the URL."""
-    url = str(config.export.folder).rstrip("/")
+    url = str(config.folder).rstrip("/")
     local = cache_folder() / "exports" / hash_json(url)[:16] / url.rpartition("/")[2]
     create_folder(local.parent, "XDG_CACHE_HOME")
     with file_lock(local.parent / "lock", f"{url}: another textmill process is exporting to it; wait for it"):
-        settings = config.export.model_copy(update={"folder": str(local)})
-        export(config.model_copy(update={"export": settings}), "changed" if force == "no" else force)
+        export(config.model_copy(update={"folder": str(local)}), "changed" if force == "no" else force)
         sizes = [entry["bytes"] for entry in open_manifest(local)["files"].values()]
         try:
             copied = True

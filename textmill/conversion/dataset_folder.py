@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from textmill.config import ExportConfig, RunConfig
+from textmill.config import CorpusConfig, ExportConfig
 from textmill.config.yaml_text import format_yaml
 from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.document import SPLITS
@@ -43,12 +43,12 @@ SHOWN_SOURCES = 50
 """Sources that the card lists."""
 
 
-def export_dataset(config: RunConfig, folder: Path, force: Force) -> Path:
-    """Write the corpus of a config; what was written is read back and compared before it appears."""
-    export = config.export
+def export_dataset(export: ExportConfig, settings: CorpusConfig, corpus: Path, force: Force) -> Path:
+    """Write a corpus, which was made with these settings, into `export.folder`; what was written is read back and
+    compared before it appears."""
+    folder = Path(str(export.folder))
     if export.precision != ExportConfig().precision or export.vocab_used_in:
         raise TextmillError("export.kind: a dataset has no weights; remove export.precision and export.vocab_used_in")
-    corpus = config.folder_of("corpus")
     manifest = open_manifest(corpus, "prepare")
     if folder.resolve().is_relative_to(corpus.resolve()):
         raise TextmillError(f"export.folder: {folder} is inside the corpus {corpus}; name a folder elsewhere")
@@ -68,7 +68,7 @@ def export_dataset(config: RunConfig, folder: Path, force: Force) -> Path:
             for number, shard in enumerate(shards):
                 name = f"data/{SPLIT_NAMES[split]}-{number:05d}-of-{len(shards):05d}.parquet"
                 files[name] = _write_shard(shard, part / name, common)
-        card = _card(config, export.name or folder.name, account, common, files)
+        card = _card(export, settings, account, common, files)
         files[CARD] = write_bytes(part / CARD, [card.encode()])
         stage.write_manifest(part, files, {"documents": manifest["documents"]})
     megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
@@ -136,16 +136,18 @@ def _convert(table: pa.Table, common: str) -> pa.Table:
     return table
 
 
-def _card(config: RunConfig, name: str, account: dict[str, Any], common: str, files: dict[str, dict[str, Any]]) -> str:
+def _card(
+    export: ExportConfig, settings: CorpusConfig, account: dict[str, Any], common: str, files: dict[str, dict[str, Any]]
+) -> str:
     """The card in Markdown: splits, sources, what was changed and dropped, settings and checksums."""
     splits = {split: amounts for split, amounts in account["by_split"].items() if amounts["documents"]}
     data_files = [{"split": SPLIT_NAMES[split], "path": f"data/{SPLIT_NAMES[split]}-*.parquet"} for split in splits]
-    head: dict[str, Any] = {"license": config.export.license} if config.export.license else {}
+    head: dict[str, Any] = {"license": export.license} if export.license else {}
     head |= {"tags": ["textmill"], "configs": [{"config_name": "default", "data_files": data_files}]}
-    corpus = config.corpus.model_dump(mode="json")
-    lines = [f"---\n{format_yaml(head).rstrip()}\n---\n", f"# {name}\n"]
+    corpus = settings.model_dump(mode="json")
+    lines = [f"---\n{format_yaml(head).rstrip()}\n---\n", f"# {export.name or Path(str(export.folder)).name}\n"]
     lines += ["A corpus prepared with textmill; `account.json` of its folder has the same counts.\n"]
-    if not config.export.license:
+    if not export.license:
         lines += ["No licence was given; ask who made it before you use it.\n"]
     lines += ["| split | documents | bytes | characters |", "|---|---|---|---|"]
     lines += [

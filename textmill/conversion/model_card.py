@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import yaml
 
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, is_adapter
 from textmill.checkpoints.folders import Checkpoint, open_model
-from textmill.config import RunConfig
+from textmill.config import CorpusConfig, ExportConfig
 from textmill.config.load import read_yaml
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
@@ -40,16 +41,22 @@ NO_SCORES = ("card", "intervals", "sample")
 
 
 def write_card(
-    config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer: TextTokenizer, pooling: Pooling | None
+    export: ExportConfig,
+    corpus: CorpusConfig,
+    tokens: Path,
+    checkpoint: Checkpoint,
+    shape: Any,
+    tokenizer: TextTokenizer,
+    pooling: Pooling | None,
 ) -> str:
     """The card in Markdown: the model, its data, its training, its scores, its licence and how to use it.
 
-    A model that was not trained here keeps the card that it came with.
+    `corpus` and the folder `tokens` are the run's. A model that was not trained here keeps the card that it came with.
     """
     base = find_base_model(checkpoint)
     source = read_card(checkpoint.folder if not checkpoint.step else base.folder if base and base.folder else None)
     use = _use_of(shape, tokenizer, pooling)
-    license_ = config.export.license or source.head.get("license")
+    license_ = export.license or source.head.get("license")
     head: dict[str, Any] = {"library_name": use.library, "pipeline_tag": use.tag}
     if not checkpoint.step and source.body:
         head = {**head, **source.head, **({"license": license_} if license_ else {})}
@@ -59,16 +66,16 @@ def write_card(
         head["base_model"] = base.name
     if license_:
         head = {"license": license_, **head}
-    if languages := list(config.corpus.languages) if checkpoint.step else source.head.get("language"):
+    if languages := list(corpus.languages) if checkpoint.step else source.head.get("language"):
         head = {"language": languages, **head}
-    name = config.export.name or Path(str(config.export.folder)).name
+    name = export.name or Path(str(export.folder)).name
     training = "Training" if base is None else "Adapter" if is_adapter(checkpoint.folder) else "Finetuning"
     parts = [
         f"---\n{format_yaml(head)}---",
         f"# {name}",
         _describe(shape, use, checkpoint, base),
         _table("Model", _model_rows(shape, tokenizer)),
-        _table("Data", _data_rows(config)) if checkpoint.step else "",
+        _table("Data", _data_rows(corpus.sources, tokens)) if checkpoint.step else "",
         _table(training, _training_rows(checkpoint)),
         _curve(checkpoint),
         _scores(checkpoint),
@@ -240,14 +247,14 @@ def _model_rows(shape: Any, tokenizer: TextTokenizer) -> list[tuple[str, Any]]:
     ]
 
 
-def _data_rows(config: RunConfig) -> list[tuple[str, Any]]:
+def _data_rows(entries: Sequence[Any], tokens: Path) -> list[tuple[str, Any]]:
     """Names of sources without their folders, which are the trainer's own; counts from the manifests that exist."""
     sources = [
         Path(source).name if isinstance(source, str) else str(getattr(source, "name", type(source).__name__))
-        for source in config.corpus.sources
+        for source in entries
     ]
     rows: list[tuple[str, Any]] = [("sources", ", ".join(sources))]
-    for split, entry in _manifest_of(config.folder_of("tokens")).get("splits", {}).items():
+    for split, entry in _manifest_of(tokens).get("splits", {}).items():
         if isinstance(entry, dict):
             counts = [f"{entry[key]:,} {key}" for key in ("documents", "tokens", "bytes") if entry.get(key)]
             rows.append((f"{split} split", ", ".join(counts)))

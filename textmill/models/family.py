@@ -97,7 +97,7 @@ class Family(Protocol):
     OBJECTIVE: str
     """What the net is trained for: next_token or masked; only next_token models generate text."""
     BATCH_FIELDS: frozenset[str]
-    """Optional fields of a Batch that the net or its loss uses: documents, types, pair_labels, weights."""
+    """optional fields of a Batch that the net or its loss uses: documents, types, pair_labels."""
 
     def shape_of(self, config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
         """The shape of the `model` section; `length` limits the positions unless `model.shape.positions` is set."""

@@ -102,7 +102,8 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
     """Open the splits of a config and check that they were made with the tokenizer (default: the one of the config)."""
     if config.tokens.use:
         tokenizer = tokenizer or tokenizer_of(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
-        return _open_used(config, tokenizer)
+        entries = used_entries(config.tokens, config.corpus)
+        return _open_used(entries, config.folder_of("tokens"), tokenizer, config.train.layout)
     folder = config.folder_of("tokenizer")
     tokens = config.folder_of("tokens")
     manifest = open_manifest(tokens, "tokenize")
@@ -151,12 +152,10 @@ def _open_named(
     return Splits(parts, tokenizer, fingerprint, {**manifest, "splits": counts}, source.files, fingerprints)
 
 
-def _open_used(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
+def _open_used(entries: list[UsedEntry], folder: Path, tokenizer: TextTokenizer, layout: str) -> Splits:
     """The stores of `tokens.use`; those of `tokens.use_valid` and `tokens.use_test` replace its valid and test
     split."""
-    entries = used_entries(config.tokens, config.corpus)
-    folder = config.folder_of("tokens")
-    opened = [_open_existing(entry, folder, len(entries), tokenizer, config.train.layout) for entry in entries]
+    opened = [_open_existing(entry, folder, len(entries), tokenizer, layout) for entry in entries]
     files: dict[Path, dict[str, Any]] = {}
     for source in opened:
         files |= source.files

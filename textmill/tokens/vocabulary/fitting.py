@@ -71,7 +71,9 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     used = open_used(section, config.train.layout) if section.use else None
     other = open_named(section.compare_with, key="tokenizer.compare_with") if section.compare_with else None
     corpus = config.folder_of("corpus")
-    sources = None if used else find_fit_sources(config)
+    sources = None
+    if not used and section.fit_on == "sources":
+        sources = find_fit_sources(config.corpus, [config.folder_of(stage) for stage in STAGE_FOLDERS])
     made_from = _describe_used(section, used) if used else _describe_text(section, config.corpus, corpus, sources)
     stage = Stage("fit-tokenizer", folder, made_from, config.to_yaml())
     if stage.is_done(force):
@@ -241,13 +243,10 @@ def find_text_parts(
     return parts
 
 
-def find_fit_sources(config: RunConfig) -> list[Source] | None:
-    """The sources that a tokenizer is fitted on; None: it is fitted on the prepared corpus."""
-    if config.tokenizer.fit_on == "corpus":
-        return None
-    folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
+def find_fit_sources(corpus: CorpusConfig, folders: list[Path]) -> list[Source]:
+    """The sources that a tokenizer is fitted on, without the stages' own folders."""
     own = folders + [folder.with_name(folder.name + ".part") for folder in folders]
-    return find_sources(config.corpus.sources, skip=own, encoding=config.corpus.encoding)
+    return find_sources(corpus.sources, skip=own, encoding=corpus.encoding)
 
 
 def count_words(parts: Sequence[TextPart], section: TokenizerConfig, runner: Runner) -> Iterator[Counter[str]]:
