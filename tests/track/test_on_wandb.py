@@ -38,12 +38,14 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     monkeypatch.delitem(
         sys.modules, "openai", raising=False
     )  # W&B prints an advertisement if it sees it, and another test may have loaded it
+    monkeypatch.setenv("WANDB_TAGS", "first,small")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "stones")
     from wandb.proto.wandb_internal_pb2 import Record
 
     from textmill.track.on_wandb import new_tracker
 
-    wandb = WandbConfig(entity="millers", tags=["first", "small"], offline=True)
-    tracker = new_tracker(TrackConfig(project="mill", group="stones", wandb=wandb), tmp_path, 0, {"train.batch": 8})
+    wandb = WandbConfig(entity="millers", offline=True)
+    tracker = new_tracker(TrackConfig(project="mill", wandb=wandb), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
     tracker.close()
