@@ -104,6 +104,8 @@ def _run(argv: list[str], started: float) -> int:
 
         print(f"textmill {__version__}")
         return EXIT_DONE
+    if argv[0].endswith(".py"):  # a script of another tool
+        argv = ["from", shlex.join(argv)]
     name = argv[0]
     rest = argv[1:]
     if name not in COMMANDS:

@@ -293,6 +293,10 @@ SHELL = [
     'export V=\'a  b\' W=c\nX=1 python y.py $V "$V" \'$V\' "\\$V" a\\ b "a\\\nb" ${W}d "${W}"e # end\n',
     'if true; then python z.py --a="b c" ; fi && python w.py --k 1 | python v.py || python u.py\n',
     "A=(1)\nA+=(2 3)\nB=x\nB+=y\npython a.py ${A[@]} $B\n",
+    'A=("--x 1" "--y")\nD=${1:-"a b"}\npython b.py ${A[@]} "$D" ${E:-"c"} ${F:-${D}/d}\n',
+    "#python old.py --lost 1 \\\npython c.py --k 2\nset -u\nif [ ! -f d.py ]; then echo d.py; fi\nset +u\n",
+    'cat <<EOT > /dev/null\n{"a": 1}\npython no.py\nEOT\nR="python e.py --m 3"\neval ${R}\n',
+    "for T in 1; do python f.py --n 4; done\ncase $1 in\n  -z) shift; python g.py;;\nesac\n",
 ]
 
 
@@ -412,18 +416,59 @@ def test_every_option_of_beam_reaches_beam() -> None:
 
 
 def test_finetuning_of_dsgpt2(here: Path) -> None:
-    words = "--train_mode finetune --ckpt_dir c --workspace pretrain --workspace_finetune chat"
-    _, config = translated(f"deepspeed ds_trainer.py {words}")
+    """Its trainer loads from workspace_finetune and saves to workspace; the folders and the split are its defaults."""
+    words = "--train_mode finetune --workspace chat --workspace_finetune pretrain --ckpt_id_finetune epoch1-step142000"
+    text, config = translated(f"deepspeed ds_trainer.py {words}")
     assert (config.train.layout, config.train.chat.pack, config.tokenizer.chat) == ("chat", False, "dsgpt2")
-    assert config.train.folder == str(here / "c/chat")
-    assert config.model.init_from in ("c/pretrain", str(here / "c/pretrain"))
+    assert config.train.folder == str(here / "checkpoints/chat")
+    assert config.model.init_from is not None
+    assert Path(config.model.init_from).resolve() == here / "checkpoints/pretrain"
+    assert config.corpus.split == [99, 1, 0]
+    assert "--ckpt_id_finetune epoch1-step142000: name the checkpoint's folder" in text
+
+
+def test_a_script_as_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run_clm.py", "--train_file", "a b.txt", "--fp16"]) == 0
+    assert "precision: fp16" in (out := capsys.readouterr().out)
+    assert "sources: [a b.txt]" in out
+
+
+def test_a_script_that_starts_in_a_container(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "docker run -d --gpus='\"device=0,1\"' IMAGE bash scripts/ds_trainer.sh"
+    assert main(["from", command]) == 2
+    assert "scripts/ds_trainer.sh is not here, so translate it where it is" in capsys.readouterr().err
+    (here / "scripts").mkdir()
+    launch = "python -m torch.distributed.launch --nproc_per_node 2 ds_trainer.py --seed 9"
+    Path("scripts/ds_trainer.sh").write_text(f"{launch}\nbash scripts/ds_trainer.sh  # again")
+    assert translated(command)[1].train.seed == 9
+
+
+def test_settings_that_stand_for_several_gpus(here: Path) -> None:
+    """A copy of the net on two GPUs: FSDP divides it over the four copies, and one GPU per matrix needs no setting."""
+    words = "torchrun --nproc_per_node=8 pretrain_gpt.py --use-distributed-optimizer --num-workers 7"
+    text, config = translated(f"{words} --tensor-model-parallel-size 2 --bf16 --fp8-format hybrid")
+    assert (value_of(config, "engine.mesh.tensor"), value_of(config, "engine.mesh.shard")) == (2, 4)
+    assert value_of(config, "engine.precision") == "fp8"
+    assert "#   --num-workers 7: not needed: batches" in text
+    assert "tensor-model-parallel-size 1: not needed" in translated_again(f"{words} --tensor-model-parallel-size 1")
+
+
+def translated_again(text: str) -> str:
+    Path("new.yaml").unlink()
+    return translated(text)[0]
+
+
+def test_layers_of_the_hidden_loss(here: Path) -> None:
+    words = "python train_pkd.py --student_type gpt2 --teacher_name gpt2 --teacher_layers 0 2 4"
+    _, config = translated(f"{words} --beta_pkd 0.5")
+    assert (config.train.distil.student_layers, config.train.distil.teacher_layers) == ([0, 1, 2], [0, 2, 4])
+    assert "--teacher_layers 0 2 4: not needed" in translated_again(words)
 
 
 def test_a_readme_without_a_training_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks that install, build images or download say so in one line."""
     for block in (
         "docker build -t IMAGE_TAG -f Dockerfile-dev .",
-        "docker run -d -e WANDB_API_KEY=KEY --gpus='\"device=0,1\"' IMAGE bash scripts/ds_trainer.sh",
         'git clone https://example.org/apex\ncd apex\npip install --global-option="--cpp_ext" -v . | tee b.log',
     ):
         assert main(["from", block]) == 2

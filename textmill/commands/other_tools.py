@@ -26,6 +26,7 @@ SCRIPTS = (
     ),
     (r"pretrain_gpt2?", "megatron", "model.size=megatron-345m"),
     (r"run_gpt2_eval|evaluate_gpt2", "megatron-eval", ""),
+    (r"generate_samples\w*", "megatron-generate", ""),
     (r"preprocess_data\w*", "megatron-data", "tokens.append_end=false"),
     (r"merge_preprocessed_data", "megatron-merge", ""),
     (r"ds_trainer", "dsgpt2", "train.layout=padded train.loss=sample_mean"),
@@ -63,7 +64,9 @@ DEFAULTS = {
     "jax-lm": """--batch-size 16 --random-seed 0 --max-sequence-length 256 --num-epochs 5 --learning-rate 3e-5
         --lr_scheduler_type linear --warmup_steps 0 --weight-decay-rate 0.01 --adamw-beta1 0.9 --adamw-beta2 0.98
         --max_grad_norm 0 --logging-frequency 100 --eval-frequency 5000 --save-frequency 5000""",
-    "dsgpt2": "--train_iters 100000 --ckpt_save_steps 2000",
+    "dsgpt2": """--vocab_load_dir ./vocab --vocab_id_dir vocab_50257 --enable_bos True --enable_eos True
+        --truncated_len 128 --seed 123 --ckpt_dir ./checkpoints --workspace test0 --train_iters 100000 --tr_ratio 0.99
+        --ckpt_save_steps 2000""",
 }
 """What a tool does when an option is not given, where it differs from our default."""
 SIZES: dict[str, Settings] = {
@@ -151,7 +154,7 @@ def _is_script(words: list[str], number: int) -> bool:
     module = words[number - 1] == "-m" if number else False
     if module:
         return word not in NOT_SCRIPTS
-    return bool(re.fullmatch(r"[\w./~$-]+\.py", word)) or (word == "litgpt" and number < 2)
+    return bool(re.fullmatch(r"[^-=][^=]*\.py", word)) or (word == "litgpt" and number < 2)
 
 
 def _read_options(words: list[str]) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
@@ -258,10 +261,8 @@ def _batch(pasted: Pasted, name: str) -> Settings | str:
         )
         if per_gpu is None:
             return "needs the batch per GPU: set train.batch to batch per GPU x accumulation x GPUs"
-        model_parallel = pasted.number("tensor_model_parallel_size", "model_parallel_size") or 1
-        model_parallel *= pasted.number("pipeline_model_parallel_size") or 1
         # nanoGPT's accumulation is that of all GPUs, jax-lm-training's batch is divided over them.
-        copies = 1 if pasted.tool in ("nanogpt", "jax-lm") else max(1, pasted.gpus // model_parallel)
+        copies = 1 if pasted.tool in ("nanogpt", "jax-lm") else max(1, pasted.gpus // _model_parallel(pasted))
         total = per_gpu * (pasted.number("gradient_accumulation_steps", "accumulation") or 1) * copies
     return {"train.batch": int(total)}
 
@@ -301,19 +302,17 @@ def _tfrecords(pasted: Pasted, name: str) -> Settings | str:
 def _train_mode(pasted: Pasted, name: str) -> Settings | str:
     if pasted.text(name) != "finetune":
         return {"train.layout": "padded"}
-    start = "/".join(filter(None, (pasted.text("ckpt_dir"), pasted.text("workspace"))))
-    chat = {"corpus.chat": "auto", "tokenizer.chat": "dsgpt2", "train.layout": "chat", "train.chat.pack": False}
-    return {**chat, **({"model.init_from": start} if start else {})}
+    return {"corpus.chat": "auto", "tokenizer.chat": "dsgpt2", "train.layout": "chat", "train.chat.pack": False}
 
 
 def _dsgpt2_folder(pasted: Pasted, name: str) -> Settings | str:
-    if name == "ckpt_id_finetune":
-        return "use the flag --step N, latest or best"
-    finetunes = pasted.text("train_mode") == "finetune"
-    parts = (pasted.text("ckpt_dir"), pasted.text("workspace_finetune" if finetunes else "workspace"))
-    if name == "workspace_finetune" and not finetunes:
-        return "not needed: it is the folder of --train_mode finetune"
-    return {"train.folder": "/".join(filter(None, parts))}
+    """A finetuning starts from workspace_finetune and writes to workspace."""
+    folder = "/".join(filter(None, (pasted.text("ckpt_dir"), pasted.text(name if name != "ckpt_dir" else "workspace"))))
+    if name != "workspace_finetune":
+        return {"train.folder": folder}
+    if pasted.text("train_mode") != "finetune":
+        return "not needed: --train_mode finetune starts from it"
+    return {"model.init_from": folder}
 
 
 def _counts(pasted: Pasted, name: str) -> Settings | str:
@@ -418,10 +417,11 @@ def _tokens(pasted: Pasted, name: str) -> Settings | str:
 
 
 def _split(pasted: Pasted, name: str) -> Settings | str:
-    if not re.fullmatch(r"[\d.,/ ]+", pasted.text(name)):
+    text = pasted.text(name).strip("'\"")
+    if not re.fullmatch(r"[\d.,/ ]+", text):
         return "give three numbers in corpus.split, such as 95,5,0"
     if name == "split":
-        numbers = [float(part) for part in re.split(r"[,/ ]+", pasted.text(name)) if part]
+        numbers = [float(part) for part in re.split(r"[,/ ]+", text) if part]
         return {"corpus.split": [int(one) if one.is_integer() else one for one in [*numbers, 0.0, 0.0][:3]]}
     value = pasted.number(name) or 0.0
     training = round(value * 100, 6) if name == "tr_ratio" else 100 - value
@@ -456,10 +456,30 @@ def _dsgpt2_vocab(pasted: Pasted, name: str) -> Settings | str:
     return {"tokenizer.use": "/".join(filter(None, (pasted.text("vocab_load_dir"), pasted.text("vocab_id_dir"))))}
 
 
+def _model_parallel(pasted: Pasted) -> float:
+    """How many GPUs hold one copy of the net."""
+    parts = pasted.number("tensor_model_parallel_size", "model_parallel_size") or 1
+    return parts * (pasted.number("pipeline_model_parallel_size") or 1)
+
+
+def _tensor(pasted: Pasted, name: str) -> Settings | str:
+    value = pasted.text(name)
+    return "not needed: one GPU holds each matrix" if value == "1" else {"engine.mesh.tensor": value}
+
+
 def _fsdp(pasted: Pasted, name: str) -> Settings | str:
-    if pasted.gpus == 1:
-        return "not needed on one GPU; on N GPUs set engine.mesh.shard=N"
-    return {"engine.mesh.shard": pasted.gpus}
+    copies = int(pasted.gpus // _model_parallel(pasted))
+    if copies <= 1:
+        return "not needed: one GPU, or one copy of the net; on N GPUs set engine.mesh.shard=N"
+    return {"engine.mesh.shard": copies}
+
+
+def _teacher_layers(pasted: Pasted, name: str) -> Settings | str:
+    """The block of the teacher for each block of the student; only the loss of hidden states uses them."""
+    layers = pasted.texts(name)
+    if not pasted.number("beta_pkd"):
+        return "not needed: only --beta_pkd, the loss of hidden states, uses them"
+    return {"train.distil.teacher_layers": ",".join(layers), "train.distil.student_layers": list(range(len(layers)))}
 
 
 def _deepspeed(pasted: Pasted, name: str) -> Settings | str:

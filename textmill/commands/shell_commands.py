@@ -14,11 +14,21 @@ CONTINUED = re.compile(r"\\[ \t]*(#[^\n]*)?\n")
 """A backslash at the end of a line; a comment after it is a mistake that READMEs make, and is not part of the text."""
 PLACEHOLDER = re.compile(r"<[^\s<>|&;'\"$()]*( [^\s<>|&;'\"$()]+)*>")
 """<OUTPUT_DIRECTORY> in a README; a shell would take it for a redirection."""
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|(\w+)|([@*#?!$-]))")
-SUBSTITUTION = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`")
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+)|([@*#?!$-]))")
+FIELD = re.compile(r"(?:\$\([^)]*\)+|`[^`]*`|\S)+")
+"""A word in the value of a variable outside of quotes."""
+COMMENT_LINE = re.compile(r"^[ \t]*#[^\n]*\n", re.MULTILINE)
+"""A backslash at its end continues nothing; between continued lines the command goes on after it."""
+CASE = re.compile(r"^[ \t]*case\b.*?^[ \t]*esac\b", re.DOTALL | re.MULTILINE)
+HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2$", re.DOTALL | re.MULTILINE)
 ASSIGNMENT = re.compile(r"^(\w+)\+?=")
-KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "time", "!", "exec", "nohup", "sudo", "{"}
-DECLARATIONS = {"export", "declare", "local", "readonly", "set", "typeset"}
+KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "time", "!", "exec", "eval", "nohup", "sudo", "{"}
+DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
+IDLE = set(
+    "[ [[ test : true set shift exit return wait sleep echo printf cat cd ls mkdir cp mv rm touch chmod for done "
+    "fi } function".split()
+)
+"""Commands that start nothing; branches of `if` and bodies of loops are read once each."""
 
 
 @dataclass
@@ -27,10 +37,13 @@ class Script:
 
     commands: list[list[str]] = field(default_factory=list)
     variables: dict[str, list[str]] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
+    """The scripts that it starts and that were read."""
 
     def read(self, text: str) -> None:
         """Add the commands of a text."""
-        text = text.replace("\r\n", "\n")
+        text = HERE_DOCUMENT.sub(r"\3", COMMENT_LINE.sub("", text.replace("\r\n", "\n")))
+        text = CASE.sub("", text)  # the script's own options: what it sets before them is the default
         _Reader(CONTINUED.sub(lambda found: "" if found[0] == "\\\n" else " ", text), self).read()
 
     def add(self, words: list[str], assigned: list[str]) -> None:
@@ -40,6 +53,8 @@ class Script:
         if words and words[0] in DECLARATIONS:
             words = words[1:]
         rest = words[len(assigned) :]
+        if rest[:1] and rest[0] in IDLE:
+            return
         if rest[:1] in (["bash"], ["sh"]) and "-c" in rest[:3]:
             self.read(" ".join(rest[rest.index("-c") + 1 : rest.index("-c") + 2]))
         elif "-c" in rest and rest[rest.index("-c") - 1] in ("bash", "sh"):  # srun ... bash -c '...'
@@ -82,11 +97,11 @@ class _Reader:
             self.place += 2
         elif character == "#" and self.word is None:
             self.place += len(rest.partition("\n")[0])
-        elif found := SUBSTITUTION.match(rest):
-            self._add(found[0])
-            self.place += found.end()
+        elif end := _substitution_end(rest):
+            self._add(rest[:end])
+            self.place += end
         elif found := VARIABLE.match(rest):
-            self._add_fields(self._value(found))
+            self._add_fields([part for value in self._value(found) for part in FIELD.findall(value)])
             self.place += found.end()
         elif found := PLACEHOLDER.match(rest):
             self._add(found[0])
@@ -115,9 +130,9 @@ class _Reader:
             if rest[0] == "\\" and rest[1:2] in ('"', "\\", "$", "`"):
                 self._add(rest[1])
                 self.place += 2
-            elif found := SUBSTITUTION.match(rest):
-                self._add(found[0])
-                self.place += found.end()
+            elif end := _substitution_end(rest):
+                self._add(rest[:end])
+                self.place += end
             elif found := VARIABLE.match(rest):
                 values = self._value(found)
                 if "[@]" in found[0]:  # each element is a word of its own
@@ -150,16 +165,16 @@ class _Reader:
         if found[4]:
             return []
         value = self.script.variables.get(name, [found[0]] if found[2] is None else [""])
-        return [found[2]] if found[2] is not None and value == [""] else value
+        if found[2] is None or value != [""]:
+            return value
+        return [VARIABLE.sub(lambda inner: " ".join(self._value(inner)), re.sub(r"[\"']", "", found[2]))]
 
     def _add(self, text: str) -> None:
         self.word = self.word or [""]
         self.word[-1] += text
 
-    def _add_fields(self, values: list[str]) -> None:
-        """Add a value outside of quotes: blanks in it divide words."""
-        is_text = len(values) == 1
-        fields = values[0].split() if is_text else values
+    def _add_fields(self, fields: list[str]) -> None:
+        """Add the first to this word; each of the others begins a new one."""
         if fields:
             first, *others = fields
             self._add(first)
@@ -186,3 +201,17 @@ class _Reader:
         self.script.add(self.words, self.assigned)
         self.words = []
         self.assigned = []
+
+
+def _substitution_end(text: str) -> int:
+    """Where the `$(...)`, `$((...))` or backquotes end that a text begins with; 0 if it begins with none."""
+    if text.startswith("`"):
+        return text.find("`", 1) + 1
+    if not text.startswith("$("):
+        return 0
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if character == ")" and not depth:
+            return place + 1
+    return 0

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ class Translation:
             if self.settings.get(key, value) != value:
                 if not override:
                     continue
-                self.left.update({note: f"replaced by {comment}" for note in notes})
+                nobodys = {"default of " + one.script for one in self.scripts} | {one.script for one in self.scripts}
+                self.left.update({note: f"replaced by {comment}" for note in notes if note not in nobodys})
                 notes.clear()
             self.settings[key] = value
             if comment not in notes:
@@ -92,10 +94,11 @@ def read_translation(text: str, gpus: int | None = None) -> Translation:
     for words in script.commands:
         _add_command(translation, script, words, gpus)
     if not translation.scripts:
-        raise TextmillError(
-            "from: found no command that trains, such as 'python pretrain_gpt.py --lr 1e-4'; put the whole command in "
-            "quotes, or name a shell script or a DeepSpeed JSON"
-        )
+        missing = [name for name in translation.left if name.endswith(".sh")]
+        advice = "put the whole command in quotes, or name a shell script or a DeepSpeed JSON"
+        if missing:
+            advice = f"{missing[0]} is not here, so translate it where it is"
+        raise TextmillError(f"from: found no command that trains, such as 'python pretrain_gpt.py --lr 1e-4'; {advice}")
     _join_stages(translation)
     return translation
 
@@ -128,9 +131,15 @@ def _add_json(translation: Translation, content: str, file: str | None, gpus: in
 def _add_command(translation: Translation, script: Script, words: list[str], gpus: int | None) -> None:
     pasted = read_command(words, script.variables, gpus)
     if pasted is None:
-        if words[0] in ("bash", "sh") and words[1:] and Path(words[1]).is_file():
-            script.read(Path(words[1]).read_text(encoding="utf-8"))  # its commands follow in the same loop
-        elif words[0] not in ("echo", "cd", "mkdir"):
+        after = [name for shell, name in pairwise(words) if shell in ("bash", "sh") and name.endswith(".sh")]
+        if after and after[0] in script.files:
+            return  # it starts itself
+        if after and Path(after[0]).is_file():
+            script.files.add(after[0])
+            script.read(Path(after[0]).read_text(encoding="utf-8"))  # its commands follow in the same loop
+        elif after:
+            translation.left[after[0]] = "is not in this folder: translate it where it is"
+        else:
             translation.left[" ".join(words[:3])] = "no command that trains or prepares data"
         return
     translation.scripts.append(pasted)
@@ -198,12 +207,17 @@ def _drop_refused(translation: Translation) -> None:
             build_config(resolve_paths(tree, Path.cwd()))
         except TextmillError as error:
             key = str(error).partition(":")[0]
-            refused = [name for name in translation.settings if name == key or name.startswith(f"{key}.")]
-            if not refused:
+            section = key.rpartition(".")[0]
+            starts = (f"{key}.", f"{section}." if section else key)  # or of the same section, such as what it needs
+            for start in starts:
+                if refused := [name for name in translation.settings if name == key or name.startswith(start)]:
+                    break
+            else:
                 raise
             for name in refused:
                 spelling = ", ".join(translation.comments.get(name, [name]))
-                translation.left[spelling] = f"refused: {error}"
+                if not spelling.startswith("default of"):
+                    translation.left[spelling] = f"refused: {error}"
                 del translation.settings[name]
         else:
             return
@@ -239,6 +253,8 @@ def _next_step(translation: Translation, file: str) -> str:
     tools = {pasted.tool for pasted in translation.scripts}
     if tools == {"megatron-eval"}:
         return f"textmill evaluate {file}"
+    if tools == {"megatron-generate"}:
+        return f"textmill generate {file}"
     if tools and tools <= {"megatron-data", "jax-lm-data", "binarize", "counts"}:
         return f"textmill prepare {file}, fit-tokenizer, tokenize"
     gpus = max((pasted.gpus for pasted in translation.scripts), default=1)

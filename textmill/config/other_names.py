@@ -103,7 +103,8 @@ TARGETS = {
     "train.tasks_sample": "core_metric_max_per_task",
     "folder": "out_dir output_dir save_dir",
     "train.folder": "save model_save_dir dump_path",
-    "@dsgpt2_folder": "ckpt_dir workspace workspace_finetune ckpt_id_finetune",
+    "@dsgpt2_folder": "ckpt_dir workspace workspace_finetune",
+    "name the checkpoint's folder in model.init_from, such as RUN/step-0142000": "ckpt_id_finetune",
     "@load": "load",
     # the net
     "model.shape.layers": "n_layer num_layers num_hidden_layers depth",
@@ -117,7 +118,7 @@ TARGETS = {
     "model.shape.activation=relu2": "squared_relu",
     "model.shape.untied=true": "untie_embeddings_and_output_weights",
     "@deep_init": "deep_init",
-    "@rope": "position_embedding_type normalization swiglu",
+    "@rope": "position_embedding_type normalization swiglu use_rotary_position_embeddings",
     "model.shape.kv_heads": "num_query_groups num_key_value_heads",
     "model.shape.head_width": "kv_channels",
     "model.shape.rotary_base": "rotary_base",
@@ -129,6 +130,7 @@ TARGETS = {
     "@weights": "model_name_or_path teacher_name teacher_name_or_path",
     "model.init_from": """init_checkpoint model_path student_pretrained_weights ref_model_path
         ref_model_type initial_checkpoint_dir pretrained_checkpoint""",
+    "model.init_from=bert-large-uncased": "pretrained_bert",
     "model.lora.rank": "lora_r lora_rank",
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
@@ -146,6 +148,7 @@ TARGETS = {
     "corpus.text_key": "json_keys json_key text_key text_column_name text_column_names dataset_text_field",
     "corpus.label_key": "label_column_name",
     "corpus.sentences=lines": "presplit_sentences",
+    "corpus.documents=line": "line_by_line",
     "corpus.sentences=split": "split_sentences",
     "runner.workers": "workers num_workers num_proc num_process preprocessing_num_workers",
     "@beam": "direct_running_mode direct_num_workers",
@@ -167,12 +170,11 @@ TARGETS = {
     "tokens.features.reserved_tokens": "num_special_token_reserved",
     "tokens.features.stride": "stride",
     # engine
-    "engine.precision": "dtype mixed_precision precision",
+    "engine.precision": "dtype mixed_precision precision fp8_format",
     "engine.precision=fp16": "fp16",
     "engine.precision=bf16": "bf16",
-    "engine.precision=fp8": "fp8_format",
     "engine.compile": "torch_compile compile",
-    "engine.mesh.tensor": "tensor_model_parallel_size model_parallel_size tensor_parallel_size",
+    "@tensor": "tensor_model_parallel_size model_parallel_size tensor_parallel_size",
     "@fsdp": "fsdp use_torch_fsdp2 use_distributed_optimizer",
     "engine.mesh.sequence_parallel": "sequence_parallel",
     "engine.zero": "zero_stage stage",
@@ -195,7 +197,7 @@ TARGETS = {
     "train.distil.mse": "alpha_mse",
     "train.distil.cosine": "alpha_cos",
     "train.distil.hidden": "beta_pkd",
-    "train.distil.teacher_layers": "teacher_layers",
+    "@teacher_layers": "teacher_layers list",
     # evaluation, generation, tracking
     "@evaluate_batch": "per_device_eval_batch_size eval_batch_size",
     "evaluate.stride": "overlapping_eval",
@@ -210,6 +212,7 @@ TARGETS = {
     "sample.beams": "num_beams beam_size",
     "sample.top_k": "top_k",
     "@do_sample": "do_sample",
+    "sample.temperature=0": "greedy",
     "@wandb": "wandb_project wandb_username wandb_entity wandb_log wandb wandb_dir logger_name",
     "track.kinds": "report_to",
     "track.project": "project",
@@ -250,7 +253,7 @@ TARGETS = {
         evidence_data_path retriever_report_topk_accuracies retriever_score_scaling block_data_path embedding_path
         indexer_batch_size indexer_log_interval num_classes img_dim num_channels patch_dim""",
     "not needed: tokens are always read from disk as they are used": """lazy_loader no_mmap_bin_files mmap_warmup
-        streaming low_cpu_mem_usage""",
+        skip_mmap_warmup streaming low_cpu_mem_usage""",
     _CACHES: "cache_dir no_cache overwrite_cache data_cache_path data_cache_dir",
     _LOADING: """dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
         dataloader_multiprocessing_context valid_num_workers dataloader_in_order dataloader_type
@@ -258,7 +261,8 @@ TARGETS = {
     "not needed: the end of an epoch is filled up from its start; train.packed.last_window=drop drops it": """
         dataloader_drop_last""",
     "not needed: weights and their updates are in fp32 in every precision": """fp32_embedding fp16_opt_level
-        attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 fp32_residual_connection
+        fp32_layernorm fp32_tokentypes fp32_allreduce attention_softmax_in_fp32
+        accumulate_allreduce_grads_in_fp32 fp32_residual_connection
         bf16_full_eval fp16_full_eval main_params_dtype main_grads_dtype grad_reduce_in_bf16 fp16_lm_cross_entropy""",
     "not needed: every command uses the best checkpoint, as train.best.metric defines it": "load_best_model_at_end",
     "use textmill show WHERE --counts FILE": "token_counts_dump",
@@ -284,6 +288,26 @@ TARGETS = {
     "is an option of docker, not of training": "network",
     _INSTALL: "cpp_ext cuda_ext global_option disable_pip_version_check",
     _HUB: """push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push hub_revision""",
+    "not needed: the hub's own login or HF_TOKEN is used": "token",
+    "set track.kinds": "with_tracking",
+    "not needed: train.layout decides how samples are filled; padded is a document each": "pad_to_max_length",
+    "not needed: the format of a file is detected": "data_loader delim loose_json",
+    "not needed: samples are always shuffled; train.seed decides how": "shuffle",
+    "not needed: samples are drawn as they are trained on": "max_num_samples data_epochs input_data_sizes_file",
+    "not available: samples of evaluation are as long as those of training": "eval_seq_length eval_max_preds_per_seq",
+    "name it with the files: corpus.sources=[{path: FILE, text_key: KEY}]": "eval_text_key",
+    "not needed: model.init_from reads published models, such as gpt2": "eval_hf load_openai",
+    "not needed: the last word is counted with all its tokens": "strict_lambada",
+    "not needed: the loss is the mean of all tokens of a step": "calculate_per_token_loss",
+    "not needed: fp8 chooses its own scales": "fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather fp8_margin",
+    "not needed: memory is managed while training": """manual_gc manual_gc_interval empty_unused_memory_level
+        no_create_attention_mask_in_dataloader""",
+    "not needed: the tokenizer's files have it": "tiktoken_pattern tiktoken_num_special_tokens",
+    "not available: there are no invented data; corpus.sources=tinyshakespeare is a small text": "mock_data",
+    "not available: there is no profiler": """profile profile_step_start profile_step_end profile_ranks
+        use_pytorch_profiler""",
+    "not needed: model.family=llama has rotary positions instead": "no_position_embedding",
+    "set train.batch_rampup": "step_batch_size_schedule",
     "not needed: every train.save_every steps there is a checkpoint; the best one is kept": "always_save_checkpoint",
     "not available: GPT-2's linear layers and norms have biases; model.family=llama has none": """bias
         disable_bias_linear add_bias_linear add_qkv_bias""",
@@ -299,7 +323,8 @@ TARGETS = {
     "track.name names the run on W&B; train.folder names its folder": "run",
     "not available: attention sees all earlier tokens": "window_pattern window_size sliding_window",
     "not needed: merges are read from the file next to the vocabulary: merges.txt, or NAME-merges.txt": "merge_file",
-    "not needed: paragraphs keep their line breaks; corpus.rules changes that": "keep_linebreaks keep_newlines",
+    "not needed: paragraphs keep their line breaks; corpus.rules changes that": """keep_linebreaks keep_newlines
+        no_keep_linebreaks""",
     "set train.layout: chat has loss on the assistant's messages only, packed on all tokens": """train_on_inputs
         assistant_only_loss mask_prompt loss_on_targets_only completion_only_loss""",
     _RUN_FILES: "wandb_run_dir logging_dir wandb_save_dir",
@@ -317,14 +342,14 @@ TARGETS = {
         no_gradient_accumulation_fusion no_rope_fusion use_mcore_models transformer_impl openai_gelu
         apply_query_key_layer_scaling no_query_key_layer_scaling use_liger_kernel liger_kernel_config tf32
         torch_compile_backend torch_compile_mode cross_entropy_loss_fusion scaled_upper_triang_masked_softmax_fusion
-        attn_implementation use_fast_tokenizer no_persist_layer_norm use_legacy_models
+        attn_implementation use_fast_tokenizer use_slow_tokenizer no_persist_layer_norm use_legacy_models
         no_async_tensor_model_parallel_allreduce""",
     _COLLECTIVES: """ddp_impl overlap_grad_reduce use_contiguous_buffers_in_ddp no_scatter_gather_tensors_in_pipeline
         overlap_param_gather ddp_find_unused_parameters ddp_bucket_cap_mb
         ddp_broadcast_buffers ddp_static_graph use_torch_ddp tp_comm_overlap gradient_predivide_factor
         no_contiguous_buffers_in_local_ddp use_contiguous_buffers_in_local_ddp accelerator_config parallelism_config
         fsdp_config average_tokens_across_devices scatter_gather_tensors_in_pipeline""",
-    _SCALING: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis dynamic_loss_scale",
+    _SCALING: "loss_scale initial_loss_scale min_loss_scale min_scale loss_scale_window hysteresis dynamic_loss_scale",
     _LOG: """logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen
         log_level log_level_replica disable_tqdm include_tokens_per_second skip_memory_metrics debug
         timing_log_level log_throughput no_log_learnig_rate_to_tensorboard no_log_loss_scale_to_tensorboard log_path
@@ -378,14 +403,28 @@ BY_TOOL: dict[str, dict[str, str]] = {
         "not needed: the model's folder has its shape": "num_layers hidden_size num_attention_heads seq_length",
         "@evaluated_model": "model_path load",
     },
+    "megatron": {_LOADING: "num_workers"},
+    "megatron-generate": {
+        "@evaluated_model": "load model_path",
+        "sample.temperature": "temperature",
+        "not needed: the model's folder has its shape": """num_layers hidden_size num_attention_heads seq_length
+            max_position_embeddings""",
+        "not needed: textmill generate prints its texts; write them to a file with > FILE": """genfile
+            sample_output_file""",
+        "name the prompts in sample.prompt": "sample_input_file",
+        "not needed: a cache of keys and values is always used": "recompute",
+    },
     "megatron-merge": {"not needed: tokens.use reads all; textmill merge OUT A B writes one file": "output_prefix"},
-    "distil": {"train.distil.temperature": "temperature", "@distil_data": "data_file"},
+    "distil": {"train.distil.temperature": "temperature", "@distil_data": "data_file", "tokens.use": "data_dir"},
     "extract": {"model.init_layers": "layers"},
     "binarize": {"not needed: tokenizer.use names the tokenizer": "tokenizer_type"},
     "counts": {"tokens.use": "data_file", "not needed: the tokenizer knows its size": "vocab_size"},
     "nanogpt": {"@nanogpt_model": "init_from", "@nanogpt_data": "dataset", "sample.temperature": "temperature"},
     "jax-lm": {"train.length": "max_sequence_length"},
-    "dsgpt2": {"sample.temperature": "temperature"},
+    "dsgpt2": {
+        "sample.temperature": "temperature",
+        "not available: an answer is never replaced by its question": "alpha",
+    },
     "litgpt": {
         "@litgpt_data": "data",
         "train.length": "max_seq_length",
@@ -411,7 +450,10 @@ RULES: dict[str, tuple[str, str]] = {
         "token_counts.pickle or a file of textmill show --counts; for train.layout=masked only",
     ),
     "interval": ("train.evaluate_every", "steps or epoch; of checkpoints: train.save_every"),
-    "dsgpt2_folder": ("train.folder", "CKPT_DIR/WORKSPACE; the flag --step chooses a checkpoint"),
+    "dsgpt2_folder": (
+        "train.folder",
+        "CKPT_DIR/WORKSPACE; a finetuning starts from model.init_from, CKPT_DIR/WORKSPACE_FINETUNE",
+    ),
     "load": ("model.init_from", "only to start from other weights; to go on with a run, give the same command again"),
     "deep_init": ("model.shape.deep_init", "of bert; gpt2's residual branches always start smaller"),
     "rope": ("model.family", "llama has rotary positions, RMSNorm and SwiGLU, gpt2 learned positions and LayerNorm"),
@@ -432,7 +474,9 @@ RULES: dict[str, tuple[str, str]] = {
     "beam": ("runner.options", "--NAME=VALUE, with runner.kind=beam"),
     "tokenizer_type": ("tokenizer.use", "a name or the vocabulary's file; tokenizer.kind is for a new vocabulary"),
     "dsgpt2_vocab": ("tokenizer.use", "the folder VOCAB_LOAD_DIR/VOCAB_ID_DIR"),
+    "tensor": ("engine.mesh.tensor", "the number of GPUs that divide each matrix"),
     "fsdp": ("engine.mesh.shard", "the number of GPUs that share a replica"),
+    "teacher_layers": ("train.distil.teacher_layers", "with train.distil.student_layers, both for train.distil.hidden"),
     "deepspeed": ("engine.deepspeed_config", "the JSON file, with engine.kind=deepspeed"),
     "gpu": ("engine.device", "such as cuda:1"),
     "timeout": ("engine.timeout", "in seconds"),
@@ -473,7 +517,9 @@ VALUES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("float32", "32-true", "32", "no"), "fp32"),
         **dict.fromkeys(("float16", "half", "16-mixed", "16-true", "16"), "fp16"),
         **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+        **dict.fromkeys(("e4m3", "hybrid"), "fp8"),
     },
+    "sample.top_p": {"0": 1.0, "0.0": 1.0},
     "tokens.index_format": {"cached": "lazy", "infer": "mmap"},
     "track.kinds": {"none": [], "all": ["tensorboard", "wandb"]},
 }
