@@ -16,7 +16,7 @@ from textmill.storage import faults
 from textmill.training.loop import train
 
 GUARDED = (
-    "train.spikes.threshold=8",
+    "train.spikes.threshold=4",
     "train.spikes.window=8",
     "train.checkpoints.keep=9",
     "train.evaluate_batches=1",
@@ -42,7 +42,7 @@ def test_spikes_are_reported_remembered_and_end_the_run(
     faults.arm("spike@step:17,spike@step:18")
     train(config)
     assert (
-        "step 20: loss spike: skipped 2 updates, the last in step 19; its loss was more than 8 deviations above"
+        "step 20: loss spike: skipped 2 updates, the last in step 19; its loss was more than 4 deviations above"
         in capsys.readouterr().out
     )
     first = read_metrics(root / "spiky")
