@@ -129,10 +129,6 @@ class TorchRanks:
         self.report_progress()
         return found
 
-    def barrier(self) -> None:
-        dist.barrier(group=self.group)
-        self.report_progress()
-
     def new_group(self) -> TorchRanks:
         """The same ranks with another group."""
         return TorchRanks(self.launch, self.device, self.watchdog)

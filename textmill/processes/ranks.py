@@ -35,10 +35,6 @@ class Ranks(Protocol):
         """The JSON values of all ranks, in order of rank."""
         ...
 
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        ...
-
     def new_group(self) -> Ranks:
         """The same ranks over a separate process group, for use in another thread."""
         ...
@@ -71,9 +67,6 @@ class SingleProcess:
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
-
-    def barrier(self) -> None:
-        """Nothing to wait for."""
 
     def new_group(self) -> SingleProcess:
         return self

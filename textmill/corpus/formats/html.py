@@ -26,8 +26,6 @@ DECLARATION_BYTES = 1 << 12
 _DECLARED = re.compile(
     rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w.:-]+)|<\?xml[^>]{0,100}encoding=[\"']([\w.:-]+)", re.I
 )
-MAX_DEPTH = 500
-"""Elements inside one another; deeper pages are no prose."""
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
