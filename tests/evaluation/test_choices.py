@@ -42,16 +42,26 @@ def run(config: RunConfig, *tasks: str, **settings: Any) -> dict[str, Any]:
     return evaluate(config.model_copy(update={"evaluate": EvaluateConfig(tasks=list(tasks), **settings)}))
 
 
-@pytest.mark.parametrize("task", ["pairs", "lambada"])
-def test_weights_that_are_not_finite_are_an_error(
-    task: str, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("task", "value", "message"),
+    [
+        ("pairs", math.nan, "its weight 'transformer.ln_f.weight' has values that are not finite"),
+        ("lambada", 3e38, "its loss is nan, not a finite number"),  # logits are infinite
+        ("perplexity", 3e38, "its loss is nan, not a finite number"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_an_error(
+    task: str, value: float, message: str, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed_model(checkpoint, tmp_path / "run", math.nan, "ln_f")
+    changed_model(checkpoint, tmp_path / "run", value, "ln_f")
     (tmp_path / "damaged.yaml").write_text(RunConfig(folder=str(tmp_path)).to_yaml())
     file = write_lines(tmp_path / "data.jsonl", *({**pair, "text": "the mill turns"} for pair in PAIRS))
-    assert main(["evaluate", str(tmp_path / "damaged.yaml"), f"evaluate.tasks={task}:{file}", "--json", *ON_CPU]) == 2
+    words = [f"evaluate.text=[{file}]", f"evaluate.tasks={task}"]
+    if task != "perplexity":
+        words = [f"evaluate.tasks={task}:{file}"]
+    assert main(["evaluate", str(tmp_path / "damaged.yaml"), *words, "--json", *ON_CPU]) == 2
     printed = capsys.readouterr()
-    assert "its loss is nan, not a finite number" in printed.err
+    assert message in printed.err
     assert "NaN" not in printed.out
     assert not (tmp_path / "run" / "evaluation").exists()
 

@@ -9,11 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.checkpoints.writing import Snapshot, write_checkpoint
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
@@ -110,20 +108,6 @@ def test_tokens_of_another_tokenizer_raise_an_error(config: RunConfig, life: Pat
 def test_a_stride_above_the_window_raises_an_error(config: RunConfig) -> None:
     with pytest.raises(TextmillError, match=r"evaluate\.stride: 25"):
         evaluate(config.model_copy(update={"evaluate": EvaluateConfig(stride=25)}))
-
-
-def test_weights_that_are_not_finite_raise_an_error(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    weights = [
-        (name, np.full_like(values, np.nan) if "ln_f" in name else values) for name, values in checkpoint.weights()
-    ]
-    files = {
-        name: (checkpoint.folder / name).read_bytes()
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
-    }
-    write_checkpoint(tmp_path, Snapshot(1, weights, [], {"step": 1}, files))
-    with pytest.raises(TextmillError, match="its loss is nan"):
-        evaluate(config.model_copy(update={"train": config.train.model_copy(update={"folder": str(tmp_path)})}))
-    assert not (tmp_path / "evaluation").exists()
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

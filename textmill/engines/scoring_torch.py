@@ -19,7 +19,7 @@ from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
-from textmill.models.nets_torch import fill, new_net
+from textmill.models.nets_torch import check_finite_weights, fill, new_net
 from textmill.processes.ranks import Ranks
 from textmill.storage.tensor_files import Named
 
@@ -63,10 +63,12 @@ class ScoringMesh:
         if parallel is None or parallel.tensor is None:
             net = new_net(shape, self.device, lora)
             fill(net, named, where)
+            check_finite_weights(net, where)
             return net
         check_divides_net(shape, self.mesh.tensor)
         net = new_net(shape, self.device, lora, parallel.shard_net)
         fill(net, named, where, lambda weight, own, full: own.copy_(parallel.local_part(weight, full)))
+        check_finite_weights(net, where)
         gather_logits(net, parallel.tensor)
         return net
 

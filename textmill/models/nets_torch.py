@@ -75,7 +75,19 @@ def open_net(folder: Path, device: torch.device, *, separate: bool = False) -> B
     adapter = open_adapter(folder) if separate and is_adapter(folder) else None
     net = new_net(shape, device, lora_config_of(adapter, shape) if adapter else None)
     fill(net, read_base_and_adapter(adapter) if adapter else read_weights(folder), str(folder))
+    check_finite_weights(net, str(folder))
     return net
+
+
+def check_finite_weights(net: BaseNet, where: str) -> None:
+    """Refuse a net with weights that are NaN or infinite. Its outputs do not always tell: torch's attention on a CPU
+    gives 0 for a short text whose scores are NaN."""
+    for name, (_, parameter) in parameters_of(net).items():
+        if not bool(parameter.isfinite().all()):
+            raise TextmillError(
+                f"{where}: its weight '{name}' has values that are not finite; it is damaged, or training diverged; "
+                "use an earlier --step"
+            )
 
 
 def parameters_of(net: BaseNet) -> dict[str, tuple[Weight, nn.Parameter]]:
