@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from textmill.cli import main
 from textmill.conversion import compare, readers
 from textmill.conversion.readers import check_with_reader
 from textmill.models.bert.family import TASK_CLASSES
+from textmill.models.pooling import Pooling, pooling_files
 
 FOLDERS = ("gpt2", "chat", "llama", "qwen2", "qwen3", "biases", "foreign", "sentencepiece")
 BERTS = ("BertForMaskedLM", "BertForPreTraining", "BertModel", *(f"BertFor{name}" for name in TASK_CLASSES.values()))
@@ -68,6 +70,29 @@ def test_readers_give_our_ids_outputs_and_tokens(
         assert "chat turns" in found
     if name in BERTS:
         assert ("embeddings" if kind == "gguf" else "a pair") in found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "pooling", [Pooling("cls", False, 60), Pooling("mean", True, 60, {"prompts": {"query": "Q: "}})]
+)
+def test_sentence_transformers_gives_our_embeddings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="needs the extra long")
+    folder, out = tmp_path / "model", tmp_path / "out"
+    write_bert(folder, "BertModel")
+    pooling = Pooling("cls", False, 60, {"prompts": {"query": "Q: "}})
+    for name, text in pooling_files(pooling, 32).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    assert main(["export", str(folder), f"export.folder={out}"]) == 0
+    assert re.search(r"sentence-transformers [\d.]+: embeddings \(difference \S+\) are equal", capsys.readouterr().out)
+    assert library.SentenceTransformer(str(out), device="cpu").prompts["query"] == "Q: "
+
+    monkeypatch.setattr("textmill.conversion.formats.hf.pooling_files", lambda *_: pooling_files(Pooling("mean"), 32))
+    assert main(["export", str(folder), f"export.folder={tmp_path / 'other'}"]) == 2
+    assert "sentence-transformers computes other embeddings" in capsys.readouterr().err
 
 
 CHANGES: dict[str, tuple[str, Any]] = {

@@ -53,6 +53,14 @@ def open_with_transformers(request: Tree) -> Tree:
     return found
 
 
+def open_with_sentence_transformers(request: Tree) -> Tree:
+    """Embeddings, without a prompt."""
+    library: Any = import_module("sentence_transformers")
+    model = library.SentenceTransformer(request["path"], device="cpu")
+    vectors = model.encode(request["embedded"], prompt="").tolist() if request["embedded"] else []
+    return {"version": library.__version__, "vectors": vectors}
+
+
 def open_with_llama_cpp(request: Tree) -> Tree:
     """Token ids, the chat template, greedy tokens and embeddings by llama.cpp's own server."""
     xllamacpp: Any = import_module("xllamacpp")
@@ -99,6 +107,7 @@ def open_with_onnxruntime(request: Tree) -> Tree:
 
 OPENERS = {
     "transformers": open_with_transformers,
+    "sentence-transformers": open_with_sentence_transformers,
     "llama.cpp": open_with_llama_cpp,
     "onnxruntime": open_with_onnxruntime,
 }

@@ -36,7 +36,8 @@ TABLE_BOUND = 5e-3
 """That of embeddings of length 1 by llama.cpp: its gelu is a table in fp16, of the tanh form. Both change a value by
 up to 5e-4, in each layer."""
 EMBEDDED = 3
-"""Texts whose embeddings are compared."""
+EMBEDDED_CHARACTERS = 40
+"""Texts whose embeddings are compared, and where they are cut: sentence-transformers truncates long ones."""
 GREEDY_TOKENS = 12
 CLEAR_LEAD = 1e-3
 """Greedy tokens are compared up to the first whose lead over the second is a smaller fraction of the largest logit."""
@@ -50,6 +51,8 @@ TALK = [
 ]
 READERS = {"hf": ("transformers",), "gguf": ("llama.cpp",), "onnx": ("onnxruntime", "transformers")}
 """The programs that open each format, in order; other formats have none that runs here."""
+EMBEDDINGS = "sentence-transformers"
+"""Opens a folder of `hf` too, if the model says how its embeddings are pooled."""
 
 
 def check_with_reader(
@@ -60,8 +63,10 @@ def check_with_reader(
     `where` names the export in errors."""
     if own_options(model.shape) or model.tokenizer is None:
         return []
+    has_vectors = kind == "hf" and model.pooling is not None and model.shape.parameters <= LARGEST
+    programs = [*READERS.get(kind, ()), *([EMBEDDINGS] if has_vectors else [])]
     try:
-        return [_check(model, folder, reader, kind, precision, texts) for reader in READERS.get(kind, ())]
+        return [_check(model, folder, reader, kind, precision, texts) for reader in programs]
     except TextmillError as error:
         raise TextmillError(f"{where}: not written: {error}") from None
 
@@ -79,6 +84,7 @@ def _check(model: Model, folder: Path, reader: str, kind: str, precision: str, t
     prompt = tokenizer.encode(texts[0])[: max(1, min(16, model.shape.positions // 2))] or [tokenizer.eos_id]
     is_causal = model.shape.family != "bert"
     opens_net = model.shape.parameters <= LARGEST and not (kind == "onnx" and reader == "transformers")
+    embeds = reader == EMBEDDINGS or (reader == "llama.cpp" and not is_causal)
     tokens = min(GREEDY_TOKENS, model.shape.positions - len(prompt)) if is_causal and opens_net else 0
     files = {"hf": folder, "onnx": folder / "model.onnx" if reader == "onnxruntime" else folder}
     request: Tree = {
@@ -87,7 +93,7 @@ def _check(model: Model, folder: Path, reader: str, kind: str, precision: str, t
         "texts": texts,
         "pairs": [["The mill", "by the river"]] if not is_causal else [],
         "talk": TALK if is_causal and reader != "onnxruntime" and _talk_of(tokenizer) is not None else None,
-        "embedded": texts[:EMBEDDED] if reader == "llama.cpp" and not is_causal and opens_net else [],
+        "embedded": [text[:EMBEDDED_CHARACTERS] for text in texts[:EMBEDDED]] if embeds and opens_net else [],
         "has_logits": is_causal or has_masked_head(model.shape),
         "model_class": model_class(model.shape) if opens_net else None,
         "prompt": prompt,
@@ -217,8 +223,11 @@ def _compare_outputs(model: Model, request: Tree, found: Tree, precision: str) -
         compared.append(f"outputs (difference {largest:.2g})")
     if precision in BOUNDS and (vectors := found.get("vectors")):
         pairs = zip(request["embedded"], vectors, strict=True)
-        largest = max(float(np.abs(np.array(one) - _embedding_of(model, text)).max()) for text, one in pairs)
-        bound = max(BOUNDS[precision], TABLE_BOUND)
+        unit = reader == "llama.cpp" or bool(model.pooling and model.pooling.normalize)
+        found_by_ours = [(np.array(one), _embedding_of(model, text, unit=unit)) for text, one in pairs]
+        largest = max(float(np.abs(one - ours).max()) for one, ours in found_by_ours)
+        scale = max(1.0, *(float(np.abs(ours).max()) for _, ours in found_by_ours))
+        bound = BOUNDS[precision] * scale if reader == EMBEDDINGS else max(BOUNDS[precision], TABLE_BOUND)
         if not largest <= bound:
             raise TextmillError(
                 f"{reader} computes other embeddings: they differ by {largest:.2g}, the bound is {bound:.2g}"
@@ -254,12 +263,12 @@ def _outputs_of(model: Model, prompt: list[int], *, has_logits: bool) -> Array:
     return outputs
 
 
-def _embedding_of(model: Model, text: str) -> Array:
-    """The embedding of a text, of length 1, pooled as the model says."""
+def _embedding_of(model: Model, text: str, *, unit: bool) -> Array:
+    """The embedding of a text, pooled as the model says; `unit`: of length 1."""
     assert model.tokenizer is not None
     states = _outputs_of(model, model.tokenizer.inner.encode(text).ids, has_logits=False)
     pooled: Array = states[0] if model.pooling and model.pooling.kind == "cls" else states.mean(0)
-    return pooled / np.linalg.norm(pooled)
+    return pooled / np.linalg.norm(pooled) if unit else pooled
 
 
 def greedy_tokens(model: Model, prompt: list[int], count: int) -> list[int]:

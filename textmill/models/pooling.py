@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from textmill.storage.files import read_json
 
 MODULES = "modules.json"
 SETTINGS = "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
 KINDS = ("mean", "cls")
 OLD_KEYS = {
     "pooling_mode_mean_tokens": "mean",
@@ -34,6 +35,8 @@ class Pooling:
     """Whether the embedding is divided by its length."""
     longest: int | None = None
     """The longest text in tokens; a longer one is truncated."""
+    prompts: dict[str, Any] = field(default_factory=dict)
+    """What the model's publisher says about prompts and similarities; textmill only keeps it."""
 
 
 def read_pooling(folder: Path, kind: str | None = None) -> Pooling:
@@ -59,7 +62,7 @@ def read_pooling(folder: Path, kind: str | None = None) -> Pooling:
                 f"{folder / MODULES}: has the module {name}, which textmill does not compute; it knows Transformer, "
                 "Pooling and Normalize"
             )
-    return Pooling(kind or own, normalize, _read_longest(folder))
+    return Pooling(kind or own, normalize, _read_longest(folder), _read_prompts(folder))
 
 
 def _read_kind(folder: Path, part: Any) -> str:
@@ -89,6 +92,17 @@ def _read_longest(folder: Path) -> int | None:
     return None
 
 
+def _read_prompts(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+    if not isinstance(found, dict):
+        raise TextmillError(f"{folder / PROMPTS}: is not an object of settings; save the model again")
+    prompts = found.get("prompts")
+    usual = prompts.get(found.get("default_prompt_name")) if isinstance(prompts, dict) else None
+    if usual:
+        warn(f"{folder}: sentence-transformers puts {usual!r} before every text; textmill does not, write it yourself")
+    return found
+
+
 def find_pooling(folder: Path) -> Pooling | None:
     """What the files of sentence-transformers say; None if there are none that textmill can compute."""
     try:
@@ -113,4 +127,5 @@ def pooling_files(pooling: Pooling, width: int) -> dict[str, str]:
     kinds = {"word_embedding_dimension": width, **{key: kind == pooling.kind for key, kind in OLD_KEYS.items()}}
     trees: dict[str, Any] = {MODULES: modules, "1_Pooling/config.json": kinds}
     trees |= {SETTINGS: {"max_seq_length": pooling.longest}} if pooling.longest else {}
+    trees |= {PROMPTS: pooling.prompts} if pooling.prompts else {}
     return {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()}
