@@ -8,20 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
 from tests.support.nanogpt_net import NanoGPT
 from textmill.cli import main
 from textmill.conversion import compare
-from textmill.conversion.formats import KINDS, find_kind, hf, open_format
+from textmill.conversion.formats import find_kind, hf, open_format
 from textmill.conversion.model import Hints
 
-SHAPES: list[Any] = [
-    {"layers": 3, "heads": 3, "width": 24, "positions": 17},
-    pytest.param({}, marks=pytest.mark.long),
-    pytest.param({"layers": 1, "heads": 4, "width": 64, "inner": 96, "positions": 40}, marks=pytest.mark.long),
-]
 IDS = np.random.default_rng(2).integers(0, 300, (2, 16))
 
 
@@ -37,26 +32,6 @@ def their_logits(folder: Path) -> Any:
 
 def our_logits(path: Path, **hints: Any) -> Any:
     return compare.logits_of(open_format(find_kind(path)).read(path, Hints(**hints)), IDS)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if open_format(kind).PRECISIONS])
-@pytest.mark.parametrize("numbers", SHAPES)
-def test_every_format_is_read_back_with_the_same_logits(kind: str, numbers: dict[str, Any], tmp_path: Path) -> None:
-    if kind == "nanogpt" and "inner" in numbers:
-        pytest.skip("nanoGPT has no place for it")
-    tokenizer = korean_tokenizer(chat="default")
-    source, out = write_folder(tmp_path / "source", tokenizer, **numbers), tmp_path / "out"
-    assert export(source, out, f"export.kind={kind}") == 0
-    found = open_format(kind).read(
-        out, Hints(vocab=tokenizer.vocab, heads=numbers.get("heads", 2), activation="gelu_new")
-    )
-    assert np.abs(compare.logits_of(found, IDS) - their_logits(source)).max() < 1e-5
-    if found.tokenizer is not None:
-        theirs = AutoTokenizer.from_pretrained(source)
-        for text in (*TEXT, "<|user|> is text", "don't 12,345"):
-            assert found.tokenizer.encode(text) == tokenizer.encode(text)
-        assert found.tokenizer.encode(TEXT[0]) == theirs(TEXT[0]).input_ids
-    assert main(["check", str(out)]) == 0
 
 
 def test_sharded_folders_open_in_a_pipeline_with_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

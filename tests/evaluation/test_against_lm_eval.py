@@ -13,7 +13,7 @@ from tests.support.lm_eval_reference import run_reference, write_tasks
 from textmill.checkpoints.folders import Checkpoint
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig
-from textmill.evaluation.tasks import arc, commonsenseqa, hellaswag, kobest, piqa, winogrande
+from textmill.evaluation.tasks import kobest
 from textmill.evaluation.tasks.wikitext import count_words, detokenize, split_articles
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -82,13 +82,6 @@ def test_wikitext(config: RunConfig, folder: Path, reference: dict[str, dict[str
         assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
 
 
-def test_lambada(config: RunConfig, folder: Path, reference: dict[str, dict[str, float]]) -> None:
-    found = run(config, f"lambada:{folder / 'local_lambada.jsonl'}")["lambada"]
-    wanted = reference["local_lambada"]
-    assert found["accuracy"] == wanted["acc"]
-    assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
-
-
 def test_choices(config: RunConfig, folder: Path, reference: dict[str, dict[str, float]]) -> None:
     found = run(config, f"choices:{folder / 'local_choices.jsonl'}")["choices"]
     wanted = reference["local_choices"]
@@ -119,38 +112,7 @@ def test_the_detokeniser_equals_lm_evals() -> None:
 
 
 RECORDS: dict[str, dict[str, Any]] = {
-    "hellaswag": {
-        "activity_label": "Milling",
-        "ctx_a": "[header] How to mill [title] Take grain.",
-        "ctx_b": "then you",
-        "endings": ["grind [step] it.", "swim  away."],
-        "label": "0",
-    },
-    "piqa": {"goal": "Grind grain", "sol1": "Use a mill.", "sol2": "Use a river.", "label": 0},
-    "arc_easy": {
-        "question": "What turns?",
-        "choices": {"text": ["a wheel", "a wall"], "label": ["A", "B"]},
-        "answerKey": "A",
-    },
-    "winogrande": {
-        "sentence": "The wheel beat the wall because _ was strong.",
-        "option1": "the wheel",
-        "option2": "the wall",
-        "answer": "2",
-    },
-    "commonsense_qa": {
-        "question": " Where is a mill? ",
-        "choices": {"text": ["river", "sky", "sea", "cup", "ear"], "label": list("ABCDE")},
-        "answerKey": "C",
-    },
     "kobest_boolq": {"paragraph": "방아가 있다.", "question": "있나?", "label": 1},
-    "kobest_copa": {
-        "premise": "비가 왔다.",
-        "question": "결과",
-        "alternative_1": "젖었다.",
-        "alternative_2": "말랐다.",
-        "label": 0,
-    },
     "kobest_hellaswag": {
         "context": "물이 흐른다.",
         "ending_1": "돈다.",
@@ -162,20 +124,11 @@ RECORDS: dict[str, dict[str, Any]] = {
     "kobest_sentineg": {"sentence": "좋아요", "label": 1},
     "kobest_wic": {"word": "배", "context_1": "배가 고프다.", "context_2": "배를 탔다.", "label": 0},
 }
-"""A record of each published task, in the fields of the hub."""
-
-
-READERS = {
-    "hellaswag": hellaswag.read_item,
-    "piqa": piqa.read_item,
-    "arc_easy": arc.read_item,
-    "winogrande": winogrande.read_item,
-    "commonsense_qa": commonsenseqa.read_item,
-}
+"""A record of each task, in the fields of the hub; test_items_against_lm_eval.py has the other tasks."""
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_prompts_and_candidates_equal_those_of_lm_eval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_candidates_of_kobest_equal_those_of_lm_eval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -183,12 +136,11 @@ def test_prompts_and_candidates_equal_those_of_lm_eval(name: str, monkeypatch: p
     rows = datasets.Dataset.from_list([RECORDS[name]])
     every = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: every)
-    family = name.partition("_")[0] if not name.startswith("common") else name
-    folder = Path(lm_eval.__file__).parent / "tasks" / family
+    folder = Path(lm_eval.__file__).parent / "tasks" / "kobest"
     task = TaskManager(include_path=str(folder), include_defaults=False).load([name])["tasks"][name]
     task.set_config(key="num_fewshot", value=0)
     task.build_all_requests(limit=None, rank=0, world_size=1)
-    item = READERS.get(name, kobest.read_item)(RECORDS[name], "place")
+    item = kobest.read_item(RECORDS[name], "place")
     assert [tuple(request.args) for request in task.instances] == list(item.pairs)
     right = task.process_results(
         task.instances[0].doc, [(float(n == item.answer), False) for n in range(len(item.pairs))]

@@ -217,6 +217,6 @@ def test_run_without_a_checkpoint_gives_a_hint(tmp_path: Path, engine: TorchEngi
         generate(config_of(tmp_path, engine, SAMPLE))
 
 
-def test_importing_generation_loads_no_framework() -> None:
-    code = "import sys, textmill.generation; sys.exit('torch' in sys.modules)"
+def test_importing_generation_and_evaluation_loads_no_framework() -> None:
+    code = "import sys, textmill.evaluation, textmill.generation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
