@@ -262,6 +262,31 @@ def test_a_script_that_tokenizes_and_trains_uses_its_own_tokens(here: Path) -> N
     assert "--data-path my-gpt2_text_document: not needed" in text
 
 
+def test_several_files_that_a_script_tokenizes_are_the_sources_of_one_run(here: Path) -> None:
+    words = "python -m jax_lm.preprocess --dataset-name wiki --dataset-sub-name raw"
+    lines = [f"{words} --dataset-split-type {split} --output-path data/wiki.{split}" for split in ("train", "test")]
+    lines.append('python -m jax_lm.train --train-dataset-paths "data/wiki.train**" --eval-dataset-paths data/wiki.test')
+    text, config = translated("\n".join(lines))
+    assert config.corpus.source_splits == {"hf:wiki:raw:train": "train", "hf:wiki:raw:test": "test"}
+    assert config.corpus.sources == [*config.corpus.source_splits]
+    assert (config.tokens.use, config.tokens.use_valid, config.tokens.folder) == ([], [], None)
+    assert "refused" not in text
+
+
+def test_merged_tokens_are_their_parts(here: Path) -> None:
+    merge = "python merge_preprocessed_data.py --datasets p1_text_document p2_text_document --output-prefix all"
+    train = "python pretrain_gpt.py --data-path all"
+    assert [Path(used.path).name for used in translated(f"{merge}\n{train}")[1].tokens.use] == [
+        "p1_text_document",
+        "p2_text_document",
+    ]
+    parts = "".join(f"python preprocess_data.py --input {one}.jsonl --output-prefix {one}\n" for one in ("p1", "p2"))
+    Path("new.yaml").unlink()
+    config = translated(f"{parts}{merge}\n{train}")[1]
+    assert [Path(source).name for source in config.corpus.sources] == ["p1.jsonl", "p2.jsonl"]
+    assert config.tokens.use == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

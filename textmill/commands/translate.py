@@ -26,6 +26,9 @@ from textmill.config.yaml_text import format_yaml_value
 from textmill.errors import TextmillError
 from textmill.storage.files import write_text
 
+PREPARES = ("megatron-data", "jax-lm-data", "binarize")
+"""Tools whose commands turn texts into tokens."""
+
 
 @dataclass
 class Translation:
@@ -36,6 +39,8 @@ class Translation:
     left: dict[str, str] = field(default_factory=dict)
     """Why, by option."""
     scripts: list[Pasted] = field(default_factory=list)
+    written: dict[str, list[str]] = field(default_factory=dict)
+    """The tokens that commands write, and those of which they are merged."""
 
     def set(self, settings: Settings, comment: str, override: bool = True) -> None:
         """Add settings; without `override`, only those that are not set in any unit."""
@@ -142,10 +147,13 @@ def _add_command(translation: Translation, script: Script, words: list[str], gpu
         else:
             translation.left[" ".join(words[:3])] = "no command that trains or prepares data"
         return
+    _note_written(translation, pasted)
     translation.scripts.append(pasted)
     fixed = []
     for name in pasted.given:
         found = translate_option(pasted, name)
+        if isinstance(found, dict):
+            _join_sources(translation, pasted, found)
         if isinstance(found, str):
             translation.left[pasted.spellings[name]] = found
         elif "=" in (target_of(name, pasted.tool) or ""):
@@ -169,15 +177,48 @@ def _add_command(translation: Translation, script: Script, words: list[str], gpu
             translation.set(new, f"default of {pasted.script}", override=False)
 
 
+def _note_written(translation: Translation, pasted: Pasted) -> None:
+    """Keep what a command names its tokens, and of which others they are merged."""
+    if pasted.tool in (*PREPARES, "megatron-merge") and (
+        output := pasted.text("output_path", "output_prefix", "dump_file")
+    ):
+        translation.written[output] = pasted.texts("datasets")
+
+
+def _join_sources(translation: Translation, pasted: Pasted, found: Settings) -> None:
+    """The sources of a script's second command that prepares data come after those of its first."""
+    if pasted.tool not in PREPARES or not any(one.tool == pasted.tool for one in translation.scripts[:-1]):
+        return
+    earlier = translation.settings
+    if "corpus.sources" in found and "corpus.sources" in earlier:
+        found["corpus.sources"] = list(dict.fromkeys([*earlier["corpus.sources"], *found["corpus.sources"]]))
+    if "corpus.source_splits" in found:
+        found["corpus.source_splits"] = {**earlier.get("corpus.source_splits", {}), **found["corpus.source_splits"]}
+    for key in ("corpus.sources", "corpus.source_splits", "tokens.folder"):
+        if key in found and key in earlier:
+            earlier[key] = found[key]  # set() takes it for the same value, with one more option
+
+
 def _join_stages(translation: Translation) -> None:
     """Tokens that a script writes and then trains on are the tokens stage of the run, not existing tokens."""
-    written = translation.settings.get("tokens.folder")
-    used = translation.settings.get("tokens.use")
-    paths = [one["path"] if isinstance(one, dict) else one for one in used] if isinstance(used, list) else []
-    if written and paths and all(path.startswith(str(written)) for path in paths):
-        del translation.settings["tokens.use"]
-        reason = "not needed: they are the tokens that the same script writes"
-        translation.left.update(dict.fromkeys(translation.comments.pop("tokens.use"), reason))
+    written = translation.written
+    own = [name for name, parts in written.items() if not parts]
+    for key in ("tokens.use", "tokens.use_valid", "tokens.use_test"):
+        used = translation.settings.get(key, [])
+        if isinstance(used, str):
+            used = used.split(",")
+        paths = [one["path"] if isinstance(one, dict) else one for one in used]
+        paths = [part for path in paths for part in written.get(path) or [path]]
+        if paths and all(path.startswith(tuple(own)) for path in paths):
+            del translation.settings[key]
+            reason = "not needed: they are the tokens that the same script writes"
+            translation.left.update(dict.fromkeys(translation.comments.pop(key), reason))
+        elif paths != used and all(isinstance(one, str) for one in used):
+            translation.settings[key] = paths
+    if len(own) > 1 and "tokens.folder" in translation.settings:
+        del translation.settings["tokens.folder"]
+        reason = "not needed: the tokens of all sources are in the run's folder"
+        translation.left.update(dict.fromkeys(translation.comments.pop("tokens.folder"), reason))
 
 
 def _tree_of(settings: Settings) -> Tree:
@@ -255,7 +296,7 @@ def _next_step(translation: Translation, file: str) -> str:
         return f"textmill evaluate {file}"
     if tools == {"megatron-generate"}:
         return f"textmill generate {file}"
-    if tools and tools <= {"megatron-data", "jax-lm-data", "binarize", "counts"}:
+    if tools and tools <= {*PREPARES, "counts"}:
         return f"textmill prepare {file}, fit-tokenizer, tokenize"
     gpus = max((pasted.gpus for pasted in translation.scripts), default=1)
     more = f"; the training on {gpus} GPUs: torchrun --nproc-per-node {gpus} -m textmill train {file}"
