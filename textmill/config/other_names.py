@@ -308,6 +308,9 @@ TARGETS = {
         use_pytorch_profiler""",
     "not needed: model.family=llama has rotary positions instead": "no_position_embedding",
     "set train.batch_rampup": "step_batch_size_schedule",
+    "not needed: textmill generate prints its texts; write them to a file with > FILE": "genfile sample_output_file",
+    "name the prompts in sample.prompt": "sample_input_file",
+    "not needed: a cache of keys and values is always used": "recompute",
     "not needed: every train.save_every steps there is a checkpoint; the best one is kept": "always_save_checkpoint",
     "not available: GPT-2's linear layers and norms have biases; model.family=llama has none": """bias
         disable_bias_linear add_bias_linear add_qkv_bias""",
@@ -409,10 +412,6 @@ BY_TOOL: dict[str, dict[str, str]] = {
         "sample.temperature": "temperature",
         "not needed: the model's folder has its shape": """num_layers hidden_size num_attention_heads seq_length
             max_position_embeddings""",
-        "not needed: textmill generate prints its texts; write them to a file with > FILE": """genfile
-            sample_output_file""",
-        "name the prompts in sample.prompt": "sample_input_file",
-        "not needed: a cache of keys and values is always used": "recompute",
     },
     "megatron-merge": {"not needed: tokens.use reads all; textmill merge OUT A B writes one file": "output_prefix"},
     "distil": {"train.distil.temperature": "temperature", "@distil_data": "data_file", "tokens.use": "data_dir"},
