@@ -78,7 +78,7 @@ def test_own_folders_are_not_sources(tree: Path) -> None:
         (["/no/such/*.txt"], r"subfolders\) \(in a YAML file, paths are relative to that file\)"),
         (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
         (["*.nothing"], r"nothing matches '\*.nothing'"),
-        (["table.bin"], r"table.bin: cannot read '.bin'; textmill reads .txt, .text, .md, .jsonl, .ndjson"),
+        (["table.bin"], r"table.bin: cannot read '.bin'; textmill reads .txt, .text, .md, .tokens, .jsonl, .ndjson"),
         (["*.*"], r"table.bin: cannot read '.bin'"),
         (["deep/.git/.."], None),
         (["empty"], "no file to read in 'empty'; textmill reads .txt"),

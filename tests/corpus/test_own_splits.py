@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ def test_files_and_folders_by_name(tmp_path: Path, pattern: str) -> None:
     assert prepared(tmp_path / "kept", write_files(tmp_path / "dev data", pattern)) == expected()
 
 
+def test_the_files_of_wikitext(tmp_path: Path) -> None:
+    for name, split in NAMES.items():
+        (tmp_path / f"wiki.{split}.tokens").write_text("\n\n".join(texts_of(name)))
+    archive = shutil.make_archive(str(tmp_path / "wikitext-103-v1"), "zip", tmp_path)
+    assert prepared(tmp_path / "run", archive, documents="block") == expected()
+
+
 def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = datasets.load_from_disk(save_dataset(tmp_path / "saved"))
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: saved[split] if split else saved)
@@ -106,8 +114,8 @@ def test_the_command_names_evaluation_data_without_a_train_split(
     assert "test.jsonl is named after" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["saved", "files", "store", "features", "hub", "mongo"])
-@pytest.mark.long_with("mongo")  # starts a server
+@pytest.mark.parametrize("kind", ["saved", "files", "store", "features", "hub", "mongo", "folder", "archive"])
+@pytest.mark.long_with("mongo", "folder", "archive")
 def test_no_evaluation_row_in_the_batches_of_2000_steps(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,10 +143,13 @@ def test_no_evaluation_row_in_the_batches_of_2000_steps(
         assert "all.json: the collections of one file are one source" in capsys.readouterr().err
         sources = [f"mongo:{mongo.write_config(f'{name}.json', COLLECTIONS=[name])}" for name in NAMES]
     else:
-        folder.mkdir()
         for name, texts in rows.items():
             lines = [json.dumps({"text": text}) for text in texts]
-            (folder / f"news.{name}.jsonl").write_text("\n".join(lines) + "\n")
+            path = folder / (f"{name}/part-0.jsonl" if kind == "folder" else f"news.{name}.jsonl")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n")
+    if kind == "archive":
+        sources = [shutil.make_archive(str(tmp_path / "news"), "zip", folder)]
     settings: dict[str, Any] = {"layout": "features", "length": 16} if kind == "features" else {"length": 16}
     features = {"max_length": 16, "min_length": 1, "stride": 8}
     tree = {

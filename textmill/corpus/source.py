@@ -15,6 +15,7 @@ FORMATS = {
     ".txt": "text",
     ".text": "text",
     ".md": "text",
+    ".tokens": "text",  # WikiText's wiki.train.tokens
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
