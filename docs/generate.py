@@ -64,26 +64,30 @@ OPTIONS = {
         save_strategy save_total_limit eval_steps eval_strategy evaluation_strategy seed bf16 fp16 optim
         gradient_checkpointing torch_compile deepspeed fsdp report_to run_name resume_from_checkpoint
         load_best_model_at_end metric_for_best_model early_stopping_patience dataloader_num_workers push_to_hub
-        label_smoothing_factor local_rank do_train do_eval model_name_or_path config_name tokenizer_name
-        train_file validation_file block_size cache_dir preprocessing_num_workers tokenized_datasets
-        grouped_tokenized_datasets gpus master_addr master_port nnodes node_rank nproc_per_node""",
-    "distillation": """adam_epsilon alpha_ce alpha_clm alpha_cos alpha_mlm alpha_mse checkpoint_interval config_path
-        data_file dump_checkpoint dump_file dump_path file_path force fp16 freeze_pos_embs freeze_token_type_embds gpus
-        gradient_accumulation_steps group_by_size initializer_range layers learning_rate local_rank log_interval
-        master_addr master_port max_grad_norm mlm mlm_mask_prop mlm_smoothing n_epoch n_gpu nnodes node_rank
-        nproc_per_node ref_model_type restrict_ce_to_mask seed student_config student_pretrained_weights student_type
-        teacher_name teacher_type temperature token_counts token_counts_dump tokenizer_name tokenizer_type vocab_size
-        warmup_prop weight_decay word_keep word_mask word_rand""",
-    "megatron-deepspeed": """append-eod batch-size cache-dir checkpoint-activations checkpoint-num-layers clip-grad
-        cloze-eval data-path dataset-impl datasets deep-init deepspeed deepspeed_config disable-pip-version-check
-        distributed-backend eval-interval eval-iters fp16 fp32-embedding global-batch-size global-option cpp_ext
-        cuda_ext hidden-size input jobid json-key lazy-loader load log-interval lr lr-decay-iters lr-decay-samples
-        lr-decay-style lr-warmup-fraction master_addr master_port max-position-embeddings max-preds-per-seq merge-file
-        micro-batch-size min-lr model-parallel-size model-path nnodes no-cache node_rank nproc_per_node
-        num-attention-heads num-layers num_gpus output-prefix presplit-sentences rampup-batch-size resume-dataloader
-        save save-interval seed seq-length split tensor-model-parallel-size test-data text-key tokenizer-model-type
-        tokenizer-name-or-path tokenizer-path tokenizer-type train-data train-iters train-samples use-tfrecords
-        valid-data vocab vocab-file warmup webtext-eval weight-decay workers zero-stage""",
+        label_smoothing_factor local_rank do_train do_eval model_name_or_path config_name tokenizer_name train_file
+        validation_file block_size cache_dir preprocessing_num_workers tokenized_datasets grouped_tokenized_datasets
+        text_column_names label_column_name max_seq_length doc_stride version_2_with_negative null_score_diff_threshold
+        n_best_size max_answer_length do_predict test_file validation_split_percentage gpus master_addr master_port
+        nnodes node_rank nproc_per_node""",
+    "distillation": """adam_epsilon alpha_ce alpha_clm alpha_cos alpha_mlm alpha_mse alpha_pkd beta_pkd
+        checkpoint_interval config_path data_file dump_checkpoint dump_file dump_path file_path force fp16
+        freeze_pos_embs freeze_token_type_embds gpus gradient_accumulation_steps group_by_size initializer_range layers
+        learning_rate local_rank log_interval master_addr master_port max_grad_norm mlm mlm_mask_prop mlm_smoothing
+        n_epoch n_gpu nnodes node_rank nproc_per_node pkd ref_model_type restrict_ce_to_mask seed student_config
+        student_pretrained_weights student_type teacher_layers teacher_name teacher_type temperature token_counts
+        token_counts_dump tokenizer_name tokenizer_type vocab_size warmup_prop weight_decay word_keep word_mask
+        word_rand""",
+    "megatron-deepspeed": """append-eod batch-size bert-no-binary-head cache-dir checkpoint-activations
+        checkpoint-num-layers clip-grad cloze-eval data-path dataset-impl datasets deep-init deepspeed deepspeed_config
+        disable-pip-version-check distributed-backend eval-interval eval-iters fp16 fp32-embedding global-batch-size
+        global-option cpp_ext cuda_ext hidden-size input jobid json-key lazy-loader load log-interval lr lr-decay-iters
+        lr-decay-samples lr-decay-style lr-warmup-fraction mask-prob master_addr master_port max-position-embeddings
+        max-preds-per-seq merge-file micro-batch-size min-lr model-parallel-size model-path nnodes no-cache node_rank
+        nproc_per_node num-attention-heads num-layers num_gpus output-prefix presplit-sentences rampup-batch-size
+        resume-dataloader save save-interval seed seq-length short-seq-prob split split-sentences
+        tensor-model-parallel-size test-data text-key tokenizer-model-type tokenizer-name-or-path tokenizer-path
+        tokenizer-type train-data train-iters train-samples use-tfrecords valid-data vocab vocab-file warmup
+        webtext-eval weight-decay workers zero-stage""",
     "dsgpt2": """ckpt_dir ckpt_id ckpt_id_finetune ckpt_save_steps config_train deepscale deepscale_config deepspeed
         deepspeed_config deepspeed_mpi distributed-backend do_sample enable_bos enable_eos enable_padding
         eval_batch_size gpu_id gpus local_rank loss_type max_length min_length model_select network num_beams port

@@ -192,7 +192,7 @@ def _gather_rows(local_rows: Tensor, rows: int, count: int, group: Any) -> Tenso
 
 
 class DataParallel:
-    """EvalSums gradients over a group. Buckets are fixed, so the order of summation is the same after a resume."""
+    """Sums gradients over a group. Buckets are fixed, so the order of summation is the same after a resume."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
         self.group = group

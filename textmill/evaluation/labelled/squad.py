@@ -39,7 +39,7 @@ def f1_score(answer: str, expected: str, *, version_2: bool) -> float:
 
 
 class AnswerScores:
-    """EvalSums of exact match and F1 over questions, also of those with and without an answer."""
+    """Sums of exact match and F1 over questions, also of those with and without an answer."""
 
     def __init__(self, *, version_2: bool) -> None:
         self.version_2 = version_2
