@@ -15,7 +15,7 @@ from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
-from textmill.tokens.batches.blend import Source
+from textmill.tokens.batches.blend import StoreWeight
 from textmill.tokens.existing_tokens import (
     Table,
     UsedEntry,
@@ -74,7 +74,7 @@ class Splits:
     files: dict[Path, dict[str, Any]] = field(default_factory=dict)
     """The files that training reads and that a manifest lists, with their length and checksum there."""
 
-    sources: list[Source] = field(default_factory=list)
+    sources: list[StoreWeight] = field(default_factory=list)
     """The fingerprint and the weight of each store of the train split."""
 
     def nonempty(self, split: str) -> list[WeightedStore]:

@@ -33,7 +33,7 @@ class RunLength:
     """The number of steps of a run, and the samples of each step."""
 
     train: TrainConfig
-    """The settings, with the length of the run in `steps` (with `train.minutes` the latest estimate), and the memory of
+    """The settings, with the length of the run in `steps` (with `train.minutes` the latest estimate), and
     `train.ema_window` in steps too."""
     sizes: BatchSizes
     epoch_samples: int

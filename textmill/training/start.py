@@ -76,7 +76,7 @@ from textmill.storage.files import hash_file
 from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.batches.batch import objectives_of
-from textmill.tokens.batches.blend import Source
+from textmill.tokens.batches.blend import StoreWeight
 from textmill.tokens.batches.chat import check_training_data
 from textmill.tokens.batches.masking import check_counts_file
 from textmill.tokens.splits import Splits
@@ -118,7 +118,7 @@ class Start:
     """The settings of each step range, if some were changed with `--change`."""
     changed_now: bool = False
     """Whether the last of these ranges starts now."""
-    sources: list[Source] = field(default_factory=list)
+    sources: list[StoreWeight] = field(default_factory=list)
     """The token stores of the blend and their weights."""
     base: str | None = None
     """LoRA: the base model, by folder or hub name."""

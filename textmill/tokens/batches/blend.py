@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 MAX_PERIOD = 100_000
 """The longest period of a blend, in samples; finer weights are rounded to multiples of 1 / MAX_PERIOD."""
 
-Source = tuple[str, float]
+StoreWeight = tuple[str, float]
 """A token store of a blend: its fingerprint and its weight."""
 
 
@@ -162,7 +162,7 @@ class DataRange:
     step: int
     batch: int
     batch_rampup: Sequence[int]
-    sources: Sequence[Source]
+    sources: Sequence[StoreWeight]
 
 
 def sizes_of(ranges: Sequence[DataRange]) -> BatchSizes:
