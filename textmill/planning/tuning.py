@@ -97,20 +97,19 @@ class Tuning:
             self.trials.append((trial, result))
             following = _next_trial(trials, result)
             if self.outcome.too_short:
-                self._refuse_short_trials(lengths, result, is_stored=is_stored)
+                self._refuse_short_trials(lengths, result)
             if not is_stored:
                 self._store(made_from, minutes)
             report(number + 1, trial, result, self.outcome)
             trial = following
         return True
 
-    def _refuse_short_trials(self, lengths: Lengths, first: Result, *, is_stored: bool) -> None:
-        """Nothing is stored, so that the next call chooses another length; of an earlier version there may be one."""
-        again = " and --force, which removes the trials so far" if is_stored else ""
+    def _refuse_short_trials(self, lengths: Lengths, first: Result) -> None:
+        """Nothing is stored, so that the next call chooses another length."""
         raise TextmillError(
             f"--minutes: {self.minutes:g} minutes give trials of {first.steps} steps, and fewer than {MIN_STEPS} do "
             "not show which setting is better; give --minutes "
-            f"{math.ceil(needed_minutes(lengths, first))} or more{again}"
+            f"{math.ceil(needed_minutes(lengths, first))} or more"
         )
 
     def _longest(self) -> float:
