@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
-from textmill.commands.new import _warn_of_busy_machine
+from textmill.commands.new import MANY_FILES, _warn_of_busy_machine
 from textmill.corpus.shards import open_corpus
 from textmill.planning.plan import MachineProfile
 from textmill.where import open_where
@@ -140,6 +140,17 @@ def test_a_few_records_of_usual_size_are_whole() -> None:
     assert not open_where("mine", []).config.corpus.cut_records
 
 
+@pytest.mark.parametrize(("files", "expected"), [(3, "position"), (MANY_FILES, "file")])
+def test_documents_are_split_as_plain_text_is(files: int, expected: str) -> None:
+    Path("papers").mkdir()
+    for number in range(files):
+        text = "\n\n".join(f"Mill {number}, part {part}. " + "The wheel turns. " * 20 for part in range(9))
+        source = f"\\documentclass{{article}}\n\\begin{{document}}\n{text}\n\\end{{document}}\n"
+        Path(f"papers/{number}.tex").write_text(source, encoding="utf-8")
+    assert main(["new", "mine", "--text", "papers", "--minutes", "1"]) == 0
+    assert open_where("mine", []).config.corpus.split_by == expected
+
+
 def test_a_folder_of_many_formats_and_fields() -> None:
     """Windows line ends, byte order marks, an empty file, a file of one line, and a picture."""
     Path("texts/deep").mkdir(parents=True)
@@ -156,7 +167,7 @@ def test_a_folder_of_many_formats_and_fields() -> None:
     Path("texts/f.txt").write_text("Tek satır", encoding="utf-8")
     Path("texts/g.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
-    assert main(["prepare", "mine", "corpus.documents=block"]) == 0
+    assert main(["prepare", "mine", "corpus.documents=block", "corpus.split_by=document"]) == 0
     found = [document.text.strip() for document in open_corpus(Path("mine/corpus"))]
     assert sorted(found) == sorted([*turkish, *korean, "Tek satır"])
 

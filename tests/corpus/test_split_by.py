@@ -62,6 +62,23 @@ def test_lines_of_a_record_and_of_a_file(tmp_path: Path, monkeypatch: pytest.Mon
         assert part.count("train") > 70
 
 
+@pytest.mark.parametrize("end", ["tex", "py", "html"])
+def test_a_document_that_is_one_text_is_cut_once(tmp_path: Path, end: str) -> None:
+    """Its sections are parts of one record, as those of a plain text file are."""
+    parts = [f"Paragraph {number}. " + "A wheel turns in the mill by the river. " * 5 for number in range(100)]
+    frames = {
+        "tex": "\\documentclass{article}\n\\begin{document}\n%s\n\\end{document}\n",
+        "html": "<!DOCTYPE html><html><body><article>%s</article></body></html>",
+    }
+    joined = "".join(f"<p>{part}</p>" for part in parts) if end == "html" else "\n\n".join(parts)
+    (tmp_path / f"a.{end}").write_text(frames.get(end, "%s") % joined, encoding="utf-8")
+    found = prepared(tmp_path, str(tmp_path / f"a.{end}"), section_chars=200, split_by="position")
+    splits = [found[name] for name in sorted(found, key=lambda name: int(name[1].split()[1]))]
+    assert splits == sorted(splits, key=SPLITS.index)
+    assert set(splits) == set(SPLITS)
+    assert splits.count("train") > 70
+
+
 def test_files_and_values_stay_together(tmp_path: Path) -> None:
     for number in range(60):
         path = tmp_path / "texts" / f"{number}.txt"

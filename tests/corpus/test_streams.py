@@ -227,6 +227,15 @@ def test_an_older_encoding_leaves_files_in_utf_8_as_they_are(tmp_path: Path) -> 
         assert texts(read(tmp_path / f"{number}.txt", line.encode(stored), encoding="cp1254")) == [line], stored
 
 
+@pytest.mark.parametrize("setting", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf_16_leaves_files_in_utf_8_as_they_are(tmp_path: Path, setting: str) -> None:
+    """Pairs of their bytes are characters of UTF-16 too, most of them Chinese."""
+    text = "Değirmenin çarkı dönüyor."
+    for number, stored in enumerate(("utf-8", "utf-8-sig", "utf-16", "ascii")):
+        line = text.encode("ascii", "ignore").decode() if stored == "ascii" else text
+        assert texts(read(tmp_path / f"{number}.txt", line.encode(stored), encoding=setting)) == [line], stored
+
+
 @pytest.mark.parametrize(("text", "encoding"), [("Le café", "cp1252"), ("ğ", "cp1254")])
 def test_a_last_letter_that_could_begin_a_character_of_utf_8(text: str, encoding: str, tmp_path: Path) -> None:
     """Nothing else in the file tells its encoding, so the setting does."""

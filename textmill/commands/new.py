@@ -11,12 +11,12 @@ from pathlib import Path
 
 from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.accounts import format_count
-from textmill.corpus.document_files import describe_unread_documents
+from textmill.corpus.document_files import TEXT_SHARES, describe_unread_documents
 from textmill.corpus.encodings import advise_encodings
 from textmill.corpus.find_sources import bundled_corpora, describe_skipped, find_sources, source_state
 from textmill.corpus.inspection import RecordFacts, inspect_records
 from textmill.corpus.prepare import WITHOUT_CONVERSATIONS
-from textmill.corpus.source import Source
+from textmill.corpus.source import ONE_TEXT_FORMATS, Source
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
 from textmill.planning.inspect_text import inspect_text
@@ -111,20 +111,23 @@ def _find_texts(entries: list[str], folder: str) -> list[Source]:
 
 
 def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextProfile:
-    """The facts of the text; plain text and a few long records are to be cut into sections, others are not."""
+    """The facts of the text; files of one text and a few long records are to be cut into sections, others are not."""
     shortest = MIN_SECTION if masked else 200
     corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
     section = 0
-    if all(source.format == "text" for source in sources):
-        section = _section_chars(sum(source_state(source).bytes for source in sources), shortest)
+    of_one_text = [source for source in sources if source.format in ONE_TEXT_FORMATS]
+    if len(of_one_text) == len(sources):
+        size = sum(source_state(source).bytes * TEXT_SHARES.get(source.format, 1) for source in sources)
+        section = _section_chars(size, shortest)
         corpus["section_chars"] = section
     facts = replace(inspect_text(sources, CorpusConfig.model_validate(corpus), VOCABS), section=section)
     if not section and not records.chat and _has_few_records(facts, shortest):
         section = _section_chars(facts.bytes, shortest)
         few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
         facts = replace(facts, cut_records=True, section=section, documents=few, split_by="position")
-    elif section and facts.documents >= 2 * len(sources):
-        facts = replace(facts, split_by="file" if len(sources) >= MANY_FILES else "position")
+    elif of_one_text and facts.documents >= 2 * len(sources):
+        is_by_file = section and len(sources) >= MANY_FILES
+        facts = replace(facts, split_by="file" if is_by_file else "position")
     return limit_vocabs(facts) if masked else facts
 
 
@@ -136,7 +139,7 @@ def _describe_project(project: Project) -> str:
     return f"{text.bytes / 1e6:.1f} MB of text; {shape}, {two_digits(plan.epochs)} epochs"
 
 
-def _section_chars(size: int, shortest: int) -> int:
+def _section_chars(size: float, shortest: int) -> int:
     """Characters of a section, such that a text of `size` bytes has some hundreds of them."""
     return max(shortest, min(4000, round(size / 30000) * 100))
 

@@ -26,7 +26,7 @@ from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, desc
 from textmill.corpus.source import PACKAGES_ADVICE, Source, SourceChunk, format_from_name, missing_package
 from textmill.corpus.streams import open_decompressed
 
-TEXT_SHARES = {"pdf": 0.05, "html": 0.15, "epub": 0.3, "warc": 0.1, "rtf": 0.15}
+TEXT_SHARES = {"pdf": 0.05, "html": 0.15, "epub": 0.3, "office": 0.3, "warc": 0.1, "rtf": 0.15}
 """Roughly, the part of a file that is text; much more is pictures, fonts or markup in some files."""
 HEAD_BYTES = 1 << 12
 """First bytes that show what a file is."""

@@ -91,11 +91,16 @@ def resolve_encoding(setting: str, head: bytes) -> str:
     An older encoding is for the files that need it: one with UTF-8 in it stays UTF-8, or it would become other text
     without an error.
     """
-    if setting in ("auto", "utf-16", "utf-32"):
+    if setting in ("utf-8", "utf-8-sig", "ascii"):
+        return "utf-8"
+    if setting.startswith(("auto", "utf-16", "utf-32")):
         detected = detect_encoding(head)
-        return detected if setting == "auto" or detected.startswith(setting) else f"{setting}-le"
-    if setting.startswith("utf-") or setting == "ascii":
-        return "utf-8" if setting in ("utf-8", "utf-8-sig", "ascii") else setting
+        # In these encodings spaces and line ends have NUL bytes, so a file of UTF-8 without any is not in them.
+        if setting == "auto" or detected != "utf-8" or (is_utf8(head) and 0 not in head):
+            return detected
+        return f"{setting}-le" if setting in ("utf-16", "utf-32") else setting
+    if setting.startswith("utf-"):
+        return setting
     if mark_length(head):
         return detect_encoding(head)
     return _unmarked_utf16(head) or ("utf-8" if _has_utf8(head) else setting)  # an older encoding has no NUL bytes

@@ -70,7 +70,7 @@ from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord, chunk_bytes_of
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
-from textmill.corpus.source import DOCUMENT_FORMATS, Damage, Source, SourceChunk
+from textmill.corpus.source import DOCUMENT_FORMATS, ONE_TEXT_FORMATS, Damage, Source, SourceChunk
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
 from textmill.runners import Runner, open_runner
@@ -757,7 +757,7 @@ def _hash_lines(lines: Iterable[str]) -> str:
 
 def _describe_split(config: CorpusConfig, counts: Counts, sources: Sequence[Source]) -> list[str]:
     """A line if documents are sections of longer texts, and their hashes mix the splits."""
-    is_cut = config.cut_records or (config.documents == "section" and all(one.format == "text" for one in sources))
+    is_cut = config.cut_records or (config.documents == "section" and all(one.format in ONE_TEXT_FORMATS for one in sources))
     if config.split_by != "document" or not is_cut or counts["source_splits"] or not any(config.split[1:]):
         return []
     if counts["kept"] < SECTIONS_PER_FILE * counts["files"]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.source import ONE_TEXT_FORMATS, SourceChunk
 from textmill.errors import TextmillError
 
 DIGEST_BYTES = 16
@@ -78,11 +78,11 @@ def file_digest(name: str) -> bytes:
 
 
 def is_new_record(chunk: SourceChunk, place: str, before: str, is_first: bool) -> bool:
-    """Whether a document begins a record: a file of plain text, else a line or row, which may be cut into sections.
+    """Whether a document begins a record: a file that is one text, else a line or row, which may be cut into sections.
 
     `before`: the place of the document before it; `is_first`: it is the first of its chunk.
     """
-    if chunk.source.format == "text":
+    if chunk.source.format in ONE_TEXT_FORMATS:
         return is_first and chunk.start == 0
     return is_first or place.partition(SECTION)[0] != before.partition(SECTION)[0]
 

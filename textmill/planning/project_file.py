@@ -202,7 +202,7 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextProfile) ->
     if text.cut_records:
         rows.append(("cut_records", "true", "a few long records hold the text"))
     if text.section:
-        what = "a record" if text.cut_records else "plain text"
+        what = "a record" if text.cut_records else "a text"
         rows.append(("section_chars", text.section, f"{what} is cut into documents of about this many characters"))
     held_out = text.held_out_percent
     ratios = f"{100 - 2 * held_out},{held_out},{held_out}"
