@@ -1,6 +1,7 @@
-"""Compare cleaning and near-duplicate removal with datatrove, and measure the peak memory of `prepare`.
+"""Compare cleaning, near-duplicate removal and many small files with datatrove; measure the peak memory of `prepare`.
 
     python bench/corpus.py [MB] [workers] [a Python with datatrove and its extras io and processing, ftfy and spacy]
+    python bench/corpus.py files [documents] [workers] [a Python with datatrove]
 
 DATATROVE_PYTHON may name that Python too; without it only textmill is measured. Memory is measured on 1, 2 and 4 times
 the input. The text is ../shared/data/en.jsonl.xz, decompressed, in documents of at most 20,000 characters. If that is
@@ -15,6 +16,11 @@ Near-duplicates, equal: the same files, processes and cores, shingles of five wo
 both write Parquet files of the kept documents. Different: textmill also hashes its input, writes three splits and
 confirms each pair by its true Jaccard similarity. "white space": datatrove with textmill's words, in lower case and
 separated by white space. "spacy": datatrove's defaults, with spacy's words, without punctuation, accents and numbers.
+
+`files`: the same documents of about 250 bytes as one file of JSON lines, as a tenth as many such files of ten lines, as
+a text file each, and both of these in a zip; `prepare`, `fit-tokenizer` and `tokenize`. Next to them a plain Python
+loop and datatrove, which clean nothing else than what they are written to do: read, drop exact duplicates (the loop
+only), write Parquet files. Compare CPU seconds on a busy machine.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import random
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from datetime import date
 from itertools import count, islice
@@ -94,6 +101,52 @@ if __name__ == "__main__":
     run("three", 1, MinhashDedupCluster(input_folder=buckets, output_folder=remove, config=config))
     run("four", workers, JsonlReader(texts), MinhashDedupFilter(input_folder=remove), ParquetWriter(place + "/kept"))
 """
+DATATROVE_FILES = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers.parquet import ParquetWriter
+if __name__ == "__main__":
+    texts, place, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    steps = [JsonlReader(texts), ParquetWriter(place + "/kept")]
+    LocalPipelineExecutor(steps, tasks=workers, workers=workers, logging_dir=place + "/logs").run()
+"""
+LOOP = """
+import hashlib, json, re, sys, unicodedata
+from pathlib import Path
+import pyarrow as pa, pyarrow.parquet as pq
+spaces, controls = re.compile(r"[ \\t]+$", re.M), re.compile(r"[\\x00-\\x08\\x0b-\\x1f\\x7f]")
+place = Path(sys.argv[1])
+files = sorted(place.iterdir()) if place.is_dir() else [place]
+def texts():
+    for path in files:
+        with open(path, encoding="utf-8") as stream:
+            if path.suffix == ".txt":
+                yield stream.read(), path.name, "file"
+            else:
+                for number, line in enumerate(stream, 1):
+                    yield json.loads(line)["text"], path.name, f"line {number}"
+rows, seen = ([], [], []), set()
+for text, name, line in texts():
+    text = unicodedata.normalize("NFC", text.replace("\\r\\n", "\\n").replace("\\r", "\\n"))
+    text = re.sub("\\n{3,}", "\\n\\n", spaces.sub("", controls.sub("", text))).strip()
+    digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+    if text and digest not in seen:
+        seen.add(digest)
+        share = int.from_bytes(digest[:8], "big") / 2**64
+        rows[0 if share < 0.9 else 1 if share < 0.95 else 2].append((text, name, line))
+for number, part in enumerate(rows):
+    if part:
+        columns = [pa.array(column) for column in zip(*part)]
+        table = pa.table(columns, names=["text", "source", "id"])
+        pq.write_table(table, f"{sys.argv[2]}-{number}.parquet", compression="zstd")
+"""
+LINES_PER_FILE = 10
+SMALL_CHARACTERS = 250
+"""The length of a small document."""
+STAGES = ("prepare", "fit-tokenizer", "tokenize")
+MAX_LAYOUT_RATIO = 1.5
+"""The highest allowed ratio of the CPU time of small files to that of one file."""
 
 
 def documents(path: Path = DATA) -> Iterator[str]:
@@ -215,6 +268,72 @@ def measure_memory(folder_path: Path, megabytes: int, workers: int) -> bool:
     return is_constant
 
 
+def write_layouts(folder: Path, count: int) -> dict[str, Path]:
+    """Write the same documents as one file, as many files and as archives; return where each is."""
+    texts = []
+    for text in documents():
+        words = " ".join(text.split())
+        texts += [words[start : start + SMALL_CHARACTERS] for start in range(0, len(words), SMALL_CHARACTERS)]
+        if len(texts) >= count:
+            break
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[:count]]
+    few, many = folder / f"{count // LINES_PER_FILE:,} files", folder / f"{count:,} files"
+    few.mkdir(parents=True)
+    many.mkdir()
+    (folder / "one.jsonl").write_text("".join(lines), encoding="utf-8")
+    for start in range(0, count, LINES_PER_FILE):
+        (few / f"{start:07d}.jsonl").write_text("".join(lines[start : start + LINES_PER_FILE]), encoding="utf-8")
+    for number, text in enumerate(texts[:count]):
+        (many / f"{number:07d}.txt").write_text(text, encoding="utf-8")
+    layouts = {"one file": folder / "one.jsonl", few.name: few, many.name: many}
+    for name in (few.name, many.name):
+        layouts[f"zip of {name}"] = folder / f"{name}.zip"
+        with zipfile.ZipFile(layouts[f"zip of {name}"], "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted((folder / name).iterdir()):
+                archive.write(path, path.name)
+    return layouts
+
+
+def compare_layouts(folder: Path, count: int, workers: int, python: str | None) -> bool:
+    """Measure all stages up to tokens on each layout; return whether small files take at most 1.5 times as long."""
+    layouts = write_layouts(folder / "texts", count)
+    script = write_script(folder / "files.py", DATATROVE_FILES)
+    loop = write_script(folder / "loop.py", LOOP)
+    totals: dict[str, float] = {}
+    kept: dict[str, int] = {}
+    for name, place in layouts.items():
+        out = folder / f"out {name}"
+        settings = [
+            f"folder={out}",
+            f"runner.workers={workers}",
+            f"corpus.sources={place}",
+            "corpus.documents=file",
+            "corpus.split_by=document",
+        ]
+        runs = [run([sys.executable, "-m", "textmill", stage, "quickstart", *settings]) for stage in STAGES]
+        totals[name] = sum(one.cpu for one in runs)
+        kept[name] = json.loads((out / "corpus" / "manifest.json").read_text())["documents"]
+        stages = ", ".join(f"{stage} {one.cpu:.1f}" for stage, one in zip(STAGES, runs, strict=True))
+        seconds, peak = sum(one.seconds for one in runs), max(one.peak for one in runs)
+        print(
+            f"  {name:<20} {totals[name]:7.1f} s of CPU ({stages}), {seconds:.1f} s, peak {peak:,.0f} MB, "
+            f"{kept[name]:,} kept: {totals[name] / totals['one file']:.2f} times one file",
+            flush=True,
+        )
+        others = {} if place.suffix == ".zip" else {"a plain loop": [sys.executable, loop, str(place), f"{out}.loop"]}
+        if python and ".txt" not in {path.suffix for path in (place.iterdir() if place.is_dir() else [place])}:
+            texts = place if place.is_dir() else folder / "one"
+            if not place.is_dir():
+                texts.mkdir()
+                (texts / place.name).symlink_to(place)
+            others["datatrove"] = [python, script, str(texts), f"{out}.datatrove", str(workers)]
+        for other, command in others.items():
+            measured = run(command)
+            print(f"    {other:<18} {measured.cpu:7.1f} s of CPU instead of prepare's {runs[0].cpu:.1f}", flush=True)
+    assert len(set(kept.values())) == 1, kept
+    return max(totals.values()) <= MAX_LAYOUT_RATIO * totals["one file"]
+
+
 def write_script(path: Path, script: str) -> str:
     """Write a script to disk."""
     path.write_text(script)
@@ -247,6 +366,16 @@ def main(megabytes: int = 55, workers: int = 2, python: str | None = None) -> in
         return 0 if measure_memory(root, megabytes, workers) else 1
 
 
+def main_files(count: int = 200_000, workers: int = 2, python: str | None = None) -> int:
+    """Compare layouts of the same small documents; the results go to bench/LOG.md."""
+    print(f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, {count:,} documents", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        return 0 if compare_layouts(Path(folder), count, workers, python or os.environ.get("DATATROVE_PYTHON")) else 1
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["files"]:
+    number, more, *rest = [*sys.argv[2:], *("200000", "2")[len(sys.argv[2:]) :]]
+    sys.exit(main_files(int(number), int(more), *rest))
 if __name__ == "__main__":
     number, more, *rest = [*sys.argv[1:], *("55", "2")[len(sys.argv[1:]) :]]
     sys.exit(main(int(number), int(more), *rest))

@@ -10,6 +10,7 @@ import pytest
 from tests.support.machines import H200, TWO_CORES
 from textmill.cli import main
 from textmill.commands.new import MANY_FILES, _warn_of_busy_machine
+from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import open_corpus
 from textmill.planning.plan import MachineProfile
 from textmill.where import open_where
@@ -149,6 +150,30 @@ def test_documents_are_split_as_plain_text_is(files: int, expected: str) -> None
         Path(f"papers/{number}.tex").write_text(source, encoding="utf-8")
     assert main(["new", "mine", "--text", "papers", "--minutes", "1"]) == 0
     assert open_where("mine", []).config.corpus.split_by == expected
+
+
+def test_texts_of_an_author_stay_together() -> None:
+    text = SHAKESPEARE.read_text(encoding="utf-8")
+    rows = [{"text": text[n * 700 : n * 700 + 700], "author": f"author {n % 30}"} for n in range(300)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert main(["new", "mine", "--text", "a.jsonl", "--minutes", "1"]) == 0
+    corpus = open_where("mine", []).config.corpus
+    assert (corpus.split_by, corpus.keep_fields) == ("field:author", ["author"])
+    assert main(["prepare", "mine"]) == 0
+    metas = [{one.meta for one in open_corpus(Path("mine/corpus"), split)} for split in SPLITS]
+    assert all(metas), "few authors, but no split is empty"
+    assert sum(map(len, metas)) == 30
+
+
+@pytest.mark.parametrize(("copies", "dedup"), [(0, "exact"), (40, "near"), (900, "exact")])
+def test_near_duplicates_of_the_sample(copies: int, dedup: str) -> None:
+    """If nearly all texts repeat others, they follow a template, and are kept."""
+    text = SHAKESPEARE.read_text(encoding="utf-8")
+    rows = [text[n * 700 : n * 700 + 700] for n in range(100)]
+    rows += [f"{rows[n % 3]}\nread {n} times" for n in range(copies)]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    assert main(["new", "mine", "--text", "a.jsonl", "--minutes", "1"]) == 0
+    assert open_where("mine", []).config.corpus.dedup == dedup
 
 
 def test_a_folder_of_many_formats_and_fields() -> None:

@@ -103,6 +103,17 @@ def test_files_and_values_stay_together(tmp_path: Path) -> None:
     assert set.union(*by_author.values()) == set(SPLITS)
 
 
+def test_few_files_leave_no_split_empty(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(5):
+        path = tmp_path / "texts" / f"{number}.txt"
+        path.write_text("\n\n".join(f"{number} {line} " + "word " * 20 for line in range(9)))
+        found = prepared(tmp_path / f"of {number}", str(tmp_path / "texts"), section_chars=100, split_by="file")
+        assert len(set(found.values())) == min(3, number + 1)
+    kept = prepared(tmp_path / "train", str(tmp_path / "texts"), section_chars=100, split_by="file", split=[1, 0, 0])
+    assert set(kept.values()) == {"train"}
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [("field:author", "add it to corpus.keep_fields"), ("author", "give document, file, position or field:NAME")],

@@ -19,7 +19,7 @@ from textmill.corpus.prepare import WITHOUT_CONVERSATIONS
 from textmill.corpus.source import ONE_TEXT_FORMATS, Source
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family
-from textmill.planning.inspect_text import inspect_text
+from textmill.planning.inspect_text import GROUP_FIELDS, inspect_text
 from textmill.planning.plan import (
     MAX_MINUTES,
     MIN_SECTION,
@@ -38,8 +38,9 @@ from textmill.storage.stages import PROJECT_YAML
 
 AUTO = "auto"
 """The family that is chosen for the machine."""
-MANY_FILES = 200
-"""From so many files of plain text on, each is in one split; the ends of fewer files are valid and test."""
+MANY_FILES = 40
+"""From so many files on, whose texts are cut, each is in one split; the ends of fewer files are valid and test, since a
+whole file would be too much of the text."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
 
@@ -114,6 +115,8 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
     """The facts of the text; files of one text and a few long records are to be cut into sections, others are not."""
     shortest = MIN_SECTION if masked else 200
     corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
+    if not records.chat and "[" not in (records.text_key or ""):
+        corpus["keep_fields"] = [name for name in GROUP_FIELDS if name in records.fields and name != records.text_key]
     section = 0
     of_one_text = [source for source in sources if source.format in ONE_TEXT_FORMATS]
     if len(of_one_text) == len(sources):
@@ -125,7 +128,7 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
         section = _section_chars(facts.bytes, shortest)
         few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
         facts = replace(facts, cut_records=True, section=section, documents=few, split_by="position")
-    elif of_one_text and facts.documents >= 2 * len(sources):
+    elif of_one_text and facts.split_by == "document" and facts.documents >= 2 * len(sources):
         is_by_file = section and len(sources) >= MANY_FILES
         facts = replace(facts, split_by="file" if is_by_file else "position")
     return limit_vocabs(facts) if masked else facts

@@ -757,7 +757,9 @@ def _hash_lines(lines: Iterable[str]) -> str:
 
 def _describe_split(config: CorpusConfig, counts: Counts, sources: Sequence[Source]) -> list[str]:
     """A line if documents are sections of longer texts, and their hashes mix the splits."""
-    is_cut = config.cut_records or (config.documents == "section" and all(one.format in ONE_TEXT_FORMATS for one in sources))
+    is_cut = config.cut_records or (
+        config.documents == "section" and all(one.format in ONE_TEXT_FORMATS for one in sources)
+    )
     if config.split_by != "document" or not is_cut or counts["source_splits"] or not any(config.split[1:]):
         return []
     if counts["kept"] < SECTIONS_PER_FILE * counts["files"]:

@@ -62,8 +62,29 @@ def text_digest(text: str, *, is_nfc: bool = False) -> bytes:
 
 def assign_splits(digests: NDArray[np.uint8], ratios: Sequence[float]) -> NDArray[np.int8]:
     """The split of each digest, as an index into SPLITS."""
+    return np.searchsorted(_split_bounds(ratios), _heads(digests), side="right").astype(np.int8)
+
+
+def assign_groups(digests: NDArray[np.uint8], ratios: Sequence[float]) -> NDArray[np.int8]:
+    """The same where each digest is that of a group of documents.
+
+    Of few groups none may fall into a split: it then gets the last group of train in the order of their hashes, as long
+    as train keeps one.
+    """
+    groups, group_of_row = np.unique(_heads(digests), return_inverse=True)
+    splits = np.searchsorted(_split_bounds(ratios), groups, side="right").astype(np.int8)
+    for split in range(1, len(ratios)):
+        train = np.flatnonzero(splits == 0)
+        if ratios[split] and ratios[0] and len(train) > 1 and split not in splits:
+            splits[train[-1]] = split
+    found: NDArray[np.int8] = splits[group_of_row]
+    return found
+
+
+def _heads(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """63 bits of each digest, so that the upper end of a range fits 64 bits."""
     head = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1) >> 1
-    return np.searchsorted(_split_bounds(ratios), head.astype(np.uint64), side="right").astype(np.int8)
+    return head.astype(np.uint64)
 
 
 def field_digest(meta: str | None, split_by: str) -> bytes | None:

@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.accounts import format_count
+from textmill.corpus.dedup.minhash import band_hashes, choose_bands, jaccard, shingle, shingle_set
+from textmill.corpus.dedup.near_duplicates import SHINGLE_SIZE
 from textmill.corpus.find_sources import group_chunks, read_records, source_state, split_into_chunks
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import BINARY_DOCUMENTS, Source, SourceChunk
@@ -35,6 +38,29 @@ HEAD_BYTES = 4 << 20
 """Decompressed bytes at a file's beginning that show how much of a file is text."""
 NO_STREAM = {"parquet": 0.4, "arrow": 1.0}
 """Formats that are not read from the beginning to the end: bytes of a file for a byte of its text."""
+COMPARED_CHARACTERS = 20_000
+"""The beginning of a document that is compared with those of others."""
+SKETCHED_TEXTS = 256
+"""Texts that are sketched at a time."""
+GROUP_FIELDS = (
+    "author",
+    "book",
+    "book_id",
+    "series",
+    "thread",
+    "thread_id",
+    "site",
+    "domain",
+    "host",
+    "channel",
+    "date",
+)
+"""Fields whose value texts have in common that are more alike than others, the first that fits counts."""
+MIN_GROUPS = 20
+MIN_GROUP_DOCUMENTS = 1.5
+"""Different values of such a field in the sample, at least, and documents of each in the mean."""
+MIN_WITH_VALUE = 0.9
+"""The fraction of the documents that have a value."""
 HELD_OUT = 8
 """One document in this many, or one piece of long documents, is not used to fit the trial vocabulary."""
 
@@ -52,6 +78,10 @@ class _Sample:
     bad_records: int = 0
     first_bad_record: str = ""
     pieces: int = 0
+    beginnings: list[str] = field(default_factory=list)
+    """Of all different documents."""
+    values: dict[str, Counter[str]] = field(default_factory=dict)
+    """How many documents have each value of a field that is kept."""
 
     def add(self, text: str, limit: int) -> int:
         """Count a document, and keep it; of a long one, pieces of about `limit` bytes in all."""
@@ -65,6 +95,7 @@ class _Sample:
             self.duplicate_bytes += size
             return size
         self.seen.add(digest)
+        self.beginnings.append(text[:COMPARED_CHARACTERS])
         for piece in cut_text(text):
             self.pieces += 1
             (self.held_out if self.pieces % HELD_OUT == 0 else self.texts).append(piece)
@@ -99,7 +130,34 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
         bytes_per_token=_bytes_per_token(sample, vocabs),
         scripts=_scripts(sample.texts),
         typical_document_bytes=sample.squared_bytes / max(1, sample.bytes),
+        split_by=_find_group_field(sample) or "document",
+        near_duplicates=0.0 if corpus.chat else _near_duplicates(sample.beginnings, corpus),
     )
+
+
+def _find_group_field(sample: _Sample) -> str | None:
+    """The `corpus.split_by` of the first kept field whose values many documents have in common."""
+    for name, counts in sample.values.items():
+        is_common = counts.total() >= MIN_WITH_VALUE * sample.documents
+        if is_common and len(counts) >= MIN_GROUPS and counts.total() >= MIN_GROUP_DOCUMENTS * len(counts):
+            return f"field:{name}"
+    return None
+
+
+def _near_duplicates(texts: Sequence[str], corpus: CorpusConfig) -> float:
+    """The fraction of the characters in texts that nearly repeat an earlier one, as `corpus.dedup=near` finds them."""
+    unit = corpus.dedup_shingles
+    bands, rows = choose_bands(corpus.dedup_threshold)
+    blocks = [texts[start : start + SKETCHED_TEXTS] for start in range(0, len(texts), SKETCHED_TEXTS)]
+    sketches = [band_hashes(*shingle(block, unit, SHINGLE_SIZE), bands, rows).tolist() for block in blocks]
+    first_in_band: dict[tuple[int, int], int] = {}
+    repeated = 0
+    for number, hashes in enumerate(chain.from_iterable(sketches)):
+        earlier = {first_in_band.setdefault(band, number) for band in enumerate(hashes)} - {number}
+        pairs = ([shingle_set(texts[one], unit, SHINGLE_SIZE) for one in (number, other)] for other in earlier)
+        if any(jaccard(*pair) >= corpus.dedup_threshold for pair in pairs):
+            repeated += len(texts[number])
+    return repeated / max(1, sum(map(len, texts)))
 
 
 def _read_sample(groups: Sequence[Sequence[SourceChunk]], corpus: CorpusConfig) -> tuple[_Sample, float]:
@@ -139,6 +197,9 @@ def _texts(chunk: SourceChunk, corpus: CorpusConfig, sample: _Sample) -> Iterato
         elif record.turns is not None:
             yield "\n".join(text for _, text in record.turns)
         elif record.text:
+            for name, value in json.loads(record.meta or "{}").items():
+                if value is not None and name in corpus.keep_fields:
+                    sample.values.setdefault(name, Counter())[str(value)] += 1
             yield record.text
 
 

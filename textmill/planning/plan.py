@@ -94,7 +94,10 @@ class TextProfile:
     """Mean bytes of the documents, weighted by their bytes: where most of the text is, even if most documents are
     short."""
     split_by: str = "document"
-    """`corpus.split_by`: position or file where documents are sections of longer texts."""
+    """`corpus.split_by`: position or file where documents are sections of longer texts, field:NAME where many documents
+    have the same value of a field such as author."""
+    near_duplicates: float = 0.0
+    """The fraction of the sample's bytes in documents that nearly repeat an earlier one."""
 
     @property
     def held_out_percent(self) -> int:

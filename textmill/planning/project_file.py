@@ -21,6 +21,10 @@ Row = tuple[str, object, str]
 caller."""
 MIN_PAIR_BYTES = 400
 """Shorter documents have too few sentences for sentence pairs."""
+MIN_NEAR_DUPLICATES = 0.01
+MAX_NEAR_DUPLICATES = 0.8
+"""Fractions of a sample that nearly repeats other texts, between which this is removed: if nearly all of it does, the
+texts follow a template, and hardly anything would be left."""
 STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
@@ -211,6 +215,15 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextProfile) ->
         rows.append(("split_by", "position", "the end of a long text is valid and test, after a gap: so they are new"))
     elif text.split_by == "file":
         rows.append(("split_by", "file", "all sections of a file are in one split: so valid and test are new"))
+    elif text.split_by != "document":
+        name = text.split_by.partition(":")[2]
+        rows.append(("keep_fields", format_yaml_value([name]), ""))
+        rows.append(
+            ("split_by", text.split_by, f"all texts of the same {name} are in one split: so valid and test are new")
+        )
+    if MIN_NEAR_DUPLICATES <= text.near_duplicates <= MAX_NEAR_DUPLICATES and not records.chat:
+        share = f"{text.near_duplicates:.0%} of a sample nearly repeat other texts"
+        rows.append(("dedup", "near", f"{share}, which are kept once: so valid and test are new"))
     return rows
 
 

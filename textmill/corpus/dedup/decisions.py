@@ -30,7 +30,7 @@ from textmill.corpus.dedup.near_duplicates import (
 )
 from textmill.corpus.dropped import EXACT, GAP, NEAR, REPEAT_DTYPE
 from textmill.corpus.shards import take_rows
-from textmill.corpus.split import DIGEST_BYTES, assign_splits, file_digest, split_records
+from textmill.corpus.split import DIGEST_BYTES, assign_groups, assign_splits, file_digest, split_records
 from textmill.errors import TextmillError
 from textmill.storage.files import write_bytes, write_json
 
@@ -115,41 +115,48 @@ def _assign_splits(
     tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]], split_by: str
 ) -> tuple[list[NDArray[np.int8]], list[NDArray[np.bool_]]]:
     """The split of each cleaned document, by the ratios of its source, and which documents are in a gap."""
+    if split_by != "document":
+        return _split_groups(tasks, ratios, split_by)
     splits = []
     for task in tasks:
-        if split_by == "file":
-            names = np.frombuffer(b"".join(map(file_digest, task.source_names)), np.uint8).reshape(-1, DIGEST_BYTES)
-            digests = np.repeat(names, task.read_rows(), axis=0)
-        elif split_by.startswith("field:"):
-            digests = np.fromfile(task.path("fields"), np.uint8).reshape(-1, DIGEST_BYTES)
-        else:
-            digests = task.read_digests()
+        digests = task.read_digests()
         of_task = np.zeros(len(digests), np.int8)
         for one, rows in _rows_by_ratios(task, ratios):
             of_task[rows] = assign_splits(digests[rows], one)
         splits.append(of_task)
-    no_gaps = [np.zeros(len(one), np.bool_) for one in splits]
-    return _split_by_position(tasks, ratios) if split_by == "position" else (splits, no_gaps)
+    return splits, [np.zeros(len(one), np.bool_) for one in splits]
 
 
-def _split_by_position(
-    tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]]
+def _split_groups(
+    tasks: Sequence[ChunkTask], ratios: Mapping[str, tuple[float, ...]], split_by: str
 ) -> tuple[list[NDArray[np.int8]], list[NDArray[np.bool_]]]:
-    """The same by position; the lines of one file may be in several chunks."""
-    cuts = [np.fromfile(task.path("cuts"), np.int64) for task in tasks]
-    bounds = np.cumsum([len(one) for one in cuts])[:-1]
-    every_cut = np.concatenate(cuts)
-    digests = np.concatenate([task.read_digests() for task in tasks])
+    """The same where documents of all chunks depend on each other: lines of one file may be in several chunks."""
+    bounds = np.cumsum([task.read_rows().sum() for task in tasks])
+    digests = np.concatenate([_group_digests(task, split_by) for task in tasks])
+    cuts = [np.fromfile(task.path("cuts"), np.int64) for task in tasks] if split_by == "position" else []
     numbers = {one: number for number, one in enumerate(dict.fromkeys(ratios.values()))}
     of_row = np.concatenate(
         [np.repeat([numbers[ratios[name]] for name in task.source_names], task.read_rows()) for task in tasks]
     )
-    splits = np.zeros(len(every_cut), np.int8)
-    is_gap = np.zeros(len(every_cut), np.bool_)
+    splits = np.zeros(len(digests), np.int8)
+    is_gap = np.zeros(len(digests), np.bool_)
     for one, number in numbers.items():
         rows = np.flatnonzero(of_row == number)
-        splits[rows], is_gap[rows] = split_records(every_cut[rows], digests[rows], one)
-    return np.split(splits, bounds), np.split(is_gap, bounds)
+        if cuts:
+            splits[rows], is_gap[rows] = split_records(np.concatenate(cuts)[rows], digests[rows], one)
+        else:
+            splits[rows] = assign_groups(digests[rows], one)
+    return np.split(splits, bounds[:-1]), np.split(is_gap, bounds[:-1])
+
+
+def _group_digests(task: ChunkTask, split_by: str) -> NDArray[np.uint8]:
+    """For each cleaned document of a chunk the hash that it shares with those it is kept together with."""
+    if split_by.startswith("field:"):
+        return np.fromfile(task.path("fields"), np.uint8).reshape(-1, DIGEST_BYTES)
+    if split_by == "position":
+        return task.read_digests()
+    names = np.frombuffer(b"".join(map(file_digest, task.source_names)), np.uint8).reshape(-1, DIGEST_BYTES)
+    return np.repeat(names, task.read_rows(), axis=0)
 
 
 def _rows_by_ratios(
