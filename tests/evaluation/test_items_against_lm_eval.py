@@ -221,6 +221,7 @@ def run_reference(reference: Any, name: str, splits: dict[str, Rows], shots: int
     path = Path(lm_eval.__file__).parent / "tasks" / folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # it starts pip and more, each time
         manager = TaskManager(include_path=str(path), include_defaults=False)
         task = manager.load([task_name])["tasks"][task_name]
         task.set_config(key="num_fewshot", value=shots)
