@@ -112,6 +112,13 @@ UNUSABLE = {
     "evaluate.tasks=[lambada]": "lambada needs a file",
     "evaluate.tasks=[pseudo_perplexity]": "predicts the next token",
     "evaluate.text=[none.txt]": "evaluate.text: no file",
+    "evaluate.window=33": "evaluate.window: 33 is more than the model's 32 positions",
+    "evaluate.stride=33": "evaluate.stride: 33 is more than the window of 32",
+    "evaluate.predictions=texts/english.txt/p.jsonl": "evaluate.predictions: .* is not a folder",
+    "evaluate.tasks=[choices:broken.jsonl]": r"broken.jsonl:2: choice 2 of 2 is empty",
+    "evaluate.tasks=[choices:quiz.jsonl] evaluate.shots=2": "quiz.jsonl: has 1 examples; evaluate.shots=2 needs",
+    "train.tasks=[choices:broken.jsonl]": r"broken.jsonl:2: choice 2 of 2 is empty",
+    "tokenizer.compare_with=./none": "tokenizer.compare_with: .*none",
     "sample.prompts_file=none.txt": "none.txt: no such file",
 }
 """Settings of one later stage each that cannot work, and the error."""
@@ -122,6 +129,10 @@ def test_what_a_later_stage_cannot_use_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     settings = [one for one in QUICK if one != "engine.device=cpu"]
+    quiz = {"context": "the mill", "choices": ["turns", "stands"], "answer": 0}
+    for name, choices in (("quiz", ()), ("broken", (["turns", ""],))):
+        lines = [quiz, *({**quiz, "choices": one} for one in choices)]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     before = sorted(Path().rglob("*"))
     for wrong, error in UNUSABLE.items():
         given = [wrong] if "{" in wrong else wrong.split()

@@ -24,9 +24,10 @@ from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.measured_task import MeasuredTask, check_objective, format_card, format_metrics
 from textmill.evaluation.task import ItemLog, Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
+from textmill.evaluation.tasks.perplexity import find_windows
 from textmill.models import Shape, find_run_model, label_head_of, open_family, read_shape
 from textmill.processes.ranks import Ranks, run_on_all
-from textmill.storage.files import format_path, hash_json, make_folder_for, write_bytes
+from textmill.storage.files import check_file_name, format_path, hash_json, make_folder_for, write_bytes
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
@@ -58,15 +59,22 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
     return results
 
 
-def check_evaluation(settings: EvaluateConfig, encoding: str, shape: Shape) -> None:
-    """Refuse tasks and texts with which a model of this shape, which need not exist yet, could not be evaluated."""
+def check_evaluation(settings: EvaluateConfig, encoding: str, shape: Shape, length: int | None) -> None:
+    """Refuse settings, tasks, data and texts with which a model of this shape, which need not exist yet, could not be
+    evaluated; `length` is that of its training."""
     if label_head_of(shape):
         _refuse_tasks(settings)
     else:
         for task in open_tasks(settings.tasks):
             check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
+            if isinstance(task, MeasuredTask):
+                task.check(settings)
+            else:
+                find_windows(settings, shape.positions, length)
     if settings.text:
         find_sources(settings.text, encoding=encoding, setting="evaluate.text")
+    if settings.predictions:
+        check_file_name(Path(settings.predictions), "evaluate.predictions")
 
 
 def _refuse_tasks(settings: EvaluateConfig) -> None:

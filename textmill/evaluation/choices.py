@@ -74,6 +74,10 @@ class ChoiceTask:
 
     def measure(self, scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
         """Read the items of all files, score all candidates, and count the right answers."""
+        return measure_items(scorer, *self.read(settings, entry))
+
+    def read(self, settings: EvaluateConfig, entry: TaskEntry) -> tuple[list[Item], dict[str, Any]]:
+        """The items of all files with their prompts, and what the card says about them."""
         data = open_data_file(entry)
         every: list[Item] = []
         card: dict[str, Any] = {}
@@ -90,8 +94,7 @@ class ChoiceTask:
         if not every:
             raise TextmillError(f"{data.path}: has no items; is it the right file?")
         items = sample(every, settings)
-        card = {**data.card, "protocol": self.protocol, **card, **sample_card(len(items), len(every))}
-        return measure_items(scorer, items, card)
+        return items, {**data.card, "protocol": self.protocol, **card, **sample_card(len(items), len(every))}
 
 
 def choice_item(context: str, choices: Iterable[Any], answer: Any, place: str, delimiter: str = " ") -> Item:

@@ -100,9 +100,7 @@ def _one_process() -> Iterator[None]:
 
 def measure(scorer: TorchScorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Run a task, a group or a tag of lm-eval, or FOLDER/NAME of a task file of the user's own."""
-    if entry.file is None or not entry.file.name:
-        raise TextmillError("evaluate.tasks: lm-eval needs a task; write lm-eval:NAME")
-    manager, tasks = _load(entry.file)
+    manager, tasks = load_tasks(entry)
     with _one_process():
         output = lm_eval.simple_evaluate(
             model=ScorerLM(scorer),
@@ -155,10 +153,12 @@ def _dataset_name(task_config: dict[str, Any]) -> str:
     return " ".join(str(task_config[key]) for key in ("dataset_path", "dataset_name") if task_config.get(key))
 
 
-def _load(file: Path) -> tuple[Any, list[Any]]:
+def load_tasks(entry: TaskEntry) -> tuple[Any, list[Any]]:
     """The tasks of a name and where they were found; loading reads their data."""
-    name = file.name
-    user_folder = str(file.parent) if file.parent != Path() else None
+    if entry.file is None or not entry.file.name:
+        raise TextmillError("evaluate.tasks: lm-eval needs a task; write lm-eval:NAME")
+    name = entry.file.name
+    user_folder = str(entry.file.parent) if entry.file.parent != Path() else None
     manager = TaskManager(include_path=user_folder, include_defaults=user_folder is None)
     if name not in manager.all_tasks:
         similar = difflib.get_close_matches(name, manager.all_tasks, n=1)

@@ -38,6 +38,14 @@ class MeasuredTask:
     """The models that it can measure, by what they predict."""
     takes_shots: bool = False
     """Whether `evaluate.shots` puts examples into its prompts."""
+    read: Callable[[EvaluateConfig, TaskEntry], Any] | None = None
+    """Reads all of its data without a model."""
+
+    def check(self, settings: EvaluateConfig) -> None:
+        """Refuse settings and data that cannot be measured, before there is a model."""
+        settings = self._with_overrides(settings)
+        if self.read is not None:
+            self.read(settings, self.entry)
 
     def measure(self, scorer: Scorer, config: RunConfig) -> Result:
         """The metrics of the task under its label, with their intervals and the protocol card."""

@@ -79,12 +79,16 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 def make_folder_for(path: Path, key: str) -> None:
     """Make the folder of a file that a user names in `key`; refuse a path that cannot become a file."""
+    check_file_name(path, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def check_file_name(path: Path, key: str) -> None:
+    """Refuse a path that cannot become a file, without creating its folder."""
     if path.is_dir():
         raise TextmillError(f"{key}: {path} is a folder; name a file in it")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise TextmillError(f"{key}: {path.parent} is not a folder; name another one") from None
+    if not next(parent for parent in path.parents if parent.exists()).is_dir():
+        raise TextmillError(f"{key}: {path.parent} is not a folder; name another one")
 
 
 def write_text(path: Path, text: str) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from textmill.config import EvaluateConfig
 from textmill.config.load import read_yaml, under
 from textmill.config.own_files import open_own_file
 from textmill.config.usage import LM_EVAL, is_task_file, own_task_file, task_names
@@ -60,7 +62,12 @@ def _open(entry: TaskEntry) -> Task:
         if find_spec("lm_eval") is None:
             raise TextmillError(f"evaluate.tasks: {LM_EVAL} needs lm-eval; run: pip install 'textmill[eval]'")
         adapter = "textmill.evaluation.lm_eval_adapter"
-        return MeasuredTask(entry, lambda *given: import_module(adapter).measure(*given), takes_shots=True)
+        return MeasuredTask(
+            entry,
+            lambda *given: import_module(adapter).measure(*given),
+            takes_shots=True,
+            read=lambda _, entry: import_module(adapter).load_tasks(entry),
+        )
     module: Any = entry.code.module if entry.code else import_module(f"textmill.evaluation.tasks.{entry.name}")
     if hasattr(module, "format_table"):
         return cast(Task, module)
@@ -68,9 +75,17 @@ def _open(entry: TaskEntry) -> Task:
     if entry.file is not None or needs_file:
         find_data_files(entry)
     if (task := _choice_task(module, entry)) is not None:
-        return MeasuredTask(entry, task.measure, task.objectives, takes_shots=True)
+        return MeasuredTask(entry, task.measure, task.objectives, takes_shots=True, read=task.read)
     objectives = getattr(module, "OBJECTIVES", ("next_token",))
-    return MeasuredTask(entry, module.measure, objectives, takes_shots=hasattr(module, "EXAMPLES"))
+    has_texts = entry.file is not None and hasattr(module, "read_texts")
+    read = partial(_read_texts, module) if has_texts else None
+    return MeasuredTask(entry, module.measure, objectives, takes_shots=hasattr(module, "EXAMPLES"), read=read)
+
+
+def _read_texts(module: Any, settings: EvaluateConfig, entry: TaskEntry) -> None:
+    """Read the texts of all examples; what cannot be read is an error."""
+    for _ in module.read_texts(entry):
+        pass
 
 
 def _choice_task(module: Any, entry: TaskEntry) -> ChoiceTask | None:

@@ -59,12 +59,12 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
     start = time.monotonic()
     with open_tokens(scorer, config) as tokens:
         settings = config.evaluate
-        window = _window(scorer, settings.window, config.train.length)
+        window, stride = find_windows(settings, scorer.positions, config.train.length)
         is_chat = config.train.layout == "chat" and tokens.has_answers and not settings.text
         if is_chat:
             result = _measure_answers(scorer, tokens, window, settings.split, config.train.chat.truncate)
         else:
-            result = _measure_windows(scorer, settings, tokens, window)
+            result = _measure_windows(scorer, settings, tokens, window, stride)
         with_baselines = settings.baselines and tokens.train and settings.count_end is not False
         baselines = _measure_baselines(tokens, scorer.tokenizer.first_id, is_chat) if with_baselines else {}
     warn_if_untrained(scorer, result["model"]["loss"])
@@ -72,20 +72,22 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
     return {**result, **baselines, "card": card}
 
 
-def _window(scorer: Scorer, window: int | None, trained_length: int | None) -> int:
-    if (window or 0) > scorer.positions:
+def find_windows(settings: EvaluateConfig, positions: int, trained_length: int | None) -> tuple[int, int]:
+    """The tokens of a window, and those between the starts of two."""
+    if (settings.window or 0) > positions:
         raise TextmillError(
-            f"evaluate.window: {window} is more than the model's {scorer.positions} positions; lower it"
+            f"evaluate.window: {settings.window} is more than the model's {positions} positions; lower it"
         )
-    return window or min(trained_length or scorer.positions, scorer.positions)
-
-
-def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitTokens, window: int) -> Result:
+    window = settings.window or min(trained_length or positions, positions)
     stride = settings.stride or window
     if stride > window:
         raise TextmillError(
             f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it"
         )
+    return window, stride
+
+
+def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitTokens, window: int, stride: int) -> Result:
     store_losses = [
         scorer.sum_losses(
             store,
