@@ -93,11 +93,9 @@ def forecast(run: dict[str, Any], known: dict[str, Any]) -> tuple[float, StepTim
     return run["batch"] * run["length"] / found.total / run["gpus"], found
 
 
-def main() -> None:
-    """Print the table and the errors."""
-    known = yaml.safe_load(RUNS.read_text())
-    print("| source | net | GPUs | length | mesh | published | forecast | error |")
-    print("|---" * 8 + "|")
+def table(known: dict[str, Any]) -> list[str]:
+    """The lines of the table, and a last one with the errors of all."""
+    lines = ["| source | net | GPUs | length | mesh | published | forecast | error |", "|---" * 8 + "|"]
     errors = []
     for run in known["runs"]:
         expected = published_rate(run, known["nets"][run["net"]])
@@ -107,9 +105,15 @@ def main() -> None:
         details = ["recompute" * (run.get("recompute", 0) > 0), "eager" * (not run.get("compiled", True))]
         about = ", ".join(part for part in (mesh, *details) if part)
         cells = [run["source"], run["net"], f"{run['gpus']} {run['cluster']}", f"{run['length']:,}", about]
-        print(f"| {' | '.join(cells)} | {expected:,.0f} | {rate:,.0f} | {errors[-1]:+.0%} |")
+        lines.append(f"| {' | '.join(cells)} | {expected:,.0f} | {rate:,.0f} | {errors[-1]:+.0%} |")
     sizes = sorted(map(abs, errors))
-    print(f"\nmedian error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, mean of all {statistics.mean(errors):+.1%}")
+    median, mean = statistics.median(sizes), statistics.mean(errors)
+    return [*lines, f"Median error {median:.1%}, worst {sizes[-1]:.1%}; mean with its sign {mean:+.1%}."]
+
+
+def main() -> None:
+    """Print the table."""
+    print("\n".join(table(yaml.safe_load(RUNS.read_text()))))
 
 
 if __name__ == "__main__":

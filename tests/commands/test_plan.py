@@ -16,6 +16,7 @@ from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.devices import GPU_GB, PEAK_FLOPS, peak_flops_by_name
 from textmill.engines.memory.estimate import Device, Estimator
+from textmill.engines.speed import RATES
 from textmill.models import open_family
 from textmill.storage.tensor_files import read_model
 
@@ -95,9 +96,34 @@ def test_megatron_on_512_gpus(planned: Any) -> None:
     assert found["tokens"] == 300_000 * 512 * 1024
     # Narayanan et al. 2021: 8 x tokens x parameters with activation checkpointing; 6 without. Attention adds to it.
     assert found["flops"] == pytest.approx(6 * 8.3e9 * found["tokens"], rel=0.06)
-    rate = 512 * 125e12 * 0.4
+    rate = 512 * 125e12 * found["mfu"]
     assert found["hours"] == pytest.approx(found["flops"] / rate / 3600)
+    assert sum(found["step_parts"].values()) == pytest.approx(found["step_seconds"])
+    assert found["step_parts"]["waiting"] > 0
     assert found["cost"] == pytest.approx(found["hours"] * 512 * 2)
+
+
+def test_a_gpu_without_rates_is_taken_to_reach_forty_percent(planned: Any) -> None:
+    found = planned(["plan", "gpt2-small", "plan.memory_gb=80", "plan.tflops=100", "plan.tokens=1000000"])
+    assert found["speed"].startswith("assumed: 40%")
+    assert found["mfu"] == pytest.approx(0.4)
+    assert found["step_parts"] is None
+
+
+def test_the_fastest_settings_fit_and_are_sorted(planned: Any) -> None:
+    """Two machines with a slow network between them."""
+    base = ["plan", "gpt2-small", "train.optimizer=adamw", "train.batch=64", "plan.gpu=A100", "plan.memory_gb=16"]
+    base += ["plan.devices=2", "plan.per_node=1", "plan.network_gbit_s=10"]
+    fastest = planned([*base, "--best"])["fastest"]
+    rates = [one["tokens_per_second"] for one in fastest]
+    assert rates == sorted(rates, reverse=True)
+    one = fastest[0]
+    again = planned([*base, *(f"{key}={value}" for key, value in one["settings"].items())])
+    assert again["fits"]
+    assert again["memory"]["total"] == one["total"]
+    assert again["tokens_per_second"] == pytest.approx(one["tokens_per_second"])
+    fast = planned([*base, "plan.network_gbit_s=1600", *(f"{key}={value}" for key, value in one["settings"].items())])
+    assert fast["tokens_per_second"] > 1.1 * one["tokens_per_second"], "10 Gbit/s are a limit"
 
 
 def test_a_limit_of_epochs_shortens_the_plan(planned: Any) -> None:
@@ -167,6 +193,7 @@ def test_memory_is_known_before_the_tokens(planned: Any, capsys: pytest.CaptureF
             ["plan.devices=3", "train.steps=10"],
             "engine.mesh: replicate=1 x shard=1 x tensor=2 needs 2 processes, found 3",
         ),
+        (["train.steps=10", "--best"], "--best: the rates of 'GPU' are not known; set plan.gpu to one of H200"),
         (["engine.mesh.tensor=5", "plan.devices=5"], "engine.mesh.tensor: 5 does not divide model.shape.heads=12"),
     ],
 )
@@ -203,6 +230,6 @@ def test_a_given_tokenizer_and_teachers_count(planned: Any, tmp_path_factory: py
 
 
 def test_every_gpu_is_found_by_its_product_name() -> None:
-    assert PEAK_FLOPS.keys() == GPU_GB.keys() > OLD_GPUS.keys()
+    assert PEAK_FLOPS.keys() == GPU_GB.keys() == RATES.keys() > OLD_GPUS.keys()
     for name, rate in PEAK_FLOPS.items():
         assert peak_flops_by_name(f"NVIDIA {name} 16GB") == rate, "a name that begins another one comes after it"

@@ -31,8 +31,9 @@ from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Engine, open_engine
 from textmill.engines.distillation.teachers import teacher_flops
-from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator
+from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator, is_compiled
 from textmill.engines.optimizers import state_names
+from textmill.engines.speed import RATES, Cluster, Layout, StepTime, cluster_of, step_time
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
 from textmill.models.lora import initial_adapters, saved_weights, weights_with_adapters
@@ -50,8 +51,8 @@ from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import choose_shape, shape_of_checkpoint
 
 
-def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
-    """Print and return what the run takes; writes nothing."""
+def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[str, Any]:
+    """Print and return what the run takes; writes nothing. `best`: also the fastest settings that fit."""
     data = open_data(config)
     config = complete(config, data)
     shape = open_shape(config.model, config.train.length, data)
@@ -72,6 +73,8 @@ def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
         ],
         **_describe_work(config, shape, trained, data, target, estimate),
     }
+    if best:
+        figures["fastest"] = [asdict(one) for one in fastest_fitting(config, shape, trained, estimator, target)]
     saved = _count(saved_weights(shape, config.model.lora))
     figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"])
     if config.train.distil.cache and figures["tokens"] is not None:
@@ -120,7 +123,9 @@ def _describe_work(
     if target.here and estimate.memory.total <= target.usable and config.plan.probe_steps:
         speed: Speed | None = probe_speed(config, shape, estimate)
     else:
-        speed = stated_speed(config.engine.activation_checkpointing, target, flops_per_token * step_tokens)
+        speed = forecast_speed(config.engine, config.train, shape, trained, target, estimate)
+        speed = speed or stated_speed(config.engine.activation_checkpointing, target, flops_per_token * step_tokens)
+    rate = step_tokens / speed.step_seconds if speed else None
     steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
     run_tokens = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
@@ -135,7 +140,9 @@ def _describe_work(
         "communication": communication_of(config.engine, trained, shape, estimate, sample_length),
         "step_seconds": speed.step_seconds if speed else None,
         "speed": speed.source if speed else None,
-        "tokens_per_second": step_tokens / speed.step_seconds if speed else None,
+        "step_parts": asdict(speed.parts) if speed and speed.parts else None,
+        "tokens_per_second": rate,
+        "mfu": rate * flops_per_token / (target.devices * target.peak) if rate and target.peak else None,
         "hours": hours,
         "cost": None if hours is None or price is None else hours * target.devices * price,
     }
@@ -175,6 +182,8 @@ class Target:
     """Peak operations per second of one device; None: not known."""
     here: bool
     """Whether it is this machine's device, so that steps can be timed."""
+    cluster: Cluster | None = None
+    """Rates of the devices and what connects them; None: not known."""
 
     @property
     def usable(self) -> int:
@@ -191,11 +200,23 @@ def target_of(plan: PlanConfig, engine: EngineConfig) -> Target:
         name = _known_gpu(plan.gpu) if plan.gpu else "GPU"
         memory = int((plan.memory_gb or GPU_GB.get(name, 0)) * 2**30)
         precision = OLD_GPUS.get(name, "bf16")
-        return Target(name, devices, Device(True, memory, precision), peak or PEAK_FLOPS.get(name), here=False)
+        peak = peak or PEAK_FLOPS.get(name)
+        return Target(name, devices, Device(True, memory, precision), peak, False, _cluster(name, peak, plan))
     device = open_device(engine.device)
     precision = next(name for name, dtype in DTYPES.items() if dtype == torch_dtype("auto", device))
     found = Device(device.type == "cuda", memory_of(device), precision)
-    return Target(name_of(device), devices, found, peak or peak_flops_of(device), here=devices == 1)
+    name, peak = name_of(device), peak or peak_flops_of(device)
+    return Target(name, devices, found, peak, devices == 1, _cluster(name, peak, plan))
+
+
+def _cluster(name: str, peak: float | None, plan: PlanConfig) -> Cluster | None:
+    """The cluster of `plan`, of a GPU whose product name has that of a known one."""
+    known = next((gpu for gpu in RATES if gpu in name), None)
+    if known is None or peak is None:
+        return None
+    link = 1e9 * plan.link_gb_s if plan.link_gb_s else None
+    network = plan.network_gbit_s * 1e9 / 8 / plan.per_node if plan.network_gbit_s else None
+    return cluster_of(known, peak, plan.per_node, link, network)
 
 
 def _known_gpu(name: str) -> str:
@@ -379,6 +400,28 @@ class Speed:
 
     step_seconds: float
     source: str
+    parts: StepTime | None = None
+
+
+def forecast_speed(
+    engine: EngineConfig, train: TrainConfig, shape: Shape, trained: list[Weight], target: Target, estimate: Estimate
+) -> Speed | None:
+    """From the rates of the GPU and its network; None for DeepSpeed, fp32 and devices that are not known."""
+    if target.cluster is None or estimate.itemsize > 2 or not isinstance(engine, TorchEngine | JaxEngine):
+        return None
+    length = train.length or shape.positions
+    layout = Layout(
+        estimate.mesh,
+        length,
+        estimate.micro_batch,
+        estimate.passes,
+        recompute=1.0 if engine.activation_checkpointing else 0.0,
+        compiled=isinstance(engine, JaxEngine) or is_compiled(engine, estimate.mesh, target.device),
+        fp8=estimate.precision == "fp8",
+        muon=train.optimizer == "muon",
+    )
+    found = step_time(shape, target.cluster, layout, trained, teacher_flops(train.distil, length))
+    return Speed(found.total, f"forecast from the rates of a {target.name}", found)
 
 
 def stated_speed(activation_checkpointing: int, target: Target, flops_per_step: float) -> Speed | None:
@@ -467,6 +510,15 @@ PARTS = {
     "logits": "logits",
 }
 
+STEP_PARTS = {
+    "matmuls": "matmuls",
+    "attention": "attention",
+    "between": "kernels between them",
+    "loss": "loss",
+    "optimizer": "optimizer",
+    "waiting": "waiting for other devices",
+}
+
 
 def format_plan(figures: dict[str, Any]) -> str:
     """All parts of a plan, one line for each figure."""
@@ -476,6 +528,8 @@ def format_plan(figures: dict[str, Any]) -> str:
     if figures["trained"] != sum(figures["parameters"].values()):
         lines.append(f"  trained: {figures['trained']:,}")
     lines += ["", *_memory_lines(figures), "", *_work_lines(figures), "", *_disk_lines(figures)]
+    if "fastest" in figures:
+        lines += ["", *_fastest_lines(figures)]
     return "\n".join(lines)
 
 
@@ -525,13 +579,27 @@ def _work_lines(figures: dict[str, Any]) -> list[str]:
     if figures["step_seconds"] is None:
         lines.append("  time: not known; set plan.gpu or plan.tflops")
         return lines
-    speed = f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['step_seconds']:.3g} s for a step"
+    mfu = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.0%}"
+    speed = f"{figures['tokens_per_second']:,.0f} tokens/s{mfu}, {figures['step_seconds']:.3g} s for a step"
     lines.append(f"  speed: {speed} ({figures['speed']})")
+    if figures["step_parts"]:
+        shares = {
+            STEP_PARTS[part]: seconds / figures["step_seconds"] for part, seconds in figures["step_parts"].items()
+        }
+        lines.append("  of a step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     if figures["hours"] is not None:
         lines.append(f"  time: {_format_hours(figures['hours'])}, without evaluation and saving")
     if figures["cost"] is not None:
         lines.append(f"  cost: {figures['cost']:,.2f}, at the price of plan.price")
     return lines
+
+
+def _fastest_lines(figures: dict[str, Any]) -> list[str]:
+    lines = [f"fastest settings that fit {figures['machine']['devices']} devices (forecast)"]
+    for one in figures["fastest"]:
+        settings = " ".join(f"{key}={str(value).lower()}" for key, value in one["settings"].items())
+        lines.append(f"  {settings}   ({one['tokens_per_second']:,.0f} tokens/s, {one['total'] / GB:,.2f} GB)")
+    return lines if figures["fastest"] else [*lines, "  none; use more devices"]
 
 
 def _disk_lines(figures: dict[str, Any]) -> list[str]:
@@ -685,3 +753,77 @@ def _halvings(micro: int) -> Iterator[int]:
         micro //= 2
     if micro > 1:
         yield 1
+
+
+@dataclass(frozen=True)
+class Fast:
+    """Settings with which the run fits, and its forecast speed."""
+
+    settings: dict[str, Any]
+    tokens_per_second: float
+    total: int
+    """Bytes of one device."""
+
+
+def fastest_fitting(
+    config: RunConfig, shape: Shape, trained: list[Weight], estimator: Estimator, target: Target
+) -> list[Fast]:
+    """The fastest meshes that fit, each with its fastest micro-batch, with or without activation checkpointing."""
+    own = config.engine
+    if not isinstance(own, TorchEngine):
+        raise TextmillError(f"--best: searches settings of engine.kind=torch, found {own.kind}; set engine.kind=torch")
+    if target.cluster is None:
+        raise TextmillError(
+            f"--best: the rates of '{target.name}' are not known; set plan.gpu to one of {', '.join(RATES)}"
+        )
+    found: list[tuple[float, dict[str, Any], TorchEngine]] = []
+    step_tokens = config.train.batch * estimator.length
+    for shard, tensor in _axes(target.devices):
+        for keep in (False, True) if shard > 1 else (False,):
+            mesh = own.mesh.model_copy(
+                update={"replicate": None, "shard": shard, "tensor": tensor, "keep_gathered": keep}
+            )
+            for checkpointing in (0, 1):
+                rates = []
+                for micro in _doublings(config.train.batch // (target.devices // tensor)):
+                    values = {"mesh": mesh, "micro_batch": micro, "activation_checkpointing": checkpointing}
+                    engine = own.model_copy(update=values)
+                    estimate = _estimate(Option({}, target.devices, 0.0, engine), estimator, target.device, exact=False)
+                    if estimate is None or estimate.memory.total > target.usable:
+                        break
+                    speed = forecast_speed(engine, config.train, shape, trained, target, estimate)
+                    if speed is None:
+                        raise TextmillError(
+                            f"--best: fp32 has no forecast; set engine.precision={target.device.precision}"
+                        )
+                    rates.append((step_tokens / speed.step_seconds, _settings_of(engine, shard, tensor), engine))
+                found += [max(rates, key=lambda one: one[0])] if rates else []
+    fastest: list[Fast] = []
+    for rate, settings, engine in sorted(found, key=lambda one: -one[0]):
+        exact = _estimate(Option({}, target.devices, 0.0, engine), estimator, target.device, exact=True)
+        if exact is not None and exact.memory.total <= target.usable:
+            fastest.append(Fast(settings, rate, exact.memory.total))
+        if len(fastest) == WANTED:
+            break
+    return fastest
+
+
+def _settings_of(engine: TorchEngine, shard: int, tensor: int) -> dict[str, Any]:
+    """What to add to a command line: every setting that the search chooses, so that none of the user's own stays."""
+    settings: dict[str, Any] = {"engine.mesh.shard": shard, "engine.mesh.tensor": tensor}
+    if shard > 1:
+        settings["engine.mesh.keep_gathered"] = engine.mesh.keep_gathered
+    settings["engine.micro_batch"] = engine.micro_batch
+    settings["engine.activation_checkpointing"] = engine.activation_checkpointing
+    return settings
+
+
+def _doublings(most: int) -> Iterator[int]:
+    """1, 2, 4 ... as far as they divide a rank's samples, and all of them."""
+    micro = 1
+    while micro < most:
+        if most % micro == 0:
+            yield micro
+        micro *= 2
+    if most:
+        yield most

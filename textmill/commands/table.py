@@ -108,6 +108,7 @@ FAMILY = Flag(
 )
 TUNE_MINUTES = Flag("--minutes", "minutes", "how long all trials together may take (default: 60)", "minutes")
 TUNE_AGAIN = Flag("--force", "force", "remove the finished trials and start again", value="yes")
+BEST = Flag("--best", "best", "search mesh, micro-batch and activation checkpointing for the fastest settings that fit")
 TO = Flag("--to", "to", "FILE: write the config there instead of printing it", "text")
 GPUS = Flag("--gpus", "gpus", "N: on how many GPUs the command ran (default: as its launcher says, else 1)", "number")
 LIST_TASKS = Flag(
@@ -215,13 +216,13 @@ COMMANDS = {
     ),
     "plan": Command(
         "textmill.commands.plan:plan",
-        "estimate memory, time, disk and cost of a run, on this machine or another",
+        "estimate memory, speed, disk and cost of a run, on this machine or another",
         sections=("plan", "model", "train", "engine"),
         settings=(
-            "plan.gpu plan.devices plan.memory_gb plan.tokens plan.price plan.probe_steps model.size train.length "
-            "train.batch train.steps engine.micro_batch engine.mesh.shard"
+            "plan.gpu plan.devices plan.per_node plan.network_gbit_s plan.memory_gb plan.tokens plan.price "
+            "plan.probe_steps model.size train.length train.batch train.steps engine.micro_batch engine.mesh.shard"
         ),
-        flags=(JSON,),
+        flags=(BEST, JSON),
         result_is_output=True,
     ),
     "cache-teacher": Command(

@@ -341,6 +341,14 @@ class PlanConfig(Section):
     tflops: float | None = per_call(None, gt=0)
     """Peak of one device in 10^12 operations per second, dense, in the precision of the run; default: that of
     `plan.gpu`."""
+    per_node: int = per_call(8, ge=1)
+    """Devices of one machine."""
+    link_gb_s: float | None = per_call(None, gt=0)
+    """Bandwidth between two devices of one machine, in GB/s and one direction; default: NVLink of `plan.gpu`, else
+    PCIe."""
+    network_gbit_s: float | None = per_call(None, gt=0)
+    """Network of one machine in Gbit/s; default: for each device a ninth of its link, as in a DGX H100 (400 Gbit/s for
+    each)."""
     price: float | None = per_call(None, ge=0)
     """Price of one device for an hour, in any currency; default: no cost is printed."""
     tokens: int | None = per_call(None, ge=1)

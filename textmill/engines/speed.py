@@ -94,7 +94,7 @@ ATTENTION_BACKWARD = 1.9
 """Times the matmuls and exponentials of attention, one after the other; heads of 64, 1,024 tokens."""
 EXTRA_KEYS = 192
 """What a tile of queries costs on top of its keys: half of the masked last tile, and until the kernel is at full speed.
-The rates of cuDNN's attention at 1,024 to 16,384 tokens follow such a law (github.com/Dao-AILab/flash-attention/pull/2605)."""
+cuDNN's rates at 1,024 to 16,384 tokens follow such a law (github.com/Dao-AILab/flash-attention/pull/2605)."""
 EXPONENTIALS = 16
 """Exponentials of a multiprocessor in a cycle."""
 ACTIVATION_BYTES = 4.0
@@ -111,8 +111,9 @@ PASS_BYTES = 12.0
 """Of a weight in each pass: cast to bf16, and its gradient added."""
 NEWTON_SCHULZ = 5
 """Iterations of Muon."""
-GAPS = 1.045
-"""A step is longer than the sum of these kernels: small ones, and pauses between them (small, medium and xl)."""
+GAPS = 1.10
+"""A step is longer than the sum of these kernels: small ones, and pauses between them. From tokens/s of 2026-11-18:
+small 582,900 and Llama 556,400, both on two hosts, medium 210,600."""
 FP8 = 1.09
 """How much faster a step is in fp8 (medium, large and xl)."""
 LINK = 0.8
@@ -125,7 +126,7 @@ HOP_SECONDS = 3e-6
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind, in machines with `per_node` of them. Rates of one GPU, bandwidths in bytes and one direction."""
+    """GPUs of one kind, in machines with `per_node` of them. Rates of one GPU; bytes per second in one direction."""
 
     flops: float
     best_matmul: float
@@ -161,7 +162,7 @@ class Layout:
     micro_batch: int
     passes: int = 1
     recompute: float = 0.0
-    """The fraction of the blocks' forward matmuls that the backward pass computes again; 1: activation checkpointing."""
+    """The fraction of the blocks' forward matmuls that backward computes again; 1: activation checkpointing."""
     compiled: bool = True
     fp8: bool = False
     muon: bool = False
@@ -194,7 +195,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The sum of all parts."""
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 def step_time(
@@ -222,27 +223,25 @@ def step_time(
     head = head_seconds(shape, every, cluster, layout, names, causal=causal)
     logits = layout.tokens * (1.0 if causal else LABELLED) * shape.padded_vocab / tensor
     loss = LOGIT_BYTES * logits / (MEMORY * cluster.memory)
-    block_forward = (forward + attention_forward + FORWARD_SHARE * between) / shape.layers
-    again = layout.recompute * forward + (layout.recompute > 0) * FORWARD_SHARE * between
+    again = layout.recompute * forward
     again_attention = attention_forward if layout.recompute >= 1 else 0.0
-    block_backward = (gradients + again + again_attention + attention_backward) / shape.layers
-    block_backward += (1 - FORWARD_SHARE) * between / shape.layers
+    between_forward = FORWARD_SHARE * between
+    between += between_forward if layout.recompute else 0.0
+    block_forward = (forward + attention_forward + between_forward) / shape.layers
+    block_backward = (again + gradients + again_attention + attention_backward) / shape.layers
+    block_backward += (between - between_forward) / shape.layers
     waiting = waiting_seconds(shape, every, cluster, layout, block_forward, block_backward)
 
-    passes = layout.passes
-    in_blocks = sum(weight.size for weight in blocks) / tensor
-    casts = PASS_BYTES * in_blocks / (MEMORY * cluster.memory)
-    between += (layout.recompute > 0) * FORWARD_SHARE * between
-    scale = passes * GAPS / (FP8 if layout.fp8 else 1.0)
+    casts = PASS_BYTES * sum(weight.size for weight in blocks) / tensor / (MEMORY * cluster.memory)
     extra = extra_flops * layout.tokens / (MATMUL * cluster.best_matmul * cluster.flops)
-    again_matmuls = layout.recompute * forward
+    scale = layout.passes * GAPS / (FP8 if layout.fp8 else 1.0)
     return StepTime(
-        scale * (forward + gradients + again_matmuls + head + extra),
-        scale * (attention_forward + again_attention + attention_backward),
-        scale * (between + casts),
-        scale * loss,
-        optimizer_seconds(shape, [weight for weight in every if weight.name in names], cluster, layout),
-        waiting,
+        matmuls=scale * (forward + again + gradients + head + extra),
+        attention=scale * (attention_forward + again_attention + attention_backward),
+        between=scale * (between + casts),
+        loss=scale * loss,
+        optimizer=optimizer_seconds([weight for weight in every if weight.name in names], cluster, layout),
+        waiting=waiting,
     )
 
 
@@ -250,8 +249,10 @@ def _rank_sizes(weight: Weight, layout: Layout) -> tuple[int, int, int]:
     """Tokens, inputs and outputs of a matrix on one tensor-parallel rank."""
     tensor = layout.mesh.tensor
     outputs, inputs = weight.memory_shape
-    return layout.tokens, -(-inputs // tensor) if weight.split == 1 else inputs, (
-        -(-outputs // tensor) if weight.split == 0 else outputs
+    return (
+        layout.tokens,
+        -(-inputs // tensor) if weight.split == 1 else inputs,
+        (-(-outputs // tensor) if weight.split == 0 else outputs),
     )
 
 
@@ -292,17 +293,21 @@ def attention_seconds(shape: Shape, cluster: Cluster, layout: Layout, *, causal:
     return ATTENTION_FORWARD * (2 * one + softmax), ATTENTION_BACKWARD * (5 * one + softmax)
 
 
-def optimizer_seconds(shape: Shape, trained: list[Weight], cluster: Cluster, layout: Layout) -> float:
-    """The update of this rank's weights, which memory limits, and Muon's matmuls."""
+def optimizer_seconds(trained: list[Weight], cluster: Cluster, layout: Layout) -> float:
+    """The update of this rank's weights, which memory limits, and Muon's matmuls.
+
+    Ranks that have parts of the matrices divide Muon's matmuls between all of them; others compute the same.
+    """
     mesh = layout.mesh
     ranks = mesh.shard * mesh.tensor * layout.optimizer_ranks
     seconds = ADAMW_BYTES * sum(weight.size for weight in trained) / ranks / (MEMORY * cluster.memory)
     if layout.muon:
+        owners = mesh.data_ranks * mesh.tensor if mesh.shard * mesh.tensor > 1 else layout.optimizer_ranks
         for weight in trained:
             if weight.muon:
                 large, small = max(weight.memory_shape), min(weight.memory_shape)
                 flops = NEWTON_SCHULZ * (4.0 * small**2 * large + 2.0 * small**3)
-                seconds += flops / ranks / (MATMUL * cluster.best_matmul * cluster.flops)
+                seconds += flops / owners / (MATMUL * cluster.best_matmul * cluster.flops)
     return seconds
 
 
@@ -340,13 +345,18 @@ def waiting_seconds(
             [ring_seconds(cluster, bytes_ * size, mesh.shard, mesh.tensor) for size in (block, rest)]
             for bytes_ in (layout.gather_bytes, layout.reduce_bytes)
         )
-        backward = reduce[0] + (0.0 if mesh.keep_gathered else gather[0])
+        again = 0.0 if mesh.keep_gathered else gather[0]
+        backward = again + reduce[0]
         late = (shape.layers - 1) * (max(0.0, gather[0] - block_forward) + max(0.0, backward - block_backward))
-        waiting += passes * (gather[1] + gather[0] + late + reduce[0] + reduce[1])
+        # Nothing is beside the first gathers of forward and backward, and the last sums.
+        waiting += passes * (gather[1] + gather[0] + again + late + reduce[0] + reduce[1])
     if mesh.replicate > 1:
         stride = mesh.tensor * mesh.shard
         size = layout.reduce_bytes * (shape.layers * block + rest) / mesh.shard
         reduce_all = 2 * ring_seconds(cluster, size, mesh.replicate, stride)
         hidden = (shape.layers - 1) * block_backward
         waiting += max(reduce_all - hidden, reduce_all / shape.layers)
+    if layout.muon and mesh.shard * mesh.tensor > 1:  # gradients to the owners of matrices, and changes from them
+        matrices = sum(weight.size for weight in every if weight.muon)
+        waiting += 2 * ring_seconds(cluster, 4.0 * matrices, mesh.data_ranks * mesh.tensor, 1)
     return waiting
