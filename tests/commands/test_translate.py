@@ -194,10 +194,107 @@ def test_files_to_evaluate_are_never_training_data(here: Path) -> None:
         ("python train.py", 480),
         ("python -m jax_lm.train --batch-size 16 --gpus 4", 16),
         ("litgpt pretrain gpt2 --train.global_batch_size 64 --train.micro_batch_size 4 --devices 4", 64),
+        ("deepspeed --include worker-0:0,1@worker-1:0,1 run_clm.py --per_device_train_batch_size 2", 8),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 python run_clm.py --per_device_train_batch_size 2", 6),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 python pretrain_gpt2.py --batch-size 2", 2),
+        ("srun -N 4 -n 32 python pretrain_gpt2.py --batch-size 2", 64),
+        ("srun -n 2 torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt2.py --batch-size 2", 16),
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node 4\nsrun python pretrain_gpt2.py --batch-size 2", 16),
+        ("#SBATCH --nodes=2\ntorchrun --nproc_per_node 4 --nnodes $SLURM_NNODES pretrain_gpt2.py --batch-size 2", 16),
     ],
 )
 def test_the_batch_of_a_step(command: str, batch: int, here: Path) -> None:
     assert translated(command)[1].train.batch == batch
+
+
+def test_a_number_of_gpus_that_only_the_launcher_knows(here: Path) -> None:
+    text = translated("torchrun --nproc_per_node=gpu --nnodes $NODES run_clm.py --train_file a.txt")[0]
+    assert "--nproc_per_node=gpu: how many GPUs these are is not known here" in text
+    again = translated_again("torchrun --nproc_per_node=gpu run_clm.py --train_file a.txt", "--gpus", "4")
+    assert "not known here" not in again
+
+
+NANOGPT = "python train.py --wandb_project=p --batch_size=8"
+LITGPT_LORA = "litgpt finetune_lora some/model --train.micro_batch_size 2 --data JSON --data.json_path a.json"
+QUANTITIES: list[tuple[str, dict[str, Any]]] = [
+    (NANOGPT, {"track.kinds": [], "train.evaluate_batches": 200, "train.evaluate_batch": 8, "train.warmup": 2000}),
+    (f"{NANOGPT} --wandb_log=True", {"track.kinds": ["wandb"], "track.project": "p", "track.wandb.offline": False}),
+    (
+        f"{NANOGPT} --decay_lr=False",
+        {"train.schedule": "constant", "train.warmup": 0, "train.decay_steps": None, "train.min_learning_rate": 0},
+    ),
+    (f"{NANOGPT} --dataset=shakespeare_char", {"corpus.sources": ["tinyshakespeare"], "tokenizer.vocab": 260}),
+    (NANOGPT, {"corpus.sources": ["hf:Skylion007/openwebtext"], "corpus.split": [99.95, 0.05, 0]}),
+    (
+        "python sample.py --init_from=gpt2-xl --start=x --num_samples=5",
+        {"sample.prompt": "x", "sample.count": 5, "sample.max_tokens": 500, "sample.top_k": 200, "train.steps": 1000},
+    ),
+    (
+        "run_clm.py --max_steps 1000 --num_train_epochs 3 --eval_steps 0.1 --save_steps 0.25 --train_file a.txt",
+        {"train.steps": 1000, "train.epochs": None, "train.evaluate_every": 100, "train.save_every": 250},
+    ),
+    ("run_clm.py --max_steps -1 --train_file a.txt", {"train.epochs": 3.0}),
+    (
+        "run_clm.py --model_type gpt2 --config_overrides n_embd=32,n_layer=4,n_head=2 --train_file a.txt",
+        {"model.family": "gpt2", "model.shape.width": 32, "model.shape.layers": 4, "model.shape.heads": 2},
+    ),
+    ("run_clm.py --config_name some/gpt2-medium", {"model.size": "medium", "model.shape.dropout": 0.1}),
+    (
+        "run_mlm.py --train_file a.txt --mlm_probability 0.2",
+        {"train.masked.whole_words": False, "train.masked.probability": 0.2, "train.masked.pairs": "none"},
+    ),
+    ("pretrain_bert.py --train-data a.json --batch-size 4", {"train.masked.whole_words": False}),
+    ("pretrain_bert.py --data-path a --micro-batch-size 4", {"train.masked.whole_words": True}),
+    ("pretrain_gpt.py --tensorboard-dir t --wandb-project p", {"track.kinds": ["tensorboard", "wandb"]}),
+    (
+        LITGPT_LORA,
+        {
+            "model.init_from": "some/model",
+            "tokenizer.use": "some/model",
+            "model.lora.rank": 8,
+            "model.lora.dropout": 0.05,
+            "train.layout": "chat",
+            "train.batch": 16,
+            "train.evaluate_batch": 2,
+            "train.learning_rate": 1e-3,
+            "train.epochs": 5,
+        },
+    ),
+    (f"{LITGPT_LORA} --data.val_split_fraction 0.1", {"corpus.split": [90, 10, 0]}),
+    (
+        "litgpt pretrain tiny-llama-1.1b --train.max_tokens 3e9 --optimizer.init_args.lr 4e-4 --data.data_path d "
+        "--optimizer.init_args.betas [0.9,0.95] --train.tie_embeddings true",
+        {
+            "model.size": "tinyllama-1.1b",
+            "model.shape.untied": False,
+            "train.tokens": 3_000_000_000,
+            "train.learning_rate": 4e-4,
+            "train.betas": [0.9, 0.95],
+            "train.batch": 512,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "expected"), QUANTITIES)
+def test_the_quantities_of_a_command(command: str, expected: dict[str, Any], here: Path) -> None:
+    config = translated(command)[1]
+    found = json.loads(json.dumps({key: value_of(config, key) for key in expected}).replace(f"{here}/", ""))
+    assert found == expected
+
+
+def test_options_in_a_file(here: Path) -> None:
+    """The YAML of litgpt's --config, and the JSON that the trainer's scripts take instead of options."""
+    Path("own.yaml").write_text(
+        "data: {init_args: {json_path: a.json}}\ntrain: {epochs: 2, max_steps: null}\nseed: 7\n"
+    )
+    config = translated("litgpt finetune_full some/model --config own.yaml --seed 8")[1]
+    assert (config.train.epochs, config.train.seed, config.corpus.sources) == (2, 8, [str(here / "a.json")])
+    Path("own.json").write_text(json.dumps({"train_file": "a.txt", "max_steps": 9, "fp16": True}))
+    Path("new.yaml").unlink()
+    config = translated("python run_clm.py own.json")[1]
+    assert (config.train.steps, value_of(config, "engine.precision")) == (9, "fp16")
+    assert "other.json: is not in this folder" in translated_again("python run_clm.py other.json --seed 2")
 
 
 def test_the_number_of_gpus_may_be_given(here: Path) -> None:
@@ -212,7 +309,7 @@ def test_a_config_of_nanogpt_is_read_and_not_executed(here: Path) -> None:
     text, config = translated("python train.py shakespeare.py --batch_size=3 --compile=False")
     assert not Path("executed").exists()
     assert (config.train.batch, config.train.learning_rate, config.train.steps) == (120, 1e-3, 600000)
-    assert config.corpus.sources == [str(here / "data/shakespeare_char/input.txt")]
+    assert config.corpus.sources == ["tinyshakespeare"]
     assert "gradient_accumulation_steps = 5 * 8" in text
     assert value_of(config, "engine.compile") is False
 
@@ -488,9 +585,9 @@ def test_settings_that_stand_for_several_gpus(here: Path) -> None:
     assert "tensor-model-parallel-size 1: not needed" in translated_again(f"{words} --tensor-model-parallel-size 1")
 
 
-def translated_again(text: str) -> str:
+def translated_again(text: str, *flags: str) -> str:
     Path("new.yaml").unlink()
-    return translated(text)[0]
+    return translated(text, *flags)[0]
 
 
 def test_layers_of_the_hidden_loss(here: Path) -> None:
@@ -515,7 +612,7 @@ def test_the_trainers_defaults_are_those_that_are_translated() -> None:
 
     fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     pairs = re.findall(r"--(\w+) (\S+)", DEFAULTS["hf"])
-    assert len(pairs) == 13
+    assert len(pairs) == 14
     for name, text in pairs:
         value = getattr(fields[name], "value", fields[name])
         assert (text == value) if isinstance(value, str) else (float(text) == value), name
@@ -545,6 +642,16 @@ def test_a_deepspeed_json_is_translated(here: Path) -> None:
     assert value_of(config, "engine.zero") == 1
     assert value_of(config, "engine.deepspeed_config") == str(here / "ds.json")
     assert "activation_checkpointing: ignored, because" in text
+
+
+def test_fp16_without_zero_becomes_stage_1(here: Path) -> None:
+    """Here fp16 needs ZeRO; stage 1 computes the same updates."""
+    Path("ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}})
+    )
+    text, config = translated("ds.json")
+    assert value_of(config, "engine.zero") == 1
+    assert "refused" not in text
 
 
 def test_settings_that_nobody_gave_come_from_the_json(here: Path) -> None:

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from textmill.config.keys import all_fields, section_types
 from textmill.config.other_names import RULES, VALUES, is_reason, target_of
+from textmill.config.sizes import FAMILY_BY_TYPE, SIZES
 from textmill.errors import TextmillError
 
 Settings = dict[str, Any]
 SCRIPTS = (
+    (
+        r"pretrain_bert(?=.*--(train-data|batch-size))",  # of 2019
+        "megatron",
+        "model.family=bert model.size=megatron-345m train.layout=masked train.masked.whole_words=false "
+        "corpus.sentences=split tokens.level=sentence tokens.append_end=false",
+    ),
     (
         r"pretrain_bert",
         "megatron",
@@ -34,8 +43,8 @@ SCRIPTS = (
     (
         r"run_mlm\w*",
         "hf",
-        "model.family=bert model.size=base train.layout=masked train.masked.pairs=none corpus.sentences=split "
-        "tokens.level=sentence tokens.append_end=false",
+        "model.family=bert model.size=base train.layout=masked train.masked.pairs=none train.masked.whole_words=false "
+        "corpus.sentences=split tokens.level=sentence tokens.append_end=false",
     ),
     (r"jax_lm\.preprocess", "jax-lm-data", "tokens.kind=features"),
     (r"jax_lm\.train", "jax-lm", "engine.kind=jax train.layout=features"),
@@ -43,24 +52,40 @@ SCRIPTS = (
     (r"binarized_data", "binarize", "corpus.documents=line"),
     (r"token_counts", "counts", ""),
     (r"train\w*(?=.*--(student|teacher))", "distil", ""),
-    (r"train|sample", "nanogpt", ""),
+    (r"train", "nanogpt", ""),
+    (r"sample", "nanogpt-sample", ""),
+    (r"litgpt finetune(_lora)?\b", "litgpt-lora", "corpus.chat=auto tokenizer.chat=default train.layout=chat"),
+    (r"litgpt finetune\w*", "litgpt-finetune", "corpus.chat=auto tokenizer.chat=default train.layout=chat"),
+    (r"litgpt pretrain", "litgpt-pretrain", ""),
     (r"litgpt", "litgpt", ""),
 )
 """Names of scripts (a look-ahead sees the options too), the tool, and settings that the script itself stands for."""
+
+LITGPT = """--learning_rate 1e-3 --beta1 0.9 --beta2 0.999 --weight_decay 0.01 --log_interval 1 --save_interval 1000
+    --eval_max_iters 100"""
+LITGPT_FINETUNE = f"""{LITGPT} --global_batch_size 16 --micro_batch_size 1 --epochs 5 --lr_warmup_steps 100
+    --max_norm 0 --eval_interval 100 --seed 1337"""
 
 DEFAULTS = {
     "megatron": """--split 969,30,1 --lr-decay-style linear --warmup 0 --adam-beta1 0.9 --adam-beta2 0.999
         --weight-decay 0.01 --clip-grad 1.0 --log-interval 100 --eval-interval 1000 --eval-iters 100 --seed 1234""",
     "hf": """--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --num_train_epochs 3 --learning_rate 5e-5
         --lr_scheduler_type linear --warmup_steps 0 --weight_decay 0 --adam_beta1 0.9 --adam_beta2 0.999
-        --max_grad_norm 1.0 --seed 42 --logging_steps 500 --save_steps 500""",
+        --max_grad_norm 1.0 --seed 42 --logging_steps 500 --save_steps 500 --per_device_eval_batch_size 8""",
     "distil": """--batch_size 5 --gradient_accumulation_steps 50 --n_epoch 3 --learning_rate 5e-4
         --lr_scheduler_type linear --warmup_prop 0.05 --weight_decay 0 --adam_epsilon 1e-6 --adam_beta1 0.9
-        --adam_beta2 0.98 --max_grad_norm 5.0 --temperature 2.0 --alpha_ce 0.5 --alpha_clm 0.5 --seed 56""",
-    "nanogpt": """--batch_size 12 --gradient_accumulation_steps 40 --block_size 1024 --learning_rate 6e-4
+        --adam_beta2 0.98 --max_grad_norm 5.0 --temperature 2.0 --alpha_ce 0.5 --alpha_clm 0.5 --seed 56
+        --log_interval 500 --checkpoint_interval 4000""",
+    "nanogpt": """--dataset openwebtext --out_dir out --batch_size 12 --gradient_accumulation_steps 40
+        --block_size 1024 --learning_rate 6e-4
         --max_iters 600000 --weight_decay 0.1 --beta1 0.9 --beta2 0.95 --grad_clip 1.0 --warmup_iters 2000
         --lr_decay_iters 600000 --min_lr 6e-5 --eval_interval 2000 --eval_iters 200 --log_interval 1 --seed 1337
         --n_layer 12 --n_head 12 --n_embd 768 --dropout 0.0""",
+    "nanogpt-sample": "--out_dir out --num_samples 10 --max_new_tokens 500 --temperature 0.8 --top_k 200 --seed 1337",
+    "litgpt-lora": f"{LITGPT_FINETUNE} --lora_r 8 --lora_alpha 16 --lora_dropout 0.05",
+    "litgpt-finetune": LITGPT_FINETUNE,
+    "litgpt-pretrain": f"""{LITGPT} --global_batch_size 512 --micro_batch_size 4 --max_tokens 3000000000000
+        --max_norm 1.0 --min_lr 4e-5 --lr_warmup_steps 2000 --eval_interval 1000 --seed 42""",
     "jax-lm": """--batch-size 16 --random-seed 0 --max-sequence-length 256 --num-epochs 5 --learning-rate 3e-5
         --lr_scheduler_type linear --warmup_steps 0 --weight-decay-rate 0.01 --adamw-beta1 0.9 --adamw-beta2 0.98
         --max_grad_norm 0 --logging-frequency 100 --eval-frequency 5000 --save-frequency 5000""",
@@ -69,7 +94,7 @@ DEFAULTS = {
         --ckpt_save_steps 2000""",
 }
 """What a tool does when an option is not given, where it differs from our default."""
-SIZES: dict[str, Settings] = {
+PUBLISHED: dict[str, Settings] = {
     "gpt2": {"model.size": "small"},
     "gpt2-medium": {"model.size": "medium"},
     "gpt2-large": {"model.size": "large"},
@@ -79,11 +104,10 @@ SIZES: dict[str, Settings] = {
     "bert-large": {"model.family": "bert", "model.size": "large"},
 }
 """Published models of which only the shape is used."""
-LAUNCHED = {
-    "processes": ("nproc_per_node", "num_gpus", "num_processes", "ntasks_per_node", "ntasks", "np", "n"),
-    "nodes": ("nnodes", "num_nodes", "nodes", "N"),
-}
-"""Options of launchers: how many processes, on how many machines."""
+PER_NODE = ("nproc_per_node", "num_gpus")
+NODES = ("nnodes", "num_nodes", "nodes", "N")
+TOTAL = ("num_processes", "ntasks", "np", "n")
+"""Options of launchers: processes on a machine, machines, all processes."""
 NOT_SCRIPTS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "pip", "venv")
 JAX_LM_DATA = """tokenizer_model min_sequence_length max_sequence_length num_special_token_reserved ignore_label stride
     dataset_name dataset_sub_name dataset_split_type output_path""".split()
@@ -97,10 +121,20 @@ class Pasted:
 
     script: str
     tool: str
+    settings: str
+    """What the script itself stands for."""
     gpus: int
+    nodes: int
     given: dict[str, list[str]]
     spellings: dict[str, str]
     defaults: dict[str, list[str]] = field(default_factory=dict)
+    unknown: str = ""
+    """The launcher's option for a number of GPUs that only the launcher knows."""
+
+    def add(self, name: str, texts: list[str], spelling: str) -> None:
+        """An option that is not among the words after the script, such as one of a file."""
+        self.given[name] = texts
+        self.spellings[name] = spelling
 
     def texts(self, *names: str) -> list[str]:
         """The texts after the first of these options that is given, else of the first that has a default."""
@@ -131,21 +165,25 @@ def read_command(words: list[str], variables: dict[str, list[str]], gpus: int | 
     script = words[place]
     name = script if words[place - 1 : place] == ["-m"] else Path(script).name.removesuffix(".py")
     line = " ".join([name, *words[place + 1 :]])
-    tool = next((tool for pattern, tool, _ in SCRIPTS if re.match(rf"({pattern})\b", line)), "")
+    found = (row[1:] for row in SCRIPTS if re.match(rf"({row[0]})(?!\w)", line))
+    tool, settings = next(found, ("", ""))
     given, spellings, positional = _read_options(words[place + 1 :])
-    launched, _, _ = _read_options(words[:place])
-    launched |= {key: given[key] for key in ("gpus", "n_gpu", "devices") if key in given}
     defaults, _, _ = _read_options(DEFAULTS.get(tool, "").split())
-    pasted = Pasted(name, tool, gpus or _count_gpus(launched, variables), given, spellings, defaults)
-    for number, word in enumerate(positional):
-        if word.endswith(".py"):
-            _read_python_settings(pasted, Path(word))
-        elif tool == "litgpt" and number == 1:
-            pasted.given["model_name"] = [word]
-            pasted.spellings["model_name"] = word
-        elif word != "..." and not (tool == "litgpt" and number == 0):
-            pasted.given[word] = []
-            pasted.spellings[word] = word
+    pasted = Pasted(name, tool, settings, 1, 1, given, spellings, defaults)
+    if name == "litgpt":
+        for word in positional[1:2]:
+            pasted.add("model_name" if tool == "litgpt-pretrain" else "checkpoint_dir", [word], word)
+        positional = positional[2:]
+        for file in given.pop("config", []):
+            _read_options_file(pasted, Path(file))
+    for word in positional:
+        if word.endswith((".py", ".json")):
+            _read_options_file(pasted, Path(word))
+        elif word != "...":
+            pasted.add(word, [], word)
+    _count_gpus(pasted, words[:place], variables)
+    if gpus:
+        pasted.gpus, pasted.nodes, pasted.unknown = gpus, 1, ""
     return pasted
 
 
@@ -166,9 +204,7 @@ def _read_options(words: list[str]) -> tuple[dict[str, list[str]], dict[str, str
     for word in words:
         if re.match(r"^--?[A-Za-z]", word):
             spelled, equals, text = word.partition("=")
-            name = (
-                re.sub(r"^-*((train|data)\.)?", "", spelled).replace("-", "_").replace(".", "_")
-            )  # litgpt's have dots
+            name = _plain_name(spelled)
             options[name] = [text] if equals else []
             spellings[name] = word
         elif name is None:
@@ -179,23 +215,47 @@ def _read_options(words: list[str]) -> tuple[dict[str, list[str]], dict[str, str
     return options, spellings, positional
 
 
-def _read_python_settings(pasted: Pasted, path: Path) -> None:
-    """The assignments of a config of nanoGPT, which is a Python file; it is read, not executed."""
+def _plain_name(spelled: str) -> str:
+    """The name of an option; those of litgpt have the names of its parts before a dot."""
+    name = re.sub(r"^-*((train|data|optimizer)\.)?(init_args\.)?", "", spelled)
+    return name.replace("-", "_").replace(".", "_")
+
+
+def _read_options_file(pasted: Pasted, path: Path) -> None:
+    """Options in a file: of nanogpt a Python file, which is read and not executed; of others JSON or YAML."""
     if not path.is_file():
-        pasted.given[str(path)] = []
-        pasted.spellings[str(path)] = str(path)
+        pasted.add("options_file", [str(path)], str(path))
         return
     try:
-        statements = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, ValueError) as error:
-        raise TextmillError(f"{path}: is not a Python file with settings ({error}); correct it") from None
-    for statement in statements:
+        text = path.read_text(encoding="utf-8")
+        found = _python_settings(text) if path.suffix == ".py" else _flat_options(yaml.safe_load(text))
+        options = [*found]
+    except (SyntaxError, ValueError, yaml.YAMLError) as error:
+        what = "a Python file with settings" if path.suffix == ".py" else "a file with options"
+        raise TextmillError(f"{path}: is not {what} ({error}); correct it") from None
+    for name, texts, spelling in options:
+        if name not in pasted.given:
+            pasted.add(name, texts, spelling)
+
+
+def _python_settings(text: str) -> Iterator[tuple[str, list[str], str]]:
+    for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            name = statement.targets[0].id
             value = _constant(statement.value)
-            if name not in pasted.given and value is not None:
-                pasted.given[name] = [str(value)]
-                pasted.spellings[name] = f"{name} = {ast.unparse(statement.value)}"
+            if value is not None:
+                name = statement.targets[0].id
+                yield name, [str(value)], f"{name} = {ast.unparse(statement.value)}"
+
+
+def _flat_options(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str], str]]:
+    if not isinstance(tree, dict):
+        raise ValueError("there are no options in it")
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat_options(value, f"{prefix}{name}.")
+        elif value is not None:
+            texts = [str(one) for one in (value if isinstance(value, list) else [value])]
+            yield _plain_name(prefix + name), texts, f"{prefix}{name}: {' '.join(texts)}"
 
 
 def _constant(node: ast.expr) -> Any:
@@ -209,16 +269,37 @@ def _constant(node: ast.expr) -> Any:
     return None
 
 
-def _count_gpus(launched: dict[str, list[str]], variables: dict[str, list[str]]) -> int:
-    """How many GPUs a launcher uses: processes on a machine x machines; else WORLD_SIZE, else one."""
+def _count_gpus(pasted: Pasted, launcher: list[str], variables: dict[str, list[str]]) -> None:
+    """How many GPUs a launcher uses, on how many machines; what only the launcher itself knows is noted."""
+    launched, spellings, _ = _read_options(launcher)
+    for name in ("gpus", "n_gpu", "devices"):
+        if name in pasted.given:
+            launched[name], spellings[name] = pasted.given[name], pasted.spellings[name]
+    if "srun" in launcher:  # what sbatch was told
+        batch = {name: variables.get(f"SLURM_{name.upper()}") for name in ("ntasks", "nnodes", "ntasks_per_node")}
+        launched = {name: texts for name, texts in batch.items() if texts} | launched
+    if included := launched.get("include"):  # deepspeed's host:0,1@host:0,1
+        hosts = " ".join(included).split("@")
+        pasted.nodes, pasted.gpus = len(hosts), sum(host.count(",") + 1 for host in hosts)
+        return
 
-    def count(names: tuple[str, ...]) -> int:
-        texts = [launched[name][0] for name in names if launched.get(name)]
-        return next((int(text) for text in texts if text.isdigit()), 0)
+    def count(*names: str) -> int:
+        for name in names:
+            if texts := launched.get(name):
+                if texts[0].isdigit():
+                    return int(texts[0])
+                pasted.unknown = pasted.unknown or spellings[name]
+        return 0
 
-    processes = count(LAUNCHED["processes"]) or count(("gpus", "n_gpu", "devices"))
-    world = (variables.get("WORLD_SIZE") or ["1"])[0]
-    return processes * (count(LAUNCHED["nodes"]) or 1) if processes else int(world) if world.isdigit() else 1
+    per_node = count(*PER_NODE)
+    total = 0 if per_node else count(*TOTAL)
+    visible = (variables.get("CUDA_VISIBLE_DEVICES") or [""])[0]
+    if pasted.tool == "hf" and re.fullmatch(r"[\d,]+", visible) and not launcher[1:]:
+        total = visible.count(",") + 1  # without a launcher the trainer uses all that it sees
+    world = (variables.get("WORLD_SIZE") or [""])[0]
+    pasted.nodes = count(*NODES) or 1
+    per_node = per_node or count("ntasks_per_node", "gpus", "n_gpu", "devices")
+    pasted.gpus = total or per_node * pasted.nodes or (int(world) if world.isdigit() else 1)
 
 
 def translate_option(pasted: Pasted, name: str) -> Settings | str:
@@ -235,15 +316,75 @@ def translate_option(pasted: Pasted, name: str) -> Settings | str:
             return f"textmill does not know this option of {pasted.script}; look for it in docs/reference.md"
         target = leaves[0]
     if is_reason(target):
-        return target
+        divides_nothing = name.endswith("parallel_size") and texts == ["1"]
+        return "not needed: 1 divides nothing" if divides_nothing else target
     if target.startswith("@"):
         return RULE_FUNCTIONS[target[1:]](pasted, name)
     key, equals, value = target.partition("=")
     if equals:
         is_off = name in pasted.given and not pasted.is_on(name)
         return "is off: nothing to set" if is_off else {key: value}
-    values = [VALUES.get(key, {}).get(text.lower() if text in ("True", "False") else text, text) for text in texts]
+    if key.endswith("_every") and 0 < (pasted.number(name) or 0) < 1:  # a fraction of the run, as the trainer has it
+        steps = pasted.number("max_steps") or 0
+        return (
+            {key: max(1, int(float(texts[0]) * steps))} if steps > 0 else f"a fraction of the run: write steps in {key}"
+        )
+    values = [
+        VALUES.get(key, {}).get(text.lower() if text in ("True", "False") else text, _as_integer(text))
+        for text in texts
+    ]
     return {key: values[0] if len(values) == 1 else ",".join(map(str, values)) if values else "true"}
+
+
+def _as_integer(text: str) -> str:
+    """3e9 and 10_000 as digits only."""
+    if re.fullmatch(r"\d[\d_]*(\.\d+)?(e\+?\d+)?", text, re.IGNORECASE) and float(text).is_integer():
+        return str(int(float(text))) if re.search("[e_]", text, re.IGNORECASE) else text
+    return text
+
+
+def _steps(pasted: Pasted, name: str) -> Settings | str:
+    if (pasted.number(name) or 0) < 0:
+        return "is off: the epochs set the length of the run"
+    return {"train.steps": _as_integer(pasted.text(name))}
+
+
+def _epochs(pasted: Pasted, name: str) -> Settings | str:
+    if (pasted.number("max_steps", "max_train_steps") or 0) > 0:
+        return "not needed: the steps that are given set the length of the run"
+    return {"train.epochs": pasted.text(name)}
+
+
+def _evaluated_batches(pasted: Pasted, name: str) -> Settings | str:
+    """nanoGPT and litgpt evaluate batches of one pass, Megatron those of a step."""
+    settings: Settings = {"train.evaluate_batches": pasted.text(name)}
+    if pasted.tool.startswith(("nanogpt", "litgpt")):
+        size = pasted.number("micro_batch_size", "batch_size") or 1
+        settings["train.evaluate_batch"] = int(size) * (pasted.gpus if pasted.tool.startswith("litgpt") else 1)
+    return settings
+
+
+def _model_type(pasted: Pasted, name: str) -> Settings | str:
+    if pasted.given.keys() & {"model_name_or_path", "config_name"}:
+        return "not needed: the model or its config.json says what it is"
+    family = FAMILY_BY_TYPE.get(pasted.text(name))
+    return {"model.family": family} if family else f"not available: no family of textmill is {pasted.text(name)}"
+
+
+def _shape_overrides(pasted: Pasted, name: str) -> Settings | str:
+    """n_embd=256,n_layer=4."""
+    settings: Settings = {}
+    for part in pasted.text(name).split(","):
+        option, _, value = part.partition("=")
+        key = target_of(option.strip()) or ""
+        if not key.startswith("model.shape."):
+            return f"textmill has no {option.strip()}: set the others in model.shape"
+        settings[key] = value.strip()
+    return settings
+
+
+def _tied(pasted: Pasted, name: str) -> Settings | str:
+    return {"model.shape.untied": not pasted.is_on(name)}
 
 
 def _batch(pasted: Pasted, name: str) -> Settings | str:
@@ -275,13 +416,15 @@ def _evaluate_batch(pasted: Pasted, name: str) -> Settings | str:
 
 
 def _betas(pasted: Pasted, name: str) -> Settings | str:
+    if name == "betas":
+        return {"train.betas": [float(one) for one in re.findall(r"\d*\.?\d+", pasted.text(name))]}
     first = pasted.number("beta1", "adam_beta1", "adamw_beta1")
     second = pasted.number("beta2", "adam_beta2", "adamw_beta2")
     return {"train.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
 def _decayed(pasted: Pasted, name: str) -> Settings | str:
-    return {"train.schedule": "cosine" if pasted.is_on(name) else "constant"}
+    return {"train.schedule": "cosine"} if pasted.is_on(name) else {"train.schedule": "constant", "train.warmup": 0}
 
 
 def _warmup(pasted: Pasted, name: str) -> Settings | str:
@@ -358,10 +501,16 @@ def _published(pasted: Pasted, name: str) -> Settings | str:
     text = pasted.text(name)
     if "model_name_or_path" in pasted.given:
         return "not needed: the weights of model.init_from have their own shape"
-    if "/" in text or text.endswith(".json"):
+    if text.endswith(".json"):
         return {"model.shape": text}
-    known = next((sizes for start, sizes in SIZES.items() if re.fullmatch(rf"{start}(-(un)?cased)?", text)), None)
-    return known or f"no size of textmill is called {text}: download its config.json and name it in model.shape"
+    short = text.rpartition("/")[2].lower()
+    for start, sizes in PUBLISHED.items():
+        if re.fullmatch(rf"{start}(-(un)?cased)?", short):
+            return {**sizes, **({"model.shape.dropout": 0.1} if pasted.tool == "hf" else {})}
+    named = next((size for size in SIZES["llama"] if size.replace("-", "") == short.replace("-", "")), None)
+    if named and "-" in short:
+        return {"model.family": "llama", "model.size": named}
+    return f"no size of textmill is called {text}: download its config.json and name it in model.shape"
 
 
 def _has_tokens(pasted: Pasted) -> bool:
@@ -418,13 +567,13 @@ def _tokens(pasted: Pasted, name: str) -> Settings | str:
 
 def _split(pasted: Pasted, name: str) -> Settings | str:
     text = pasted.text(name).strip("'\"")
-    if not re.fullmatch(r"[\d.,/ ]+", text):
+    if not re.fullmatch(r"[\d.,/ ]+(e-\d+)?", text):
         return "give three numbers in corpus.split, such as 95,5,0"
     if name == "split":
         numbers = [float(part) for part in re.split(r"[,/ ]+", text) if part]
         return {"corpus.split": [int(one) if one.is_integer() else one for one in [*numbers, 0.0, 0.0][:3]]}
     value = pasted.number(name) or 0.0
-    training = round(value * 100, 6) if name == "tr_ratio" else 100 - value
+    training = value * 100 if name == "tr_ratio" else 100 - value * (100 if name.endswith("fraction") else 1)
     return {"corpus.split": [round(training, 6), round(100 - training, 6), 0]}
 
 
@@ -505,11 +654,14 @@ def _do_sample(pasted: Pasted, name: str) -> Settings | str:
 
 
 def _wandb(pasted: Pasted, name: str) -> Settings | str:
-    if name in ("wandb_log", "wandb") and not pasted.is_on(name):
+    needs_log = pasted.tool == "nanogpt" and not pasted.is_on("wandb_log")
+    if needs_log or (name in ("wandb_log", "wandb") and not pasted.is_on(name)):
         return "is off: nothing to set"
     if name == "logger_name" and pasted.text(name) != "wandb":
         known = pasted.text(name) == "tensorboard"
         return {"track.kinds": ["tensorboard"]} if known else "not needed: metrics.jsonl has every measurement"
+    if name.startswith("tensorboard"):
+        return {"track.kinds": ["tensorboard"]}
     keys = {
         "wandb_project": "track.project",
         "wandb_dir": "track.project",  # dsGPT2's "for setting wandb project"
@@ -549,14 +701,22 @@ def _nanogpt_model(pasted: Pasted, name: str) -> Settings | str:
 def _nanogpt_data(pasted: Pasted, name: str) -> Settings | str:
     """The text that nanoGPT's data/NAME/prepare.py reads; its vocabulary is GPT-2's, or one of characters."""
     dataset = pasted.text(name)
+    file = f"data/{dataset}/input.txt"
+    source = file
+    split: list[float] = [90, 10, 0]
     if dataset == "openwebtext":
-        return {"corpus.sources": ["hf:Skylion007/openwebtext"], "tokenizer.use": "gpt2"}
-    own = {} if dataset.endswith("_char") else {"tokenizer.use": "gpt2"}
-    return {"corpus.sources": [f"data/{dataset}/input.txt"], **own}
+        source = "hf:Skylion007/openwebtext"
+        split = [99.95, 0.05, 0]
+    elif dataset.startswith("shakespeare") and not Path(file).is_file():
+        source = "tinyshakespeare"
+    own = {"tokenizer.vocab": 260} if dataset.endswith("_char") else {"tokenizer.use": "gpt2"}  # 260: nearly all bytes
+    return {"corpus.sources": [source], "corpus.split": split, **own}
 
 
 def _litgpt_data(pasted: Pasted, name: str) -> Settings | str:
-    return "not needed: the format of corpus.sources is detected"
+    if pasted.text(name) in ("JSON", "TextFiles"):
+        return "not needed: the format of corpus.sources is detected"
+    return "name these data in corpus.sources, such as hf:OWNER/NAME"
 
 
 EVALUATION_FILES = {

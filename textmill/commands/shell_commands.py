@@ -19,6 +19,8 @@ FIELD = re.compile(r"(?:\$\([^)]*\)+|`[^`]*`|\S)+")
 """A word in the value of a variable outside of quotes."""
 COMMENT_LINE = re.compile(r"^[ \t]*#[^\n]*\n", re.MULTILINE)
 """A backslash at its end continues nothing; between continued lines the command goes on after it."""
+BATCH_OPTION = re.compile(r"^#SBATCH\s+--(nodes|ntasks|ntasks-per-node)[=\s]\s*(\d+)", re.MULTILINE)
+"""What sbatch reads, and gives the script as variables."""
 CASE = re.compile(r"^[ \t]*case\b.*?^[ \t]*esac\b", re.DOTALL | re.MULTILINE)
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2$", re.DOTALL | re.MULTILINE)
 ASSIGNMENT = re.compile(r"^(\w+)\+?=")
@@ -42,6 +44,8 @@ class Script:
 
     def read(self, text: str) -> None:
         """Add the commands of a text."""
+        for name, value in BATCH_OPTION.findall(text):
+            self.variables[f"SLURM_{'N' if name == 'nodes' else ''}{name.upper().replace('-', '_')}"] = [value]
         text = HERE_DOCUMENT.sub(r"\3", COMMENT_LINE.sub("", text.replace("\r\n", "\n")))
         text = CASE.sub("", text)  # the script's own options: what it sets before them is the default
         _Reader(CONTINUED.sub(lambda found: "" if found[0] == "\\\n" else " ", text), self).read()

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from textmill.commands.other_tools import SCRIPTS, Pasted, Settings, read_command, translate_option
+from textmill.commands.other_tools import Pasted, Settings, read_command, translate_option
 from textmill.commands.shell_commands import Script
 from textmill.config.deepspeed_json import check_types, explain_json, flatten, read_json_settings, without_auto
 from textmill.config.keys import all_fields
@@ -49,7 +49,9 @@ class Translation:
             if not override and key in units and units & self.settings.keys():
                 continue
             notes = self.comments.setdefault(key, [])
-            if self.settings.get(key, value) != value:
+            if key == "track.kinds" and isinstance(value, list):
+                value = list(dict.fromkeys([*self.settings.get(key, []), *value]))
+            elif self.settings.get(key, value) != value:
                 if not override:
                     continue
                 nobodys = {"default of " + one.script for one in self.scripts} | {one.script for one in self.scripts}
@@ -119,16 +121,20 @@ def _add_json(translation: Translation, content: str, file: str | None, gpus: in
     check_types(tree, file or "the JSON")
     written = dict(flatten(tree))
     for name, (key, value) in read_json_settings(tree).items():
-        translation.set({key: value}, f"{name}: {json.dumps(written.get(name, value))}")
+        note = ", with fp16 at least 1" if key == "engine.zero" and value != written[name] else ""
+        translation.set({key: value}, f"{name}: {json.dumps(written.get(name, value))}{note}")
     micro = tree.get("train_micro_batch_size_per_gpu")
     passes = tree.get("gradient_accumulation_steps", 1)
     if isinstance(micro, int) and isinstance(passes, int):
         translation.set({"train.batch": micro * passes * gpus}, f"{micro} x {passes} x GPUs: {gpus}", override=False)
     own, ignored, refused = explain_json(tree)
+    own = [name for name in own if name != "gradient_accumulation_steps"]  # part of train.batch
     if own and file and not refused:
         translation.set({"engine.deepspeed_config": file}, "read by DeepSpeed itself: " + ", ".join(own))
     elif own:
-        translation.left.update(dict.fromkeys(own, "only DeepSpeed knows it: name the file in engine.deepspeed_config"))
+        reason = "only DeepSpeed knows it: name the file in engine.deepspeed_config"
+        reason += ", without what is refused" if refused else ""
+        translation.left.update(dict.fromkeys(own, reason))
     translation.left.update({name: f"ignored, because {reason}" for name, reason in ignored.items()})
     translation.left.update(refused)
 
@@ -165,15 +171,18 @@ def _add_command(translation: Translation, script: Script, words: list[str], gpu
         for key in found:
             if spelling not in translation.comments[key]:
                 translation.left[spelling] = f"not needed: {translation.comments[key][0]} sets {key}"
-    settings = next((row[2] for row in SCRIPTS if row[1] == pasted.tool and re.match(row[0], pasted.script)), "")
-    for setting in settings.split():
+    if pasted.unknown:
+        translation.left[pasted.unknown] = "how many GPUs these are is not known here: give all of them in --gpus N"
+    for setting in pasted.settings.split():
         key, _, value = setting.partition("=")
         if key not in translation.settings:
             translation.set({key: value}, pasted.script)
     for name in pasted.defaults:
         found = translate_option(pasted, name)
         if name not in pasted.given and isinstance(found, dict):
-            new = {key: value for key, value in found.items() if key not in translation.settings}
+            decay = ("train.decay_steps", "train.min_learning_rate")  # which a constant rate has not
+            skipped = decay if translation.settings.get("train.schedule") == "constant" else ()
+            new = {key: value for key, value in found.items() if key not in (*translation.settings, *skipped)}
             translation.set(new, f"default of {pasted.script}", override=False)
 
 
@@ -294,13 +303,14 @@ def _next_step(translation: Translation, file: str) -> str:
     tools = {pasted.tool for pasted in translation.scripts}
     if tools == {"megatron-eval"}:
         return f"textmill evaluate {file}"
-    if tools == {"megatron-generate"}:
+    if tools and tools <= {"megatron-generate", "nanogpt-sample"}:
         return f"textmill generate {file}"
     if tools and tools <= {*PREPARES, "counts"}:
         return f"textmill prepare {file}, fit-tokenizer, tokenize"
-    gpus = max((pasted.gpus for pasted in translation.scripts), default=1)
-    more = f"; the training on {gpus} GPUs: torchrun --nproc-per-node {gpus} -m textmill train {file}"
-    return f"textmill run {file}" + (more if gpus > 1 else "")
+    gpus, nodes = max(((pasted.gpus, pasted.nodes) for pasted in translation.scripts), default=(1, 1))
+    machines = f"--nnodes {nodes} " if nodes > 1 else ""
+    launch = f"torchrun {machines}--nproc-per-node {max(1, gpus // nodes)} -m textmill train {file}"
+    return f"textmill run {file}" + (f"; the training on {gpus} GPUs: {launch}" if gpus > 1 else "")
 
 
 def _left_lines(translation: Translation) -> list[str]:

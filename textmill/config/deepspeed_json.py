@@ -169,6 +169,8 @@ def read_json_settings(tree: Tree) -> dict[str, tuple[str, Any]]:
     for half in ("fp16", "bf16"):
         if flat.get(f"{half}.enabled") is True:
             settings[f"{half}.enabled"] = ("engine.precision", half)
+    if flat.get("fp16.enabled") is True and flat.get("zero_optimization.stage") == 0:
+        settings["zero_optimization.stage"] = ("engine.zero", 1)  # what fp16 needs here; the updates are the same
     if flat.get("zero_optimization.cpu_offload") is True:  # DeepSpeed's older name
         settings["zero_optimization.cpu_offload"] = ("engine.offload_optimizer", "cpu")
     ratio = flat.get("scheduler.params.cos_min_ratio")

@@ -42,9 +42,9 @@ TARGETS = {
     "@batch": """batch_size micro_batch_size global_batch_size train_batch_size per_device_train_batch_size
         per_gpu_train_batch_size train_micro_batch_size_per_gpu device_batch_size gradient_accumulation_steps
         accumulation total_batch_size data_parallel_size""",
-    "train.steps": """max_steps max_iters train_iters iterations num_train_steps max_train_steps num_iterations
+    "@steps": """max_steps max_iters train_iters iterations num_train_steps max_train_steps num_iterations
         total_steps""",
-    "train.epochs": "num_train_epochs max_epochs num_epochs n_epoch epochs",
+    "@epochs": "num_train_epochs max_epochs num_epochs n_epoch epochs",
     "train.samples": "train_samples",
     "train.tokens": "train_tokens max_tokens",
     "train.length": """block_size seq_length seq_len max_seq_length context_length sequence_length max_seq_len
@@ -62,12 +62,12 @@ TARGETS = {
     "train.stable.decay_fraction": "warmdown_ratio",
     "train.batch_rampup": "rampup_batch_size",
     "train.clip": "grad_clip clip_grad max_grad_norm gradient_clipping max_norm",
-    "@betas": "beta1 beta2 adam_beta1 adam_beta2 adamw_beta1 adamw_beta2",
+    "@betas": "betas beta1 beta2 adam_beta1 adam_beta2 adamw_beta1 adamw_beta2",
     "train.epsilon": "eps adam_eps adam_epsilon adamw_eps",
     "train.weight_decay": "wd weight_decay weight_decay_rate",
     "train.no_weight_decay": "no_decay",
     "train.layer_decay": "layerwise_lr_decay lr_layer_decay",
-    "train.optimizer": "optim optimizer",
+    "train.optimizer": "optim optimizer class_path",
     "train.label_smoothing": "label_smoothing_factor label_smoothing",
     "train.loss": "loss_type",
     "train.seed": "seed random_seed",
@@ -91,7 +91,7 @@ TARGETS = {
     # measurements and checkpoints
     "@interval": "eval_strategy evaluation_strategy save_strategy",
     "train.evaluate_every": "eval_interval eval_steps eval_frequency eval_every",
-    "train.evaluate_batches": "eval_iters eval_max_iters",
+    "@evaluated_batches": "eval_iters eval_max_iters",
     "train.save_every": """save_interval save_steps ckpt_save_steps save_frequency checkpoint_interval
         checkpointing_steps""",
     "train.log_every": "log_interval logging_steps logging_frequency",
@@ -118,6 +118,9 @@ TARGETS = {
     "model.shape.activation=relu2": "squared_relu",
     "model.shape.untied=true": "untie_embeddings_and_output_weights",
     "@deep_init": "deep_init",
+    "@tied": "tie_embeddings tie_word_embeddings",
+    "@model_type": "model_type",
+    "@shape_overrides": "config_overrides",
     "@rope": "position_embedding_type normalization swiglu use_rotary_position_embeddings",
     "model.shape.kv_heads": "num_query_groups num_key_value_heads",
     "model.shape.head_width": "kv_channels",
@@ -129,12 +132,16 @@ TARGETS = {
     "model.family": "student_type",
     "@weights": "model_name_or_path teacher_name teacher_name_or_path",
     "model.init_from": """init_checkpoint model_path student_pretrained_weights ref_model_path
-        ref_model_type initial_checkpoint_dir pretrained_checkpoint""",
+        ref_model_type initial_checkpoint_dir pretrained_checkpoint checkpoint_dir""",
     "model.init_from=bert-large-uncased": "pretrained_bert",
     "model.lora.rank": "lora_r lora_rank",
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.targets": "target_modules",
+    "name the matrices in model.lora.targets, such as q_proj and v_proj; default: all of the blocks": """lora_query
+        lora_key lora_value lora_projection lora_mlp lora_head""",
+    "not available: weights are not quantized in training": "quantize load_in_4bit load_in_8bit",
+    "is not in this folder: translate it where it is": "options_file",
     # text
     "@sources": "train_file train_data data_file input file_path train_data_path json_path",
     "@evaluation_files": "validation_file valid_data test_data test_file val_data_path",
@@ -144,7 +151,7 @@ TARGETS = {
         train_data_prefix""",
     "tokens.use_valid": "eval_dataset_paths valid_data_path",
     "tokens.use_test": "test_data_path",
-    "@split": "split tr_ratio validation_split_percentage",
+    "@split": "split tr_ratio validation_split_percentage val_split_fraction",
     "corpus.text_key": "json_keys json_key text_key text_column_name text_column_names dataset_text_field",
     "corpus.label_key": "label_column_name",
     "corpus.sentences=lines": "presplit_sentences",
@@ -213,13 +220,13 @@ TARGETS = {
     "sample.top_k": "top_k",
     "@do_sample": "do_sample",
     "sample.temperature=0": "greedy",
-    "@wandb": "wandb_project wandb_username wandb_entity wandb_log wandb wandb_dir logger_name",
+    "@wandb": """wandb_project wandb_username wandb_entity wandb_log wandb wandb_dir logger_name tensorboard_dir
+        tensorboard_log_dir""",
     "track.kinds": "report_to",
     "track.project": "project",
     "set the environment variables WANDB_TAGS and WANDB_RUN_GROUP, which wandb reads itself": "wandb_tags wandb_group",
     "track.name": "wandb_run_name run_name wandb_exp_name",
     "track.trackio.space": "trackio_space_id",
-    "track.kinds=tensorboard": "tensorboard_dir tensorboard_log_dir",
     # no key: what to do instead
     _RESUMES: """restart resume_from_checkpoint adlr_autoresume adlr_autoresume_interval resume_from_step resume
         ckpt_step""",
@@ -365,7 +372,8 @@ TARGETS = {
         use_checkpoint_opt_param_scheduler async_save auto_detect_ckpt_format universal_checkpoint dist_ckpt_format""",
     "not needed: only the loss is measured while training; train.tasks measures more": """prediction_loss_only
         eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
-        eval_delay eval_on_start label_names include_inputs_for_metrics""",
+        eval_delay eval_on_start label_names include_inputs_for_metrics eval_initial_validation
+        eval_final_validation eval_max_new_tokens""",
     "not needed: engine.micro_batch=auto chooses a size that fits": "auto_find_batch_size torch_empty_cache_steps",
     "not available: the schedule and the optimizer have no further settings": """lr_scheduler_kwargs optim_args
         optim_target_modules lr_power sgd_momentum lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters
@@ -391,7 +399,7 @@ TARGETS = {
     _NET: """apply_layernorm_1p norm_epsilon layernorm_epsilon layernorm_zero_centered_gamma rotary_percent
         rotary_seq_len_interpolation_factor glu_activation
         embed_layernorm sync_tp_duplicated_parameters bert_binary_head apply_residual_connection_post_layernorm
-        multi_latent_attention mtp_num_layers config_overrides trust_remote_code model_type model_revision torch_dtype
+        multi_latent_attention mtp_num_layers trust_remote_code model_revision torch_dtype
         data_sharding""",
     "not needed: model.family=llama always has grouped queries; model.shape.kv_heads sets their number": """
         group_query_attention""",
@@ -418,6 +426,11 @@ BY_TOOL: dict[str, dict[str, str]] = {
     "extract": {"model.init_layers": "layers"},
     "binarize": {"not needed: tokenizer.use names the tokenizer": "tokenizer_type"},
     "counts": {"tokens.use": "data_file", "not needed: the tokenizer knows its size": "vocab_size"},
+    "nanogpt-sample": {
+        "@evaluated_model": "init_from out_dir",
+        "sample.temperature": "temperature",
+        "sample.seed": "seed",
+    },
     "nanogpt": {"@nanogpt_model": "init_from", "@nanogpt_data": "dataset", "sample.temperature": "temperature"},
     "jax-lm": {"train.length": "max_sequence_length"},
     "dsgpt2": {
@@ -426,6 +439,7 @@ BY_TOOL: dict[str, dict[str, str]] = {
     },
     "litgpt": {
         "@litgpt_data": "data",
+        "@weights": "checkpoint_dir",
         "train.length": "max_seq_length",
         "not needed: engine.micro_batch=auto chooses a size that fits": "micro_batch_size",
     },
@@ -433,6 +447,12 @@ BY_TOOL: dict[str, dict[str, str]] = {
 """Targets that only one tool's options of these names have."""
 
 RULES: dict[str, tuple[str, str]] = {
+    "steps": ("train.steps", "optimizer steps"),
+    "epochs": ("train.epochs", "passes over the train split, unless steps are given"),
+    "evaluated_batches": ("train.evaluate_batches", "batches of train.evaluate_batch samples of the valid split"),
+    "tied": ("model.shape.untied", "the opposite: true gives the head weights of its own"),
+    "model_type": ("model.family", "gpt2, llama or bert"),
+    "shape_overrides": ("model.shape", "one key for each, such as model.shape.layers=4"),
     "batch": (
         "train.batch",
         "the samples of a step on all devices: batch per GPU x accumulation x GPUs; engine.micro_batch, the samples of "
@@ -481,7 +501,7 @@ RULES: dict[str, tuple[str, str]] = {
     "timeout": ("engine.timeout", "in seconds"),
     "labels": ("train.distil.labels", "one loss of the labels: alpha_clm of GPT-2, alpha_mlm of BERT"),
     "do_sample": ("sample.temperature", "0 for false"),
-    "wandb": ("track.kinds", "wandb, with track.project, track.wandb.entity and track.wandb.offline=false"),
+    "wandb": ("track.kinds", "tensorboard or wandb; also track.project, track.wandb.entity, track.wandb.offline=false"),
     "evaluation_task": ("evaluate.tasks", "wikitext:FILE or lambada:FILE; evaluate.text for other texts"),
     "evaluated_model": ("model.init_from", "the folder that textmill import wrote, or WHERE of textmill evaluate"),
     "distil_data": ("tokens.use", "binarized_text.pickle; a text goes to corpus.sources"),
@@ -535,9 +555,10 @@ OPTIONS_BY_TOOL = {tool: _by_option(targets) for tool, targets in BY_TOOL.items(
 
 
 def target_of(option: str, tool: str = "") -> str | None:
-    """The target of an option of a tool, or of any tool; None if it is not known."""
+    """The target of an option of a tool such as litgpt-lora, else of litgpt, else of any tool; None if unknown."""
     name = option.lstrip("-").replace("-", "_").lower()
-    return OPTIONS_BY_TOOL.get(tool, {}).get(name) or OPTIONS.get(name)
+    tables = (OPTIONS_BY_TOOL.get(one, {}) for one in (tool, tool.partition("-")[0]))
+    return next((table[name] for table in (*tables, OPTIONS) if name in table), None)
 
 
 def is_reason(target: str) -> bool:
