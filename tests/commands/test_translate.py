@@ -101,6 +101,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "jax-lm-train": {
         "tokens.use_valid": ["dataset/wikitext.test**"],
         "model.size": "small",
+        "model.shape.dropout": 0.1,
+        "train.schedule": "linear",
         "engine.kind": "jax",
         "train.length": 256,
         "train.betas": [0.9, 0.98],
@@ -232,6 +234,10 @@ QUANTITIES: list[tuple[str, dict[str, Any]]] = [
     (
         "run_clm.py --max_steps 1000 --num_train_epochs 3 --eval_steps 0.1 --save_steps 0.25 --train_file a.txt",
         {"train.steps": 1000, "train.epochs": None, "train.evaluate_every": 100, "train.save_every": 250},
+    ),
+    (
+        "python api.py --workspace chat --temperature 0.9 --port 4001",
+        {"train.folder": "checkpoints/chat", "sample.temperature": 0.9, "serve.port": 4001},
     ),
     ("run_clm.py --max_steps -1 --train_file a.txt", {"train.epochs": 3.0}),
     (

@@ -39,6 +39,7 @@ SCRIPTS = (
     (r"preprocess_data\w*", "megatron-data", "tokens.append_end=false"),
     (r"merge_preprocessed_data", "megatron-merge", ""),
     (r"ds_trainer", "dsgpt2", "train.layout=padded train.loss=sample_mean"),
+    (r"api(?=.*--workspace)", "dsgpt2-serve", ""),
     (r"(custom_)?run_clm\w*", "hf", ""),
     (
         r"run_mlm\w*",
@@ -66,6 +67,7 @@ LITGPT = """--learning_rate 1e-3 --beta1 0.9 --beta2 0.999 --weight_decay 0.01 -
 LITGPT_FINETUNE = f"""{LITGPT} --global_batch_size 16 --micro_batch_size 1 --epochs 5 --lr_warmup_steps 100
     --max_norm 0 --eval_interval 100 --seed 1337"""
 
+DSGPT2_FOLDERS = "--vocab_load_dir ./vocab --vocab_id_dir vocab_50257 --ckpt_dir ./checkpoints --workspace test0"
 DEFAULTS = {
     "megatron": """--split 969,30,1 --lr-decay-style linear --warmup 0 --adam-beta1 0.9 --adam-beta2 0.999
         --weight-decay 0.01 --clip-grad 1.0 --log-interval 100 --eval-interval 1000 --eval-iters 100 --seed 1234""",
@@ -89,9 +91,9 @@ DEFAULTS = {
     "jax-lm": """--batch-size 16 --random-seed 0 --max-sequence-length 256 --num-epochs 5 --learning-rate 3e-5
         --lr_scheduler_type linear --warmup_steps 0 --weight-decay-rate 0.01 --adamw-beta1 0.9 --adamw-beta2 0.98
         --max_grad_norm 0 --logging-frequency 100 --eval-frequency 5000 --save-frequency 5000""",
-    "dsgpt2": """--vocab_load_dir ./vocab --vocab_id_dir vocab_50257 --enable_bos True --enable_eos True
-        --truncated_len 128 --seed 123 --ckpt_dir ./checkpoints --workspace test0 --train_iters 100000 --tr_ratio 0.99
-        --ckpt_save_steps 2000""",
+    "dsgpt2": f"""{DSGPT2_FOLDERS} --enable_bos True --enable_eos True --truncated_len 128 --seed 123
+        --train_iters 100000 --tr_ratio 0.99 --ckpt_save_steps 2000""",
+    "dsgpt2-serve": DSGPT2_FOLDERS,
 }
 """What a tool does when an option is not given, where it differs from our default."""
 PUBLISHED: dict[str, Settings] = {
@@ -506,7 +508,7 @@ def _published(pasted: Pasted, name: str) -> Settings | str:
     short = text.rpartition("/")[2].lower()
     for start, sizes in PUBLISHED.items():
         if re.fullmatch(rf"{start}(-(un)?cased)?", short):
-            return {**sizes, **({"model.shape.dropout": 0.1} if pasted.tool == "hf" else {})}
+            return {**sizes, **({"model.shape.dropout": 0.1} if pasted.tool in ("hf", "jax-lm") else {})}
     named = next((size for size in SIZES["llama"] if size.replace("-", "") == short.replace("-", "")), None)
     if named and "-" in short:
         return {"model.family": "llama", "model.size": named}

@@ -305,6 +305,8 @@ def _next_step(translation: Translation, file: str) -> str:
         return f"textmill evaluate {file}"
     if tools and tools <= {"megatron-generate", "nanogpt-sample"}:
         return f"textmill generate {file}"
+    if tools == {"dsgpt2-serve"}:
+        return f"textmill serve {file}"
     if tools and tools <= {*PREPARES, "counts"}:
         return f"textmill prepare {file}, fit-tokenizer, tokenize"
     gpus, nodes = max(((pasted.gpus, pasted.nodes) for pasted in translation.scripts), default=(1, 1))
