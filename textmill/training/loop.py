@@ -115,7 +115,7 @@ def open_training(
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: complete_config(config, force, ranks))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
-        run_on_all(ranks, lambda: check_own_family(config.model, start.shape) if ranks.first else None)
+        run_on_all(ranks, lambda: check_own_family(config.model, start.shape, config.engine) if ranks.first else None)
         if reason := describe_end(config.train, start, run_length):
             if ranks.first:
                 print(f"train: done already: {format_path(run)} ({reason})")

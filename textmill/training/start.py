@@ -384,7 +384,7 @@ def check_start(config: RunConfig) -> Shape:
     else:
         shape = family.shape_of(model, vocab=vocab, eos_id=0, length=train.length)
     _check_length(train, shape.positions)
-    check_own_family(model, shape)
+    check_own_family(model, shape, config.engine)
     if config.corpus.labels:
         shape = with_label_head(shape, config.corpus.labels, ["", ""])
     _check_objective(train, shape)
@@ -410,12 +410,12 @@ def check_start(config: RunConfig) -> Shape:
     return shape
 
 
-def check_own_family(model: ModelConfig, shape: Shape) -> None:
+def check_own_family(model: ModelConfig, shape: Shape, engine: EngineConfig) -> None:
     """Refuse a family in the user's own file that breaks the contract of families; those of textmill have tests."""
     if find_family_file(shape.family) is not None:
         from textmill.models.contract_torch import check_family  # it imports torch, which JAX does not need
 
-        check_family(model, shape)
+        check_family(model, shape, activation_checkpointing=engine.activation_checkpointing > 0)
 
 
 def _check_tokens(tokens: TokensConfig, corpus: CorpusConfig, train: TrainConfig, has_chat: bool) -> None:
