@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
+from xml.etree import ElementTree
 
 import pytest
 
+from textmill.storage.progress import progress
 from textmill.track.console import LiveConsole, PlainConsole, Throughput, format_time, format_valid, new_console
 
 
@@ -148,3 +151,58 @@ def test_remaining_time_with_a_growing_batch() -> None:
     )
     assert growing.speed(10, {}) == 100
     assert growing.seconds_left(10) == pytest.approx(30.0), "the ten steps to come have three times the tokens"
+
+
+class Cell:
+    """What a Jupyter kernel's IPython offers, as far as it is used: a display that is updated."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.kernel = self
+
+    def get_ipython(self) -> Cell:
+        return self
+
+    def HTML(self, text: str) -> str:
+        return text
+
+    def display(self, text: str, *, display_id: bool) -> Cell:
+        assert display_id
+        self.shown.append(text)
+        return self
+
+    def update(self, text: str) -> None:
+        self.shown[-1] = text
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", cell)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython.display", cell)  # type: ignore[arg-type]
+    return cell
+
+
+def test_a_bar_in_a_notebook(cell: Cell) -> None:
+    """One bar that is updated, at most twice a second; notes and valid losses are lines below the cell."""
+    clock, stream = Clock(), io.StringIO()
+    console = new_console(throughput(clock), stream)
+    clock.now = 10.0
+    console.log(100, {"loss": 4.5})
+    console.advance(101)  # too early to be shown
+    (bar,) = cell.shown
+    assert ElementTree.fromstring(bar).find("progress").attrib == {"value": "100", "max": "1000"}  # type: ignore[union-attr]
+    assert "step  100/1000  loss 4.5000" in "".join(ElementTree.fromstring(bar).itertext())
+    console.log(500, {"valid_loss": 3.9})
+    console.note("saved <best>")
+    console.close()
+    assert "step  500/1000  loss 4.5000  valid 3.9000" in cell.shown[0]
+    assert stream.getvalue().splitlines() == ["step 500: valid loss 3.9000", "saved <best>"]
+
+
+def test_the_progress_of_other_commands_in_a_notebook(cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("tokenize <a>", total=10, unit="documents") as bar:
+        bar.advance(10)
+    assert ElementTree.fromstring(cell.shown[0]).find("progress").attrib == {"value": "10", "max": "10"}  # type: ignore[union-attr]
+    assert "tokenize &lt;a&gt;: 10 documents in 0.0 s" in cell.shown[0]
+    assert capsys.readouterr().err == ""

@@ -1,15 +1,19 @@
-"""Progress of long work on stderr: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of long work: a bar on a terminal (stderr) or in a notebook, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
+import html
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Protocol, TextIO
 
 LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
+NOTEBOOK_SECONDS = 0.5
+"""Seconds between two updates of a bar in a notebook."""
 
 
 class Bar(Protocol):
@@ -32,14 +36,37 @@ def progress(
         with _rich_bar(name, total, unit, second_unit, is_short) as bar:
             yield bar
         return
-    lines = PlainLines(name, total, unit, sys.stderr, second_unit)
+    cell = notebook_cell()
+    lines = (
+        NotebookLines(name, total, unit, cell, second_unit)
+        if cell
+        else PlainLines(name, total, unit, sys.stderr, second_unit)
+    )
     yield lines
     if not is_short or lines.last_line > lines.start:
         lines.end()
 
 
+def notebook_cell() -> Callable[[str], None] | None:
+    """In a Jupyter notebook, a function that shows HTML below the cell in place of what it showed before."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if not hasattr(shell, "kernel"):
+        return None
+    ipython = import_module("IPython.display")
+    handle = ipython.display(ipython.HTML(""), display_id=True)
+    return lambda text: handle.update(ipython.HTML(text))
+
+
+def html_bar(done: float, total: float | None, text: str) -> str:
+    """A progress bar, for `notebook_cell`, and text next to it."""
+    bar = f'<progress value="{done:.10g}" max="{total:.10g}"></progress> ' if total else ""
+    return f'<div style="font-family: monospace">{bar}{html.escape(text)}</div>'
+
+
 class PlainLines:
-    """Progress as lines of text, at most one every LINE_SECONDS and one at the end."""
+    """Progress as lines of text, at most one every `between` seconds and one at the end."""
+
+    between = LINE_SECONDS
 
     def __init__(self, name: str, total: float | None, unit: str, stream: TextIO, second_unit: str = "") -> None:
         self.name = name
@@ -54,7 +81,7 @@ class PlainLines:
         self.done += amount
         self.second_done += second_amount
         now = time.monotonic()
-        if now - self.last_line >= LINE_SECONDS:
+        if now - self.last_line >= self.between:
             self.last_line = now
             self._print(now - self.start, ended=False)
 
@@ -72,7 +99,25 @@ class PlainLines:
         rates = [format_amount(rate, self.unit)]
         if self.second_unit:
             rates.append(format_amount(self.second_done / max(seconds, 1e-9), self.second_unit))
-        print(f"{self.name}: {text}, {', '.join(f'{one}/s' for one in rates)}", file=self.stream, flush=True)
+        self._show(f"{self.name}: {text}, {', '.join(f'{one}/s' for one in rates)}")
+
+    def _show(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+
+class NotebookLines(PlainLines):
+    """Progress as a bar in a notebook."""
+
+    between = NOTEBOOK_SECONDS
+
+    def __init__(
+        self, name: str, total: float | None, unit: str, cell: Callable[[str], None], second_unit: str = ""
+    ) -> None:
+        super().__init__(name, total, unit, sys.stderr, second_unit)
+        self.cell = cell
+
+    def _show(self, text: str) -> None:
+        self.cell(html_bar(self.done, self.total, text))
 
 
 @contextmanager
