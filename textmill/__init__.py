@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textmill.commands.table import COMMANDS, Command
+
+if TYPE_CHECKING:  # for the user's type checker and editor; `__getattr__` has them
+    from textmill.commands.python import Run as Run
+    from textmill.commands.python import open as open
+    from textmill.commands.python import open_training as open_training
+    from textmill.config import RunConfig as RunConfig
+    from textmill.errors import TextmillError as TextmillError
 
 __version__ = "0.1.0"
 

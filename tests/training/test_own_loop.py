@@ -20,6 +20,7 @@ from tests.support.small_runs import config_for
 from tests.support.together import run_together
 from textmill.errors import TextmillError
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 8
 MORE = ["engine.micro_batch=2", "train.save_every=4", "train.evaluate_every=4", "train.evaluate_batches=1"]
 
@@ -66,6 +67,43 @@ def test_a_loss_on_full_logits_gives_the_numbers_of_the_command(root: Path, comm
         (6, 36),
         (8, 64),
     ]
+
+
+def test_a_loop_over_a_net_with_an_auxiliary_loss(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mixture of experts logs the bits of the command in each term; a loss on full logits the same numbers."""
+    given = ["model.size=small", "model.shape.layers=1", f"model.family={EXAMPLES / 'mixture_of_experts.py'}"]
+    lines = {}
+    for kind in ("command", "loss", "logits"):
+        config = config_for(root, root / f"experts_{kind}", 2, "engine.micro_batch=4", "train.warmup=0", *given)
+        with textmill.open_training(config) as run:
+            for step in run:
+                if kind == "command":
+                    step.run()
+                    continue
+                for batch in step:
+                    if kind == "loss":
+                        step.backward(step.loss(batch))
+                        continue
+                    losses = torch.nn.functional.cross_entropy(
+                        step.logits(batch).flatten(0, 1), batch.labels.flatten().long(), reduction="none"
+                    )
+                    step.backward((losses * batch.weights.flatten()).sum())
+        lines[kind] = read_metrics(root / f"experts_{kind}")
+    assert lines["loss"] == lines["command"]
+    assert hash_checkpoint(root / "experts_loss", 2) == hash_checkpoint(root / "experts_command", 2)
+    for one, other in zip(lines["logits"], lines["command"], strict=True):
+        for name in ("loss", "auxiliary_loss", "grad_norm"):
+            assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=2e-6)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "reads all logits" in line]
+    assert "step 1: the loss reads all logits of a micro-batch: 4 samples x 32 tokens x " in note
+
+
+def test_metrics_outside_of_the_loop_are_refused(root: Path, command: Path) -> None:
+    """Also by a run that has no step left, so that a script may be started again."""
+    with textmill.open_training(config_for(root, command, STEPS, *MORE)) as run:
+        assert list(run) == []
+        with pytest.raises(TextmillError, match=r"log: metrics belong to a step; call run\.log inside the loop"):
+            run.log(final=1.0)
 
 
 def test_two_processes_give_the_bits_of_two_processes_of_the_command(root: Path) -> None:

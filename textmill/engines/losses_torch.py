@@ -172,8 +172,13 @@ class _SummedLoss(GradientInForward):
 
 def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list[slice]:
     """The rows of each chunk."""
-    rows = most or (GPU_TOKENS if x_ME.is_cuda else max(1, CPU_LOGITS // len(head_VE)))
+    rows = most or tokens_of_chunk(head_VE)
     return [slice(start, start + rows) for start in range(0, len(x_ME), rows)]
+
+
+def tokens_of_chunk(head_VE: Tensor) -> int:
+    """The tokens whose logits are computed at a time."""
+    return GPU_TOKENS if head_VE.is_cuda else max(1, CPU_LOGITS // len(head_VE))
 
 
 def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: LossFormula) -> Tensor:

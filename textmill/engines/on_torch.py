@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,21 @@ import torch
 from torch import Tensor
 
 from textmill.config import EngineConfig, LoraConfig, TorchEngine, TrainConfig
+from textmill.config.own_files import is_own_file
 from textmill.devices import attention_order, autocast, check_fp8, open_device, peak_flops_of, torch_dtype
 from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time, shortest_compiled_run
 from textmill.engines.distillation.teachers import teacher_bytes
 from textmill.engines.distillation.teachers_torch import open_teachers
 from textmill.engines.ema_torch import RAW, Average
-from textmill.engines.heads_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
+from textmill.engines.heads_torch import (
+    AUXILIARY_LOSS,
+    forward_heads,
+    join_sums,
+    new_report,
+    split_loss_terms,
+    term_names,
+)
+from textmill.engines.losses_torch import tokens_of_chunk
 from textmill.engines.memory.parts import (
     ACTIVATION_BYTES,
     ATTENTION_BYTES,
@@ -47,7 +57,7 @@ from textmill.engines.micro_batches import (
     sums_of_all_ranks,
     token_weights,
 )
-from textmill.engines.optimizers import Optimizer
+from textmill.engines.optimizers import Optimizer, check_optimizer_mesh
 from textmill.engines.parallel_torch import Parallel
 from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
@@ -86,6 +96,7 @@ def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world
     """Refuse a mesh, device, precision or compilation that this engine cannot use here."""
     assert isinstance(engine, TorchEngine)
     mesh = mesh_of(engine, train, shape, world)
+    check_optimizer_mesh(train, mesh)
     device = own_device(engine.device)
     if engine.precision == "fp8":
         check_fp8(device)
@@ -165,6 +176,8 @@ class OnTorch:
         self.average = Average(self.optimizer.local_parts, train.ema_window)
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
+        self.noted_logits = False
+        """Whether the size of all logits was reported."""
         self.pinned_buffers: PinnedBuffers | None = None
         """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
 
@@ -189,7 +202,9 @@ class OnTorch:
             passes = Passes(self, batch, step, monitor)
             yield passes
             passes.update(lr)
-        passes.result.note = monitor.note
+        notes = [monitor.note, None if self.noted_logits else passes.describe_logits()]
+        self.noted_logits = self.noted_logits or notes[1] is not None
+        passes.result.note = "; ".join(filter(None, notes)) or None
 
     def _update_or_skip(self, loss: Tensor, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
         """Update the weights, unless the loss is a spike or the gradient is not finite; returns the gradient norm."""
@@ -204,9 +219,9 @@ class OnTorch:
 
     def _new_pinned_buffers(self) -> PinnedBuffers:
         """Memory for all tensors of a checkpoint."""
-        saved = [*saved_weights(self.net.shape, self.net.lora), *self.optimizer.state_weights()]
+        saved = [*saved_weights(self.net.shape, self.net.lora)]
         saved += [weight for weight, _ in self.optimizer.weights] if self.average.tensors else []
-        return PinnedBuffers([math.prod(weight.shape) for weight in saved])
+        return PinnedBuffers([weight.size for weight in saved] + self.optimizer.state_sizes())
 
     def _run_pass_or_fall_back(self, monitor: CompileMonitor, *arguments: Any) -> Tensor:
         """A forward and backward pass; if compiling fails under `engine.compile: auto`, it and all later ones are
@@ -263,7 +278,8 @@ class OnTorch:
     def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the optimizer state; none before the first update."""
         for kind, state in self.optimizer.states():
-            yield from checkpoint_tensors(self.net, state, f"{kind}/", wanted, self.parallel.gather)
+            is_like_weight = partial(self.optimizer.is_like_weight, kind)
+            yield from checkpoint_tensors(self.net, state, f"{kind}/", wanted, self.parallel.gather, is_like_weight)
         raw = self.average.weights(raw=True) if self.updates() else {}
         yield from checkpoint_tensors(self.net, raw, f"{RAW}/", wanted, self.parallel.gather)
 
@@ -300,10 +316,11 @@ class OnTorch:
         self.average.reset()
         if self.scaler and scaling:
             self.scaler.load_state(scaling)
+        is_like_weight = self.optimizer.is_like_weight
         for kind, weight, parameter, values in match_optimizer_state(
-            self.net, optimizer_state if updates else [], where
+            self.net, optimizer_state if updates else [], where, is_like_weight
         ):
-            part = parallel.local_part(weight, values)
+            part = parallel.local_part(weight, values) if is_like_weight(kind, weight, parameter) else values
             if kind == RAW:
                 self.average.load_raw(parameter, part)
             else:
@@ -358,8 +375,14 @@ class Passes:
         )
         self.loss_scale = engine.scaler.scale if engine.scaler else None
         self.total = new_report(engine.terms, engine.device)
-        self.auxiliary_loss: Tensor | None = None
-        """What the blocks add to the loss of the last `logits`."""
+        self.logits_size = (0, 0)
+        """Samples and tokens of the largest micro-batch whose logits were all computed, for a loss of the user's."""
+        self.reported: Tensor | None = None
+        """What `loss` or `logits` reports of the micro-batch whose `backward` comes next, as `training_loss` does."""
+        self.added: Tensor | None = None
+        """What the blocks add to a loss of `logits`."""
+        self.loss_of_settings: Tensor | None = None
+        """What `loss` returned."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Each micro-batch. A pass over it must end, with `backward`, before the next one is taken."""
@@ -369,6 +392,8 @@ class Passes:
 
     def run(self, micro_batch: MicroBatch) -> None:
         """Forward and backward with the loss of the settings."""
+        if is_own_file(self.engine.train.loss):
+            self._note_logits(micro_batch)
         # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
         scaled = micro_batch if self.loss_scale is None else micro_batch.scaled(self.loss_scale)
         self.total += self.engine._run_pass_or_fall_back(self.monitor, *scaled)
@@ -376,10 +401,13 @@ class Passes:
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """The logits [N, T, vocabulary] of every token, in fp32."""
         engine = self.engine
+        self._note_logits(micro_batch)
         with autocast(engine.device, engine.precision):
             hidden_NTE = micro_batch.hidden_states(engine.net, engine.compiled)
             if engine.net.has_auxiliary_loss and micro_batch.weights is not None:
-                self.auxiliary_loss = engine.net.take_auxiliary_loss() * micro_batch.weights.sum()
+                self.added = engine.net.take_auxiliary_loss() * micro_batch.weights.sum()
+                self.reported = torch.zeros_like(self.total)
+                self.reported[1 + engine.terms.index(AUXILIARY_LOSS)] = self.added.detach()
             return engine.net.logits(hidden_NTE.to(engine.precision)).float()
 
     def loss(self, micro_batch: MicroBatch) -> Tensor:
@@ -387,19 +415,40 @@ class Passes:
         engine = self.engine
         with autocast(engine.device, engine.precision):
             heads = forward_heads(engine.net, micro_batch, engine.precision, engine.compiled, engine.teachers)
-        return heads.training_loss(engine.train, engine.parallel.tensor, gradient_is_one=False)[0]
+        loss, self.reported = heads.training_loss(engine.train, engine.parallel.tensor, gradient_is_one=False)
+        self.loss_of_settings = loss
+        return loss
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a micro-batch's loss, its part of the loss of the step."""
-        reported = loss.detach().float()
-        if self.auxiliary_loss is not None:
-            loss, self.auxiliary_loss = loss + self.auxiliary_loss, None
+        reported = self.reported
+        own = loss.detach().float()
+        if self.added is not None:
+            loss = loss + self.added
         with attention_order(self.engine.device):
             loss.backward()  # type: ignore[no-untyped-call]
-        self.total += (
-            reported
-            if self.total.dim() == 0
-            else torch.cat([reported[None], self.total.new_zeros(len(self.total) - 1)])
+        if reported is None or loss is not self.loss_of_settings:
+            terms = self.total.new_zeros(self.total.numel() - 1) if reported is None else reported[1:]
+            reported = torch.cat([own.reshape(1), terms]) if self.total.dim() else own
+        self.total += reported
+        self.reported = self.added = self.loss_of_settings = None
+
+    def _note_logits(self, micro_batch: MicroBatch) -> None:
+        self.logits_size = max(self.logits_size, tuple(micro_batch.inputs.shape))
+
+    def describe_logits(self) -> str | None:
+        """What a loss on all logits needs, if there was one: the built-in loss has a chunk of them at a time."""
+        samples, tokens = self.logits_size
+        if not samples:
+            return None
+        head = self.engine.net.head
+        vocab = len(head)
+        size = 4 * vocab * samples * tokens / 1e6
+        at_once = min(samples * tokens, tokens_of_chunk(head)) * vocab * self.engine.precision.itemsize / 1e6
+        return (
+            f"the loss reads all logits of a micro-batch: {samples} samples x {tokens:,} tokens x {vocab:,} numbers in "
+            f"fp32 are {size:,.1f} MB, and their gradient is as large; the built-in loss has {at_once:,.1f} MB of them "
+            "at a time, and overwrites them with the gradient"
         )
 
     def update(self, lr: float) -> None:

@@ -13,11 +13,11 @@ import math
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textmill.checkpoints.best import VALID_LOSS, BestRule, open_best_step, read_metric
 from textmill.checkpoints.folders import BEST_LINK, StepChoice, list_checkpoints, open_checkpoint, read_best_values
@@ -57,7 +57,7 @@ from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import (
     Start,
     check_batch_memory,
-    check_own_family,
+    check_own_code,
     choose_start,
     own_parts,
     use_imported_model,
@@ -66,8 +66,15 @@ from textmill.training.teacher_cache import open_teacher_cache
 from textmill.training.timing import MinutesTimer, StepLog
 from textmill.training.validation import Validation
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from textmill.engines.micro_batches import MicroBatch
+    from textmill.models.base_torch import BaseNet
+
 CHECKED_FILE = "tokens_checked.json"
 """The files that were found intact, with length and modification time: a resumed run does not read them again."""
+LOG_OUTSIDE = "log: metrics belong to a step; call run.log inside the loop over the steps"
 POLL_SECONDS = 0.2
 OVERFITTING_RATIO = 1.005
 """Overfitting is reported if the last valid loss is above the lowest one by this factor."""
@@ -115,7 +122,8 @@ def open_training(
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: complete_config(config, force, ranks))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
-        run_on_all(ranks, lambda: check_own_family(config.model, start.shape, config.engine) if ranks.first else None)
+        own_code = partial(check_own_code, config.model, config.train, start.shape, config.engine)
+        run_on_all(ranks, lambda: own_code() if ranks.first else None)
         if reason := describe_end(config.train, start, run_length):
             if ranks.first:
                 print(f"train: done already: {format_path(run)} ({reason})")
@@ -193,6 +201,14 @@ class DoneTraining:
     def __iter__(self) -> Iterator[TrainingStep]:
         return iter(())
 
+    def log(self, **_metrics: float | Tensor) -> None:
+        """Raises an error: there is no step that metrics could be of."""
+        raise TextmillError(LOG_OUTSIDE)
+
+    def capture(self, _name: str) -> AbstractContextManager[list[Any]]:
+        """Raises an error: no net is loaded."""
+        raise TextmillError("capture: the run is done, so no net is loaded; use textmill.open(RUN).capture(...)")
+
 
 class Training:
     """A run in this process, from its start or resume to its end: the state that all steps share.
@@ -215,6 +231,8 @@ class Training:
         self.folder = config.folder_of("train")
         self.done = start.step
         """Steps done."""
+        self.is_running = False
+        """Whether the loop over the steps has begun and not ended."""
         own_files = own_parts(config.train, last_own_file)
         if (family := find_family_file(start.shape.family)) is not None:
             own_files["model.family"] = family
@@ -230,8 +248,10 @@ class Training:
     def __iter__(self) -> Iterator[TrainingStep]:
         return self.steps
 
-    def log(self, **metrics: float) -> None:
+    def log(self, **metrics: float | Tensor) -> None:
         """Log metrics of the last step, or of the one that is being computed, in the first process."""
+        if not self.is_running:
+            raise TextmillError(LOG_OUTSIDE)
         self.trackers.log(self.done, {name: float(value) for name, value in metrics.items()})
 
     @contextmanager
@@ -264,6 +284,7 @@ class Training:
         def read(step: int) -> Batch:
             return batches.batch_at(step, self.engine.samples_of(batches.sizes.size_at(step)))
 
+        self.is_running = True
         try:
             for step, batch in prefetch(read, range(self.start.step, self.run_length.steps)):
                 if step == self.run_length.steps or self.validation.stops_early:
@@ -279,6 +300,7 @@ class Training:
             if self.first:
                 self.trackers.note(describe_best(self.folder))
         finally:
+            self.is_running = False
             self.saver.join()
             self.trackers.close()
 
@@ -382,16 +404,16 @@ class TrainingStep:
         """Counted from 1."""
         self.learning_rate = learning_rate
         self._passes: Any = None
-        self._current: Any = None
+        self._current: MicroBatch | None = None
         self._needs_loss = False
         self._result: Step | None = None
-        self._micro_batches: Iterator[Any] | None = None
+        self._micro_batches: Iterator[MicroBatch] | None = None
 
     def run(self) -> None:
         """The passes and the update that the settings describe."""
         self._result = self.engine.train_step(self.samples, self.number - 1, self.learning_rate)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         """The micro-batches on the device, of this process: a loss of each must go to `backward`."""
         engine: Any = self.engine
         if not hasattr(engine, "open_step"):
@@ -409,27 +431,28 @@ class TrainingStep:
         self._result = self._passes.result
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> MicroBatch:
         """The micro-batch of a step that has only one."""
         if self._micro_batches is None:
             self._micro_batches = iter(self)
             next(self._micro_batches)
+        assert self._current is not None
         return self._current
 
     @property
-    def net(self) -> Any:
+    def net(self) -> BaseNet:
         """The net, a torch module: `net(ids)` are hidden states, `net.logits(hidden)` their logits."""
-        return self.engine.net  # type: ignore[attr-defined]
+        return self.engine.net  # type: ignore[attr-defined,no-any-return]
 
-    def logits(self, batch: Any) -> Any:
+    def logits(self, batch: MicroBatch) -> Tensor:
         """The logits [N, T, vocabulary] of a micro-batch, in fp32: they take much more memory than `loss`."""
-        return self._passes.logits(batch)
+        return self._passes.logits(batch)  # type: ignore[no-any-return]
 
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch: MicroBatch) -> Tensor:
         """The loss that the settings describe."""
-        return self._passes.loss(batch)
+        return self._passes.loss(batch)  # type: ignore[no-any-return]
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a micro-batch's loss."""
         self._passes.backward(loss)
         self._needs_loss = False
