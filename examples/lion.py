@@ -9,6 +9,8 @@ from torch import Tensor
 
 STATE = ("momentum",)
 """The tensors of each weight that are saved: zeros before the first update."""
+ELEMENTWISE = True
+"""Each number is updated alone, so that a process may update its part of a weight."""
 
 
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:

@@ -8,14 +8,20 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from bench.kill_train import hash_checkpoint, read_metrics, train_arguments
 from tests.support.together import run_together
 from textmill.cli import main
+from textmill.config import TrainConfig
 from textmill.config.own_files import load_part, open_own_file
+from textmill.engines.meshes import Mesh
+from textmill.engines.optimizers import check_optimizer_mesh
+from textmill.errors import TextmillError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCHEDULE = """
@@ -111,6 +117,91 @@ def test_an_edited_file_does_not_change_what_runs(tmp_path: Path) -> None:
     assert load_part(str(path), "train.loss", "part")() == 1
     open_own_file(str(path), "train.loss", "part")
     assert load_part(str(path), "train.loss", "part")() == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100)", "with doubled batch.weights the loss is"),
+        ("(losses * batch.weights.flatten()).mean()", "the losses of two halves of a batch add up to"),
+        ("(losses * batch.weights.flatten()).sum() + 0.01 * logits.logsumexp(-1).square().sum()", "have a gradient"),
+        ("(losses * batch.weights.flatten()).sum().log() - torch.inf", "returns -inf; return a finite loss"),
+        ("losses", "fails with RuntimeError: grad can be implicitly created only for scalar outputs"),
+    ],
+)
+def test_a_loss_that_breaks_its_contract(
+    root: Path, tmp_path: Path, body: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first step, since micro-batches and processes would change the numbers without a word."""
+    (tmp_path / "loss.py").write_text(
+        "import torch\nimport torch.nn.functional as F\n\ndef loss(logits, batch):\n"
+        "    labels = batch.labels.flatten().long()\n"
+        "    losses = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction='none')\n"
+        f"    return {body}\n"
+    )
+    assert train(root, "wrong_loss", f"train.loss={tmp_path / 'loss.py'}") == 2
+    assert message in capsys.readouterr().err
+    assert not (root / "wrong_loss").exists()
+
+
+def test_an_optimizer_with_state_of_other_shapes(root: Path) -> None:
+    """SOAP's matrices and its count of updates are saved: a resumed run has the bits of one that was not stopped."""
+    given = [f"train.optimizer={EXAMPLES / 'soap.py'}", "train.learning_rate=3e-3", "model.shape.layers=1"]
+    assert train(root, "soap", *given) == 0
+    shutil.copytree(root / "soap", root / "soap_resumed")
+    shutil.rmtree(root / "soap_resumed" / "step-0000008")
+    assert train(root, "soap_resumed", *given) == 0
+    assert hash_checkpoint(root / "soap_resumed", 8) == hash_checkpoint(root / "soap", 8)
+    state = load_file(root / "soap" / "step-0000008" / "optimizer.safetensors")
+    width = state["momentum/transformer.h.0.attn.c_attn.weight"].shape
+    sizes = {tuple(state[f"{name}/transformer.h.0.attn.c_attn.weight"].shape) for name in ("left", "right_basis")}
+    assert sizes == {(size, size) for size in width}
+    assert state["steps/transformer.h.0.attn.c_attn.weight"] == 8
+    basis = state["left_basis/transformer.h.0.mlp.c_fc.weight"]
+    assert abs(basis @ basis.T - np.eye(len(basis))).max() < 1e-4
+    assert "m/transformer.wte.weight" in state, "AdamW updates what `takes` leaves"
+    with pytest.raises(TextmillError, match="does not say that its update works on each number alone"):
+        check_optimizer_mesh(TrainConfig(optimizer=str(EXAMPLES / "soap.py")), Mesh(shard=2))
+    check_optimizer_mesh(TrainConfig(optimizer=str(EXAMPLES / "soap.py")), Mesh(replicate=2))
+    check_optimizer_mesh(TrainConfig(optimizer=str(EXAMPLES / "lion.py")), Mesh(shard=2))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "def update(parameter, gradient, state, lr, decay): parameter = parameter - lr * gradient",
+            "changed no weight",
+        ),
+        (
+            "import torch\ndef new_state(parameter): return {'sums': torch.zeros(2).double()}\n"
+            "def update(parameter, gradient, state, lr, decay): parameter.sub_(lr * gradient)",
+            "new_state returns torch.float64 as 'sums'; give tensors of torch.float32",
+        ),
+    ],
+)
+def test_mistakes_in_an_optimizer(
+    root: Path, tmp_path: Path, code: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    run = f"wrong_{len(code)}"
+    assert train(root, run, f"train.optimizer={tmp_path / 'mine.py'}") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_state_that_an_update_replaces_is_kept(root: Path, tmp_path: Path) -> None:
+    """`state["momentum"] = ...` is as good as a change in place."""
+    in_place = "state['momentum'].mul_(0.9).add_(gradient)"
+    replaced = "state['momentum'] = state['momentum'] * 0.9 + gradient"
+    for name, change in (("in_place", in_place), ("replaced", replaced)):
+        (tmp_path / f"{name}.py").write_text(
+            "STATE = ('momentum',)\n"
+            f"def update(parameter, gradient, state, lr, decay):\n    {change}\n"
+            "    parameter.sub_(state['momentum'] * lr)\n"
+        )
+        given = [f"train.optimizer={tmp_path / name}.py", "train.learning_rate=0.1", "model.shape.layers=1"]
+        assert train(root, name, *given, steps=4) == 0
+    assert hash_checkpoint(root / "in_place", 4) == hash_checkpoint(root / "replaced", 4)
 
 
 @pytest.mark.long

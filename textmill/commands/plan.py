@@ -32,7 +32,7 @@ from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device
 from textmill.engines import Engine, open_engine
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator, is_compiled
-from textmill.engines.optimizers import state_names
+from textmill.engines.optimizers import state_sizes
 from textmill.engines.speed import RATES, Cluster, Layout, StepTime, cluster_of, step_time
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
@@ -318,7 +318,7 @@ def trained_weights(shape: Shape, train: TrainConfig, lora: LoraConfig | None) -
 
 def disk_of(train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None) -> dict[str, int]:
     """Bytes of a checkpoint with `saved` parameters, of all checkpoints that are kept, and of the token store."""
-    state = _count(weight for weight in trained for _ in state_names(weight, train))
+    state = sum(size for weight in trained for size in state_sizes(weight, train))
     state += _count(trained) if train.ema_window else 0
     checkpoint = 4 * (saved + state)
     keep = train.checkpoints.keep + 1  # the best one may be older

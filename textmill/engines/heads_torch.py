@@ -7,7 +7,9 @@ Shapes in names: N samples, K labels of a sample, M tokens, E width, C classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,8 @@ from textmill.models.base_torch import BaseNet, CompiledParts
 from textmill.tokens.batches.batch import IGNORED
 
 AUXILIARY_LOSS = "auxiliary_loss"
+LOSS_TOLERANCE = 1e-3
+"""Largest relative difference between losses that must be equal, in `check_own_loss`."""
 
 
 def forward_heads(
@@ -217,6 +221,56 @@ class LabelStates:
     def sums(self, tensor: TensorParallel | None = None) -> list[Tensor]:
         """The summed loss and the number of correct predictions."""
         return [self.losses_M.sum(), self.correct_M.sum()]
+
+
+def check_own_loss(train: TrainConfig, vocab: int) -> None:
+    """Refuse a loss of the user's own, if micro-batches and processes would change it, on a few random logits: it must
+    be a sum over tokens with a label, each multiplied by its weight."""
+    if not is_own_file(train.loss):
+        return
+    own_loss = load_part(train.loss, "train.loss", "loss")
+    random = torch.Generator().manual_seed(1)
+    logits_NTV = torch.randn(4, 6, vocab, generator=random)
+    labels_NT = torch.randint(0, vocab, (4, 6), generator=random, dtype=torch.int32)
+    labels_NT[:, 4:] = IGNORED
+    labels_NT[0, 0] = IGNORED
+    weights_NT = torch.rand(4, 6, generator=random) * (labels_NT != IGNORED)
+
+    def loss_and_gradient(rows: slice, factor: float = 1.0) -> tuple[float, Tensor]:
+        empty: dict[str, Any] = dict.fromkeys(MicroBatch._fields)
+        given = {
+            "inputs": labels_NT[rows].clamp(min=0),
+            "labels": labels_NT[rows],
+            "weights": weights_NT[rows] * factor,
+        }
+        documents_NT = torch.ones_like(given["inputs"])
+        logits = logits_NTV[rows].clone().requires_grad_()
+        try:
+            loss = own_loss(logits, MicroBatch(**{**empty, **given, "documents": documents_NT}))
+            loss.backward()
+        except Exception as error:
+            raise TextmillError(f"train.loss: {train.loss} fails with {type(error).__name__}: {error}") from error
+        value = float(loss.detach())
+        if logits.grad is None or not math.isfinite(value):
+            raise TextmillError(f"train.loss: {train.loss} returns {value}; return a finite loss of the logits")
+        return value, logits.grad
+
+    whole, gradient_NTV = loss_and_gradient(slice(None))
+    halves = loss_and_gradient(slice(0, 2))[0] + loss_and_gradient(slice(2, None))[0]
+    doubled, _ = loss_and_gradient(slice(None), 2.0)
+    bound = LOSS_TOLERANCE * max(abs(whole), 1e-3)
+    wrong = None
+    if gradient_NTV[labels_NT == IGNORED].any():
+        wrong = "tokens without a label (-100) have a gradient"
+    elif abs(doubled - 2 * whole) > bound:
+        wrong = f"with doubled batch.weights the loss is {doubled:.4g}, not twice {whole:.4g}"
+    elif abs(halves - whole) > bound:
+        wrong = f"the losses of two halves of a batch add up to {halves:.4g}, that of the batch is {whole:.4g}"
+    if wrong:
+        raise TextmillError(
+            f"train.loss: {train.loss}: {wrong}; return (losses * batch.weights).sum(), with a loss of 0 where "
+            "batch.labels is -100, or micro-batches and processes change the result (docs/own-parts.md)"
+        )
 
 
 def term_names(net: BaseNet, distil: DistilConfig) -> tuple[str, ...]:

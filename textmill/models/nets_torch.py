@@ -114,14 +114,19 @@ def fill(
 
 
 def match_optimizer_state(
-    net: BaseNet, named: Iterable[Named], where: str
+    net: BaseNet,
+    named: Iterable[Named],
+    where: str,
+    is_like_weight: Callable[[str, Weight, nn.Parameter], bool] = lambda _kind, _weight, _parameter: True,
 ) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
-    """For each tensor of optimizer state: its kind, its weight and parameter, and its values in memory layout."""
+    """For each tensor of optimizer state: its kind, its weight and parameter, and its values in memory layout; state of
+    another shape than the weight's is stored in that layout."""
     parameters = parameters_of(net)
     for name, values in named:
         kind, _, weight_name = name.partition("/")
         weight, parameter = parameters[weight_name]
-        yield kind, weight, parameter, torch.tensor(lay_out_weight(weight, values, where))
+        is_like = is_like_weight(kind, weight, parameter)
+        yield kind, weight, parameter, torch.tensor(lay_out_weight(weight, values, where) if is_like else values)
 
 
 def checkpoint_tensors(
@@ -130,15 +135,20 @@ def checkpoint_tensors(
     prefix: str = "",
     wanted: Callable[[str], bool] = lambda _: True,
     gather: Callable[[Weight, nn.Parameter, Tensor], Tensor] = lambda _weight, _parameter, own: own,
+    is_like_weight: Callable[[Weight, nn.Parameter], bool] = lambda _weight, _parameter: True,
 ) -> Iterator[Named]:
-    """Host copies of the wanted parameters' tensors, in checkpoint names and layout; `gather` joins shards."""
+    """Host copies of the wanted parameters' tensors, in checkpoint names and layout; `gather` joins shards. Tensors of
+    another shape than the weight's are copied as they are."""
     for name, (weight, parameter) in parameters_of(net).items():
         if parameter not in tensors:
             continue
-        tensor = gather(weight, parameter, tensors[parameter].detach())
+        tensor = tensors[parameter].detach()
+        is_like = is_like_weight(weight, parameter)
+        if is_like:
+            tensor = gather(weight, parameter, tensor)
         if not wanted(prefix + name):
             continue
-        yield prefix + name, host_copy(to_checkpoint(weight, tensor.float())).numpy()
+        yield prefix + name, host_copy(to_checkpoint(weight, tensor.float()) if is_like else tensor).numpy()
 
 
 def host_copy(tensor: Tensor) -> Tensor:

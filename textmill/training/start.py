@@ -410,6 +410,15 @@ def check_start(config: RunConfig) -> Shape:
     return shape
 
 
+def check_own_code(model: ModelConfig, train: TrainConfig, shape: Shape, engine: EngineConfig) -> None:
+    """Refuse a family or a loss in the user's own file that breaks its contract."""
+    check_own_family(model, shape, engine)
+    if is_own_file(train.loss) and engine.kind == "torch":
+        from textmill.engines.heads_torch import check_own_loss
+
+        check_own_loss(train, shape.vocab)
+
+
 def check_own_family(model: ModelConfig, shape: Shape, engine: EngineConfig) -> None:
     """Refuse a family in the user's own file that breaks the contract of families; those of textmill have tests."""
     if find_family_file(shape.family) is not None:

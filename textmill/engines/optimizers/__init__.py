@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.config.own_files import is_own_file, last_own_file
+from textmill.engines.meshes import Mesh
 from textmill.engines.parallel_torch import Parallel
+from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import parameters_of
@@ -33,6 +35,8 @@ from textmill.models.parameter_groups import Rule, rules_of
 
 ADAMW = "adamw"
 """The optimizer of all weights that `train.optimizer` does not take."""
+MOST_UNCHANGED = 3
+"""Updates of the user's own optimizer that may change no weight; SOAP's first one does not."""
 
 
 class Member(NamedTuple):
@@ -72,56 +76,117 @@ def optimizer_of(weight: Weight, train: TrainConfig) -> str:
     return train.optimizer if open_optimizer(train.optimizer).takes(weight) else ADAMW
 
 
+def check_optimizer_mesh(train: TrainConfig, mesh: Mesh) -> None:
+    """Refuse a mesh on which an optimizer of the user's own would see a part of a weight instead of all of it."""
+    if not is_own_file(train.optimizer) or mesh.shard == mesh.tensor == 1:
+        return
+    if not getattr(last_own_file(train.optimizer, "train.optimizer", "update").module, "ELEMENTWISE", False):
+        key = "shard" if mesh.shard > 1 else "tensor"
+        raise TextmillError(
+            f"train.optimizer: with engine.mesh.{key} a process has a part of each weight, and {train.optimizer} does "
+            "not say that its update works on each number alone; if it does, write ELEMENTWISE = True in the file, "
+            "else use engine.mesh.replicate"
+        )
+
+
 def state_names(weight: Weight, train: TrainConfig) -> tuple[str, ...]:
     """The names of the tensors of a weight's optimizer state."""
     names: tuple[str, ...] = open_optimizer(optimizer_of(weight, train)).STATE
     return names
 
 
+def state_sizes(weight: Weight, train: TrainConfig) -> list[int]:
+    """The numbers in each tensor of a weight's optimizer state, as a checkpoint has them."""
+    optimizer = open_optimizer(optimizer_of(weight, train))
+    if isinstance(optimizer, OwnOptimizer):
+        state = optimizer.new_state(torch.empty(weight.memory_shape, device="meta"))
+        return [weight.size if name in optimizer.STATE else tensor.numel() for name, tensor in state.items()]
+    return [weight.size] * len(optimizer.STATE)
+
+
 class OwnOptimizer:
-    """The functions of such a file, made from those of the user's own: `update`, STATE and optionally `takes`.
+    """The functions of such a file, made from those of the user's own: `update`, STATE or `new_state`, and `takes`.
 
     `update(parameter, gradient, state, lr, decay)` changes a parameter in place; with `engine.mesh.shard` a parameter
-    is this rank's part. A skipped update is decided on the host, which waits for the device."""
+    is this rank's part. `state` may be changed in place, or get new tensors. A skipped update is decided on the host,
+    which waits for the device."""
 
     def __init__(self, module: Any) -> None:
-        self.update = module.update
+        self.module = module
         self.STATE: tuple[str, ...] = tuple(getattr(module, "STATE", ()))
         self.takes = getattr(module, "takes", lambda weight: True)
+        self.unchanged: int | None = 0
+        """Updates so far that changed no weight; None: one did."""
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter before its first update: zeros like it, and those of the file's `new_state`, which
+        may have any shape."""
+        state = {name: torch.zeros_like(parameter) for name in self.STATE}
+        if not hasattr(self.module, "new_state"):
+            return state
+        with torch.device(parameter.device), torch.no_grad():
+            own = self.module.new_state(parameter)
+        for name, tensor in own.items():
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+                found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TextmillError(
+                    f"train.optimizer: new_state returns {found} as '{name}'; give tensors of torch.float32, since a "
+                    "checkpoint has no others"
+                )
+            state[name] = tensor
+        return state
 
     def adamw_rate(self, train: TrainConfig) -> float:
         """AdamW's rate for the weights that `takes` leaves to it."""
         return train.muon.adamw_rate_factor
 
     def state_bytes(self, members: list[Member], parallel: Parallel) -> int:
-        """A tensor of each name for this rank's parts."""
-        return len(self.STATE) * sum(parallel.local(member.parameter).nbytes for member in members)
+        """The tensors of the state for this rank's parts."""
+        parts = [torch.empty(parallel.local(member.parameter).shape, device="meta") for member in members]
+        return sum(tensor.nbytes for part in parts for tensor in self.new_state(part).values())
 
     def new_optimizer(self, members: list[Member], *_: Any, compiled: bool) -> OwnOptimizer:
         """For these weights."""
         self.members = members
-        self.tensors = {
-            name: {member.parameter: torch.zeros_like(member.parameter) for member in members} for name in self.STATE
-        }
+        self.states = {member.parameter: self.new_state(member.parameter.detach()) for member in members}
         return self
+
+    def is_like_weight(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's state of this name has its shape."""
+        return name in self.STATE or name not in self.states[parameter]
 
     @torch.no_grad()
     def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
         """One update of every weight."""
         if not updated:
             return
+        changes = self.unchanged is None or not lr
         for _, parameter, rule in self.members:
-            if parameter.grad is not None:
-                state = {name: tensors[parameter] for name, tensors in self.tensors.items()}
-                self.update(parameter, parameter.grad * gradient_factor, state, lr * rule.rate, rule.decay)
+            if parameter.grad is None:
+                continue
+            before = None if changes else parameter.clone()
+            gradient = parameter.grad * gradient_factor
+            self.module.update(parameter, gradient, self.states[parameter], lr * rule.rate, rule.decay)
+            changes = changes or not gradient.any() or not torch.equal(before, parameter)
+        if self.unchanged is not None and lr:
+            self.unchanged = None if changes else self.unchanged + 1
+        if self.unchanged == MOST_UNCHANGED:
+            raise TextmillError(
+                f"train.optimizer: {MOST_UNCHANGED} updates by {self.module.__file__} changed no weight; change it in "
+                "place, such as parameter.add_(direction, alpha=-lr)"
+            )
 
     def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
         """The state by its names."""
-        return self.tensors
+        named: dict[str, dict[nn.Parameter, Tensor]] = {}
+        for parameter, state in self.states.items():
+            for name, tensor in state.items():
+                named.setdefault(name, {})[parameter] = tensor
+        return named
 
     def load_state(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         """Set the state of a parameter."""
-        self.tensors[name][parameter].copy_(values)
+        self.states[parameter][name].copy_(values)
 
 
 class Optimizer:
@@ -183,9 +248,14 @@ class Optimizer:
         """Updates done, without skipped ones."""
         return int(self.done)
 
-    def state_weights(self) -> list[Weight]:
-        """The weight of each tensor of optimizer state after the first update: AdamW has two for each weight."""
-        return [weight for weight, _ in self.weights for _ in state_names(weight, self.train)]
+    def state_sizes(self) -> list[int]:
+        """The numbers in each tensor of optimizer state after the first update: AdamW has two for each weight."""
+        return [size for weight, _ in self.weights for size in state_sizes(weight, self.train)]
+
+    def is_like_weight(self, name: str, weight: Weight, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's state of this name has the shape of the weight, and is stored as it is."""
+        optimizer = self.optimizers.get(optimizer_of(weight, self.train))
+        return not isinstance(optimizer, OwnOptimizer) or optimizer.is_like_weight(name, self.local_parts[parameter])
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
         """The optimizer state by name, of each parameter of the net; none before the first update."""
