@@ -434,7 +434,8 @@ class Passes:
         self.reported = self.added = self.loss_of_settings = None
 
     def _note_logits(self, micro_batch: MicroBatch) -> None:
-        self.logits_size = max(self.logits_size, tuple(micro_batch.inputs.shape))
+        samples, tokens = micro_batch.inputs.shape
+        self.logits_size = max(self.logits_size, (samples, tokens))
 
     def describe_logits(self) -> str | None:
         """What a loss on all logits needs, if there was one: the built-in loss has a chunk of them at a time."""

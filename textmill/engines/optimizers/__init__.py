@@ -167,7 +167,7 @@ class OwnOptimizer:
             before = None if changes else parameter.clone()
             gradient = parameter.grad * gradient_factor
             self.module.update(parameter, gradient, self.states[parameter], lr * rule.rate, rule.decay)
-            changes = changes or not gradient.any() or not torch.equal(before, parameter)
+            changes = changes or before is None or not torch.equal(before, parameter) or not gradient.any()
         if self.unchanged is not None and lr:
             self.unchanged = None if changes else self.unchanged + 1
         if self.unchanged == MOST_UNCHANGED:
