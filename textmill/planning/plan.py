@@ -2,7 +2,7 @@
 
 `plan_for` is the entry point. For each width it computes how many epochs of the text fit in the time, and chooses the
 largest net that still sees the text often enough. Batch, rates and weight decay follow from that (`auto_settings`).
-docs/autopilot.md lists every constant with its source; the measurements are in bench/LOG.md.
+docs/autopilot.md has the rules, bench/LOG.md the measurements behind the constants.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from textmill.training.auto_preset import MAX_EPOCHS, auto_settings, best_batch_
 WIDTHS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
 VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
-BYTES_PER_PIECE = 800
-MANY_BYTES_PER_PIECE = 1600
+BYTES_PER_ENTRY = 800
+MANY_BYTES_PER_ENTRY = 1600
 """Bytes of text for each vocabulary entry, so that most entries are seen often enough to be learnt. The second, if time
 is left over: a smaller vocabulary then only makes overfitting harder."""
 FLOPS_PER_PARAMETER = 6
@@ -34,7 +34,7 @@ MIN_HELD_OUT_BYTES = 20_000
 MIN_HELD_OUT_DOCUMENTS = 5
 """What each of the valid and test splits has at least, as long as that is not more than a tenth of the text."""
 EMBEDDING_RATE_FACTOR = 4.0
-"""With such a head: the learning rate of the embeddings, as a multiple of the head's."""
+"""If the head has weights of its own: the learning rate of the embeddings, as a multiple of the head's."""
 MASKED = 0.15
 """The fraction of tokens that a model for masked tokens predicts; its head is computed for these only."""
 MAX_LENGTH = 1024
@@ -365,21 +365,21 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     """A net of each width, with its best vocabulary and the epochs that fit in the seconds."""
 
-    def candidate(width: int, bytes_per_piece: int) -> _Candidate:
-        vocab = _vocab(text, width, predicted_fraction, bytes_per_piece)
+    def candidate(width: int, bytes_per_entry: int) -> _Candidate:
+        vocab = _vocab(text, width, predicted_fraction, bytes_per_entry)
         unique_tokens = text.train_bytes / text.bytes_per_token[vocab]
         parameters = _Candidate(vocab, width, unique_tokens, 0, predicted_fraction).multiplied_parameters
         run_tokens = seconds * machine.flops(parameters) / (FLOPS_PER_PARAMETER * parameters)
         return _Candidate(vocab, width, unique_tokens, run_tokens / unique_tokens, predicted_fraction)
 
     for width in WIDTHS:
-        small_vocab = candidate(width, MANY_BYTES_PER_PIECE)
-        yield small_vocab if small_vocab.epochs > MAX_EPOCHS else candidate(width, BYTES_PER_PIECE)
+        small_vocab = candidate(width, MANY_BYTES_PER_ENTRY)
+        yield small_vocab if small_vocab.epochs > MAX_EPOCHS else candidate(width, BYTES_PER_ENTRY)
 
 
-def _vocab(text: TextProfile, width: int, predicted_fraction: float, bytes_per_piece: int) -> int:
+def _vocab(text: TextProfile, width: int, predicted_fraction: float, bytes_per_entry: int) -> int:
     """The vocabulary that makes a pass over the text cheapest, among those whose entries are seen often enough."""
-    allowed = [vocab for vocab in text.bytes_per_token if vocab * bytes_per_piece <= text.train_bytes]
+    allowed = [vocab for vocab in text.bytes_per_token if vocab * bytes_per_entry <= text.train_bytes]
 
     def cost_per_byte(vocab: int) -> float:
         net = _Candidate(vocab, width, 1.0, 0, predicted_fraction)
