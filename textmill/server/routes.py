@@ -159,7 +159,7 @@ class Api:
         inputs: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
         if inputs and isinstance(inputs[0], int):
             inputs = [inputs]
-        _check_count(service, len(inputs), "input")
+        _check_count(len(inputs), "input")
         encoded = await asyncio.to_thread(_encode, service, encoder, inputs, bool(body.truncate))
         request = EmbedRequest(tuple(tuple(text.ids.tolist()) for text in encoded))
         tokens = sum(len(ids) for ids in request.ids)
@@ -177,7 +177,7 @@ class Api:
             advice = "use POST /v1/completions" if service.generates else "use POST /v1/embeddings"
             raise HttpError(400, f"this model does not predict masked tokens; {advice}", code="cannot_fill")
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        _check_count(service, len(prompts), "prompt")
+        _check_count(len(prompts), "prompt")
         tokens = await asyncio.to_thread(_check_prompts, masked_texts, prompts)
         top_k = body.top_k or DEFAULT_CHOICES
         _check_choices(sum(prompt.count(masked_texts.mask) for prompt in prompts), top_k)
@@ -337,7 +337,7 @@ def _check_prompts(texts: MaskedTexts, prompts: list[str]) -> int:
     return tokens
 
 
-def _check_count(service: Service, count: int, field: str) -> None:
+def _check_count(count: int, field: str) -> None:
     if not count:
         raise HttpError(400, f"{field}: is empty; send at least one text", field=field)
     if count > MAX_INPUTS:

@@ -17,7 +17,7 @@ from textmill.track import read_or_create_id
 class Trackio:
     """One run of Trackio; a resumed training continues it and adds no point twice."""
 
-    def __init__(self, config: TrackConfig, folder: Path, run_id: str, start: int, settings: dict[str, Any]) -> None:
+    def __init__(self, config: TrackConfig, run_id: str, start: int, settings: dict[str, Any]) -> None:
         name = f"{config.name} {run_id.rpartition('-')[2]}" if config.name else run_id
         with redirect_stdout(io.StringIO()):
             self._run = trackio.init(
@@ -52,4 +52,4 @@ class Trackio:
 def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> Trackio:
     """A run in Trackio's own folder (TRACKIO_DIR); view it with `trackio show`."""
     folder = folder.resolve()
-    return Trackio(config, folder, read_or_create_id(folder / "trackio", folder.name, start), start, settings)
+    return Trackio(config, read_or_create_id(folder / "trackio", folder.name, start), start, settings)

@@ -204,7 +204,7 @@ def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: 
         for number, spans in enumerate(example_conversations(store, tokenizer, length, train.chat.truncate), 1):
             print_conversation(f"sample {number}", spans)
     print(_format_counts(counts, length, tokenizer), flush=True)
-    _check_counts(counts, train, length, tokenizer)
+    _check_counts(counts, length, tokenizer)
     _warn_about_counts(counts, train, length)
     _check_overlap(stores, data.stores("valid"))
 
@@ -392,7 +392,7 @@ def _check_special_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
         )
 
 
-def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer: TextTokenizer) -> None:
+def _check_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) -> None:
     if not counts.loss_tokens:
         raise TextmillError(
             f"no token has loss: none of {counts.conversations:,} conversations has an assistant's turn that is not "
