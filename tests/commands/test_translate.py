@@ -1,4 +1,4 @@
-"""`textmill from`: the commands in the READMEs of five tools become configs that load, and no option is lost."""
+"""`textmill from`: the commands of other tools become configs that load and train, and no option is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.folder": "checkpoints/pretrain",
         "engine.kind": "deepspeed",
         "track.project": "dsgpt2",
-        "track.wandb.offline": False,
         "sample.min_tokens": 100,
     },
     "megatron-deepspeed-preprocess": {
@@ -78,6 +77,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.freeze": ["wpe"],
         "train.batch": 250,
         "tokenizer.use": "gpt2",
+        "train.layout": "padded",
     },
     "huggingface-distil-distributed": {"train.distil.labels": 0.33, "train.batch": 1000},
     "huggingface-extract": {"model.init_layers": [0, 2, 4, 7, 9, 10], "model.init_from": "gpt2"},
@@ -99,6 +99,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "tokens.features.stride": 128,
     },
     "jax-lm-train": {
+        "track.kinds": ["wandb"],
+        "track.wandb.offline": None,
         "tokens.use_valid": ["dataset/wikitext.test**"],
         "model.size": "small",
         "model.shape.dropout": 0.1,
@@ -106,6 +108,28 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "engine.kind": "jax",
         "train.length": 256,
         "train.betas": [0.9, 0.98],
+    },
+    "nanogpt": {"tokenizer.vocab": 260, "train.batch": 480, "train.evaluate_batch": 12, "track.kinds": []},
+    "litgpt-lora": {"model.lora.rank": 16, "train.learning_rate": 2e-4, "train.evaluate_batch": 2, "train.epochs": 5},
+    "huggingface-mlm": {
+        "corpus.documents": "line",
+        "model.size": "base",
+        "model.shape.dropout": 0.1,
+        "train.batch": 16,
+        "train.evaluate_every": 10000,
+        "train.masked.probability": 0.2,
+        "train.masked.whole_words": False,
+    },
+    "megatron-today": {
+        "model.family": "llama",
+        "model.shape.kv_heads": 8,
+        "model.shape.untied": True,
+        "train.batch": 8,
+        "train.warmup": 1250,
+        "train.decay_samples": 950000,
+        "engine.mesh.tensor": 2,
+        "engine.mesh.shard": 8,
+        "track.kinds": ["tensorboard"],
     },
 }
 
@@ -220,7 +244,7 @@ NANOGPT = "python train.py --wandb_project=p --batch_size=8"
 LITGPT_LORA = "litgpt finetune_lora some/model --train.micro_batch_size 2 --data JSON --data.json_path a.json"
 QUANTITIES: list[tuple[str, dict[str, Any]]] = [
     (NANOGPT, {"track.kinds": [], "train.evaluate_batches": 200, "train.evaluate_batch": 8, "train.warmup": 2000}),
-    (f"{NANOGPT} --wandb_log=True", {"track.kinds": ["wandb"], "track.project": "p", "track.wandb.offline": False}),
+    (f"{NANOGPT} --wandb_log=True", {"track.kinds": ["wandb"], "track.project": "p", "track.wandb.offline": None}),
     (
         f"{NANOGPT} --decay_lr=False",
         {"train.schedule": "constant", "train.warmup": 0, "train.decay_steps": None, "train.min_learning_rate": 0},
@@ -739,6 +763,14 @@ TRAINED: dict[str, tuple[str, str]] = {
         """tokens.features.max_length=16
         tokens.features.min_length=4 tokens.features.stride=8 runner.options=[--direct_num_workers=1]""",
     ),
+    "nanogpt": ("nanogpt", "model.shape.positions=16"),
+    "litgpt": ("litgpt-lora", "model.init_from=teacher tokenizer.use=teacher model.lora.rank=2 train.length=32"),
+    "mlm": ("huggingface-mlm", "tokenizer.kind=wordpiece train.save_every=2 model.shape.positions=16"),
+    "megatron-today": (
+        "megatron-today",
+        "tokenizer.use=teacher tokens.use=[saved] train.decay_samples=null "
+        "model.shape.kv_heads=1 model.shape.inner=16 model.shape.positions=16 engine.mesh.tensor=1 engine.mesh.shard=1",
+    ),
 }
 
 
@@ -776,7 +808,10 @@ def test_a_translated_config_trains(tool: str, tiny_texts: Path, monkeypatch: py
     if tool == "jax-lm":
         own_settings.remove("runner.workers=1")
         Path("new.yaml").write_text(text.replace("hf:wikitext:wikitext-103-v1:train", "train.txt"))
-    elif tool not in ("huggingface", "tokenized", "distil", "distil-distributed"):
+    elif tool == "litgpt":
+        rows = [{"instruction": f"What is {number}?", "output": "The mill stands."} for number in range(20)]
+        Path("questions.json").write_text(json.dumps(rows))
+    elif tool not in ("huggingface", "mlm", "tokenized", "distil", "distil-distributed", "megatron-today"):
         own_settings.append(f"corpus.sources={tiny_texts}/*.txt")
     assert main(["run", "new.yaml", *own_settings]) == 0
     rows = [json.loads(line) for line in Path("out/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]

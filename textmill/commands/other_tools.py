@@ -52,6 +52,7 @@ SCRIPTS = (
     (r"extract\w*", "extract", ""),
     (r"binarized_data", "binarize", "corpus.documents=line"),
     (r"token_counts", "counts", ""),
+    (r"train(?=.*--(student|teacher))", "distil", "train.layout=padded"),
     (r"train\w*(?=.*--(student|teacher))", "distil", ""),
     (r"train", "nanogpt", ""),
     (r"sample", "nanogpt-sample", ""),
@@ -70,7 +71,8 @@ LITGPT_FINETUNE = f"""{LITGPT} --global_batch_size 16 --micro_batch_size 1 --epo
 DSGPT2_FOLDERS = "--vocab_load_dir ./vocab --vocab_id_dir vocab_50257 --ckpt_dir ./checkpoints --workspace test0"
 DEFAULTS = {
     "megatron": """--split 969,30,1 --lr-decay-style linear --warmup 0 --adam-beta1 0.9 --adam-beta2 0.999
-        --weight-decay 0.01 --clip-grad 1.0 --log-interval 100 --eval-interval 1000 --eval-iters 100 --seed 1234""",
+        --weight-decay 0.01 --clip-grad 1.0 --log-interval 100 --eval-interval 1000 --eval-iters 100 --seed 1234
+        --hidden-dropout 0.1 --attention-dropout 0.1""",
     "hf": """--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --num_train_epochs 3 --learning_rate 5e-5
         --lr_scheduler_type linear --warmup_steps 0 --weight_decay 0 --adam_beta1 0.9 --adam_beta2 0.999
         --max_grad_norm 1.0 --seed 42 --logging_steps 500 --save_steps 500 --per_device_eval_batch_size 8""",
@@ -671,7 +673,7 @@ def _wandb(pasted: Pasted, name: str) -> Settings | str:
         "wandb_entity": "track.wandb.entity",
     }
     own = {keys[name]: pasted.text(name)} if name in keys else {}
-    return {"track.kinds": ["wandb"], "track.wandb.offline": False, **own}
+    return {"track.kinds": ["wandb"], **own}
 
 
 def _evaluation_task(pasted: Pasted, name: str) -> Settings | str:

@@ -279,7 +279,7 @@ TARGETS = {
     "use model.init_layers to start from some blocks of model.init_from, model.shape.layers for their number": "layers",
     "not needed: the folders in train.distil.teachers say what they are": "teacher_type",
     "not needed: every term of train.distil counts tokens with a label only": "restrict_ce_to_mask",
-    "not needed: train.layout=packed fills every sample, so that there is no padding to save": """group_by_size
+    "not available: samples are not grouped by length; train.layout=packed has no padding": """group_by_size
         group_by_length length_column_name train_sampling_strategy""",
     _MASKING: "word_mask word_keep word_rand",
     "not available: weights start with the spread of the published model, 0.02": """initializer_range init_method_std
@@ -501,7 +501,7 @@ RULES: dict[str, tuple[str, str]] = {
     "timeout": ("engine.timeout", "in seconds"),
     "labels": ("train.distil.labels", "one loss of the labels: alpha_clm of GPT-2, alpha_mlm of BERT"),
     "do_sample": ("sample.temperature", "0 for false"),
-    "wandb": ("track.kinds", "tensorboard or wandb; also track.project, track.wandb.entity, track.wandb.offline=false"),
+    "wandb": ("track.kinds", "tensorboard or wandb; also track.project and track.wandb.entity"),
     "evaluation_task": ("evaluate.tasks", "wikitext:FILE or lambada:FILE; evaluate.text for other texts"),
     "evaluated_model": ("model.init_from", "the folder that textmill import wrote, or WHERE of textmill evaluate"),
     "distil_data": ("tokens.use", "binarized_text.pickle; a text goes to corpus.sources"),
