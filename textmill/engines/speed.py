@@ -312,7 +312,7 @@ def optimizer_seconds(trained: list[Weight], cluster: Cluster, layout: Layout) -
 
 
 def ring_seconds(cluster: Cluster, size: float, ranks: int, stride: int) -> float:
-    """An all-gather or reduce-scatter of `size` bytes over ranks `stride` apart; an all-reduce takes twice as long.
+    """An all-gather or reduce-scatter of `size` bytes over every `stride`-th rank; an all-reduce takes twice as long.
 
     The ranks of one machine send to the next machine over all of their network cards.
     """
