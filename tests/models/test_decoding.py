@@ -108,6 +108,10 @@ def check_decoding(net: BaseNet, slots: Slots, ids: list[list[int]], wanted: lis
         found = slots.decode(given, places)
         for row, (text, place) in enumerate(zip(order, places, strict=True)):
             assert (found[row] - wanted[text][place]).abs().max() < 1e-4
+    text = order[0]
+    for place in range(lengths[text] + 8, lengths[text] + 12):
+        [found_V] = slots.decode(torch.tensor([ids[text][place]], device=slots.device), [place])
+        assert (found_V - wanted[text][place]).abs().max() < 1e-4, "the first text goes on alone"
 
 
 def test_a_cpu_gets_the_code_of_the_family_without_capture() -> None:
