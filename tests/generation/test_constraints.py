@@ -12,7 +12,7 @@ import pytest
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
-from textmill.generation.constraints import choice_grammar, json_grammar, lark_grammar, regex_grammar
+from textmill.generation.constraints import TokenTable, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, Request
 
@@ -94,6 +94,30 @@ def test_texts_follow_their_grammar(generator: Generator, temperature: float) ->
     assert re.fullmatch(r"[a-z,()]+", tree[0])
     assert date[1].reason == choice[1].reason == "stop"
     assert tree[1].reason == "length" or tree[0].count("(") == tree[0].count(")")
+
+
+TREE = {"a": {"b": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        (json.dumps(TREE), True),
+        (json.dumps(TREE, separators=(",", ":")), True),
+        (json.dumps(TREE, indent=4), True),
+        (json.dumps(TREE, indent="\t"), True),
+        ('{\n\n"a": {}}', False),
+        ('{"a" \n : {}}', False),
+    ],
+)
+def test_json_has_the_whitespace_that_is_usual(generator: Generator, text: str, allowed: bool) -> None:
+    tokenizer = generator.tokenizer
+    constraint = TokenTable(tokenizer).new_constraint(json_grammar({"type": "object"}, "schema"), (tokenizer.eos_id,))
+    followed = []
+    for id_ in tokenizer.encode(text):
+        followed.append(bool(constraint.allowed()[id_]))
+        constraint.add(id_)
+    assert all(followed) == allowed
 
 
 def test_a_text_is_the_same_alone_and_in_a_batch(generator: Generator) -> None:

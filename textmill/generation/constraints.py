@@ -20,8 +20,8 @@ from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-WHITESPACE = r"[ \n\t]{0,20}"
-"""Between the parts of a JSON text; without an end a model could write nothing else."""
+WHITESPACE = r"( |\n[ \t]{0,20})?"
+"""Between the parts of a JSON text: what JSON is usually written with. A weak model fills its text with more."""
 MAX_LENGTH = 200_000
 """Characters of a grammar."""
 MAX_REASON = 200
