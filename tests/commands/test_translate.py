@@ -275,6 +275,9 @@ QUANTITIES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("pretrain_bert.py --train-data a.json --batch-size 4", {"train.masked.whole_words": False}),
     ("pretrain_bert.py --data-path a --micro-batch-size 4", {"train.masked.whole_words": True}),
+    ("pretrain_gpt.py --deepspeed --zero-stage 0 --fp16", {"engine.zero": 1, "engine.precision": "fp16"}),
+    ("pretrain_gpt.py --deepspeed --zero-stage 0 --bf16", {"engine.zero": 0, "engine.precision": "bf16"}),
+    ("pretrain_gpt.py --position-embedding-type alibi", {"model.family": "gpt2"}),
     ("pretrain_gpt.py --tensorboard-dir t --wandb-project p", {"track.kinds": ["tensorboard", "wandb"]}),
     (
         LITGPT_LORA,

@@ -8,7 +8,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.config.keys import all_fields, suggest_key
-from textmill.config.other_names import BY_TOOL, RULES, TARGETS, VALUES, describe_target, is_reason, target_of
+from textmill.config.other_names import BY_TOOL, PREFIXES, RULES, TARGETS, VALUES, describe_target, is_reason, target_of
 
 OPTIONS = """
 --alpha_ce --alpha_clm --alpha_cos --alpha_mlm --append-eod --batch-size --block_size --cache-dir --cache_dir
@@ -104,6 +104,17 @@ def test_the_table_names_keys_that_exist_and_each_option_once() -> None:
 def test_the_command_line_says_it(option: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", option]) == 2
     assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_options_that_begin_alike_have_one_reason(prefix: str) -> None:
+    assert target_of(f"{prefix}anything") == PREFIXES[prefix]
+    assert is_reason(PREFIXES[prefix])
+
+
+def test_an_option_of_the_table_comes_before_its_prefix() -> None:
+    assert target_of("--muon-momentum") == "train.muon.momentum"
+    assert target_of("--ddp_timeout") == "engine.timeout"
 
 
 def test_letters_alone_are_not_enough_for_a_suggestion() -> None:

@@ -497,8 +497,18 @@ def _weights(pasted: Pasted, name: str) -> Settings | str:
 
 
 def _rope(pasted: Pasted, name: str) -> Settings | str:
-    is_llama = pasted.text(name) in ("rope", "RMSNorm", "")
-    return {"model.family": "llama", "model.size": "small"} if is_llama else "not needed: it is what gpt2 has"
+    text = pasted.text(name)
+    if text in ("rope", "RMSNorm", ""):
+        return {"model.family": "llama", "model.size": "small"}
+    has_it = text in ("learned_absolute", "absolute", "LayerNorm")
+    return (
+        "not needed: it is what gpt2 has" if has_it else "not available: gpt2 has learned positions, llama rotary ones"
+    )
+
+
+def _zero(pasted: Pasted, name: str) -> Settings | str:
+    needs_one = pasted.text(name) == "0" and pasted.is_on("fp16")
+    return {"engine.zero": "1" if needs_one else pasted.text(name)}
 
 
 def _published(pasted: Pasted, name: str) -> Settings | str:

@@ -28,7 +28,7 @@ KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "time", "!", "
 DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 IDLE = set(
     "[ [[ test : true set shift exit return wait sleep echo printf cat cd ls mkdir cp mv rm touch chmod for done "
-    "fi } function pkill kill".split()
+    "fi } function pkill kill clear tee".split()
 )
 """Commands that start nothing; branches of `if` and bodies of loops are read once each."""
 

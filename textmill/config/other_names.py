@@ -67,6 +67,7 @@ TARGETS = {
     "train.weight_decay": "wd weight_decay weight_decay_rate",
     "train.no_weight_decay": "no_decay",
     "train.layer_decay": "layerwise_lr_decay lr_layer_decay",
+    "train.muon.momentum": "muon_momentum",
     "train.optimizer": "optim optimizer class_path",
     "train.label_smoothing": "label_smoothing_factor label_smoothing",
     "train.loss": "loss_type",
@@ -184,7 +185,7 @@ TARGETS = {
     "@tensor": "tensor_model_parallel_size model_parallel_size tensor_parallel_size",
     "@fsdp": "fsdp use_torch_fsdp2 use_distributed_optimizer",
     "engine.mesh.sequence_parallel": "sequence_parallel",
-    "engine.zero": "zero_stage stage",
+    "@zero": "zero_stage stage",
     "@deepspeed": "deepspeed deepspeed_config deepscale deepscale_config",
     "engine.offload_weights": "offload_param",
     "engine.offload_optimizer=cpu": "cpu_offload cpu_optimizer optimizer_cpu_offload",
@@ -262,9 +263,7 @@ TARGETS = {
     "not needed: tokens are always read from disk as they are used": """lazy_loader no_mmap_bin_files mmap_warmup
         skip_mmap_warmup streaming low_cpu_mem_usage""",
     _CACHES: "cache_dir no_cache overwrite_cache data_cache_path data_cache_dir",
-    _LOADING: """dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-        dataloader_multiprocessing_context valid_num_workers dataloader_in_order dataloader_type
-        num_dataset_builder_threads""",
+    _LOADING: "dataloader_num_workers valid_num_workers num_dataset_builder_threads",
     "not needed: the end of an epoch is filled up from its start; train.packed.last_window=drop drops it": """
         dataloader_drop_last""",
     "not needed: weights and their updates are in fp32 in every precision": """fp32_embedding fp16_opt_level
@@ -344,9 +343,7 @@ TARGETS = {
     "not available: sequences are not divided over devices; engine.activation_checkpointing makes long ones fit": """
         context_parallel_size context_parallel_sequence_parallel_size ds_sequence_parallel_size""",
     _EXPERTS: """experts expert n_experts moe expert_parallel expert_parallel_size num_local_experts num_experts
-        expert_model_parallel_size moe_router_topk
-        moe_expert_parallel_size moe_layer_freq moe_grouped_gemm moe_aux_loss_coeff moe_router_load_balancing_type
-        moe_token_dispatcher_type moe_ffn_hidden_size expert_tensor_parallel_size""",
+        expert_model_parallel_size expert_tensor_parallel_size""",
     _FUSED: """use_flash_attn attention_backend abort_on_unmet_fused_kernel_constraints no_masked_softmax_fusion
         no_bias_gelu_fusion no_bias_dropout_fusion
         no_gradient_accumulation_fusion no_rope_fusion use_mcore_models transformer_impl openai_gelu
@@ -354,11 +351,9 @@ TARGETS = {
         torch_compile_backend torch_compile_mode cross_entropy_loss_fusion scaled_upper_triang_masked_softmax_fusion
         attn_implementation use_fast_tokenizer use_slow_tokenizer no_persist_layer_norm use_legacy_models
         no_async_tensor_model_parallel_allreduce""",
-    _COLLECTIVES: """ddp_impl overlap_grad_reduce use_contiguous_buffers_in_ddp no_scatter_gather_tensors_in_pipeline
-        overlap_param_gather ddp_find_unused_parameters ddp_bucket_cap_mb
-        ddp_broadcast_buffers ddp_static_graph use_torch_ddp tp_comm_overlap gradient_predivide_factor
-        no_contiguous_buffers_in_local_ddp use_contiguous_buffers_in_local_ddp accelerator_config parallelism_config
-        fsdp_config average_tokens_across_devices scatter_gather_tensors_in_pipeline""",
+    _COLLECTIVES: """use_contiguous_buffers_in_ddp no_scatter_gather_tensors_in_pipeline use_torch_ddp tp_comm_overlap
+        gradient_predivide_factor no_contiguous_buffers_in_local_ddp use_contiguous_buffers_in_local_ddp
+        accelerator_config parallelism_config average_tokens_across_devices scatter_gather_tensors_in_pipeline""",
     _SCALING: "loss_scale initial_loss_scale min_loss_scale min_scale loss_scale_window hysteresis dynamic_loss_scale",
     _LOG: """logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen
         log_level log_level_replica disable_tqdm include_tokens_per_second skip_memory_metrics debug
@@ -406,6 +401,24 @@ TARGETS = {
     "not needed: files are read in parallel shards of their own": "partitions keep_sequential_samples chunk_size",
 }
 """Targets and the options that they stand for, with underscores instead of hyphens."""
+
+PREFIXES = {
+    **dict.fromkeys(("rl_", "grpo_", "langrl_"), "not available: there is no reinforcement learning"),
+    **dict.fromkeys(("inference_", "decode_"), "not needed: textmill serve batches requests by itself"),
+    **dict.fromkeys(("ddp_", "megatron_fsdp_", "fsdp_", "overlap_", "gtp_"), _COLLECTIVES),
+    **dict.fromkeys(("cuda_graph_", "te_", "fp4_"), _FUSED),
+    **dict.fromkeys(("dino_", "vision_", "img_", "swin_"), "not available: there are no nets of images"),
+    **dict.fromkeys(("mamba_", "hybrid_", "heterogeneous_", "linear_attention_", "relative_attention_"), _NET),
+    **dict.fromkeys(("yarn_", "rope_"), "not available: rotary positions have a base only, model.shape.rotary_base"),
+    **dict.fromkeys(("inprocess_", "ft_", "one_logger_"), _RESUMES),
+    "moe_": _EXPERTS,
+    "fim_": "not available: no text is filled into the middle of another",
+    "ckpt_": "not needed: a checkpoint always has all that a resume needs",
+    "dataloader_": _LOADING,
+    "logits_": "use textmill cache-teacher for the predictions of a teacher",
+    "muon_": "not available: of Muon only train.muon.momentum is set",
+}
+"""Targets of options that begin so and are not in the table."""
 
 BY_TOOL: dict[str, dict[str, str]] = {
     "megatron-eval": {
@@ -496,6 +509,7 @@ RULES: dict[str, tuple[str, str]] = {
     "tensor": ("engine.mesh.tensor", "the number of GPUs that divide each matrix"),
     "fsdp": ("engine.mesh.shard", "the number of GPUs that share a replica"),
     "teacher_layers": ("train.distil.teacher_layers", "with train.distil.student_layers, both for train.distil.hidden"),
+    "zero": ("engine.zero", "0 to 3; with fp16 at least 1, which computes the same as 0"),
     "deepspeed": ("engine.deepspeed_config", "the JSON file, with engine.kind=deepspeed"),
     "gpu": ("engine.device", "such as cuda:1"),
     "timeout": ("engine.timeout", "in seconds"),
@@ -558,7 +572,8 @@ def target_of(option: str, tool: str = "") -> str | None:
     """The target of an option of a tool such as litgpt-lora, else of litgpt, else of any tool; None if unknown."""
     name = option.lstrip("-").replace("-", "_").lower()
     tables = (OPTIONS_BY_TOOL.get(one, {}) for one in (tool, tool.partition("-")[0]))
-    return next((table[name] for table in (*tables, OPTIONS) if name in table), None)
+    known = next((table[name] for table in (*tables, OPTIONS) if name in table), None)
+    return known or next((target for prefix, target in PREFIXES.items() if name.startswith(prefix)), None)
 
 
 def is_reason(target: str) -> bool:
