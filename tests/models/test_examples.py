@@ -7,6 +7,8 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from bench.kill_train import hash_checkpoint, read_metrics
 from bench.kill_train import textmill as textmill_command
 from textmill.cli import main
 from textmill.config import SampleConfig
+from textmill.conversion.readers import check_with_reader
 from textmill.generation.requests import Request, TextChunk
+from textmill.reports.run_files import read_run
 from textmill.server.lifecycle import open_service
 from textmill.where import open_where
 
@@ -114,6 +118,10 @@ def test_a_family_through_its_life(root: Path, tmp_path: Path, name: str, capsys
         assert main(export) == 2
         assert name in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), family, f"export.folder={tmp_path / 'plain'}"]) == 0
+    model: Any = SimpleNamespace(shape=net.shape, tokenizer=opened.tokenizer)
+    (opens,) = check_with_reader(model, tmp_path / "plain", "hf", "fp32", ["a text"], "the export")
+    assert opens == f"not opened with other programs, which do not know the family {name}"
+    assert read_run(tmp_path / "run").parameters == net.shape.parameters, "without running the file"
 
 
 @pytest.mark.long

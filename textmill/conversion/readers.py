@@ -23,6 +23,7 @@ from textmill.conversion.model import Array, Model
 from textmill.conversion.reader_process import ANSWER
 from textmill.errors import TextmillError
 from textmill.models import has_masked_head, label_head_of, own_options
+from textmill.models.family_files import find_family_file
 from textmill.models.nets_torch import fill, new_net
 from textmill.storage.remote_folders import first_line
 from textmill.tokens.chat import ChatTemplate, JinjaTemplate
@@ -63,6 +64,8 @@ def check_with_reader(
     `where` names the export in errors."""
     if own_options(model.shape) or model.tokenizer is None:
         return []
+    if find_family_file(model.shape.family) is not None:
+        return [f"not opened with other programs, which do not know the family {model.shape.family}"]
     has_vectors = kind == "hf" and model.pooling is not None and model.shape.parameters <= LARGEST
     programs = [*READERS.get(kind, ()), *([EMBEDDINGS] if has_vectors else [])]
     try:

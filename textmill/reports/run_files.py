@@ -7,15 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.best import VALID_LOSS, BestRule, read_metric
 from textmill.checkpoints.folders import advise_training, list_checkpoints, read_best_values
 from textmill.config import STAGE_FOLDERS
 from textmill.config.load import build_config, read_yaml
+from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
 from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
 from textmill.storage.stages import PROJECT_YAML, RUN_YAML
+from textmill.storage.tensor_files import count_model
 from textmill.tokens.batches.blend import BatchSizes, sizes_of
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics, read_notes
 from textmill.training.changing import data_ranges
@@ -220,16 +223,23 @@ def read_run(folder: Path) -> RunFiles:
     progress = read_json(newest[0] / "progress.json") if newest else {}
     recorded = build_config(read_yaml(folder / RUN_YAML)[0], file=folder / RUN_YAML)
     settings = {**flatten(recorded.model_dump(mode="json")), **recorded.results("train")}
-    is_known_family = not str(settings.get("model.family", "")).endswith(".py")  # a user's file is not run for a report
     return RunFiles(
         folder,
         settings,
         lines,
         read_metric(list_checkpoints(folder), VALID_LOSS),
         progress if isinstance(progress, dict) else {},
-        read_shape(newest[0]).parameters if newest and is_known_family else None,
+        _count_parameters(newest[0], str(settings.get("model.family", ""))) if newest else None,
         *read_best_values(folder),
     )
+
+
+def _count_parameters(checkpoint: Path, family: str) -> int | None:
+    """The parameters of a model; the file of a user's own family is not run for a report, so its weights are counted,
+    which an adapter does not have."""
+    if not is_own_file(family):
+        return read_shape(checkpoint).parameters
+    return None if is_adapter(checkpoint) else count_model(checkpoint)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

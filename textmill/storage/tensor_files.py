@@ -124,6 +124,11 @@ def read_model_names(folder: Path) -> list[str]:
     return [name for path in _model_files(folder) for _, name, _, _ in _read_header(path)[2]]
 
 
+def count_model(folder: Path) -> int:
+    """The numbers in all weights of a model folder, from its headers only."""
+    return sum(math.prod(shape) for path in _model_files(folder) for _, _, _, shape in _read_header(path)[2])
+
+
 def _model_files(folder: Path) -> list[Path]:
     shards = folder / SHARD_INDEX
     if (folder / "model.safetensors").is_file():
