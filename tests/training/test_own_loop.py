@@ -91,6 +91,8 @@ def test_a_loop_over_a_net_with_an_auxiliary_loss(root: Path, capsys: pytest.Cap
         lines[kind] = read_metrics(root / f"experts_{kind}")
     assert lines["loss"] == lines["command"]
     assert hash_checkpoint(root / "experts_loss", 2) == hash_checkpoint(root / "experts_command", 2)
+    assert all("perplexity" in line for line in lines["command"] if "loss" in line)
+    assert not any("perplexity" in line for line in lines["logits"]), "the loss may be any"
     for one, other in zip(lines["logits"], lines["command"], strict=True):
         for name in ("loss", "auxiliary_loss", "grad_norm"):
             assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=2e-6)

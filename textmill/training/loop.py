@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from textmill.checkpoints.best import VALID_LOSS, BestRule, open_best_step, read_metric
 from textmill.checkpoints.folders import BEST_LINK, StepChoice, list_checkpoints, open_checkpoint, read_best_values
 from textmill.config import RunConfig, TrainConfig
-from textmill.config.own_files import last_own_file
+from textmill.config.own_files import is_own_file, last_own_file
 from textmill.engines import Engine, Step, open_engine, open_ranks
 from textmill.engines.distillation.teachers import check_teachers, resolve_teachers
 from textmill.errors import TextmillError
@@ -231,6 +231,8 @@ class Training:
         self.folder = config.folder_of("train")
         self.done = start.step
         """Steps done."""
+        self.has_own_loss = is_own_file(config.train.loss)
+        """Whether the loss is, or was in this process, another one than the settings describe: it has no perplexity."""
         self.is_running = False
         """Whether the loop over the steps has begun and not ended."""
         own_files = own_parts(config.train, last_own_file)
@@ -295,7 +297,9 @@ class Training:
                 current = TrainingStep(self.engine, batch, step + 1, self.run_length.lr_at(step))
                 self.done = step + 1
                 yield current
-                self._after_step(step + 1, current.finish())
+                result = current.finish()
+                self.has_own_loss = self.has_own_loss or current.has_own_loss
+                self._after_step(step + 1, result)
             self.saver.wait()
             if self.first:
                 self.trackers.note(describe_best(self.folder))
@@ -341,7 +345,8 @@ class Training:
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
         values = {"loss": result.loss, **result.terms, **self.run_length.metrics_of(done), "grad_norm": result.norm}
-        values |= self.validation.train_metrics(result.loss) | {"tokens_per_second": tokens_per_second}
+        values |= {} if self.has_own_loss else self.validation.train_metrics(result.loss)
+        values["tokens_per_second"] = tokens_per_second
         self.trackers.log(done, values | self.skipped_updates.metrics(result))
         self.skipped_updates.check(done, result, self.trackers)
 
@@ -406,6 +411,8 @@ class TrainingStep:
         self._passes: Any = None
         self._current: MicroBatch | None = None
         self._needs_loss = False
+        self.has_own_loss = False
+        """Whether a loss was not that of `loss`."""
         self._result: Step | None = None
         self._micro_batches: Iterator[MicroBatch] | None = None
 
@@ -454,6 +461,7 @@ class TrainingStep:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a micro-batch's loss."""
+        self.has_own_loss = self.has_own_loss or loss is not self._passes.loss_of_settings
         self._passes.backward(loss)
         self._needs_loss = False
 

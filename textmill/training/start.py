@@ -163,7 +163,7 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
 
 
 def _changes_error(run: Path, family: str, checkpoint: Checkpoint, changes: list[str]) -> TextmillError:
-    if any(line.startswith(FAMILY_SHA256) for line in changes):
+    if is_own_file(family) and any(line.startswith(FAMILY_SHA256) for line in changes):
         return TextmillError(
             f"{family}: the file has changed since {run} was trained with it; put the old file back, "
             "choose another train.folder, or start the run from scratch with --force"
