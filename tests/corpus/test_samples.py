@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import http.server
 import json
 import random
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +18,9 @@ import pytest
 import zstandard
 
 from textmill.config import RunConfig
-from textmill.corpus import streams
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import open_corpus
+from textmill.errors import TextmillError
 
 COUNT = 60_000
 DICE = random.Random(7)
@@ -25,39 +28,49 @@ TEXTS = [f"{number} {DICE.randbytes(60).hex()}" for number in range(COUNT)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
-class CountedReads:
-    """A file that counts the bytes that are read of it."""
+class CountedServer(http.server.BaseHTTPRequestHandler):
+    """Answers requests for ranges of files, as a web server or S3 does, and counts what it sends."""
 
-    total = 0
+    protocol_version = "HTTP/1.1"
+    files: ClassVar[dict[str, bytes]] = {}
+    gives_ranges = True
+    sent = 0
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def do_HEAD(self) -> None:
+        self._reply()
 
-    def read(self, size: int = -1) -> bytes:
-        block: bytes = self.stream.read(size)
-        CountedReads.total += len(block)
-        return block
+    def do_GET(self) -> None:
+        body = self._reply()
+        CountedServer.sent += len(body)
+        self.wfile.write(body)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    def _reply(self) -> bytes:
+        data = self.files[self.path[1:]]
+        first, last = 0, len(data) - 1
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if self.gives_ranges else None
+        if found:
+            first, last = int(found[1]), min(int(found[2] or last), last)
+        self.send_response(206 if found else 200)
+        if self.gives_ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(last - first + 1))
+        if found:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+        self.end_headers()
+        return data[first : last + 1]
 
-    def __enter__(self) -> CountedReads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A stand-in for a server of files, whose delivered bytes are counted."""
-    fsspec = pytest.importorskip("fsspec")
-    files = fsspec.filesystem("memory")
-    open_url = streams.open_url
-    monkeypatch.setattr(streams, "open_url", lambda url: CountedReads(open_url(url)))
-    CountedReads.total = 0
-    yield files
-    files.rm("/sampled", recursive=True)
+def url() -> Iterator[str]:
+    """The address of a server whose sent bytes are counted."""
+    CountedServer.sent = 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), CountedServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def kept_of(folder: Path, path: str, **settings: Any) -> list[str]:
@@ -68,20 +81,36 @@ def kept_of(folder: Path, path: str, **settings: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 @pytest.mark.parametrize("settings", [{"sample": 0.01}, {"limit": len(LINES) // 100}])
-def test_a_sample_of_a_remote_file_reads_little(tmp_path: Path, memory: Any, name: str, settings: Any) -> None:
+def test_a_sample_of_a_remote_file_reads_little(tmp_path: Path, url: str, name: str, settings: Any) -> None:
+    """Neither does a file system that reads ahead, as those of fsspec do."""
     if name.endswith("parquet"):
-        with memory.open(f"/sampled/{name}", "wb") as stream:
-            pq.write_table(pa.table({"text": TEXTS}), stream, row_group_size=300)
-        size = memory.size(f"/sampled/{name}")
+        pq.write_table(pa.table({"text": TEXTS}), tmp_path / name, row_group_size=300)
+        data = (tmp_path / name).read_bytes()
     else:
         pack = {"l": bytes, "z": gzip.compress, "t": zstandard.ZstdCompressor().compress}[name[-1]]
-        memory.pipe(f"/sampled/{name}", pack(LINES))
-        size = len(pack(LINES))
-    kept = kept_of(tmp_path, f"memory://sampled/{name}", **settings)
+        data = pack(LINES)
+    CountedServer.files[name] = data
+    kept = kept_of(tmp_path, f"{url}/{name}", **settings)
     assert 100 < len(kept) < 0.06 * COUNT
     assert set(kept) <= set(TEXTS)
     # The first 256 KB are read up to three times, however large a file is.
-    assert CountedReads.total <= 0.05 * size + 3 * (1 << 18)
+    assert CountedServer.sent <= 0.05 * len(data) + 3 * (1 << 18)
+
+
+def test_all_of_a_remote_file_is_read_once(tmp_path: Path, url: str) -> None:
+    data = LINES[: LINES.index(b"\n", 5 << 20) + 1]
+    CountedServer.files["a.jsonl"] = data
+    assert len(kept_of(tmp_path, f"{url}/a.jsonl")) == data.count(b"\n")
+    assert CountedServer.sent <= len(data) + 4 * (1 << 18)
+
+
+def test_a_web_server_that_gives_no_ranges(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedServer, "gives_ranges", False)
+    data = LINES[: LINES.index(b"\n", 6 << 20) + 1]
+    CountedServer.files["a.jsonl"] = data
+    assert len(kept_of(tmp_path, f"{url}/a.jsonl")) == data.count(b"\n")
+    with pytest.raises(TextmillError, match="copy it to this machine"):
+        kept_of(tmp_path / "part", f"{url}/a.jsonl", sample=0.01)
 
 
 def test_a_sample_of_many_files(tmp_path: Path) -> None:

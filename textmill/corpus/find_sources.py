@@ -355,7 +355,8 @@ def _find_remote_sources(url: str, setting: str, skipped: list[str]) -> list[Sou
         if any(character in path for character in "*["):  # in a URL a '?' starts the query
             found = files.glob(path)
         else:
-            found = files.find(path) if files.isdir(path) and not format_from_name(path.partition("?")[0]) else [path]
+            is_file = format_from_name(path.partition("?")[0])  # asking a web server for a folder downloads the file
+            found = [path] if is_file or not files.isdir(path) else files.find(path)
         if found == [path]:
             files.info(path)
     except FileNotFoundError:

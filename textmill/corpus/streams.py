@@ -24,6 +24,8 @@ from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem,
 BUFFER_BYTES = 1 << 18
 REMOTE_SAMPLE_BYTES = 1 << 12
 """First bytes of a remote file that show its encoding."""
+READ_AHEAD_BYTES = 4 << 20
+"""What is read at once of a remote file, after so many bytes of its beginning were wanted."""
 DAMAGE_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, BadZipFile, UnicodeDecodeError)
 """What damaged data raises; an OSError with a number is one of the disk."""
 
@@ -55,7 +57,7 @@ def open_raw(address: str) -> BinaryIO:
     if is_member(address):
         member = open_member(address)
         return io.BufferedReader(_BlockStream(member.read, member), BUFFER_BYTES)
-    return io.BufferedReader(_BlockStream(_RemoteReader(open_url(address), address).read1), BUFFER_BYTES)
+    return io.BufferedReader(_BlockStream(_RemoteReader(address).read1), BUFFER_BYTES)
 
 
 def open_seekable(address: str) -> Any:
@@ -67,11 +69,16 @@ def open_seekable(address: str) -> Any:
     return open_url(address)
 
 
-def open_url(url: str) -> Any:
-    """Open a binary file; whether it can seek depends on the protocol."""
+def open_url(url: str, block_size: int | None = None) -> Any:
+    """Open a binary file; whether it can seek depends on the protocol.
+
+    File systems read megabytes ahead. Here only what is wanted is read; with a `block_size` so much at once, and with 0
+    everything, as web servers give it that do not answer requests for a part.
+    """
     files, path = open_filesystem(url)
+    options = {"cache_type": "none"} if block_size is None else {"block_size": block_size}
     try:
-        return files.open(path, "rb")
+        return files.open(path, "rb", **options)
     except Exception as error:
         raise TextmillError(f"{url}: cannot be opened ({first_line(error)}); {ADVICE}") from None
 
@@ -436,16 +443,42 @@ class _Transcoder:
 class _RemoteReader:
     """Read a remote file; a failed connection raises TextmillError and never becomes a quarantined record."""
 
-    def __init__(self, stream: Any, url: str) -> None:
-        self.stream = stream
+    def __init__(self, url: str) -> None:
         self.url = url
+        self.stream = open_url(url)
+        self.delivered = 0
+        self.reads_ahead = False
 
     def read1(self, size: int) -> bytes:
         try:
-            block: bytes = self.stream.read(size)
+            if self.delivered >= READ_AHEAD_BYTES and not self.reads_ahead:
+                self._read_ahead()
+            block: bytes = self._read(size)
+            self.delivered += len(block)
         except Exception as error:  # each protocol raises its own exceptions
             raise TextmillError(
                 f"{self.url}: cannot be read ({error or type(error).__name__}); "
                 f"run the command again: finished chunks are kept"
             ) from None
         return block
+
+    def _read(self, size: int) -> Any:
+        try:
+            return self.stream.read(size)
+        except ValueError:  # a web server that gives the file from its beginning only
+            if self.reads_ahead:
+                raise
+        self.reads_ahead = True
+        self.stream = open_url(self.url, block_size=0)
+        left = self.delivered
+        while left and (skipped := self.stream.read(min(left, BUFFER_BYTES))):
+            left -= len(skipped)
+        return self.stream.read(size)
+
+    def _read_ahead(self) -> None:
+        self.reads_ahead = True
+        if self.stream.seekable():
+            ahead = open_url(self.url, READ_AHEAD_BYTES)
+            ahead.seek(self.delivered)
+            self.stream.close()
+            self.stream = ahead
