@@ -220,7 +220,7 @@ COMMANDS = {
         sections=("plan", "model", "train", "engine"),
         settings=(
             "plan.gpu plan.devices plan.per_node plan.network_gbit_s plan.memory_gb plan.tokens plan.price "
-            "plan.probe_steps model.size train.length train.batch train.steps engine.micro_batch engine.mesh.shard"
+            "model.size train.length train.batch train.steps engine.micro_batch engine.mesh.shard"
         ),
         flags=(BEST, JSON),
         result_is_output=True,
