@@ -78,6 +78,7 @@ TARGETS = {
     # layouts
     "train.layout=padded": "enable_padding",
     "train.layout=masked": "mlm",
+    "train.layout=chat": "sft",
     "@tfrecords": "use_tfrecords",
     "train.packed.isolate_documents=true": "reset_position_ids reset_attention_mask eod_mask_loss",
     "@train_mode": "train_mode",
@@ -108,7 +109,7 @@ TARGETS = {
     "name the checkpoint's folder in model.init_from, such as RUN/step-0142000": "ckpt_id_finetune",
     "@load": "load",
     # the net
-    "model.shape.layers": "n_layer num_layers num_hidden_layers depth",
+    "model.shape.layers": "n_layer num_layers num_hidden_layers depth decoder_num_layers encoder_num_layers",
     "model.shape.heads": "n_head num_heads num_attention_heads",
     "model.shape.width": "n_embd hidden_size d_model",
     "model.shape.inner": "n_inner ffn_hidden_size intermediate_size",
@@ -244,13 +245,14 @@ TARGETS = {
     "use textmill generate": "inference",
     "not needed: export.kind=onnx writes any model": "onnx_safe",
     "name the prefixes with their weights in tokens.use, as in [{path: A, weight: 0.3}]": """train_weighted_split_paths
-        train_weighted_split_paths_path""",
+        train_weighted_split_paths_path data_args_path per_split_data_args_path""",
     "name the prefixes in tokens.use_valid or tokens.use_test": """valid_weighted_split_paths
         valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path""",
     "set train.decay_samples to it divided by train.length": "lr_decay_tokens",
     "not available: no steps are left out": "skip_train_iteration_range",
     "not available: every token counts the same": "reweight_loss_based_on_position_frequency",
-    "not available: the optimizer's state is in fp32": "use_bnb_optimizer",
+    "not available: the optimizer's state is in fp32": """use_bnb_optimizer use_precision_aware_optimizer exp_avg_dtype
+        exp_avg_sq_dtype""",
     "give it in the JSON of engine.deepspeed_config": """zero_reduce_scatter zero_contigious_gradients remote_device
         use_pin_memory cpu_torch_adam""",
     "not available: engine.activation_checkpointing says how many blocks are recomputed, and no more": """
@@ -350,7 +352,7 @@ TARGETS = {
         apply_query_key_layer_scaling no_query_key_layer_scaling use_liger_kernel liger_kernel_config tf32
         torch_compile_backend torch_compile_mode cross_entropy_loss_fusion scaled_upper_triang_masked_softmax_fusion
         attn_implementation use_fast_tokenizer use_slow_tokenizer no_persist_layer_norm use_legacy_models
-        no_async_tensor_model_parallel_allreduce""",
+        no_async_tensor_model_parallel_allreduce no_bias_swiglu_fusion optimizer_cuda_graph""",
     _COLLECTIVES: """use_contiguous_buffers_in_ddp no_scatter_gather_tensors_in_pipeline use_torch_ddp tp_comm_overlap
         gradient_predivide_factor no_contiguous_buffers_in_local_ddp use_contiguous_buffers_in_local_ddp
         accelerator_config parallelism_config average_tokens_across_devices scatter_gather_tensors_in_pipeline""",
@@ -395,7 +397,8 @@ TARGETS = {
         rotary_seq_len_interpolation_factor glu_activation
         embed_layernorm sync_tp_duplicated_parameters bert_binary_head apply_residual_connection_post_layernorm
         multi_latent_attention mtp_num_layers trust_remote_code model_revision torch_dtype
-        data_sharding""",
+        data_sharding rotary_scaling_factor use_rope_scaling no_rope_freq kv_lora_rank q_lora_rank qk_head_dim
+        v_head_dim qk_pos_emb_head_dim mscale mscale_all_dim quick_geglu window_attn_skip_freq""",
     "not needed: model.family=llama always has grouped queries; model.shape.kv_heads sets their number": """
         group_query_attention""",
     "not needed: files are read in parallel shards of their own": "partitions keep_sequential_samples chunk_size",
