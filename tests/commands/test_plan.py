@@ -108,6 +108,9 @@ def test_a_gpu_without_rates_is_taken_to_reach_forty_percent(planned: Any) -> No
     assert found["speed"].startswith("assumed: 40%")
     assert found["mfu"] == pytest.approx(0.4)
     assert found["step_parts"] is None
+    own = str(Path(__file__).parents[2] / "examples" / "recurrent.py")
+    arguments = ["plan", "gpt2-small", f"model.family={own}", "plan.gpu=A100", "plan.tokens=1000000"]
+    assert planned(arguments)["speed"].startswith("assumed: 40%"), "nothing is known of its kernels"
 
 
 def test_the_fastest_settings_fit_and_are_sorted(planned: Any) -> None:
@@ -194,6 +197,10 @@ def test_memory_is_known_before_the_tokens(planned: Any, capsys: pytest.CaptureF
             "engine.mesh: replicate=1 x shard=1 x tensor=2 needs 2 processes, found 3",
         ),
         (["train.steps=10", "--best"], "--best: the rates of 'GPU' are not known; set plan.gpu to one of H200"),
+        (
+            ["plan.gpu=A100", "plan.devices=2", "engine.precision=fp32", "train.steps=10", "--best"],
+            "--best: there is no forecast for fp32 and for a family in a file of your own; set engine.precision=bf16",
+        ),
         (["engine.mesh.tensor=5", "plan.devices=5"], "engine.mesh.tensor: 5 does not divide model.shape.heads=12"),
     ],
 )

@@ -36,6 +36,7 @@ from textmill.engines.optimizers import state_sizes
 from textmill.engines.speed import RATES, Cluster, Layout, StepTime, cluster_of, step_time
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
+from textmill.models.family_files import find_family_file
 from textmill.models.lora import initial_adapters, saved_weights, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.storage.stages import MANIFEST
@@ -406,8 +407,11 @@ class Speed:
 def forecast_speed(
     engine: EngineConfig, train: TrainConfig, shape: Shape, trained: list[Weight], target: Target, estimate: Estimate
 ) -> Speed | None:
-    """From the rates of the GPU and its network; None for DeepSpeed, fp32 and devices that are not known."""
+    """From the rates of the GPU and its network; None for devices that are not known, DeepSpeed, fp32 and families in
+    the user's own file, whose kernels are not known."""
     if target.cluster is None or estimate.itemsize > 2 or not isinstance(engine, TorchEngine | JaxEngine):
+        return None
+    if find_family_file(shape.family) is not None:
         return None
     length = train.length or shape.positions
     layout = Layout(
@@ -794,7 +798,8 @@ def fastest_fitting(
                     speed = forecast_speed(engine, config.train, shape, trained, target, estimate)
                     if speed is None:
                         raise TextmillError(
-                            f"--best: fp32 has no forecast; set engine.precision={target.device.precision}"
+                            "--best: there is no forecast for fp32 and for a family in a file of your own; "
+                            f"set engine.precision={target.device.precision}, or another model.family"
                         )
                     rates.append((step_tokens / speed.step_seconds, _settings_of(engine, shard, tensor), engine))
                 found += [max(rates, key=lambda one: one[0])] if rates else []

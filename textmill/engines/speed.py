@@ -209,7 +209,7 @@ def step_time(
     causal = open_family(shape.family).OBJECTIVE == "next_token"
     forward = gradients = between = 0.0
     for weight in blocks:
-        if len(weight.memory_shape) < 2:
+        if len(weight.memory_shape) != 2:
             continue
         rows, inner, columns = _rank_sizes(weight, layout)
         once = matmul_seconds(cluster, rows, inner, columns)
