@@ -268,6 +268,16 @@ QUANTITIES: list[tuple[str, dict[str, Any]]] = [
         "run_clm.py --model_type gpt2 --config_overrides n_embd=32,n_layer=4,n_head=2 --train_file a.txt",
         {"model.family": "gpt2", "model.shape.width": 32, "model.shape.layers": 4, "model.shape.heads": 2},
     ),
+    (
+        "accelerate launch --num_processes 2 --mixed_precision bf16 --gradient_accumulation_steps 3 "
+        "run_clm_no_trainer.py --per_device_train_batch_size 4 --lr_scheduler_type cosine_with_restarts "
+        "--train_file a.txt",
+        {"train.batch": 24, "engine.precision": "bf16", "train.schedule": "cosine"},
+    ),
+    (
+        "accelerate launch --num_processes 2 --use_deepspeed --zero_stage 3 run_clm.py --train_file a.txt",
+        {"engine.kind": "deepspeed", "engine.zero": 3},
+    ),
     ("run_clm.py --config_name some/gpt2-medium", {"model.size": "medium", "model.shape.dropout": 0.1}),
     (
         "run_mlm.py --train_file a.txt --mlm_probability 0.2",

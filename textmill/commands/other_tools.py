@@ -112,6 +112,9 @@ PER_NODE = ("nproc_per_node", "num_gpus")
 NODES = ("nnodes", "num_nodes", "nodes", "N")
 TOTAL = ("num_processes", "ntasks", "np", "n")
 """Options of launchers: processes on a machine, machines, all processes."""
+ACCELERATE = """mixed_precision gradient_accumulation_steps gradient_clipping use_deepspeed deepspeed_config_file
+    zero_stage use_fsdp""".split()
+"""Options of `accelerate launch` that are settings of the training."""
 NOT_SCRIPTS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "pip", "venv")
 JAX_LM_DATA = """tokenizer_model min_sequence_length max_sequence_length num_special_token_reserved ignore_label stride
     dataset_name dataset_sub_name dataset_split_type output_path""".split()
@@ -185,6 +188,10 @@ def read_command(words: list[str], variables: dict[str, list[str]], gpus: int | 
             _read_options_file(pasted, Path(word))
         elif word != "...":
             pasted.add(word, [], word)
+    if "accelerate" in words[:place]:
+        launched, launched_as, _ = _read_options(words[:place])
+        for name in [one for one in ACCELERATE if one in launched and one not in given]:
+            pasted.add(name, launched[name], launched_as[name])
     _count_gpus(pasted, words[:place], variables)
     if gpus:
         pasted.gpus, pasted.nodes, pasted.unknown = gpus, 1, ""

@@ -184,10 +184,10 @@ TARGETS = {
     "engine.precision=bf16": "bf16",
     "engine.compile": "torch_compile compile",
     "@tensor": "tensor_model_parallel_size model_parallel_size tensor_parallel_size",
-    "@fsdp": "fsdp use_torch_fsdp2 use_distributed_optimizer",
+    "@fsdp": "fsdp use_fsdp use_torch_fsdp2 use_distributed_optimizer",
     "engine.mesh.sequence_parallel": "sequence_parallel",
     "@zero": "zero_stage stage",
-    "@deepspeed": "deepspeed deepspeed_config deepscale deepscale_config",
+    "@deepspeed": "deepspeed deepspeed_config deepscale deepscale_config use_deepspeed deepspeed_config_file",
     "engine.offload_weights": "offload_param",
     "engine.offload_optimizer=cpu": "cpu_offload cpu_optimizer optimizer_cpu_offload",
     "engine.nvme_folder": "nvme_path",
@@ -535,6 +535,8 @@ VALUES: dict[str, dict[str, Any]] = {
         "constant_with_warmup": "constant",
         "warmup_stable_decay": "stable",
         "cosine_with_min_lr": "cosine",
+        "cosine_with_restarts": "cosine",  # the trainer's default is one cycle
+        "polynomial": "linear",  # of power 1
         "WarmupLR": "constant",
         "WarmupDecayLR": "linear",
         "WarmupCosineLR": "cosine",
