@@ -32,6 +32,7 @@ from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device
 from textmill.engines import Engine, open_engine
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator, is_compiled
+from textmill.engines.meshes import Mesh
 from textmill.engines.optimizers import state_sizes
 from textmill.engines.speed import RATES, Cluster, Layout, StepTime, cluster_of, step_time
 from textmill.errors import TextmillError
@@ -77,7 +78,7 @@ def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[s
     if best:
         figures["fastest"] = [asdict(one) for one in fastest_fitting(config, shape, trained, estimator, target)]
     saved = _count(saved_weights(shape, config.model.lora))
-    figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"])
+    figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"], estimate.mesh)
     if config.train.distil.cache and figures["tokens"] is not None:
         figures["disk"]["teacher_cache"] = teacher_cache_bytes(
             config.train, shape, figures["tokens"], estimate.precision
@@ -317,10 +318,14 @@ def trained_weights(shape: Shape, train: TrainConfig, lora: LoraConfig | None) -
     return [weight for weight in weights_with_adapters(shape, lora) if rules[weight.name].trained]
 
 
-def disk_of(train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None) -> dict[str, int]:
+def disk_of(
+    train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None, mesh: Mesh
+) -> dict[str, int]:
     """Bytes of a checkpoint with `saved` parameters, of all checkpoints that are kept, and of the token store."""
     state = sum(size for weight in trained for size in state_sizes(weight, train))
     state += _count(trained) if train.ema_window else 0
+    if mesh.local:  # each worker's state and the outer momentum; between synchronisations also all weights
+        state = mesh.replicate * state + _count(trained)
     checkpoint = 4 * (saved + state)
     keep = train.checkpoints.keep + 1  # the best one may be older
     if steps and train.checkpoints.keep_every:
@@ -360,7 +365,12 @@ def communication_of(
     if mesh.replicate > 1:
         gathers = 2 if zero == 3 else 0  # ZeRO-3 gathers weights for forward and for backward
         ring = (mesh.replicate - 1) / mesh.replicate
-        sent["data parallel: gradients"] = round(2 * ring * all_gradients / (mesh.shard if mesh.shard > 1 else 1))
+        if mesh.local:
+            sent[f"local SGD: weights, every {mesh.local.every} steps"] = round(
+                2 * ring * all_gradients / mesh.local.every
+            )
+        else:
+            sent["data parallel: gradients"] = round(2 * ring * all_gradients / (mesh.shard if mesh.shard > 1 else 1))
         if gathers:
             sent["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
     if mesh.shard > 1:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from textmill.config import TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
+from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
 from textmill.models import Shape, own_options
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Local SGD: how many steps replicas train alone, and the Nesterov step that follows."""
+
+    every: int
+    rate: float
+    momentum: float
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,8 @@ class Mesh:
     """Sequence parallelism: tensor-parallel ranks divide the tokens of the residual stream."""
     keep_gathered: bool = False
     """Whether FSDP keeps gathered weights from forward to backward."""
+    local: LocalSteps | None = None
+    """Local SGD of the replicas; None: they sum their gradients in each step."""
 
     @property
     def data_ranks(self) -> int:
@@ -31,6 +43,9 @@ class Mesh:
 def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -> Mesh:
     """The mesh of `engine.mesh` for `world` ranks, checked against batch and net."""
     mesh = _build_mesh(engine.mesh, world)
+    if engine.sync_every is not None:
+        check_local_sgd(engine, train, mesh)
+        mesh = replace(mesh, local=LocalSteps(engine.sync_every, engine.outer_learning_rate, engine.outer_momentum))
     check_batch(train, mesh.data_ranks, engine.micro_batch)
     if mesh.tensor > 1 and engine.precision == "fp8":
         raise TextmillError(
@@ -62,6 +77,22 @@ def _build_mesh(config: MeshConfig, world: int) -> Mesh:
     return Mesh(
         replicate, config.shard, config.tensor, config.sequence_parallel and config.tensor > 1, config.keep_gathered
     )
+
+
+def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None:
+    """Refuse what local SGD does not work with."""
+    wrong = {
+        f"engine.mesh.shard={mesh.shard}": mesh.shard > 1,
+        f"engine.mesh.tensor={mesh.tensor}": mesh.tensor > 1,
+        "engine.precision=fp16": engine.precision == "fp16",
+        "train.ema_window": train.ema_window is not None,
+        "an optimizer in a file of your own": is_own_file(train.optimizer),
+    }
+    for setting, found in wrong.items():
+        if found:
+            raise TextmillError(f"engine.sync_every: does not work with {setting}; remove one of the two")
+    if mesh.replicate == 1:
+        raise TextmillError("engine.sync_every: needs at least 2 replicas, found 1; start more processes, or remove it")
 
 
 def check_batch(

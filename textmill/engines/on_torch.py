@@ -36,6 +36,7 @@ from textmill.engines.heads_torch import (
     split_loss_terms,
     term_names,
 )
+from textmill.engines.local_sgd_torch import LocalSgd
 from textmill.engines.losses_torch import tokens_of_chunk
 from textmill.engines.memory.parts import (
     ACTIVATION_BYTES,
@@ -174,6 +175,8 @@ class OnTorch:
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and compile_requested)
         parallel.sum_gradients(self.optimizer.parameters)
         self.average = Average(self.optimizer.local_parts, train.ema_window)
+        local = parallel.mesh.local
+        self.local_sgd = LocalSgd(self.optimizer.parameters, local, parallel) if local else None
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         self.noted_logits = False
@@ -198,6 +201,8 @@ class OnTorch:
         """A step whose passes the caller runs inside the `with` block; at its end comes the update."""
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=False)
+        if self.local_sgd:
+            self.local_sgd.put_in_net(mean=False)
         with CompileMonitor(self.compiled is not None) as monitor:
             passes = Passes(self, batch, step, monitor)
             yield passes
@@ -211,6 +216,8 @@ class OnTorch:
         spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
         norm = self.optimizer.step(lr, loss_scale, spike)
         self.average.update(step)
+        if self.local_sgd:
+            self.local_sgd.update(step)
         if self.scaler:
             self.scaler.update(torch.isfinite(norm))
         if self.guard:
@@ -256,6 +263,8 @@ class OnTorch:
         """Loss of this rank's part of a batch by micro-batches, without dropout; then an all-reduce."""
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=True)
+        if self.local_sgd:
+            self.local_sgd.put_in_net(mean=True)
         batch = part_of(batch, self.parallel.mesh.data_ranks, self.parallel.data_rank)
         sums_by_micro_batch = []
         for _, micro_batch in micro_batches(batch, self.net, self.micro_batch, self.device):
@@ -267,6 +276,8 @@ class OnTorch:
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the weights, averaged if `train.ema_window` is set; with LoRA, of the adapters only."""
+        if self.local_sgd:
+            self.local_sgd.put_in_net(mean=True)
         parameters = parameters_of(self.net)
         averaged = self.average.weights()
         local_parts = {}
@@ -277,15 +288,35 @@ class OnTorch:
 
     def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the optimizer state; none before the first update."""
+        if self.local_sgd:
+            yield from self._states_of_workers(self.local_sgd, wanted)
+            return
         for kind, state in self.optimizer.states():
             is_like_weight = partial(self.optimizer.is_like_weight, kind)
             yield from checkpoint_tensors(self.net, state, f"{kind}/", wanted, self.parallel.gather, is_like_weight)
         raw = self.average.weights(raw=True) if self.updates() else {}
         yield from checkpoint_tensors(self.net, raw, f"{RAW}/", wanted, self.parallel.gather)
 
+    def _states_of_workers(self, local_sgd: LocalSgd, wanted: NameFilter) -> Iterator[Named]:
+        """Local SGD: the state of all workers, that of worker 0 first, under the names of a run without local SGD."""
+        if not self.updates():
+            return
+        local_sgd.put_in_net(mean=True)
+        states = local_sgd.own_states(list(self.optimizer.states()))
+        for worker in range(local_sgd.workers):
+            for kind, state in states:
+                prefix = f"{local_sgd.kind_of(worker, kind)}/"
+                gather = partial(local_sgd.gather_from, worker)
+                yield from checkpoint_tensors(self.net, state, prefix, wanted, gather)
+        for kind, state in local_sgd.shared_states():
+            yield from checkpoint_tensors(self.net, state, f"{kind}/", wanted)
+
     def replica_checksums(self) -> dict[str, int]:
         """A checksum of this rank's part of each weight, computed on its device."""
         parallel = self.parallel
+        if self.local_sgd:
+            shared = self.local_sgd.anchors
+            return checksum_tensors({weight.name: shared[part] for weight, part in self.optimizer.weights})
         members = parameters_of(self.net).values()
         return checksum_tensors({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 
@@ -314,13 +345,17 @@ class OnTorch:
             lambda weight, parameter, values: parallel.local(parameter).copy_(parallel.local_part(weight, values)),
         )
         self.average.reset()
+        if self.local_sgd:
+            self.local_sgd.reset()
         if self.scaler and scaling:
             self.scaler.load_state(scaling)
         is_like_weight = self.optimizer.is_like_weight
         for kind, weight, parameter, values in match_optimizer_state(
-            self.net, optimizer_state if updates else [], where, is_like_weight
+            self.net, optimizer_state if updates else [], where, is_like_weight, local=self.local_sgd is not None
         ):
             part = parallel.local_part(weight, values) if is_like_weight(kind, weight, parameter) else values
+            if self.local_sgd and not (kind := self.local_sgd.load(kind, parameter, part) or ""):
+                continue
             if kind == RAW:
                 self.average.load_raw(parameter, part)
             else:
@@ -335,6 +370,7 @@ class OnTorch:
             "micro_batch": self.micro_batch,
             "processes": self.ranks.world,
             "compiling": self.compile_note,
+            "local_sgd": self.local_sgd.describe() if self.local_sgd else "",
             "parameters": count_with_adapters(self.net.shape, self.net.lora),
             "trained": self.optimizer.trained,
             "peak_flops": peak_flops_of(self.device),
@@ -359,7 +395,8 @@ class Passes:
         # Tensor-parallel ranks have the same samples.
         copies = engine.parallel.mesh.tensor
         self.loss_tokens, loss_samples, self.pairs = count_labels(batch, engine.ranks, copies=copies)
-        weights_NT = token_weights(batch, engine.train.loss, self.loss_tokens, loss_samples)
+        workers = engine.parallel.workers
+        weights_NT = token_weights(batch, engine.train.loss, self.loss_tokens, loss_samples) * np.float32(workers)
         if faults.is_due("nan", step):
             weights_NT = weights_NT * np.float32("nan")
         if faults.is_due("flip", step):
@@ -371,7 +408,7 @@ class Passes:
             engine.device,
             weights=weights_NT,
             keys=dropout_keys_of(engine.net, engine.train.seed, step, batch),
-            pair_weight=1 / max([1, *self.pairs]),
+            pair_weight=workers / max([1, *self.pairs]),
         )
         self.loss_scale = engine.scaler.scale if engine.scaler else None
         self.total = new_report(engine.terms, engine.device)

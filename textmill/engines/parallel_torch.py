@@ -50,9 +50,10 @@ class Parallel:
             sizes = (mesh.replicate, mesh.shard, mesh.tensor)
             self.axes = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
             if mesh.tensor > 1:
-                self.tensor = TensorParallel(self._group("tensor"), rank % mesh.tensor, mesh.tensor, mesh.sequence)
+                self.tensor = TensorParallel(self.group("tensor"), rank % mesh.tensor, mesh.tensor, mesh.sequence)
 
-    def _group(self, axis: str) -> Any:
+    def group(self, axis: str) -> Any:
+        """The ranks that differ from this one in this axis only."""
         assert self.axes is not None
         return self.axes.get_group(axis)
 
@@ -80,8 +81,8 @@ class Parallel:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on, all-reduce the gradients of these parameters over replicas."""
-        if self.mesh.replicate > 1 and self.mesh.shard == 1:
-            self.data_parallel = DataParallel(parameters, self._group("replicate"))
+        if self.mesh.replicate > 1 and self.mesh.shard == 1 and self.mesh.local is None:
+            self.data_parallel = DataParallel(parameters, self.group("replicate"))
 
     def during_pass(self, last: bool) -> AbstractContextManager[None]:
         """Around a pass over a micro-batch; the last pass of a step sums gradients over data-parallel ranks."""
@@ -103,8 +104,20 @@ class Parallel:
         """The sum over all data-parallel ranks."""
         if self.mesh.data_ranks > 1:
             dist.all_reduce(value)
-            value /= self.mesh.tensor
+            value /= self.mesh.tensor * self.workers
         return value
+
+    @property
+    def workers(self) -> int:
+        """Ranks that compute the loss of their own samples, and not their part of the loss of the batch: local SGD."""
+        return self.mesh.replicate if self.mesh.local else 1
+
+    def broadcast(self, axis: str, index: int, tensor: Tensor) -> Tensor:
+        """The tensor of the rank with this index in the axis."""
+        group = self.group(axis)
+        out = tensor.contiguous().clone()
+        dist.broadcast(out, dist.get_global_rank(group, index), group=group)
+        return out
 
     def join_gradients(self, weights: Iterable[tuple[Weight, Tensor]]) -> None:
         """Make gradients of weights that all tensor-parallel ranks have in full equal on each of them.
@@ -130,6 +143,10 @@ class Parallel:
             squares = norm.square()
             dist.all_reduce(squares)
             norm = (squares / self.mesh.replicate).sqrt()
+        if self.mesh.local:  # the root mean square, so that all workers clip, or skip an update, alike
+            squares = norm.square()
+            dist.all_reduce(squares)
+            norm = (squares / self.workers).sqrt()
         return norm
 
     def local(self, tensor: Any) -> Tensor:
@@ -141,7 +158,7 @@ class Parallel:
         """The full tensor from this rank's part and those of the others; all ranks call it together."""
         tensor = local_part
         if self.sharded:
-            tensor = _gather_rows(tensor, parameter.shape[0], self.mesh.shard, self._group("shard"))
+            tensor = _gather_rows(tensor, parameter.shape[0], self.mesh.shard, self.group("shard"))
         if self.tensor and weight.split is not None:
             count = self.tensor.count
             rows = tensor.movedim(weight.split, 0)
@@ -198,7 +215,7 @@ class DataParallel:
         self.group = group
         self.active = False
         self.pending: list[tuple[Tensor, Any]] = []
-        self.buckets = _fill_buckets([parameter for parameter in parameters if parameter.requires_grad])
+        self.buckets = fill_buckets([parameter for parameter in parameters if parameter.requires_grad])
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -236,7 +253,7 @@ class DataParallel:
             self.pending.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
 
 
-def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters in buckets, last to first: the order in which backward computes their gradients."""
     buckets: list[list[nn.Parameter]] = []
     free_bytes = 0

@@ -355,7 +355,10 @@ def waiting_seconds(
         size = layout.reduce_bytes * (shape.layers * block + rest) / mesh.shard
         reduce_all = 2 * ring_seconds(cluster, size, mesh.replicate, stride)
         hidden = (shape.layers - 1) * block_backward
-        waiting += max(reduce_all - hidden, reduce_all / shape.layers)
+        if mesh.local:  # between two steps, where nothing is computed
+            waiting += reduce_all / mesh.local.every
+        else:
+            waiting += max(reduce_all - hidden, reduce_all / shape.layers)
     if layout.muon and mesh.shard * mesh.tensor > 1:  # gradients to the owners of matrices, and changes from them
         matrices = sum(weight.size for weight in every if weight.muon)
         waiting += 2 * ring_seconds(cluster, 4.0 * matrices, mesh.data_ranks * mesh.tensor, 1)

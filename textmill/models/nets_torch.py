@@ -27,6 +27,9 @@ from textmill.models.layers_torch import AdaptedLinear
 from textmill.models.lora import dropout_sites, lora_config_of, target_weights, weights_with_adapters
 from textmill.storage.tensor_files import Named
 
+LOCAL = "local"
+"""What the kinds of optimizer state begin with that only runs with `engine.sync_every` read."""
+
 
 def build_net(shape: Shape, lora: LoraConfig | None = None) -> BaseNet:
     """Build the family's net; the caller's context (such as the meta device) decides where memory is allocated."""
@@ -118,12 +121,16 @@ def match_optimizer_state(
     named: Iterable[Named],
     where: str,
     is_like_weight: Callable[[str, Weight, nn.Parameter], bool] = lambda _kind, _weight, _parameter: True,
+    *,
+    local: bool = False,
 ) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
     """For each tensor of optimizer state: its kind, its weight and parameter, and its values in memory layout; state of
-    another shape than the weight's is stored in that layout."""
+    another shape than the weight's is stored in that layout. `local` includes the state of local SGD."""
     parameters = parameters_of(net)
     for name, values in named:
         kind, _, weight_name = name.partition("/")
+        if kind.startswith(LOCAL) and not local:
+            continue
         weight, parameter = parameters[weight_name]
         is_like = is_like_weight(kind, weight, parameter)
         yield kind, weight, parameter, torch.tensor(lay_out_weight(weight, values, where) if is_like else values)

@@ -125,7 +125,9 @@ def describe_engine(facts: dict[str, Any]) -> str:
     processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
     compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
     device = f"{processes}{facts['device']} in {facts['precision']}"
-    return f"{parameters:,} parameters{trained_part} on {device}, micro-batch {facts['micro_batch']}{compiling}"
+    local_sgd = f"; {facts['local_sgd']}" if facts.get("local_sgd") else ""
+    batch = f"micro-batch {facts['micro_batch']}{compiling}{local_sgd}"
+    return f"{parameters:,} parameters{trained_part} on {device}, {batch}"
 
 
 def _fingerprints(start: Start) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from textmill.config.own_files import is_own_file
 from textmill.engines.deepspeed_config import fill_unset
 from textmill.engines.distillation.teachers import check_teachers
 from textmill.engines.meshes import mesh_of
+from textmill.errors import TextmillError
 from textmill.models import Shape, initial_weights, open_family, read_shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import matches
@@ -112,6 +113,11 @@ def build_plan(config: RunConfig) -> VerificationPlan:
     config = config.model_copy(update={"engine": engine})
     full = _full_shape(config.model)
     if isinstance(engine, TorchEngine):
+        if engine.sync_every is not None:
+            raise TextmillError(
+                "engine.sync_every: local SGD does not give the numbers of one process; "
+                "verify the other settings with engine.sync_every=null"
+            )
         mesh = engine.mesh
         world = (mesh.replicate or 1) * mesh.shard * mesh.tensor
         mesh_of(engine, config.train, full, world)  # raises if it does not fit the run

@@ -14,7 +14,7 @@ from textmill.config import LoraConfig, TrainConfig
 from textmill.engines.memory.parts import State
 from textmill.engines.meshes import Mesh
 from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, trained_of
-from textmill.engines.parallel_torch import Parallel
+from textmill.engines.parallel_torch import BUCKET_BYTES, Parallel
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import build_net, parameters_of
@@ -44,11 +44,12 @@ def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
     gradients = sum(local_parts[parameter].nbytes for group in members.values() for _, parameter, _ in group)
     state = sum(open_optimizer(name).state_bytes(group, parallel) for name, group in members.items())
     average = gradients if train.ema_window else 0
+    shared = 2 * gradients if parallel.mesh.local else 0  # local SGD: the shared weights, and the outer momentum
     in_blocks = [parameter for parameter in net.blocks.parameters() if parameter in local_parts]
     return State(
         weights,
         gradients,
-        optimizer=state + average,
+        optimizer=state + average + shared,
         buffers=_buffers(net, parallel, gradients),
         elements=sum(part.numel() for part in local_parts.values()),
         outside_blocks=weights - sum(local_parts[parameter].nbytes for parameter in in_blocks),
@@ -58,6 +59,8 @@ def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
 def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
     """Bytes for collectives: flat gradients of data parallelism; with FSDP the weights that are gathered at once."""
     if not parallel.sharded:
+        if parallel.mesh.local:
+            return min(gradients, BUCKET_BYTES)
         return gradients if parallel.mesh.replicate > 1 else 0
     blocks = [_full_bytes(block) for block in net.blocks]
     rest = _full_bytes(net) - sum(blocks)
