@@ -326,6 +326,15 @@ def test_the_quantities_of_a_command(command: str, expected: dict[str, Any], her
     assert found == expected
 
 
+def test_the_tokens_that_nanogpt_prepared(here: Path) -> None:
+    Path("data/owt").mkdir(parents=True)
+    Path("data/owt/train.bin").write_bytes(b"1234")
+    config = translated("python train.py --dataset=owt")[1]
+    assert config.tokens.use_valid == [str(here / "data/owt/val.bin")]
+    assert [used.path for used in config.tokens.use] == [str(here / "data/owt/train.bin")]
+    assert config.corpus.sources == []
+
+
 def test_options_in_a_file(here: Path) -> None:
     """The YAML of litgpt's --config, and the JSON that the trainer's scripts take instead of options."""
     Path("own.yaml").write_text(

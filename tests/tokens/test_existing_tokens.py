@@ -467,6 +467,24 @@ def test_files_of_numpy_with_something_else(tmp_path: Path, tokenizer: Path) -> 
     assert not canary.exists()
 
 
+def test_the_files_of_nanogpt(tmp_path: Path, tokenizer: Path) -> None:
+    """train.bin and val.bin have ids of two bytes and nothing else; a store has an .idx next to its .bin."""
+    ids = {
+        name: np.random.default_rng(seed).integers(0, 256, 500, np.uint16) for seed, name in enumerate(("train", "val"))
+    }
+    for name, values in ids.items():
+        values.tofile(tmp_path / f"{name}.bin")
+    config = config_for(tmp_path / "run", tokenizer, tmp_path / "train.bin", length=8)
+    config = with_tokens(config, use_valid=[str(tmp_path / "val.bin")])
+    tokenize_existing(config)
+    splits = open_splits(config).by_split
+    assert documents_of(splits["train"][0].store) == [ids["train"].tolist()]
+    assert documents_of(splits["valid"][0].store) == [ids["val"].tolist()]
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    with pytest.raises(TextmillError, match=r"odd\.bin: has 3 bytes"):
+        tokenize_existing(config_for(tmp_path / "odd", tokenizer, tmp_path / "odd.bin"))
+
+
 def test_one_bin_file_of_a_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With corpus.split=100,0,0 there is one .bin, as Megatron's tool writes; training then splits its documents."""
     monkeypatch.chdir(tmp_path)

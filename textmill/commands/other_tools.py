@@ -720,7 +720,7 @@ def _nanogpt_model(pasted: Pasted, name: str) -> Settings | str:
 
 
 def _nanogpt_data(pasted: Pasted, name: str) -> Settings | str:
-    """The text that nanoGPT's data/NAME/prepare.py reads; its vocabulary is GPT-2's, or one of characters."""
+    """What nanoGPT's data/NAME/prepare.py wrote or reads; its vocabulary is GPT-2's, or one of characters."""
     dataset = pasted.text(name)
     file = f"data/{dataset}/input.txt"
     source = file
@@ -730,6 +730,9 @@ def _nanogpt_data(pasted: Pasted, name: str) -> Settings | str:
         split = [99.95, 0.05, 0]
     elif dataset.startswith("shakespeare") and not Path(file).is_file():
         source = "tinyshakespeare"
+    if Path(f"data/{dataset}/train.bin").is_file() and not dataset.endswith("_char"):
+        tokens = {"tokens.use": [f"data/{dataset}/train.bin"], "tokens.use_valid": [f"data/{dataset}/val.bin"]}
+        return {**tokens, "tokenizer.use": "gpt2"}
     own = {"tokenizer.vocab": 260} if dataset.endswith("_char") else {"tokenizer.use": "gpt2"}  # 260: nearly all bytes
     return {"corpus.sources": [source], "corpus.split": split, **own}
 

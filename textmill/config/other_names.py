@@ -523,7 +523,7 @@ RULES: dict[str, tuple[str, str]] = {
     "evaluated_model": ("model.init_from", "the folder that textmill import wrote, or WHERE of textmill evaluate"),
     "distil_data": ("tokens.use", "binarized_text.pickle; a text goes to corpus.sources"),
     "nanogpt_model": ("model.init_from", "a model's name; scratch and resume need no setting"),
-    "nanogpt_data": ("corpus.sources", "the text: nanoGPT's .bin files are not read"),
+    "nanogpt_data": ("corpus.sources", "the text; of GPT-2's tokens: tokens.use=data/NAME/train.bin"),
     "litgpt_data": ("corpus.sources", "the text of TextFiles or JSON"),
 }
 """The key that a rule sets first, and what its value is; textmill/commands/translate.py has the rules themselves."""

@@ -1,4 +1,4 @@
-"""Token ids in numpy's files: .npy with a row per document or one long row, and pickled lists of arrays.
+"""Token ids in numpy's files: .npy with a row per document or one long row, pickled lists of arrays, nanoGPT's .bin.
 
 A pickle may contain code. The reader here creates numpy arrays, numbers, texts and containers only: every other name in
 the file is an error. `numpy.load` and `pickle.load` would run what the file says.
@@ -54,7 +54,12 @@ class ArrayRows:
 
 def is_array_file(path: Path) -> bool:
     """Whether a file has token ids in one of numpy's formats, by its name."""
-    return path.suffix in SUFFIXES and path.is_file()
+    return (path.suffix in SUFFIXES or is_raw_file(path)) and path.is_file()
+
+
+def is_raw_file(path: Path) -> bool:
+    """Whether a file has 16-bit ids and nothing else, as nanoGPT's train.bin: a store has an .idx next to it."""
+    return path.suffix == ".bin" and path.is_file() and not path.with_suffix(".idx").is_file()
 
 
 @lru_cache
@@ -65,8 +70,11 @@ def _count_rows(path: Path, mtime: int) -> int:
 
 def _open_rows(path: Path) -> Any:
     """The rows: a matrix that stays on disk, or the list of a pickle, which is read into memory."""
-    with open(path, "rb") as stream:
-        array = _open_array(path, stream) if path.suffix == ".npy" else read_numbers(path, stream)
+    if is_raw_file(path):
+        array: Any = _open_raw(path)
+    else:
+        with open(path, "rb") as stream:
+            array = _open_array(path, stream) if path.suffix == ".npy" else read_numbers(path, stream)
     if isinstance(array, np.ndarray) and array.ndim == 1 and not array.dtype.hasobject:
         array = [array[start : start + STREAM_ROW] for start in range(0, len(array), STREAM_ROW)]
     is_matrix = isinstance(array, np.ndarray) and array.ndim == 2
@@ -78,6 +86,15 @@ def _open_rows(path: Path) -> Any:
         if values is None or values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
             raise TextmillError(f"{path}: has a row that is a {_describe(row)}; expected a list of integers per row")
     return array
+
+
+def _open_raw(path: Path) -> NDArray[np.uint16]:
+    size = path.stat().st_size
+    if size == 0 or size % 2:
+        raise TextmillError(
+            f"{path}: has {size:,} bytes; without an .idx next to it, a .bin is read as nanoGPT's ids of two bytes each"
+        )
+    return np.memmap(path, np.uint16, "r")
 
 
 def _open_array(path: Path, stream: IO[bytes]) -> Any:

@@ -1,7 +1,7 @@
 """Token ids that other tools wrote (`tokens.use`): stores are used in place, datasets are converted into stores.
 
 A dataset has a column `input_ids`: Parquet files, a folder of `datasets.save_to_disk`, or BERT's examples in TFRecord
-files (bert_examples.py), numpy's .npy and pickled lists of arrays (array_rows.py).
+files (bert_examples.py), numpy's .npy, pickled lists of arrays and nanoGPT's .bin (array_rows.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from textmill.storage.files import format_path, hash_file, manifest_entry, read_
 from textmill.storage.progress import progress
 from textmill.storage.remote_folders import fetch, first_line, is_url
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.array_rows import ArrayRows, is_array_file
+from textmill.tokens.array_rows import ArrayRows, is_array_file, is_raw_file
 from textmill.tokens.batches.batch import check_ids
 from textmill.tokens.bert_examples import ExampleRows
 from textmill.tokens.store import StoreWriter, dtype_for, open_store, store_paths, store_prefix
@@ -75,6 +75,12 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
         print("tokenize: nothing to do: tokens.use names token stores, which are read in place")
         return folder
     tokenizer = tokenizer_of(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
+    for entry in tables:
+        if is_raw_file(entry.path) and tokenizer.vocab > 1 << 16:
+            raise TextmillError(
+                f"tokens.use: {entry.path}: has no {entry.path.stem}.idx next to it, so its ids would be nanoGPT's of "
+                f"16 bits, which cannot count {tokenizer.vocab:,} tokens; name another file, or put the .idx next to it"
+            )
     accounts, mtimes = input_accounts(tables, open_manifest(folder) if (folder / MANIFEST).is_file() else {})
     made_from = {"corpus.own_splits": config.corpus.own_splits, "tokenizer": tokenizer.fingerprint, **accounts}
     made_from |= {f"split.{entry.number}": list(entry.fractions) for entry in tables}
@@ -158,7 +164,7 @@ def existing_kind(path: Path) -> Literal["folder", "prefix", "table"]:
         return "table"
     raise TextmillError(
         f"tokens.use: {path}: no tokens found; name a prefix of .bin and .idx files, a folder written by textmill or "
-        f"datasets.save_to_disk, Parquet files with a column input_ids, or a .npy or .pickle file with ids"
+        f"datasets.save_to_disk, Parquet files with a column input_ids, or a .npy, .pickle or nanoGPT's .bin with ids"
     )
 
 
