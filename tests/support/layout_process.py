@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence-2": {"tensor": 2},
     "ddp-2-shard-2": {"replicate": 2, "shard": 2},
     "shard-2-sequence-2": {"shard": 2, "tensor": 2},
+    "shard-kept-2-sequence-2": {"shard": 2, "tensor": 2, "keep_gathered": True},
     "ddp-2-tensor-2": {"replicate": 2, "tensor": 2, "sequence_parallel": False},
     "llama-shard-2": {"shard": 2},
     "llama-tensor-2": {"tensor": 2, "sequence_parallel": False},
