@@ -307,7 +307,8 @@ class EventStream(Response):
         self.in_flight = in_flight
         self.reply = reply
         self.on_end = on_end
-        self.head = to_json_bytes(reply.chunk_head).removesuffix(b"}") + b","  # encoded once for all chunks
+        # What all chunks begin with, encoded once.
+        self.head = to_json_bytes(reply.chunk_head).removesuffix(b"}") + (b"," if reply.chunk_head else b"")
         self.send_started = math.inf
         """When the current send started. It blocks while the client does not read (backpressure).
 
