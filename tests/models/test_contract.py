@@ -109,6 +109,16 @@ def test_a_planted_mistake_is_found(tmp_path: Path, mistake: str) -> None:
     assert f"mynet.py: {name}: " in str(caught.value)
 
 
+def test_a_size_that_the_file_does_not_have(tmp_path: Path) -> None:
+    """In words, also where the file itself would raise a KeyError; a given shape needs no size."""
+    path = tmp_path / "mynet.py"
+    path.write_text(Path(MYNET).read_text().replace("config.size not in SIZES", "False"))
+    with pytest.raises(TextmillError, match=r"model\.size: .*mynet\.py has no size 'nano'; choose one of small"):
+        check(str(path), "nano")
+    shape = open_family(str(path)).shape_of(ModelConfig(family=str(path), size="small"), vocab=500, eos_id=0)
+    check_family(ModelConfig(family=str(path), size="nano"), shape, activation_checkpointing=False)
+
+
 def test_verify_checks_a_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", MYNET]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -51,8 +51,15 @@ class TinyNet:
     def __init__(self, config: ModelConfig, shape: Shape) -> None:
         self.family: Family = open_family(shape.family)
         numbers = self.family.small_shape(shape, 1)
+        sizes = getattr(self.family, "SIZES", {})  # with model.init_from, model.size says nothing
+        size = config.size if not sizes or config.size in sizes else next(iter(sizes))
         small = config.model_copy(
-            update={"shape": ShapeConfig(**numbers, positions=LENGTH), "init_from": None, "init_layers": []}
+            update={
+                "size": size,
+                "shape": ShapeConfig(**numbers, positions=LENGTH),
+                "init_from": None,
+                "init_layers": [],
+            }
         )
         self.shape: Shape = self.family.shape_of(small, vocab=VOCAB, eos_id=0)
         self.causal = self.family.OBJECTIVE == "next_token"

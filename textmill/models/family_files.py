@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from textmill.config import SIZES
+from textmill.config import SIZES, ModelConfig
 from textmill.config.own_files import OwnFile, open_own_file
 from textmill.errors import TextmillError
+from textmill.models.family import Shape
 
 NEEDED = ("NAME", "Net", "shape_of", "shape_of_hf", "hf_config_of", "weights_of", "small_shape")
 """What a family's file must define."""
@@ -40,6 +43,19 @@ def _check(module: ModuleType, path: Path) -> None:
     for name, value in defaults.items():
         if not hasattr(module, name):
             setattr(module, name, value)
+    if isinstance(getattr(module, "SIZES", None), dict):
+        vars(module)["shape_of"] = partial(_shape_of_known_size, module.shape_of, module.SIZES)
+
+
+def _shape_of_known_size(
+    shape_of: Callable[..., Shape], sizes: dict[str, Any], config: ModelConfig, **given: Any
+) -> Shape:
+    """The file's `shape_of`, for a size that it has."""
+    if config.size not in sizes:
+        raise TextmillError(
+            f"model.size: {config.family} has no size '{config.size}'; choose one of {', '.join(sizes)}"
+        )
+    return shape_of(config, **given)
 
 
 def _unchanged(named: Iterable[object]) -> Iterable[object]:
