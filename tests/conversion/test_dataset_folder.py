@@ -57,7 +57,7 @@ def test_the_documents_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert set(found["train"].column_names) == {"text", "source", "id", "meta"}
     assert set(found["train"]["source"]) == {"a.jsonl", "deep/b.txt"}
 
-    again = prepare(config_of(tmp_path / "again", [out / "data"], rules=["spaces"]))
+    again = prepare(config_of(tmp_path / "again", [out], rules=["spaces"]))
     assert {split: sorted(texts) for split, texts in documents_of(again).items()} == {
         split: sorted(texts) for split, texts in expected.items()
     }
@@ -85,7 +85,7 @@ def test_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = datasets.load_dataset(str(tmp_path / "shared"), cache_dir=str(tmp_path / "cache"))
     messages = [row for split in found.values() for row in split["messages"]]
     assert sorted(messages, key=str) == sorted(turns, key=str)
-    again = prepare(config_of(tmp_path / "again", [tmp_path / "shared" / "data"], chat="messages"))
+    again = prepare(config_of(tmp_path / "again", [tmp_path / "shared"], chat="messages"))
     assert sorted(one.turns or () for one in open_corpus(again)) == sorted(
         tuple((turn["role"], turn["content"]) for turn in one) for one in turns
     )

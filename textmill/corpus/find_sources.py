@@ -47,6 +47,8 @@ from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem
 
 OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "trials.json", "trial-01.log")
 """Files by which a folder that textmill wrote is recognised."""
+CARD_BYTES = 1 << 16
+"""The beginning of a README.md that shows whether it is the card of a dataset."""
 FILE_BYTES = 4096
 """Opening a file takes as long as reading about so many bytes more."""
 HUB_SECONDS = 5.0
@@ -231,10 +233,13 @@ class _Search:
         """The sources of the files that are directly in a folder."""
         # The JSON files of a folder that the datasets library saved hold no text.
         is_saved_dataset = "state.json" in files and "dataset_info.json" in files
+        own_files = OWN_FILES if _is_written_by_textmill(folder) else ()  # an exported dataset that is named
         for name in sorted(files):
             path = os.path.join(folder, name)
             file_format = format_from_name(name)
             if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
+                continue
+            if name in own_files or (name == "README.md" and _is_dataset_card(path)):
                 continue
             if not file_format and not archive_kind(name):
                 file_format = format_from_content(path)
@@ -296,6 +301,14 @@ def bundled_corpora() -> dict[str, Path]:
     """The corpora that are shipped with textmill, by name."""
     folder = Path(str(resources.files("textmill"))) / "corpora"
     return {path.stem: path for path in sorted(folder.glob("*.txt"))}
+
+
+def _is_dataset_card(path: str) -> bool:
+    """Whether a README.md describes a dataset of the Hugging Face hub: its head names the files of the splits."""
+    with suppress(OSError), open(path, "rb") as file:
+        head = file.read(CARD_BYTES).partition(b"\n---")[0]
+        return head.startswith(b"---") and re.search(rb"^(?:configs|dataset_info):", head, re.MULTILINE) is not None
+    return False
 
 
 def _is_written_by_textmill(folder: str) -> bool:
