@@ -6,7 +6,7 @@ import json
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 
 from textmill.config import CorpusConfig
@@ -20,7 +20,7 @@ from textmill.corpus.clean.filters import (
 )
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.clean.quality import Weights, quality_of
-from textmill.corpus.clean.rules import break_at_markers, clean
+from textmill.corpus.clean.rules import RULES, Rule, apply_rules, break_at_markers
 from textmill.corpus.document import Turn
 from textmill.errors import TextmillError
 
@@ -49,6 +49,14 @@ class Cleaner:
     dropped_by: str = ""
     """The filter that dropped the last dropped document."""
 
+    @cached_property
+    def _functions(self) -> dict[str, Rule]:
+        """The rules by name, in their order."""
+        functions = {name: function for name, function in RULES.items() if name in self.config.rules}
+        if "markers" in functions:
+            functions["markers"] = partial(break_at_markers, markers=self.config.newline_markers)
+        return functions
+
     def clean(self, text: str, url: str | None = None, meta: str | None = None) -> str | None:
         """The cleaned text, or None if a filter dropped it."""
         turns = self.clean_turns((("", text),), url, meta)
@@ -62,11 +70,11 @@ class Cleaner:
         if url is not None and config.block_urls and is_blocked(url, config.block_urls):
             self._count_drop("url")
             return None
-        changed: Counter[str] = Counter()
-        settings = {"markers": partial(break_at_markers, markers=config.newline_markers)}
-        turns = tuple((role, clean(text, config.rules, changed, settings)) for role, text in turns)
-        self.changed.update(changed.keys())
-        joined = "\n".join(text for _, text in turns)
+        changed: set[str] = set()
+        turns = tuple([(role, apply_rules(text, self._functions, changed)) for role, text in turns])
+        if changed:
+            self.changed.update(changed)
+        joined = "\n".join([text for _, text in turns])
         return None if self._count_drop(self._failed_filter(joined) or self._failed_own_filter(joined, meta)) else turns
 
     def _count_drop(self, reason: str | None) -> bool:

@@ -6,7 +6,6 @@ import html
 import ipaddress
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
 from functools import cache
@@ -552,24 +551,20 @@ MAX_ROUNDS = 10
 """More rounds than any text has needed."""
 
 
-def clean(
-    text: str, rules: Collection[str], changed: Counter[str] | None = None, overrides: Mapping[str, Rule] | None = None
-) -> str:
-    """Apply the rules in the order of RULES, and repeat until nothing changes.
+def clean(text: str, rules: Collection[str]) -> str:
+    """Apply the rules in the order of RULES, and repeat until nothing changes."""
+    return apply_rules(text, {name: function for name, function in RULES.items() if name in rules}, set())
 
-    `changed` counts each rule that changed the text, once. `overrides` replaces rules that have settings of their own.
-    """
-    functions = [(name, (overrides or {}).get(name, function)) for name, function in RULES.items() if name in rules]
-    changed_by: set[str] = set()
-    for _ in range(1 if SINGLE_PASS_RULES.issuperset(rules) else MAX_ROUNDS):
+
+def apply_rules(text: str, functions: Mapping[str, Rule], changed_by: set[str]) -> str:
+    """Apply rules in this order, and add the names of those that change the text to `changed_by`."""
+    for _ in range(1 if SINGLE_PASS_RULES.issuperset(functions) else MAX_ROUNDS):
         start = text
-        for name, function in functions:
+        for name, function in functions.items():
             after = function(text)
             if after is not text and after != text:
                 changed_by.add(name)
                 text = after
         if text is start or text == start:
             break
-    if changed is not None:
-        changed.update(changed_by)
     return text
