@@ -52,7 +52,7 @@ class Cleaner:
     @cached_property
     def _functions(self) -> dict[str, Rule]:
         """The rules by name, in their order."""
-        functions = {name: function for name, function in RULES.items() if name in self.config.rules}
+        functions: dict[str, Rule] = {name: one for name, one in RULES.items() if name in self.config.rules}
         if "markers" in functions:
             functions["markers"] = partial(break_at_markers, markers=self.config.newline_markers)
         return functions

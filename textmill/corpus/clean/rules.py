@@ -553,7 +553,8 @@ MAX_ROUNDS = 10
 
 def clean(text: str, rules: Collection[str]) -> str:
     """Apply the rules in the order of RULES, and repeat until nothing changes."""
-    return apply_rules(text, {name: function for name, function in RULES.items() if name in rules}, set())
+    functions: dict[str, Rule] = {name: function for name, function in RULES.items() if name in rules}
+    return apply_rules(text, functions, set())
 
 
 def apply_rules(text: str, functions: Mapping[str, Rule], changed_by: set[str]) -> str:
