@@ -53,7 +53,7 @@ def test_files_in_an_older_encoding_are_read(capsys: pytest.CaptureFixture[str])
         Path("texts", name).write_bytes(text.encode("utf-8" if name < "2" else "cp949"))
     assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
     assert "files that are not UTF-8 look like cp949; if that is wrong, change" in capsys.readouterr().err
-    assert main(["prepare", "mine"]) == 0
+    assert main(["prepare", "mine", "corpus.dedup=exact"]) == 0
     assert {document.text for document in open_corpus(Path("mine/corpus"))} == set(texts.values())
 
 
@@ -114,7 +114,7 @@ def test_other_projects_in_the_folder_of_texts_are_not_text() -> None:
     (run / "step-0000001").mkdir()
     (run / "step-0000001" / "config.json").write_text("{}", encoding="utf-8")
     assert main(["new", "texts/second", "--text", "texts", "--minutes", "1"]) == 0
-    assert main(["prepare", "texts/second"]) == 0
+    assert main(["prepare", "texts/second", "corpus.dedup=exact"]) == 0
     sources = {document.source for document in open_corpus(Path("texts/second/corpus"))}
     assert {Path(name).name for name in sources} == {f"{n}.txt" for n in range(30)}
 
@@ -192,7 +192,7 @@ def test_a_folder_of_many_formats_and_fields() -> None:
     Path("texts/f.txt").write_text("Tek satır", encoding="utf-8")
     Path("texts/g.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
-    assert main(["prepare", "mine", "corpus.documents=block", "corpus.split_by=document"]) == 0
+    assert main(["prepare", "mine", "corpus.documents=block", "corpus.split_by=document", "corpus.dedup=exact"]) == 0
     found = [document.text.strip() for document in open_corpus(Path("mine/corpus"))]
     assert sorted(found) == sorted([*turkish, *korean, "Tek satır"])
 
