@@ -18,7 +18,7 @@ from textmill.config import TrackConfig
 from textmill.track.on_trackio import new_tracker
 from trackio.sqlite_storage import SQLiteStorage
 
-folder, config = Path(sys.argv[1]), TrackConfig(project="mill", group="stones")
+folder, config = Path(sys.argv[1]), TrackConfig(project="mill")
 for start, stop in ((0, 5), (3, 7)):
     tracker = new_tracker(config, folder, start, {"train.batch": 8})
     for step in range(start + 1, stop + 1):
