@@ -1,4 +1,4 @@
-"""The speed that `textmill plan` forecasts for published runs, next to what was published: a table for docs/plan.md.
+"""The speed that `textmill plan` forecasts for published runs, next to what was published: a table for bench/LOG.md.
 
     python bench/plan_published.py
 

@@ -145,8 +145,8 @@ def test_every_target_token_is_predicted_once(sizes: list[tuple[int, list[int]]]
 
 def test_a_family_in_a_file_with_fewer_key_heads(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     """Rotary positions and grouped-query attention: packed rows equal each pair scored alone."""
-    family: Any = open_family(str(Path(__file__).parents[1] / "support" / "mynet.py"))
-    config = RunConfig(model=ModelConfig(family=str(Path(__file__).parents[1] / "support" / "mynet.py")))
+    family: Any = open_family(str(Path(__file__).parents[2] / "examples" / "mynet.py"))
+    config = RunConfig(model=ModelConfig(family=str(Path(__file__).parents[2] / "examples" / "mynet.py")))
     shape = family.shape_of(config.model, vocab=tokenizer.vocab, eos_id=tokenizer.eos_id, length=32)
     net = new_net(shape, torch.device("cpu"))
     fill(net, initial_weights(shape, 1), "mynet")

@@ -18,7 +18,7 @@ from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.lora import target_weights
 from textmill.models.nets_torch import checkpoint_tensors, fill, new_net
 
-MYNET = str(Path(__file__).parents[1] / "support" / "mynet.py")
+MYNET = str(Path(__file__).parents[2] / "examples" / "mynet.py")
 CPU = torch.device("cpu")
 NUMBERS = {"layers": 3, "heads": 6, "width": 48, "inner": 80, "positions": 32, "extra": {"kv_heads": 2}}
 

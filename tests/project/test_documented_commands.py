@@ -156,7 +156,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "ChatbotData.csv", folder / "pairs.csv")
     for name in ("chat-ko.yaml", "finetune.yaml", "bert-classify.yaml"):
         shutil.copy(ROOT / "recipes" / name, folder)
-    shutil.copy(ROOT / "tests" / "support" / "mynet.py", folder)
+    shutil.copy(ROOT / "examples" / "mynet.py", folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n', encoding="utf-8")
     (folder / "city.json").write_text('{"type": "object", "properties": {"year": {"type": "boolean"}}}')
     (folder / "key.txt").write_text("a-long-secret\n", encoding="utf-8")

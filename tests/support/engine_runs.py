@@ -36,7 +36,7 @@ LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["mlp", "1"])
 """Both matrices of every MLP, and all of the second block."""
 BERT_TARGETS = ["intermediate.dense", "layer.*.output.dense", "1"]
 """The same of a family that names them otherwise."""
-MYNET = str(Path(__file__).parent / "mynet.py")
+MYNET = str(Path(__file__).parents[2] / "examples" / "mynet.py")
 FAMILY = ["gpt2"]
 """The family of `config_of`; the fixture `kind` sets it for the tests that every family passes."""
 

@@ -1,4 +1,9 @@
-"""A model family outside the package: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+"""A model family in one file: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+
+    textmill run quickstart model.family=./examples/mynet.py model.size=small
+
+Copy it to begin a family of your own; docs/own-model.md says what each part is for.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,17 @@ from textmill.models.layers_torch import Context, Dropout, attention, linear, ne
 from textmill.models.weights import Weight, count_flops, count_parameters
 
 NAME = "mynet"
+"""The `model_type` in config.json."""
 SIZES = {
     "small": {"layers": 4, "heads": 8, "kv_heads": 2, "width": 256, "inner": 704, "positions": 512, "dropout": 0.0}
 }
+"""The values of `model.size`."""
 
 
 @dataclass(frozen=True)
 class Shape:
+    """The numbers that a net is built from; they decide whether a run may resume."""
+
     layers: int
     heads: int
     kv_heads: int
@@ -51,6 +60,7 @@ class Shape:
 
 
 def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
+    """The shape of the settings: `model.shape` overrides numbers of the size, with new keys under `extra`."""
     if isinstance(config.shape, str) or config.size not in SIZES:
         raise TextmillError(f"model.size: no size '{config.size}'; choose one of {', '.join(SIZES)}")
     own = config.shape.model_dump(exclude_none=True)
@@ -61,20 +71,29 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
+    """The shape of a config.json."""
     return Shape(**{name: hf[name] for name in Shape.__dataclass_fields__ if name != "family"})
 
 
 def hf_config_of(shape: Shape) -> dict[str, Any]:
+    """The config.json of a shape."""
     return {"model_type": NAME, **{name: value for name, value in asdict(shape).items() if name != "family"}}
 
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
+    """`model.shape` of a tiny net of the same kind, for `textmill verify`."""
     width = 8 * 4 * tensor
     numbers = {"layers": 2, "heads": 4 * tensor, "width": width, "inner": 2 * width, "dropout": shape.dropout}
     return {**numbers, "extra": {"kv_heads": 2 * tensor}}
 
 
 def weights_of(shape: Shape) -> list[Weight]:
+    """Every parameter: its size, how it starts, and what applies to it.
+
+    `split` is the dimension that tensor-parallel ranks divide: 0 for matrices divided by outputs, 1 by inputs. The
+    joined QKV matrix has three unequal parts, grouped by key head, so that a rank gets complete heads. `depth` orders
+    the layers for `train.layer_decay`.
+    """
     width, head = shape.width, shape.width // shape.heads
     queries, keys = shape.heads * head, shape.kv_heads * head
     table = {"shape": (shape.vocab, width), "std": 0.02, "by_token": True, "padded_rows": shape.padded_vocab}
@@ -111,6 +130,8 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 
 class RMSNorm(nn.Module):
+    """A norm by the root mean square, with a factor for each channel."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
@@ -121,6 +142,12 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    `context` has what all layers share. `linear` applies a matrix together with its LoRA adapter; `attention` uses the
+    mask, or while generating the KV cache.
+    """
+
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.head, self.repeat, self.layer = shape.width // shape.heads, shape.heads // shape.kv_heads, layer
@@ -136,11 +163,14 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels by its angle."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class MLP(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate = nn.Linear(shape.width, shape.inner, bias=False)
@@ -153,6 +183,8 @@ class MLP(nn.Module):
 
 
 class Block(BaseBlock):
+    """Attention and MLP; a dropout is a hash of positions, samples and its site in the block."""
+
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.norm_1, self.attention = RMSNorm(shape.width), Attention(shape, layer)
@@ -165,6 +197,8 @@ class Block(BaseBlock):
 
 
 class Net(BaseNet):
+    """The whole net; the three names tell where the blocks, the embedding and the head are."""
+
     blocks_name, embedding_name, head_name = "layers", "embed", "unembed"
 
     def __init__(self, shape: Shape) -> None:
@@ -177,6 +211,7 @@ class Net(BaseNet):
     cache_shape = property(lambda self: (self.shape.kv_heads, self.shape.width // self.shape.heads))  # type: ignore[assignment]
 
     def embed_inputs(self, ids: Tensor, context: Context, documents: Tensor | None) -> tuple[Tensor, Context]:
+        """The residual stream and the context of every block: rotary angles, and the mask that isolates documents."""
         places = token_positions(ids, context.cache, documents)
         head = self.shape.width // self.shape.heads
         rates = 10000.0 ** (-torch.arange(0, head, 2, device=ids.device) / head)
