@@ -112,6 +112,14 @@ UNUSABLE = {
     "evaluate.tasks=[lambada]": "lambada needs a file",
     "evaluate.tasks=[pseudo_perplexity]": "predicts the next token",
     "evaluate.text=[none.txt]": "evaluate.text: no file",
+    "evaluate.text=[empty.txt]": "empty.txt: has no text",
+    "evaluate.text=[broken.jsonl]": r"broken.jsonl:1: no field .text.; .*repair the file",
+    "corpus.labels=sequence-classification corpus.split_by=document model.family=bert model.size=tiny "
+    "train.layout=labelled tokenizer.kind=wordpiece evaluate.text=[empty.csv]": "empty.csv has no examples",
+    "evaluate.tasks=[wikitext:texts/english.txt] evaluate.window=33": "evaluate.window: 33 is more than the model's 32",
+    "evaluate.tasks=[wikitext:texts/english.txt] evaluate.stride=33": "evaluate.stride: 33 is more than the window",
+    "evaluate.tasks=[wikitext:texts/english.txt] evaluate.first_token=context": "evaluate.first_token: articles",
+    "train.tasks=[wikitext:texts/english.txt] evaluate.window=33": "evaluate.window: 33 is more than the model's 32",
     "evaluate.window=33": "evaluate.window: 33 is more than the model's 32 positions",
     "evaluate.stride=33": "evaluate.stride: 33 is more than the window of 32",
     "evaluate.predictions=texts/english.txt/p.jsonl": "evaluate.predictions: .* is not a folder",
@@ -133,6 +141,8 @@ def test_what_a_later_stage_cannot_use_is_refused_before_anything_is_written(
     for name, choices in (("quiz", ()), ("broken", (["turns", ""],))):
         lines = [quiz, *({**quiz, "choices": one} for one in choices)]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name in ("empty.txt", "empty.csv"):
+        Path(name).touch()
     before = sorted(Path().rglob("*"))
     for wrong, error in UNUSABLE.items():
         given = [wrong] if "{" in wrong else wrong.split()

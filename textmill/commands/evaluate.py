@@ -7,8 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
-from textmill.config import EngineConfig, EvaluateConfig, RunConfig
-from textmill.corpus.find_sources import find_sources
+from textmill.config import CorpusConfig, EngineConfig, EvaluateConfig, RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.evaluation import (
     ITEMS_ENDING,
@@ -22,6 +21,7 @@ from textmill.evaluation import (
 )
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.measured_task import MeasuredTask, check_objective, format_card, format_metrics
+from textmill.evaluation.split_tokens import check_texts
 from textmill.evaluation.task import ItemLog, Result, Scorer, Task
 from textmill.evaluation.tasks import open_tasks
 from textmill.evaluation.tasks.perplexity import find_windows
@@ -59,20 +59,25 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
     return results
 
 
-def check_evaluation(settings: EvaluateConfig, encoding: str, shape: Shape, length: int | None) -> None:
+def check_evaluation(settings: EvaluateConfig, corpus: CorpusConfig, shape: Shape, length: int | None) -> None:
     """Refuse settings, tasks, data and texts with which a model of this shape, which need not exist yet, could not be
     evaluated; `length` is that of its training."""
-    if label_head_of(shape):
+    if label_head := label_head_of(shape):
         _refuse_tasks(settings)
+        if settings.text:
+            from textmill.evaluation.labelled.measuring import open_examples
+
+            for _ in open_examples(settings, corpus, Path(), label_head[0]):
+                pass
     else:
         for task in open_tasks(settings.tasks):
             check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
             if isinstance(task, MeasuredTask):
-                task.check(settings)
+                task.check(settings, shape.positions)
             else:
                 find_windows(settings, shape.positions, length)
-    if settings.text:
-        find_sources(settings.text, encoding=encoding, setting="evaluate.text")
+        if settings.text:
+            check_texts(settings.text, corpus)
     if settings.predictions:
         check_file_name(Path(settings.predictions), "evaluate.predictions")
 

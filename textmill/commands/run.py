@@ -96,7 +96,7 @@ def check_before_work(config: RunConfig) -> RunConfig:
         imported = use_imported_model(config)
         shape = check_start(imported)
         if _evaluates(config):
-            check_evaluation(config.evaluate, config.corpus.encoding, shape, config.train.length)
+            check_evaluation(config.evaluate, config.corpus, shape, config.train.length)
         if config.sample.prompts_file is not None:
             find_prompts(config.sample)
         if config.tokenizer.compare_with and not config.tokens.use:

@@ -41,9 +41,14 @@ class MeasuredTask:
     read: Callable[[EvaluateConfig, TaskEntry], Any] | None = None
     """Reads all of its data without a model."""
 
-    def check(self, settings: EvaluateConfig) -> None:
-        """Refuse settings and data that cannot be measured, before there is a model."""
+    find_windows: Callable[[EvaluateConfig, int], Any] | None = None
+    """Finds its windows in a model of so many positions."""
+
+    def check(self, settings: EvaluateConfig, positions: int) -> None:
+        """Refuse settings and data that a model of so many positions cannot be measured with, before there is one."""
         settings = self._with_overrides(settings)
+        if self.find_windows is not None:
+            self.find_windows(settings, positions)
         if self.read is not None:
             self.read(settings, self.entry)
 

@@ -66,6 +66,12 @@ def open_tokens(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
         yield _open_made(scorer, folder, split)
 
 
+def check_texts(names: list[str], corpus: CorpusConfig) -> None:
+    """Read `evaluate.text` without a model; refuse what cannot be read or has no text."""
+    if not sum(1 for _ in _find_texts(names, corpus)):
+        raise _no_text(names)
+
+
 @dataclass
 class _Texts:
     """The documents of sources; counts them while they are read."""
@@ -91,24 +97,18 @@ def _open_text(
     tokenizer: TextTokenizer, names: list[str], corpus: CorpusConfig, append_end: bool
 ) -> Iterator[SplitTokens]:
     """Any files, tokenised into a temporary folder."""
-    sources = find_sources(names, encoding=corpus.encoding, setting="evaluate.text")
-    longest = max(source_state(source).bytes for source in sources)
-    unit = corpus.documents
-    if unit == "section" and longest <= MAX_FILE_BYTES:
-        unit = "file"  # a run's folder records the default too, so whether it was set does not count
-    whole = {"documents": unit, "chat": None, "cut_records": False}
-    texts = _Texts(sources, corpus.model_copy(update=whole))
+    texts = _find_texts(names, corpus)
     with temporary_store(texts, tokenizer, append_end=append_end) as store:
         if not store.tokens:
-            raise TextmillError(f"{', '.join(names)}: has no text; evaluate.text names it")
-        files = {source.name: _fingerprint(source) for source in sources}
+            raise _no_text(names)
+        files = {source.name: _fingerprint(source) for source in texts.sources}
         sha256 = next(iter(files.values())) if len(files) == 1 else hash_json(files)
         facts = {
             "text": list(names),
             "files": len(files),
             "sha256": sha256,
             "append_end": append_end,
-            "document_unit": unit,
+            "document_unit": texts.config.documents,
         }
         counts = {"documents": texts.counts["documents"], "tokens": store.tokens}
         yield SplitTokens(
@@ -118,6 +118,20 @@ def _open_text(
             tokenizer.vocab,
             facts,
         )
+
+
+def _find_texts(names: list[str], corpus: CorpusConfig) -> _Texts:
+    """The documents of files, each file as one unless it is long."""
+    sources = find_sources(names, encoding=corpus.encoding, setting="evaluate.text")
+    longest = max(source_state(source).bytes for source in sources)
+    unit = corpus.documents
+    if unit == "section" and longest <= MAX_FILE_BYTES:
+        unit = "file"  # a run's folder records the default too, so whether it was set does not count
+    return _Texts(sources, corpus.model_copy(update={"documents": unit, "chat": None, "cut_records": False}))
+
+
+def _no_text(names: list[str]) -> TextmillError:
+    return TextmillError(f"{', '.join(names)}: has no text; evaluate.text names it")
 
 
 def _fingerprint(source: Source) -> str:

@@ -402,7 +402,7 @@ def check_start(config: RunConfig) -> Shape:
     for task in open_tasks(train.tasks):
         check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
         if isinstance(task, MeasuredTask):
-            task.check(config.evaluate)
+            task.check(config.evaluate, shape.positions)
     if not train.tasks:
         check_measured(train.best.metric, [])
     check_batch_memory(train, train.length or shape.positions)

@@ -79,7 +79,14 @@ def _open(entry: TaskEntry) -> Task:
     objectives = getattr(module, "OBJECTIVES", ("next_token",))
     has_texts = entry.file is not None and hasattr(module, "read_texts")
     read = partial(_read_texts, module) if has_texts else None
-    return MeasuredTask(entry, module.measure, objectives, takes_shots=hasattr(module, "EXAMPLES"), read=read)
+    return MeasuredTask(
+        entry,
+        module.measure,
+        objectives,
+        takes_shots=hasattr(module, "EXAMPLES"),
+        read=read,
+        find_windows=getattr(module, "find_windows", None),
+    )
 
 
 def _read_texts(module: Any, settings: EvaluateConfig, entry: TaskEntry) -> None:

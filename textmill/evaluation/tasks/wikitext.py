@@ -19,6 +19,7 @@ from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file
 from textmill.evaluation.metrics import compute_metrics, document_interval, metric_intervals
 from textmill.evaluation.split_tokens import temporary_store
 from textmill.evaluation.task import LossPart, Measured, Pair, Scorer, StoreLoss, TaskEntry
+from textmill.evaluation.tasks import perplexity
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
     original = _read(data)
     originals = split_articles(original) if protocol.articles else [original]
     texts = [detokenize(text) for text in originals] if protocol.detokenize else originals
-    window, stride = _window(scorer, settings, protocol)
+    window, stride = find_windows(settings, scorer.positions)
+    window = max(1, window - protocol.shorter)
     score = _score_articles if protocol.articles else _score_stream
     measured, tokens = score(scorer, texts, settings, window, stride, protocol.first_token == "predicted")
     # Words and bytes are those before detokenising, as in published figures.
@@ -113,17 +115,13 @@ def _read(data: DataFile) -> str:
     return text
 
 
-def _window(scorer: Scorer, config: EvaluateConfig, protocol: Protocol) -> tuple[int, int]:
-    """The tokens of a window that predict, and the stride."""
-    window = min(config.window or scorer.positions, scorer.positions)
-    if config.window and config.window > scorer.positions:
-        raise TextmillError(f"evaluate.window: {config.window} is more than the model's {scorer.positions} positions")
-    stride = config.stride or min(protocol.stride or window, window)
-    if stride > window:
-        raise TextmillError(
-            f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it"
-        )
-    return max(1, window - protocol.shorter), stride
+def find_windows(settings: EvaluateConfig, positions: int) -> tuple[int, int]:
+    """The tokens of a window, and those between the starts of two, by default as the protocol has them."""
+    protocol = _choose_protocol(settings)
+    window, stride = perplexity.find_windows(settings, positions, None)
+    if settings.stride is None and protocol.stride is not None:
+        stride = min(protocol.stride, window)
+    return window, stride
 
 
 def _score_stream(
