@@ -42,7 +42,7 @@ TOPICS = {
     "doctor": "doctor",
     "check": "batches",
     "recipes": "index",
-    "completion": "completion",
+    "completion": "index",
     "fill": "bert",
     "embed": "bert",
     "cache-teacher": "distil",
@@ -228,9 +228,11 @@ def _title(page: str) -> str:
 
 
 def options_table(tool: str) -> str:
-    """The options of a tool and what textmill has instead."""
-    name = TOOLS.get(tool, tool)
-    rows = [f"| `{option}` | {counterpart(option, name)} |" for option in sorted(set(OPTIONS[tool].split()))]
+    """The options of a tool and what textmill has instead; options with the same answer share a row."""
+    answers: dict[str, list[str]] = {}
+    for option in sorted(set(OPTIONS[tool].split())):
+        answers.setdefault(counterpart(option, TOOLS.get(tool, tool)), []).append(f"`{option}`")
+    rows = [f"| {', '.join(options)} | {answer} |" for answer, options in answers.items()]
     return "\n".join([BEGIN, "", "| option | textmill |", "|---|---|", *rows, "", END])
 
 
