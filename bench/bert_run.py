@@ -275,7 +275,7 @@ def pair_entries(measured: Numbers) -> list[Numbers]:
 
 
 def report(results: Numbers) -> list[str]:
-    """The tables for docs/bert.md."""
+    """The tables for docs/results.md."""
     lines: list[str] = []
     if found := results.get("pretrain"):
         lines += ["| step | valid loss | masked accuracy | pair accuracy |", "|---|---|---|---|"]
