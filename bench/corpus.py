@@ -277,7 +277,7 @@ def write_layouts(folder: Path, count: int) -> dict[str, Path]:
         if len(texts) >= count:
             break
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[:count]]
-    few, many = folder / f"{count // LINES_PER_FILE:,} files", folder / f"{count:,} files"
+    few, many = folder / f"{count // LINES_PER_FILE} files", folder / f"{count} files"
     few.mkdir(parents=True)
     many.mkdir()
     (folder / "one.jsonl").write_text("".join(lines), encoding="utf-8")

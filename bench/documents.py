@@ -21,7 +21,6 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -137,7 +136,7 @@ def _read_chunk(chunk: SourceChunk, config: CorpusConfig) -> list[Document | Bad
     damage = next((one.damage for one in records if isinstance(one, BadRecord) and one.damage), None)
     if damage is None:
         return records
-    return list(read_records(replace(chunk, source=replace(chunk.source, damage=damage)), config))
+    return list(read_records(chunk._replace(source=chunk.source._replace(damage=damage)), config))
 
 
 def _hang(*_: object) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from textmill.config import CorpusConfig, RunConfig
+from textmill.corpus.archives import read_small_member
 from textmill.corpus.document import Document
 from textmill.corpus.find_sources import find_sources, portable_names, read_records, split_into_chunks
 from textmill.corpus.prepare import prepare
@@ -94,6 +95,25 @@ def test_an_archive_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(TextmillError, match=r"a\.tar\.gz: not a readable archive"):
         find_sources([str(path)])
+
+
+def test_small_files_of_a_zip_are_read_at_once(tmp_path: Path) -> None:
+    """What is not plain and whole is left to zipfile, which names what is wrong with it."""
+    members = {"stored": zipfile.ZIP_STORED, "deflated": zipfile.ZIP_DEFLATED, "other": zipfile.ZIP_BZIP2}
+    members |= {"damaged": zipfile.ZIP_STORED, f"{'long/' * 300}name": zipfile.ZIP_STORED}
+    content = b"water drives the wheel " * 9
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name, method in members.items():
+            archive.writestr(name, content + name.encode(), method)
+    data = (tmp_path / "a.zip").read_bytes()
+    (tmp_path / "a.zip").write_bytes(data.replace(b"wheel damaged", b"wheel Damaged", 1))
+
+    def read(name: str, size: int = 1000) -> bytes | None:
+        return read_small_member(f"zip://{name}::{tmp_path / 'a.zip'}", size)
+
+    assert [read(name) for name in ("stored", "deflated")] == [content + b"stored", content + b"deflated"]
+    assert [read(name) for name in [*list(members)[2:], "missing"]] == [None] * 4
+    assert read("stored", len(content)) is None
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

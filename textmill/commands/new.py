@@ -65,7 +65,7 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     if len(records.older_encodings) > 1:
         raise TextmillError(f"--text: {advise_encodings(records.older_encodings)}")
     encoding = "auto" if records.encoding.startswith("utf-") else records.encoding
-    sources = [replace(source, encoding=encoding) for source in sources]
+    sources = [source._replace(encoding=encoding) for source in sources]
     if masked and records.chat:
         raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
     facts = _inspect(sources, records, encoding, masked)

@@ -79,7 +79,7 @@ class ChunkTask:
         """The same work, but of the sources with these numbers only what is before their damage is read."""
         chunks = list(self.chunks)
         for number, damage in damaged.items():
-            chunks[number] = replace(chunks[number], source=replace(chunks[number].source, damage=damage))
+            chunks[number] = chunks[number]._replace(source=chunks[number].source._replace(damage=damage))
         return replace(self, chunks=tuple(chunks))
 
     def read_rows(self) -> NDArray[np.int64]:

@@ -12,14 +12,14 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module, resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -49,7 +49,7 @@ OWN_FILES = ("manifest.json", "made_from.json", "run.yaml", "metrics.jsonl", "tr
 """Files by which a folder that textmill wrote is recognised."""
 CARD_BYTES = 1 << 16
 """The beginning of a README.md that shows whether it is the card of a dataset."""
-FILE_BYTES = 4096
+FILE_BYTES = 512
 """Opening a file takes as long as reading about so many bytes more."""
 HUB_SECONDS = 5.0
 """Time for a connection to the Hugging Face hub."""
@@ -59,6 +59,8 @@ MAX_PIECES = 256
 """Size and number of the parts of a large file that are read for a sample of it; they are in memory."""
 ROW_FORMATS = ("parquet", "mongo")
 """Formats of which any rows can be read."""
+LINE_FORMATS = ("text", "jsonl", "csv")
+"""Formats of which only a file that is longer than a chunk is split."""
 PART_FORMATS = ("text", "jsonl", "csv", "arrow", "wiki", "mediawiki", "warc", "mail")
 """Formats whose beginning can be read without the rest."""
 BAR_FILES = 256
@@ -89,18 +91,17 @@ def find_sources(
             f"{setting} is empty; give files, globs or folders of {EXTENSIONS}, "
             f"or a bundled corpus: {', '.join(bundled_corpora())}"
         )
-    skipped_folders = [os.path.realpath(folder) for folder in skip]
+    skipped_folders = tuple(f"{os.path.realpath(folder)}/" for folder in skip)
     skipped_files = [] if skipped is None else skipped
     search = _Search(setting, skipped_folders, skipped_files, read_original)
     by_path: dict[str, Source] = {}
     with progress("find files", unit="files", is_short=True) as bar:
         for entry in entries:
-            for number, source in enumerate(search.find(entry), 1):
+            for number, (real_path, source) in enumerate(search.find(entry), 1):
                 if number % BAR_FILES == 0:
                     bar.advance(BAR_FILES)
                 if encoding != "auto":
-                    source = replace(source, encoding=encoding)
-                real_path = source.address if is_remote(source.address) else _real_path(source.address)
+                    source = source._replace(encoding=encoding)
                 earlier = by_path.setdefault(real_path, source)
                 if earlier is source:
                     continue
@@ -143,29 +144,35 @@ def _real_folder(folder: str) -> str:
     return os.path.realpath(folder)
 
 
+FoundSource = tuple[str, Source]
+"""A source and its real path, or its address if it is no local file: entries that name it twice are found by it."""
+
+
 @dataclass(frozen=True)
 class _Search:
     """The search for the sources of some entries."""
 
     setting: str
     """Where the user gave the entries: `corpus.sources`, another setting, or an option of the command line."""
-    skipped_folders: list[str]
+    skipped_folders: tuple[str, ...]
+    """Real paths, each with a slash at its end."""
     skipped_files: list[str]
     """Gets the files of folders and archives that cannot be read."""
     read_original: bool
 
-    def find(self, entry: str | NamedSource) -> Iterator[Source]:
+    def find(self, entry: str | NamedSource) -> Iterator[FoundSource]:
         """The sources of an entry."""
         if isinstance(entry, str):
             yield from self._find(entry)
             return
         for path in entry.path:
-            for source in self._find(path):
-                yield replace(source, text_key=entry.text_key, group=entry.name, is_sampled=entry.is_sampled)
+            for real_path, source in self._find(path):
+                named = source._replace(text_key=entry.text_key, group=entry.name, is_sampled=entry.is_sampled)
+                yield real_path, named
 
-    def _find(self, entry: str) -> Iterator[Source]:
+    def _find(self, entry: str) -> Iterator[FoundSource]:
         is_empty = True
-        for source in self._find_files(entry):
+        for source in self._find_local(entry) or ((source.address, source) for source in self._find_elsewhere(entry)):
             is_empty = False
             yield source
         if is_empty:
@@ -173,31 +180,43 @@ class _Search:
                 raise TextmillError(f"{self.setting}: {unread}")
             raise TextmillError(f"{self.setting}: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
 
-    def _find_files(self, entry: str) -> Iterable[Source]:
+    def _find_local(self, entry: str) -> Iterator[FoundSource] | None:
+        """The sources of a file, a folder or a pattern; None if the entry is none of them."""
+        if entry.startswith(("mongo:", "hf:")) or (is_remote(entry) and not entry.startswith("file://")):
+            return None
+        path = os.path.expanduser(entry.removeprefix("file://"))
+        if os.path.isdir(path):
+            return self._walk_folder(path)
+        if os.path.exists(path):
+            return self._file_sources(path, _real_path(path))
+        return self._match_pattern(entry, path) if glob.has_magic(path) else None
+
+    def _find_elsewhere(self, entry: str) -> Iterable[Source]:
+        """The sources of a database, a dataset, a URL or a bundled corpus."""
         if entry.startswith("mongo:"):
             from textmill.corpus.formats import mongo  # needs pymongo
 
             return mongo.find(entry, self.read_original)
         if entry.startswith("hf:"):
             return _find_hf_sources(entry, self.setting)
-        if is_remote(entry) and not entry.startswith("file://"):
+        if is_remote(entry):
             return _find_remote_sources(entry, self.setting, self.skipped_files)
-        path = os.path.expanduser(entry.removeprefix("file://"))
-        if os.path.isdir(path):
-            return self._walk_folder(path)
-        if os.path.exists(path):
-            return self._file_sources(path)
-        if glob.has_magic(path):
-            matches = glob.glob(path, recursive=True)
-            if not matches:
-                advice = f"check the pattern ('**' matches subfolders){self._describe_base(entry)}"
-                raise TextmillError(f"{self.setting}: nothing matches '{entry}'; {advice}")
-            self.skipped_files.extend(os.path.normpath(match) for match in matches if is_dangling(match))
-            files = (match for match in matches if os.path.isfile(match) and not self._is_skipped(match))
-            return (source for file in files for source in self._file_sources(file))
         if entry in bundled_corpora():
             return [Source(entry, str(bundled_corpora()[entry]), "text")]
         raise TextmillError(f"{self.setting}: no file, folder or corpus '{entry}'; {self._advise(entry)}")
+
+    def _match_pattern(self, entry: str, path: str) -> Iterator[FoundSource]:
+        matches = glob.glob(path, recursive=True)
+        if not matches:
+            advice = f"check the pattern ('**' matches subfolders){self._describe_base(entry)}"
+            raise TextmillError(f"{self.setting}: nothing matches '{entry}'; {advice}")
+        for match in matches:
+            real_path = _real_path(match)
+            if os.path.isfile(match):
+                if not self._is_skipped(real_path):
+                    yield from self._file_sources(match, real_path)
+            elif is_dangling(match):
+                self.skipped_files.append(os.path.normpath(match))
 
     def _advise(self, entry: str) -> str:
         """What to do about an entry that names nothing."""
@@ -209,50 +228,70 @@ class _Search:
         """A hint for an entry of a YAML file, whose path has become absolute."""
         return PATHS_OF_YAML if os.path.isabs(entry) and not self.setting.startswith("--") else ""
 
-    def _walk_folder(self, folder: str) -> Iterator[Source]:
+    def _walk_folder(self, folder: str) -> Iterator[FoundSource]:
         """The sources in a folder; folders behind links come last, and each folder is read once."""
         read: set[tuple[int, int]] = set()
-        folders_to_read = deque([folder])
-        while folders_to_read:
-            for folder_path, folders, files in os.walk(folders_to_read.popleft()):
-                state = os.stat(folder_path)
-                if (state.st_dev, state.st_ino) in read:  # a link to a folder around it, or a second link
-                    folders.clear()
-                    continue
-                read.add((state.st_dev, state.st_ino))
-                paths = {name: os.path.join(folder_path, name) for name in sorted(folders) if not name.startswith(".")}
-                folders[:] = [
-                    name
-                    for name, path in paths.items()
-                    if not self._is_skipped(path) and not _is_written_by_textmill(path)
-                ]
-                folders_to_read += [paths[name] for name in folders if os.path.islink(paths[name])]
-                yield from self._read_folder(folder_path, files)
+        folders_to_read = [folder]
+        linked: deque[str] = deque()
+        while folders_to_read or linked:
+            folder_path = folders_to_read.pop() if folders_to_read else linked.popleft()
+            state = os.stat(folder_path)
+            if (state.st_dev, state.st_ino) in read:  # a link to a folder around it, or a second link
+                continue
+            read.add((state.st_dev, state.st_ino))
+            folders: list[tuple[str, bool]] = []
+            files: list[tuple[str, bool]] = []
+            try:
+                with os.scandir(folder_path) as entries:
+                    for entry in entries:
+                        (folders if entry.is_dir() else files).append((entry.name, entry.is_symlink()))
+            except PermissionError:
+                self.skipped_files.append(os.path.normpath(folder_path))
+                continue
+            is_own = _is_written_by_textmill(folder_path, {name for name, _ in files})
+            if is_own and folder_path != folder:
+                continue
+            yield from self._read_folder(folder_path, files, OWN_FILES if is_own else ())
+            paths = [(os.path.join(folder_path, name), is_link) for name, is_link in sorted(folders) if name[0] != "."]
+            kept = [(path, is_link) for path, is_link in paths if not self._is_skipped(_real_path(path))]
+            linked += [path for path, is_link in kept if is_link]
+            folders_to_read += [path for path, is_link in reversed(kept) if not is_link]
 
-    def _read_folder(self, folder: str, files: list[str]) -> Iterator[Source]:
-        """The sources of the files that are directly in a folder."""
+    def _read_folder(
+        self, folder: str, files: list[tuple[str, bool]], own_files: Sequence[str]
+    ) -> Iterator[FoundSource]:
+        """The sources of the files that are directly in a folder, each with whether it is a link; there may be a
+        million, so nothing is asked of the disk that its listing says. `own_files`: those of an exported dataset."""
         # The JSON files of a folder that the datasets library saved hold no text.
-        is_saved_dataset = "state.json" in files and "dataset_info.json" in files
-        own_files = OWN_FILES if _is_written_by_textmill(folder) else ()  # an exported dataset that is named
-        for name in sorted(files):
-            path = os.path.join(folder, name)
+        is_saved_dataset = {("state.json", False), ("dataset_info.json", False)} <= set(files)
+        prefix = os.path.join(os.path.normpath(folder), "").removeprefix("./")
+        real_folder = os.path.realpath(folder).removesuffix("/")
+        for name, is_link in sorted(files):
+            path = prefix + name
             file_format = format_from_name(name)
             if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and file_format != "arrow"):
                 continue
             if name in own_files or (name == "README.md" and _is_dataset_card(path)):
                 continue
-            if not file_format and not archive_kind(name):
+            if is_link and is_dangling(path):
+                self.skipped_files.append(path)
+                continue
+            real_path = os.path.realpath(path) if is_link else f"{real_folder}/{name}"
+            if not file_format and archive_kind(name):
+                yield from self._file_sources(path, real_path)
+                continue
+            if not file_format:
                 file_format = format_from_content(path)
-            is_format = (file_format and not missing_package(file_format)) or archive_kind(name)
-            if is_format and not is_dangling(path):
-                yield from self._file_sources(path)
+            if file_format and not missing_package(file_format):
+                yield real_path, Source(path, path, file_format)
             else:
-                self.skipped_files.append(os.path.normpath(path))
+                self.skipped_files.append(path)
 
-    def _file_sources(self, path: str) -> Iterable[Source]:
+    def _file_sources(self, path: str, real_path: str) -> Iterator[FoundSource]:
         """The source of a file, or those of an archive."""
         if archive_kind(path) and os.access(path, os.R_OK):
-            return find_members(path, self.skipped_files)
+            yield from ((source.address, source) for source in find_members(path, self.skipped_files))
+            return
         name = os.path.normpath(path)
         file_format = format_from_name(name) or format_from_content(name)
         if file_format is not None and (missing := missing_package(file_format)):
@@ -263,11 +302,10 @@ class _Search:
             raise TextmillError(f"{name}: cannot read {what}; textmill reads {EXTENSIONS}")
         if not os.access(name, os.R_OK):
             raise TextmillError(f"{name}: not readable; change its permissions or remove it from {self.setting}")
-        return [Source(name, name, file_format)]
+        yield real_path, Source(name, name, file_format)
 
-    def _is_skipped(self, path: str) -> bool:
-        real = _real_path(path)
-        return any(real == folder or real.startswith(folder + os.sep) for folder in self.skipped_folders)
+    def _is_skipped(self, real_path: str) -> bool:
+        return f"{real_path}/".startswith(self.skipped_folders)
 
 
 def is_dangling(path: str) -> bool:
@@ -292,6 +330,8 @@ def describe_skipped(skipped: Sequence[str]) -> list[str]:
 def _skip_reason(path: str) -> str:
     if is_dangling(path):
         return "a link to nothing"
+    if os.path.isdir(path):
+        return "permissions that forbid reading it"
     if missing_package(format_from_name(path)):
         return f"a format that needs {PACKAGES_ADVICE}"
     return "no format that textmill reads"
@@ -311,14 +351,14 @@ def _is_dataset_card(path: str) -> bool:
     return False
 
 
-def _is_written_by_textmill(folder: str) -> bool:
-    """Whether a folder is a stage, a run, trials or an exported model of any project: it has no text of the user."""
-    has = {name for name in OWN_FILES if os.path.isfile(os.path.join(folder, name))}
-    if "manifest.json" in has:
+def _is_written_by_textmill(folder: str, files: Set[str]) -> bool:
+    """Whether a folder with these files is a stage, a run, trials or an exported model of any project: it has no text
+    of the user."""
+    if "manifest.json" in files:
         with suppress(OSError), open(os.path.join(folder, "manifest.json"), "rb") as file:
             return b'"verb"' in file.read(40)
-    is_unfinished = folder.endswith(".part") and "made_from.json" in has
-    return is_unfinished or {"run.yaml", "metrics.jsonl"} <= has or {"trials.json", "trial-01.log"} <= has
+    is_unfinished = folder.endswith(".part") and "made_from.json" in files
+    return is_unfinished or {"run.yaml", "metrics.jsonl"} <= files or {"trials.json", "trial-01.log"} <= files
 
 
 def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
@@ -413,8 +453,7 @@ def portable_names(sources: Sequence[Source]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class SourceState:
+class SourceState(NamedTuple):
     """What shows whether a source has changed.
 
     A remote source has a fingerprint, which replaces the checksum of a local file.
@@ -456,7 +495,8 @@ def split_into_chunks(
     chunk_bytes = chunk_bytes or chunk_bytes_of(sum(sizes))
     chunks: list[SourceChunk] = []
     for source, size in zip(sources, sizes, strict=True):
-        find_ranges = getattr(format_module(source), "ranges", None)
+        is_small = size <= chunk_bytes and source.format in LINE_FORMATS
+        find_ranges = None if is_small else getattr(format_module(source), "ranges", None)
         format_ranges = find_ranges(source, document_unit, chunk_bytes) if find_ranges else None
         # None: the format, or this file, cannot be split.
         ranges = [(0, size, 1)] if format_ranges is None else list(format_ranges)
@@ -484,7 +524,7 @@ def sample_chunks(sources: Sequence[Source], sizes: Sequence[int], unit: str, sh
                 chunks.append(SourceChunk(source, 0, size))
         else:
             chunks += [
-                SourceChunk(replace(source, part=part), 0, part[1] - part[0])
+                SourceChunk(source._replace(part=part), 0, part[1] - part[0])
                 for part in _parts_of(source, size, wanted, number)
             ]
     if not chunks and sources:  # all are small

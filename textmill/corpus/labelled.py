@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -257,7 +257,7 @@ def read_examples(source: Source, task: str, config: CorpusConfig, *, needs_labe
 def _read_records(source: Source, key: str, config: CorpusConfig) -> Iterator[tuple[str, object]]:
     """(place, record) of each record that is not blank."""
     config = config.model_copy(update={"keep_fields": [], "chat": None})
-    for chunk in split_into_chunks([replace(source, text_key=key)], "section"):
+    for chunk in split_into_chunks([source._replace(text_key=key)], "section"):
         for found in read_records(chunk, config):
             if isinstance(found, BadRecord):
                 raise TextmillError(f"{found}; correct it, or remove it")

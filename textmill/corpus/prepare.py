@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -628,7 +628,7 @@ class Inputs:
     mtimes: dict[str, int | str]
     """By entry: the modification time of a local file; of a folder, a hash of those of its files."""
 
-    @property
+    @cached_property
     def accounts(self) -> list[str]:
         """For each source its entry in account.json, which names it as the user does."""
         labels: dict[str, str] = {}
@@ -640,9 +640,9 @@ class Inputs:
 
     def describe(self) -> dict[str, Any]:
         """The checksums, and the fields with the text that named corpora set: what decides the result."""
-        keys = {f"{entry}.text_key": source.text_key for entry, source in zip(self.entries, self.sources, strict=True)}
-        groups = {f"{entry}.name": source.group for entry, source in zip(self.entries, self.sources, strict=True)}
-        return self.checksums | {name: value for name, value in (keys | groups).items() if value}
+        pairs = list(zip(self.entries, self.sources, strict=True))
+        keys = {f"{entry}.text_key": source.text_key for entry, source in pairs if source.text_key}
+        return self.checksums | keys | {f"{entry}.name": source.group for entry, source in pairs if source.group}
 
     def check_unchanged(self) -> None:
         """Refuse a result if a source changed while it was read."""
@@ -735,9 +735,7 @@ def _hash_sources(sources: Sequence[Source], states: Sequence[SourceState]) -> I
 
 
 def _hash_batch(batch: Sequence[tuple[Source, SourceState]]) -> list[str]:
-    return [
-        hash_file(Path(source.address)) if state.fingerprint is None else state.fingerprint for source, state in batch
-    ]
+    return [hash_file(source.address) if state.fingerprint is None else state.fingerprint for source, state in batch]
 
 
 def _settings_of(source: Source) -> str:

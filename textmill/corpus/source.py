@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,8 +95,7 @@ class Damage(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)  # there may be millions
-class Source:
+class Source(NamedTuple):  # a dataclass takes several times as long to make and to send, and there may be millions
     """One input: a file, a URL, a file of a dataset, or a set of MongoDB collections."""
 
     name: str
@@ -131,8 +129,7 @@ class Source:
         return Path(self.address)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceChunk:
+class SourceChunk(NamedTuple):
     """The part of a source that one worker reads: all of it, or a range of lines, row groups or documents."""
 
     source: Source
@@ -162,8 +159,8 @@ def missing_package(file_format: str | None) -> str | None:
 
 def format_from_name(name: str) -> str | None:
     """The format of a file, judged by its name; None if textmill cannot read it."""
-    file_name = os.path.basename(name).lower()
-    if found := FORMATS.get(os.path.splitext(file_name)[1]):
+    file_name = name.rpartition("/")[2].lower()
+    if found := FORMATS.get(file_name[file_name.rfind(".") :]):
         return found
     compression = next((end for end in COMPRESSIONS if file_name.endswith(end)), "")
     uncompressed_name = file_name.removesuffix(compression)

@@ -171,7 +171,9 @@ def split_sources(names: Sequence[str], relative: Sequence[str], config: CorpusC
     out of train.
     """
     declared = declared_splits(names, config.source_splits)
-    own = [_own_split(name) if config.own_splits else None for name in relative]
+    own: list[Split | None] = [None] * len(names)
+    if config.own_splits and _SPLIT_WORD.search("\n".join(relative).lower()):
+        own = [_own_split(name) for name in relative]
     train, valid, test = config.split
     found: list[Split | None]
     notes = []
@@ -187,10 +189,11 @@ def split_sources(names: Sequence[str], relative: Sequence[str], config: CorpusC
                     f"{name} is named after the {other} split, but no source is the train split, so corpus.split "
                     f"decides; to keep it out of training: corpus.source_splits={PurePath(name).name}:{other}"
                 )
-    ratios = []
-    for split in found:
-        kept = tuple(float(split == one) for one in SPLITS)
-        ratios.append(tuple(config.split) if split is None else of_train if split == "train" else kept)
+    ratios_of: dict[Split | None, tuple[float, ...]] = {
+        split: tuple(float(split == one) for one in SPLITS) for split in SPLITS
+    }
+    ratios_of |= {None: tuple(config.split), "train": of_train}
+    ratios = [ratios_of[split] for split in found]
     return SourceSplits(ratios, {name: one for name, one in zip(names, found, strict=True) if one}, notes)
 
 
@@ -210,7 +213,7 @@ def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> 
         if not any(_matches(name, pattern) for name in names):
             raise TextmillError(f"corpus.source_splits: no source matches '{pattern}'; found {list(names)[:5]}")
     splits: list[Split | None] = []
-    for name in names:
+    for name in names if declarations else ():
         declared = {split: pattern for pattern, split in declarations.items() if _matches(name, pattern)}
         if len(declared) > 1:
             raise TextmillError(
@@ -218,7 +221,7 @@ def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> 
                 f"{' and '.join(f'{split} by {pattern!r}' for split, pattern in declared.items())}; keep one"
             )
         splits.append(next(iter(declared), None))
-    return splits
+    return splits or [None] * len(names)
 
 
 @lru_cache(maxsize=1024)  # the folders of many files

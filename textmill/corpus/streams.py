@@ -6,6 +6,7 @@ import bz2
 import codecs
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,13 +16,14 @@ from zipfile import BadZipFile
 
 import pyarrow as pa
 
-from textmill.corpus.archives import is_member, open_member
+from textmill.corpus.archives import is_member, open_member, read_small_member
 from textmill.corpus.encodings import SAMPLE_BYTES, find_binary_format, mark_length, resolve_encoding
 from textmill.corpus.source import COMPRESSIONS, Damage, Source
 from textmill.errors import TextmillError
 from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
 
 BUFFER_BYTES = 1 << 18
+SMALL_BYTES = 1 << 16
 REMOTE_SAMPLE_BYTES = 1 << 12
 """First bytes of a remote file that show its encoding."""
 READ_AHEAD_BYTES = 4 << 20
@@ -109,6 +111,26 @@ def open_source(source: Source) -> io.BufferedReader:
     return io.BufferedReader(_BlockStream(_IntactPart(stream, source.damage).read1, stream), BUFFER_BYTES)
 
 
+def _open_small_file(source: Source) -> io.BufferedReader | None:
+    """A small file that is not compressed, read at once: a stream takes several times as long. None for another file,
+    and for a damaged one, of which a stream gives what is before the damage."""
+    address = source.address
+    if source.damage or source.part or stored_name(address).endswith(COMPRESSIONS):
+        return None
+    content: bytes | None = None
+    if not is_remote(address):
+        handle = os.open(address, os.O_RDONLY)
+        try:
+            content = os.read(handle, SMALL_BYTES)
+            if len(content) == SMALL_BYTES or os.read(handle, 1):
+                return None
+        finally:
+            os.close(handle)
+    elif is_member(address):
+        content = read_small_member(address, SMALL_BYTES)
+    return None if content is None else io.BufferedReader(io.BytesIO(content), len(content) + 1)
+
+
 def _open_part(address: str, start: int, stop: int) -> BinaryIO:
     """The first bytes of a file, or the complete lines between two places of it."""
     if not start:
@@ -144,7 +166,7 @@ def open_stream(source: Source, *, by_line: bool = False) -> io.BufferedReader:
     Read with `readline` or `read1`: they return everything before a damaged part. `by_line`: lines that end with CR
     alone end with LF.
     """
-    raw = open_source(source)
+    raw = _open_small_file(source) or open_source(source)
     head = raw.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
     if (kind := find_binary_format(head)) is not None:
         raw.close()

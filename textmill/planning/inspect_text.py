@@ -11,7 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -221,7 +221,7 @@ def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
         if content := content_size(source.address):
             file_bytes = round(len(data) * source_state(source).bytes / content)
         begin.write_bytes(data[: data.rfind(b"\n") + 1] or data)
-        part = replace(source, address=str(begin))
+        part = source._replace(address=str(begin))
         chunk = SourceChunk(part, 0, begin.stat().st_size)
         text_bytes = sum(len(_encoded(text)) for text in _texts(chunk, corpus, _Sample()))
     return file_bytes / text_bytes if text_bytes else 1.0
