@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import http.server
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +98,58 @@ def test_a_sample_of_a_remote_file_reads_little(tmp_path: Path, url: str, name: 
     assert set(kept) <= set(TEXTS)
     # The first 256 KB are read up to three times, however large a file is.
     assert CountedServer.sent <= 0.05 * len(data) + 3 * (1 << 18)
+
+
+class HubServer(CountedServer):
+    """The files of datasets, at the addresses that huggingface_hub asks for."""
+
+    def do_GET(self) -> None:
+        found = re.fullmatch(r"/api/datasets/(me/\w+)(/revision/\w+|/tree/\w+/?(.*))?", self.path.partition("?")[0])
+        if found is None and (file := re.fullmatch(r"/datasets/(.*)/resolve/\w+(/.*)", self.path)):
+            self.path = f"/{file[1]}{file[2]}"
+            if self.path[1:] in self.files:
+                super().do_HEAD() if self.command == "HEAD" else super().do_GET()
+                return
+        tree: Any = {"error": "not found"}
+        if found:
+            start = f"{found[1]}/"
+            names = [name.removeprefix(start) for name in self.files if name.startswith(start)]
+            tree = {"id": found[1], "sha": "0" * 40, "siblings": [{"rfilename": name} for name in names]}
+            if "/tree/" in self.path:
+                tree = [{"type": "file", "path": name, "size": len(self.files[start + name])} for name in names]
+                tree = [{"oid": "1" * 40, **one} for one in tree if not found[3]]
+        body = json.dumps(tree).encode()
+        self.send_response(200 if found else 404)
+        self.send_header("X-Error-Code", "" if found else "EntryNotFound")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+
+def test_a_sample_of_a_dataset_of_the_hub_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: the address of the hub is read when its package is imported."""
+    pytest.importorskip("datasets")
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=300)
+    data = {"me/rows/train.parquet": (tmp_path / "a.parquet").read_bytes(), "me/lines/train.jsonl": LINES}
+    monkeypatch.setattr(CountedServer, "files", data)
+    CountedServer.sent = 0
+    sources = [{"name": name, "path": f"hf:me/{name}", "sample": 0.01} for name in ("rows", "lines")]
+    config = {"folder": "out", "corpus": {"sources": sources}, "runner": {"workers": 1}}
+    (tmp_path / "x.yaml").write_text(json.dumps(config))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "textmill", "prepare", str(tmp_path / "x.yaml")]
+        done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, cwd=tmp_path)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    kept = [document.text for document in open_corpus(tmp_path / "out" / "corpus")]
+    assert 500 < len(kept) < 3000
+    assert set(kept) <= set(TEXTS)
+    assert CountedServer.sent <= 0.05 * sum(map(len, data.values())) + 3 * (1 << 18)
 
 
 def test_all_of_a_remote_file_is_read_once(tmp_path: Path, url: str) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module, resources
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -59,6 +60,8 @@ MAX_PIECES = 256
 """Size and number of the parts of a large file that are read for a sample of it; they are in memory."""
 ROW_FORMATS = ("parquet", "mongo")
 """Formats of which any rows can be read."""
+HUB_FORMATS = ("parquet", "jsonl", "csv")
+"""Formats that are read as the package of the hub reads them, a record at a time."""
 LINE_FORMATS = ("text", "jsonl", "csv")
 """Formats of which only a file that is longer than a chunk is split."""
 PART_FORMATS = ("text", "jsonl", "csv", "arrow", "wiki", "mediawiki", "warc", "mail")
@@ -166,15 +169,17 @@ class _Search:
             yield from self._find(entry)
             return
         for path in entry.path:
-            for real_path, source in self._find(path):
+            for real_path, source in self._find(path, entry.is_sampled):
                 named = source._replace(text_key=entry.text_key, group=entry.name, is_sampled=entry.is_sampled)
                 yield real_path, named
 
-    def _find(self, entry: str) -> Iterator[FoundSource]:
+    def _find(self, entry: str, is_sampled: bool = False) -> Iterator[FoundSource]:
         is_empty = True
-        for source in self._find_local(entry) or ((source.address, source) for source in self._find_elsewhere(entry)):
+        for found in self._find_local(entry) or (
+            (source.address, source) for source in self._find_elsewhere(entry, is_sampled)
+        ):
             is_empty = False
-            yield source
+            yield found
         if is_empty:
             if (unread := describe_unread_documents(self.skipped_files)) is not None:
                 raise TextmillError(f"{self.setting}: {unread}")
@@ -191,14 +196,14 @@ class _Search:
             return self._file_sources(path, _real_path(path))
         return self._match_pattern(entry, path) if glob.has_magic(path) else None
 
-    def _find_elsewhere(self, entry: str) -> Iterable[Source]:
+    def _find_elsewhere(self, entry: str, is_sampled: bool) -> Iterable[Source]:
         """The sources of a database, a dataset, a URL or a bundled corpus."""
         if entry.startswith("mongo:"):
             from textmill.corpus.formats import mongo  # needs pymongo
 
             return mongo.find(entry, self.read_original)
         if entry.startswith("hf:"):
-            return _find_hf_sources(entry, self.setting)
+            return _find_hf_sources(entry, self.setting, is_sampled)
         if is_remote(entry):
             return _find_remote_sources(entry, self.setting, self.skipped_files)
         if entry in bundled_corpora():
@@ -361,8 +366,9 @@ def _is_written_by_textmill(folder: str, files: Set[str]) -> bool:
     return is_unfinished or {"run.yaml", "metrics.jsonl"} <= files or {"trials.json", "trial-01.log"} <= files
 
 
-def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
-    """Download `hf:NAME[:CONFIG][:SPLIT]`, all splits if none is given: the Arrow files of its cache."""
+def _find_hf_sources(entry: str, setting: str, is_sampled: bool) -> Iterator[Source]:
+    """Download `hf:NAME[:CONFIG][:SPLIT]`, all splits if none is given: the Arrow files of its cache. For a sample the
+    files on the hub, if parts of them can be read."""
     name, _, rest = entry.removeprefix("hf:").partition(":")
     config, _, split = rest.partition(":")
     where = f"{setting}: '{entry}'"
@@ -375,16 +381,24 @@ def _find_hf_sources(entry: str, setting: str) -> Iterator[Source]:
     unreachable = None if os.path.exists(name) else _hub_unreachable()
     import datasets
 
+    files: dict[str, list[str]] = {}
     try:
-        found = datasets.load_dataset(name, config or None, split=split or None)
+        if is_sampled:
+            builder = datasets.load_dataset_builder(name, config or None)
+            files = {str(one): list(paths) for one, paths in (builder.config.data_files or {}).items()}
+            files = {one: paths for one, paths in files.items() if split in ("", one)}
+        if not files or any(format_from_name(path) not in HUB_FORMATS for path in chain(*files.values())):
+            found = datasets.load_dataset(name, config or None, split=split or None)
+            loaded = {split: found} if split else dict(found)
+            files = {one: [file["filename"] for file in dataset.cache_files] for one, dataset in loaded.items()}
     except Exception as error:  # offline, unknown, gated, a script: each raises its own exception
         reason = unreachable or first_line(error)
         raise TextmillError(f"{where}: download failed ({reason}); check the name, config, split and network") from None
-    for split_name, dataset in [(split, found)] if split else sorted(found.items()):
-        files = [file["filename"] for file in dataset.cache_files]
-        for number, path in enumerate(files):
-            source_name = f"hf:{name}:{config}:{split_name}"
-            yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
+    for split_name, paths in sorted(files.items()):
+        for number, path in enumerate(paths):
+            source_name = f"hf:{name}:{config}:{split_name}" + (f":{number}" if len(paths) > 1 else "")
+            address = path if is_remote(path) else os.path.abspath(path)
+            yield Source(source_name, address, format_from_name(path) or "arrow")
 
 
 def _hub_unreachable() -> str | None:
