@@ -128,7 +128,7 @@ ADDED = {
     ("bert", "torch", "masked"): "dropout accumulate lora distil",
     ("gpt2", "torch", "chat"): "long",
     ("gpt2", "deepspeed", "packed"): "dropout accumulate losses lora distil resume",
-    ("gpt2", "jax", "packed"): "dropout muon accumulate recompute losses lora distil resume",
+    ("gpt2", "jax", "packed"): "dropout muon accumulate recompute losses lora resume",
     ("llama", "jax", "packed"): "lora",
     ("bert", "jax", "masked"): "lora",
 }

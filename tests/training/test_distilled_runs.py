@@ -114,9 +114,11 @@ def test_teachers_of_other_tokenizers_and_engines_are_refused(root: Path, tmp_pa
     bert = ["model.family=bert", "model.size=tiny", "train.layout=masked"]
     with pytest.raises(TextmillError, match=r"teacher is a gpt2, which predicts the next token, and the model masked "):
         check_start(open_where("own-text", [*bert, f"train.distil.teachers=[{root / 'teacher'}]"]).config)
-    for other in ("engine.mesh.tensor=2", "engine.activation_checkpointing=1", "engine.kind=jax"):
+    for other in ("engine.mesh.tensor=2", "engine.activation_checkpointing=1"):
         with pytest.raises(TextmillError, match=rf"train.distil.hidden: does not work with {other}"):
             check_start(config_for(root, root / "none", 3, *terms(root), "train.distil.hidden=1", other))
+    with pytest.raises(TextmillError, match=r"the JAX engine has no distillation; remove them"):
+        config_for(root, root / "none", 3, *terms(root), "engine.kind=jax")
     with pytest.raises(TextmillError, match=r"no such|not found|is not"):
         check_start(config_for(root, root / "none", 3, *terms(root, str(tmp_path / "nothing"))))
     assert not (root / "none").exists()

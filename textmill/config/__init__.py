@@ -157,6 +157,10 @@ class RunConfig(Section):
             raise TextmillError(
                 f"train.ema_window: {self.engine.refused['ema_window']}; remove it, or set engine.kind=torch"
             )
+        if train.distil.teachers and "distil" in self.engine.refused:
+            raise TextmillError(
+                f"train.distil.teachers: {self.engine.refused['distil']}; remove them, or set engine.kind=torch"
+            )
         if train.min_learning_rate > train.learning_rate:
             low = train.min_learning_rate
             high = train.learning_rate

@@ -105,6 +105,7 @@ class JaxEngine(EngineSection):
         "ema_window": "the JAX engine does not average weights",
         "multi_token": "the JAX engine has no multi-token prediction",
         "labelled": "the JAX engine has no heads for labels",
+        "distil": "the JAX engine has no distillation",
     }
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""

@@ -203,12 +203,9 @@ def check_engine(engine: EngineConfig, train: TrainConfig, shape: Shape, world: 
     """Refuse settings that the engine cannot train with in `world` processes, before data is prepared; calls
     `check_settings` of engines/on_KIND.py, as opening the engine does.
 
-    A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True, one that
-    supports teachers has TEACHERS = True.
+    A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True.
     """
     module = _import_engine(engine.kind)
-    if train.distil.teachers and not getattr(module, "TEACHERS", False):
-        raise TextmillError(f"train.distil: engine.kind={engine.kind} has no distillation; set engine.kind=torch")
     own = [key for key in ("loss", "optimizer") if is_own_file(getattr(train, key))]
     if own and not getattr(module, "OWN_PARTS", False):
         raise TextmillError(

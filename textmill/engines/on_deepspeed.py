@@ -57,8 +57,6 @@ from textmill.tokens.batches.batch import Batch
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Values of `engine.precision` by dtype."""
-TEACHERS = True
-"""This engine supports `train.distil`."""
 
 
 def new_ranks(engine: EngineConfig) -> Ranks:

@@ -25,8 +25,6 @@ from textmill.config import EngineConfig, JaxEngine, LoraConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_by_name
 from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time
-from textmill.engines.distillation.loss_jax import Teachers, cosine_loss, distillation_loss
-from textmill.engines.distillation.teachers import teacher_bytes, terms_of
 from textmill.engines.losses_jax import chunk_tokens, loss_and_correct, summed_loss, token_weights
 from textmill.engines.memory.parts import GPU_FRACTION, JAX_ACTIVATION_BYTES, largest_divisor, largest_on_cpu
 from textmill.engines.mesh_jax import Shardings, open_mesh
@@ -58,8 +56,6 @@ ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 """XLA options for `engine.deterministic`: no atomic sums, no kernels chosen by timing."""
 Arrays = dict[str, Array]
-TEACHERS = True
-"""This engine supports `train.distil`."""
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """JAX's platform names by value of `engine.device`."""
 WEIGHT_BYTES = 24
@@ -151,7 +147,6 @@ def largest_micro_batch(
         return largest_on_cpu(samples, shape, length)
     memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
     weights = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
-    weights += teacher_bytes(train, on_gpu=True)
     per_channel = JAX_ACTIVATION_BYTES * getattr(shape, "activation_factor", 1.0)
     layer = per_channel * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
     fits = (GPU_FRACTION * memory - weights) / (layer * shape.layers * length * precision.itemsize / 2)
@@ -185,11 +180,6 @@ class OnJax:
         self.device = shardings.mesh.devices.flat[0]
         chunk = chunk_tokens(self.device.platform, shape.padded_vocab) * shardings.data_devices
         self.heads = Heads(self.net, shape, self.options, chunk)
-        self.terms = self.heads.term_names(train)
-        new_heads = partial(new_teacher_heads, chunk)
-        self.teachers = Teachers(train, shape, self.options, shardings, new_heads) if train.distil.teachers else None
-        self.teacher_weights = self.teachers.weights if self.teachers else []
-        """The teachers' weights: an argument of a step, since XLA would copy constants into the program."""
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
         precision = jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16
         self.optimizer = Optimizer(shape, train, options.lora, precision)
@@ -217,15 +207,13 @@ class OnJax:
         self.compiled_shapes.add(shapes)
         spikes = self.guard.state if self.guard else None
         self.params, self.state, spikes, losses, norm, tokens = self.step(
-            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1), self.teacher_weights
+            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1)
         )
         if self.guard and spikes:
             self.guard.state = spikes
         note = format_compile_time(time.perf_counter() - start) if compiles else None
-        loss, values = (losses[0], losses[1:]) if self.terms else (losses, ())
-        terms = dict(zip(self.terms, values, strict=True))
-        if batch.pair_labels is None:
-            terms.pop(PAIR_LOSS, None)
+        loss, pair_loss = losses if self.heads.has_pairs else (losses, None)
+        terms = {} if batch.pair_labels is None else {PAIR_LOSS: pair_loss}
         return JaxStep(loss, norm, tokens, note=note, term_values=terms)
 
     def eval_step(self, batch: Batch) -> EvalSums:
@@ -309,14 +297,7 @@ class OnJax:
         self.state = {}
 
     def _step(
-        self,
-        weights: Arrays,
-        state: dict[str, Any],
-        parts: Arrays,
-        lr: Array,
-        spikes: State | None,
-        number: Array,
-        teacher_weights: list[Arrays],
+        self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, spikes: State | None, number: Array
     ) -> tuple[Any, ...]:
         """An optimizer step: gradient accumulation over micro-batches, clipping, and the update or a skip."""
         token_weight, tokens = token_weights(parts["labels"], self.train.loss)
@@ -325,14 +306,14 @@ class OnJax:
             parts["pair_weights"], _ = token_weights(parts["pair_labels"], "token_mean")
         narrow = self.heads.cast_matrices(weights)
         trained = {name: narrow[name] for name in self.optimizer.trained}
-        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow, teacher_weights)
+        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow)
         if len(token_weight) == 1:
             (_, losses), grads = gradient({name: values[0] for name, values in parts.items()})
         else:
-            first = jnp.zeros((1 + len(self.terms),) if self.terms else ())
+            first = jnp.zeros((2,) if self.heads.has_pairs else ())
             zeros = first, {name: jnp.zeros_like(weights[name]) for name in trained}
             losses, grads = jax.lax.scan(partial(_accumulate, gradient), zeros, parts)[0]
-        loss = losses[0] if self.terms else losses
+        loss = losses[0] if self.heads.has_pairs else losses
         grads = {
             name: jax.lax.with_sharding_constraint(grad, self.shardings.stored(name, grad.shape))
             for name, grad in grads.items()
@@ -346,11 +327,9 @@ class OnJax:
         )
         return weights, state, spikes, losses, norm, tokens
 
-    def _loss(
-        self, trained: Arrays, others: Arrays, teacher_weights: list[Arrays], part: Arrays
-    ) -> tuple[Array, Array]:
+    def _loss(self, trained: Arrays, others: Arrays, part: Arrays) -> tuple[Array, Array]:
         """The loss of a micro-batch as a function of the trained weights, and the losses to report."""
-        return self.heads.training_loss({**others, **trained}, part, self.train, self.teachers, teacher_weights)
+        return self.heads.training_loss({**others, **trained}, part, self.train)
 
     def _evaluate(self, weights: Arrays, part: Arrays) -> list[Array]:
         """The sums of a micro-batch."""
@@ -365,7 +344,6 @@ class OnJax:
         padding = -len(batch.inputs) % rows
         arrays: dict[str, Any] = {"inputs": batch.inputs, "keys": dropout_keys_N}
         arrays |= {"documents": batch.documents, "types": batch.types}
-        arrays |= {"teacher_ids": batch.teacher_ids, "teacher_logs": batch.teacher_logs}
         arrays |= label_arrays(batch, self.heads.for_labels_only, self.heads.has_pairs, self.ranks)
         sharding = self.shardings.micro_batches()
 
@@ -408,46 +386,19 @@ class Heads:
         self.for_labels_only = getattr(net, "HEAD_FOR_LABELS_ONLY", False)
         self.has_pairs = hasattr(net, "has_pair_head") and net.has_pair_head(shape)
 
-    def training_loss(
-        self,
-        weights: Arrays,
-        part: Arrays,
-        train: TrainConfig,
-        teachers: Teachers | None,
-        teacher_weights: list[Arrays],
-    ) -> tuple[Array, Array]:
-        """The loss to minimise, and what to report: the labels' loss, and all of `term_names` behind it as [1 + terms].
+    def training_loss(self, weights: Arrays, part: Arrays, train: TrainConfig) -> tuple[Array, Array]:
+        """The loss to minimise, and what to report: the labels' loss, with a pair head [2]: also that of the pairs.
 
         `part` are the arrays of a micro-batch.
         """
         states = self.states(weights, part)
-        terms = list[Array]()
         head, bias = self.head(weights)
         head_and_labels = (states.head_input, head, part["labels"], part["weights"], bias)
-        if teachers is None:
-            loss = summed_loss(*head_and_labels, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
-            label_loss = loss
-        else:
-            teacher_output, teacher_states = jax.lax.stop_gradient(teachers.read(teacher_weights, part))
-            chunk = min(self.chunk, teachers.chunk)
-            loss, sums = distillation_loss(*head_and_labels, teacher_output, self.shape.vocab, chunk, terms_of(train))
-            label_loss = sums[0]
-            kl = sums[1]
-            mse = sums[2]
-            by_name = {"kl": kl, "mse": mse}
-            if train.distil.cosine:
-                by_name["cosine"] = cosine_loss(states.labelled, teacher_states, part["weights"])
-                loss += train.distil.cosine * by_name["cosine"]
-            terms = [by_name[name] for name in train.distil.terms]
-        if self.has_pairs:
-            pair_loss = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
-            loss = loss + pair_loss
-            terms = [pair_loss, *terms]
-        return loss, jnp.stack([label_loss, *terms]) if terms else label_loss
-
-    def term_names(self, train: TrainConfig) -> list[str]:
-        """The names of what `training_loss` reports behind the labels' loss."""
-        return [*([PAIR_LOSS] if self.has_pairs else []), *(f"distil_{name}" for name in train.distil.terms)]
+        loss = summed_loss(*head_and_labels, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
+        if not self.has_pairs:
+            return loss, loss
+        pair_loss = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()
+        return loss + pair_loss, jnp.stack([loss, pair_loss])
 
     def cast_matrices(self, weights: Arrays) -> Arrays:
         """The weights with matrices in the precision of the matmuls."""
@@ -473,7 +424,7 @@ class Heads:
         head_input = x_NKE
         if hasattr(self.net, "head_input"):
             head_input = self.net.head_input(weights, self.shape, self.options, x_NKE)
-        return States(x_NTE, x_NKE, head_input)
+        return States(x_NTE, head_input)
 
     def _pair_losses(self, weights: Arrays, part: Arrays, x_NTE: Array) -> tuple[Array, Array]:
         """The loss of each pair, 0 without a label, and whether its label has the higher logit."""
@@ -498,10 +449,8 @@ class States(NamedTuple):
 
     all: Array
     """[N, T, E]."""
-    labelled: Array
-    """[N, K, E]: those of tokens that may have a label."""
     head_input: Array
-    """What the head multiplies for these."""
+    """[N, K, E]: what the head multiplies for tokens that may have a label."""
 
 
 def open_jax_net(shape: Shape) -> Any:
@@ -512,8 +461,3 @@ def open_jax_net(shape: Shape) -> Any:
         name = f"{shape.family} with {options}" if options else shape.family
         raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
     return module
-
-
-def new_teacher_heads(chunk: int, shape: Shape, options: Any) -> Heads:
-    """The heads of a teacher's net."""
-    return Heads(open_jax_net(shape), shape, options, chunk)

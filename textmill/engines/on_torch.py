@@ -79,8 +79,6 @@ OWN_PARTS = True
 """This engine supports a loss and an optimizer in the user's own file."""
 FAULTS = True
 """This engine supports the injected faults nan and flip."""
-TEACHERS = True
-"""This engine supports `train.distil`."""
 EAGER_FRACTION = 0.12
 DEFAULT_PEAK = 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""

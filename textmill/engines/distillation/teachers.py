@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from textmill.checkpoints.adapters import is_adapter, tokenizer_folder
 from textmill.checkpoints.folders import open_model
-from textmill.config import DistilConfig, EngineConfig, JaxEngine, ModelConfig, TorchEngine, TrainConfig
+from textmill.config import DistilConfig, EngineConfig, ModelConfig, TorchEngine, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape, open_family, read_shape
 from textmill.storage.tensor_files import fingerprint_weights
@@ -58,9 +58,7 @@ def check_teachers(
 def _check_hidden(engine: EngineConfig) -> None:
     """Refuse engines that cannot compare the hidden states of blocks."""
     conflict = ""
-    if isinstance(engine, JaxEngine):
-        conflict = "engine.kind=jax; set it to 0, or engine.kind=torch"
-    elif isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
+    if isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
         conflict = (
             f"engine.mesh.tensor={engine.mesh.tensor}, whose processes divide these states; set one of them to 0 or 1"
         )
