@@ -115,7 +115,6 @@ OPTIONS = {
     "distil": f"{TEACHER} train.distil.temperature=1.5",
     "distil-states": f"{TEACHER} train.distil.mse=0.1 train.distil.cosine=0.2 train.distil.divergence=jensen_shannon",
     "distil-hidden": f"{TEACHER} train.distil.hidden=0.5 train.distil.divergence=reverse",
-    "distil-top": f"{TEACHER} train.distil.top_k=8",
     "resume": "",
 }
 """Settings that are added to a run of the grid; {family} and {layout} are those of that run. `resume` stops at

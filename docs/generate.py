@@ -45,7 +45,6 @@ TOPICS = {
     "completion": "index",
     "fill": "bert",
     "embed": "bert",
-    "cache-teacher": "distil",
 }
 """The page that explains each command; other commands have none."""
 EXAMPLES = 3

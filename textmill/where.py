@@ -233,8 +233,6 @@ def _stage_of(folder: Path) -> StageName:
     stages: dict[str, StageName] = {"prepare": "corpus", "fit-tokenizer": "tokenizer", "tokenize": "tokens"}
     command = read_json(folder / MANIFEST).get("verb")
     if command not in stages:
-        if command == "cache-teacher":
-            raise TextmillError(f"{folder}: has predictions of teachers; name a run, with train.distil.cache={folder}")
         raise TextmillError(
             f"{folder / MANIFEST}: names the command {command!r}, which writes no stage; it is damaged, or not from "
             "textmill"

@@ -228,12 +228,6 @@ def test_a_given_tokenizer_and_teachers_count(planned: Any, tmp_path_factory: py
     weights = 4 * sum(values.size for _, values in read_model(folder))
     assert taught["memory"]["buffers"] - found["memory"]["buffers"] >= weights
     assert taught["flops_per_token"] > found["flops_per_token"]
-    words = [f"train.distil.teachers=[{folder}]", "train.distil.top_k=64", "train.distil.cache=predictions"]
-    cached = planned([*plain, *words])
-    assert cached["flops_per_token"] == found["flops_per_token"]
-    assert cached["memory"]["buffers"] < taught["memory"]["buffers"]
-    # 64 ids and 65 numbers of two bytes for each token, and 8 bytes for each sample of 1024.
-    assert cached["disk"]["teacher_cache"] == pytest.approx(cached["tokens"] * (2 * 64 + 2 * 65 + 8 / 1024))
 
 
 def test_every_gpu_is_found_by_its_product_name() -> None:

@@ -185,14 +185,11 @@ def test_paths_inside_groups_of_settings_are_relative_too(tmp_path: Path, monkey
     for folder in (project / "teacher", elsewhere / "other"):
         folder.mkdir(parents=True)
     (project / "counts.json").touch()
-    (project / "textmill.yaml").write_text(
-        "train: {distil: {teachers: [teacher, name/of-the-hub], top_k: 8, cache: kept}}\n"
-    )
+    (project / "textmill.yaml").write_text("train: {distil: {teachers: [teacher, name/of-the-hub]}}\n")
     (project / "masked.yaml").write_text("train: {layout: masked, masked: {counts: counts.json}}\n")
     monkeypatch.chdir(elsewhere)
     train = open_where(str(project), []).config.train
     assert train.distil.teachers == [str(project / "teacher"), "name/of-the-hub"]
-    assert train.distil.cache == str(project / "kept")
     masked = open_where(str(project / "masked.yaml"), ["model.family=bert"]).config.train.masked
     assert masked.counts == str(project / "counts.json")
     train = open_where(str(project), ["train.distil.teachers=[other]"]).config.train

@@ -45,7 +45,6 @@ SHORT = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", 
 SMALLER = {
     "run": [*SHORT, "sample.max_tokens=5"],
     "train": SHORT,
-    "cache-teacher": SHORT,
     "generate": ["sample.max_tokens=5"],
     "chat": ["sample.max_tokens=5"],
     "serve": ["sample.max_tokens=5", "serve.port=0"],

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, find_checkpoint_damage, list_checkpoints
 from textmill.config import STAGE_FOLDERS
-from textmill.config.training import TEACHER_CACHE
 from textmill.errors import TextmillError
 from textmill.storage.files import is_as_written
 from textmill.storage.stages import MANIFEST, find_stage_damage, find_yaml_damage
@@ -20,11 +19,10 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
     if not root.is_dir() and store_paths(store_prefix(root))[0].is_file():
         return _check_store(store_prefix(root))
     if root.is_dir():
-        folders = [root, *(root / name for name in (*STAGE_FOLDERS.values(), TEACHER_CACHE))]
+        folders = [root, *(root / name for name in STAGE_FOLDERS.values())]
     else:
         config = open_where(where, settings or []).config
-        cache = config.train.distil.cache or config.folder_of("tokens").with_name(TEACHER_CACHE)
-        folders = [*(config.folder_of(stage) for stage in STAGE_FOLDERS), Path(cache)]
+        folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     checkpoints = [path for folder in folders for path in list_checkpoints(folder).values()]
     stages = [folder for folder in folders if (folder / MANIFEST).is_file() and not (folder / "progress.json").exists()]
     if (root / "progress.json").exists():

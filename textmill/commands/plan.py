@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +44,6 @@ from textmill.storage.stages import MANIFEST
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.batches.loader import open_batches
-from textmill.tokens.batches.teacher_cache import record_of
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import dtype_for
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer, open_used
@@ -79,10 +78,6 @@ def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[s
         figures["fastest"] = [asdict(one) for one in fastest_fitting(config, shape, trained, estimator, target)]
     saved = _count(saved_weights(shape, config.model.lora))
     figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"], estimate.mesh)
-    if config.train.distil.cache and figures["tokens"] is not None:
-        figures["disk"]["teacher_cache"] = teacher_cache_bytes(
-            config.train, shape, figures["tokens"], estimate.precision
-        )
     print(json.dumps(figures, indent=2, ensure_ascii=False) if as_json else format_plan(figures))
     return figures
 
@@ -336,13 +331,6 @@ def disk_of(
     return {"checkpoint": checkpoint, "checkpoints_kept": kept, "checkpoints": kept * checkpoint, "tokens": store}
 
 
-def teacher_cache_bytes(train: TrainConfig, shape: Shape, tokens: int, precision: str) -> int:
-    """Bytes that `cache-teacher` writes for a run of so many tokens."""
-    length = train.length or shape.positions
-    record = record_of(length, train.distil.top_k, shape.vocab, exact=precision == "fp32")
-    return -(-tokens // length) * record.itemsize
-
-
 def _count(weights: Iterable[Weight]) -> int:
     return sum(weight.size for weight in weights)
 
@@ -502,11 +490,6 @@ def _step(engine: Engine, shape: Shape, train: TrainConfig, rows: int, step: int
     length = train.length or shape.positions
     ids = np.random.default_rng(step).integers(0, shape.vocab, (rows, length + 1)).astype(np.int32)
     batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, train.masked.probability, step), np.arange(rows))
-    if train.distil.cache:
-        top_k = train.distil.top_k
-        logs = np.full((rows, length, top_k + 1), -np.log(top_k + 1), np.float32)
-        tops = np.broadcast_to(np.arange(top_k, dtype=np.int32), (rows, length, top_k)).copy()
-        batch = replace(batch, teacher_ids=tops, teacher_logs=logs)
     began = time.perf_counter()
     _ = engine.train_step(batch, step, 1e-4).loss
     return time.perf_counter() - began
@@ -622,8 +605,6 @@ def _disk_lines(figures: dict[str, Any]) -> list[str]:
     lines = ["disk", f"  a checkpoint: {format_bytes(disk['checkpoint'])}; {kept}"]
     if disk["tokens"]:
         lines.append(f"  token store: {format_bytes(disk['tokens'])}")
-    if disk.get("teacher_cache"):
-        lines.append(f"  predictions of teachers: {format_bytes(disk['teacher_cache'])}")
     return lines
 
 

@@ -46,7 +46,6 @@ from textmill.tokens.vocabulary.tokenizer import open_named, tokenizer_of
 from textmill.training.loop import train
 from textmill.training.run_folder import SUMMARY_FILE
 from textmill.training.start import check_start, use_imported_model
-from textmill.training.teacher_cache import cache_teacher
 from textmill.where import open_where
 
 
@@ -66,8 +65,6 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
                 run_stage(config, force)
     imports.join()
     _headline(4, "train")
-    if config.train.distil.cache:
-        cache_teacher(config, force)
     folder = train(config, force, started=started, evaluates=_evaluates(config))
     checkpoint = rank_checkpoints(folder, None)[0]
     summary = _summarize(config, folder, checkpoint)
@@ -206,7 +203,7 @@ def _describe_run(config: RunConfig, folder: Path, checkpoint: Path) -> Finished
     valid_losses, train_loss, epochs = read_curves(folder)
     tokens = read_json(last_checkpoint / "progress.json")["tokens"] if epochs is None else round(epochs * unique_tokens)
     shape = read_shape(checkpoint)
-    plain_loss = not (config.train.distil.teachers or config.train.distil.cache or config.train.label_smoothing)
+    plain_loss = not (config.train.distil.teachers or config.train.label_smoothing)
     return FinishedRun(
         parameters=count_blocks_and_head(shape),
         unique_tokens=unique_tokens,

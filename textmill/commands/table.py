@@ -225,16 +225,6 @@ COMMANDS = {
         flags=(BEST, JSON),
         result_is_output=True,
     ),
-    "cache-teacher": Command(
-        "textmill.training.teacher_cache:cache_teacher",
-        "write the predictions of a run's teachers, for distillation",
-        sections=("model", "train", "engine"),
-        settings=(
-            "train.distil.teachers train.distil.top_k train.distil.cache train.distil.temperature train.length "
-            "train.batch train.steps engine.device"
-        ),
-        flags=(FORCE,),
-    ),
     "merge": Command(
         "textmill.tokens.merge:merge",
         "join token stores A, B ... into OUT",

@@ -172,9 +172,6 @@ class CheckpointsConfig(Section):
 TERMS = ("kl", "mse", "cosine", "hidden")
 """The terms of the loss that need a teacher."""
 
-TEACHER_CACHE = "teacher-cache"
-"""Where `textmill cache-teacher` writes unless `train.distil.cache` is set: a folder next to the tokens."""
-
 
 class DistilConfig(Section):
     """Distillation: the loss compares the model with teachers, frozen models with the same tokenizer."""
@@ -204,13 +201,6 @@ class DistilConfig(Section):
     """forward: KL from the teachers to the model, which covers all that they predict; reverse: from the model to them,
     which prefers what they find likely; jensen_shannon: the mean of both KLs to their mixture."""
 
-    top_k: int = Field(0, ge=0)
-    """`train.distil.kl` compares only so many tokens, those that the teachers find most likely, and all others together
-    as one; 0: every token of the vocabulary."""
-    cache: str | None = path()
-    """Folder with the teachers' predictions, which `textmill cache-teacher` writes; training then has no teacher in
-    memory. Needs `train.distil.top_k`; `train.distil.kl` is the only term."""
-
     @property
     def terms(self) -> tuple[str, ...]:
         """The terms with a weight above 0, if there are teachers."""
@@ -225,10 +215,6 @@ class DistilConfig(Section):
         changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if changed and not self.teachers:
             raise TextmillError(f"train.distil.{changed[0]}: there are no teachers; set train.distil.teachers")
-        if self.cache is not None:
-            self._check_cache()
-        if self.top_k and self.teachers and not self.kl:
-            raise TextmillError("train.distil.top_k: only train.distil.kl compares distributions; set it above 0")
         if (self.student_layers or self.teacher_layers) and not self.hidden:
             raise TextmillError("train.distil.student_layers: only train.distil.hidden uses layers; set it above 0")
         if self.teacher_layers and len(self.teacher_layers) != len(self.student_layers):
@@ -237,30 +223,6 @@ class DistilConfig(Section):
                 f"{len(self.student_layers)}; give as many of both"
             )
         return self
-
-    def check_samples(self, layout: str, minutes: float | None) -> None:
-        """Refuse a run whose samples, or their number, are not known before it: predictions cannot be cached."""
-        if layout == "masked":
-            raise TextmillError(
-                "train.distil.cache: does not work with train.layout=masked, where few positions have predictions; "
-                "train with the teachers themselves"
-            )
-        if minutes is not None:
-            raise TextmillError(
-                "train.minutes: how many samples the run will see is not known before, so predictions of teachers "
-                "cannot be cached; set train.steps or train.epochs"
-            )
-
-    def _check_cache(self) -> None:
-        if not self.top_k:
-            raise TextmillError(
-                "train.distil.cache: has only the most likely tokens; set train.distil.top_k to how many, such as 64"
-            )
-        if others := [name for name in TERMS if name != "kl" and getattr(self, name)]:
-            raise TextmillError(
-                f"train.distil.{others[0]}: needs the teachers themselves, and train.distil.cache has only their most "
-                f"likely tokens; set train.distil.{others[0]}=0, or remove train.distil.cache"
-            )
 
 
 OPTIMIZER_FILES = (Path(__file__).parents[1] / "engines/optimizers").glob("*_torch.py")
@@ -550,12 +512,6 @@ class TrainConfig(Section):
                 raise TextmillError(
                     f"train.{group}.{changed[0]}: is for train.layout={group}, found {self.layout}; remove it"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_distil_cache(self) -> TrainConfig:
-        if self.distil.cache is not None:
-            self.distil.check_samples(self.layout, self.minutes)
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from torch import Tensor
 from textmill.config import DistilConfig, TrainConfig
 from textmill.config.own_files import is_own_file, load_part
 from textmill.engines.distillation.loss_torch import cosine_loss, distillation_loss, hidden_loss
-from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, collect_blocks, take_labelled
+from textmill.engines.distillation.teachers_torch import Teachers, collect_blocks, take_labelled
 from textmill.engines.losses_torch import (
     LossFormula,
     WeightedLabels,
@@ -43,7 +43,7 @@ def forward_heads(
     micro_batch: MicroBatch,
     precision: torch.dtype,
     compiled: CompiledParts | None = None,
-    teachers: Teachers | CachedTeachers | None = None,
+    teachers: Teachers | None = None,
 ) -> HeadStates | LabelStates:
     """Run the net on a micro-batch, up to the input of its heads; call it under autocast."""
     if net.has_label_head:
@@ -60,7 +60,7 @@ class HeadStates:
         micro_batch: MicroBatch,
         precision: torch.dtype,
         compiled: CompiledParts | None = None,
-        teachers: Teachers | CachedTeachers | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.net = net
         self.micro_batch = micro_batch
@@ -138,11 +138,7 @@ class HeadStates:
         return WeightedLabels(micro_batch.labels.flatten(), micro_batch.weights.flatten(), multi_token)
 
     def _distillation_loss(
-        self,
-        teachers: Teachers | CachedTeachers,
-        train: TrainConfig,
-        tensor: TensorParallel | None,
-        gradient_is_one: bool,
+        self, teachers: Teachers, train: TrainConfig, tensor: TensorParallel | None, gradient_is_one: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
         net = self.net
@@ -157,7 +153,7 @@ class HeadStates:
             net.head,
             labels,
             net.shape.vocab,
-            targets.output,
+            targets.predictions,
             train,
             sums,
             gradient_is_one=gradient_is_one,

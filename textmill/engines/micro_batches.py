@@ -114,9 +114,6 @@ class MicroBatch(NamedTuple):
     pair_weights: Tensor | None
     pair_positions: Tensor | None
     """[N, P]: which of all tokens are the first ones of pairs."""
-    teacher_ids: Tensor | None = None
-    """[N, T, K]: the teachers' most likely tokens, if they are cached."""
-    teacher_logs: Tensor | None = None
     multi_token_labels: Tensor | None = None
     """[N, T]: the token after each label, with `train.multi_token`."""
     multi_token_weights: Tensor | None = None
@@ -159,8 +156,6 @@ def micro_batches(
             "keys": _take_rows(keys, rows),
             "documents": _take_rows(batch.documents, rows),
             "types": _take_rows(batch.types, rows),
-            "teacher_ids": _take_rows(batch.teacher_ids, rows),
-            "teacher_logs": _take_rows(batch.teacher_logs, rows),
         }
         labels = batch.labels[rows]
         label_weights = _take_rows(weights, rows)

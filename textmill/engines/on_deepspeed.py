@@ -28,7 +28,7 @@ from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import attention_order, autocast, open_device, peak_flops_of, torch_dtype
 from textmill.engines import EvalSums, NameFilter, all_names
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset
-from textmill.engines.distillation.teachers_torch import CachedTeachers, Teachers, open_teachers
+from textmill.engines.distillation.teachers_torch import Teachers, open_teachers
 from textmill.engines.heads_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
 from textmill.engines.memory.parts import deepspeed_micro_batch
 from textmill.engines.micro_batches import (
@@ -368,12 +368,7 @@ class LossModule(nn.Module):
     """Net and loss as one module: ZeRO-3 gathers weights by module, and both use the head's."""
 
     def __init__(
-        self,
-        net: BaseNet,
-        train: TrainConfig,
-        precision: torch.dtype,
-        mixed: bool,
-        teachers: Teachers | CachedTeachers | None = None,
+        self, net: BaseNet, train: TrainConfig, precision: torch.dtype, mixed: bool, teachers: Teachers | None = None
     ) -> None:
         super().__init__()
         self.net = net

@@ -13,5 +13,4 @@ run_length.py      the number of steps; timing.py: throughput, and `train.minute
 run_folder.py      what a run folder contains, and the thread that writes checkpoints
 validation.py      the valid split and `train.tasks` during training
 divergence.py      skipped updates, and replicas that differ
-teacher_cache.py   the command cache-teacher
 """

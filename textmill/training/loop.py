@@ -62,7 +62,6 @@ from textmill.training.start import (
     own_parts,
     use_imported_model,
 )
-from textmill.training.teacher_cache import open_teacher_cache
 from textmill.training.timing import MinutesTimer, StepLog
 from textmill.training.validation import Validation
 
@@ -169,9 +168,6 @@ def prepare_run(
             f"--change: {config.folder_of('train')} is at its last step, {start.step:,}; set a higher {limit} to "
             "train on with the new settings"
         )
-    if config.train.distil.cache:
-        batches.teacher, files = open_teacher_cache(config.train, data, run_length)
-        data = replace(data, files=data.files | files)
     return data, start, batches, run_length
 
 

@@ -59,8 +59,7 @@ REPLACED_KEYS = (
 )
 """Keys of a user's DeepSpeed JSON that a small copy replaces."""
 MOST_TEACHERS = 2
-MOST_TOKENS = 10
-"""Most teachers of a small copy, and most tokens of `train.distil.top_k` there."""
+"""Most teachers of a small copy."""
 
 
 @dataclass(frozen=True)
@@ -281,13 +280,11 @@ def build_batches(rows: int, *, isolate_documents: bool) -> Iterator[Batch]:
 
 
 def shrink_distil(distil: DistilConfig) -> DistilConfig:
-    """The same terms for a small copy; instead of cached predictions, it has teachers with the same `top_k`."""
+    """The same terms for a small copy."""
     if not distil.teachers:
         return distil
     update = {
         "teachers": [f"teacher-{number}" for number in range(min(MOST_TEACHERS, len(distil.teachers)))],
-        "top_k": min(MOST_TOKENS, distil.top_k),
-        "cache": None,
         "student_layers": [],
         "teacher_layers": [],
     }

@@ -2,11 +2,10 @@
 never exist at once; their gradient is computed in forward, by formula, while a chunk's logits exist.
 
 With the student's logits s, the mean of the teachers' distributions p and a temperature T, `train.distil.divergence`
-forward is T^2 KL(p || softmax(s / T)). Its gradient by s is T (softmax(s / T) - p). With `top_k`, both distributions
-have K + 1 outcomes: the teachers' K most likely tokens, and any other token.
+forward is T^2 KL(p || softmax(s / T)). Its gradient by s is T (softmax(s / T) - p).
 
-Shapes in names: M tokens, E width, V rows of the head or columns of the vocabulary that a rank has, K most likely
-tokens. `chunk_terms` changes nothing in place, so that a compiler can join it into a few passes over the logits.
+Shapes in names: M tokens, E width, V rows of the head or columns of the vocabulary that a rank has. `chunk_terms`
+changes nothing in place, so that a compiler can join it into a few passes over the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from textmill.config import TrainConfig
 from textmill.engines.distillation.teachers import Terms, chunk_tokens, terms_of
-from textmill.engines.losses_torch import GradientInForward, WeightedLabels, add_bias, token_chunks
+from textmill.engines.losses_torch import GradientInForward, WeightedLabels, add_bias
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.kernels.matmul_torch import matmul
 from textmill.tokens.batches.batch import IGNORED
@@ -34,7 +33,7 @@ def distillation_loss(
     head_VE: Tensor,
     labels: WeightedLabels,
     vocab: int,
-    teachers: TeacherOutput,
+    teachers: Sequence[Prediction],
     train: TrainConfig,
     report: Tensor,
     *,
@@ -70,13 +69,6 @@ class Prediction(NamedTuple):
         return add_bias(matmul(self.x_ME[rows], self.head_VE[columns].T), bias_V)
 
 
-class TeacherOutput(NamedTuple):
-    """The teachers' predictions for a micro-batch: what gives their logits, or only their most likely tokens."""
-
-    predictions: Sequence[Prediction]
-    top: Top | None = None
-
-
 class _Comparison(NamedTuple):
     """How the logits of student and teachers are compared."""
 
@@ -93,31 +85,25 @@ class _DistillationLoss(GradientInForward):
         x_ME: Tensor,
         head_VE: Tensor,
         labels: WeightedLabels,
-        teachers: TeacherOutput,
+        teachers: Sequence[Prediction],
         comparison: _Comparison,
         report: Tensor,
         gradient_is_one: bool,
         bias_V: Tensor | None,
     ) -> Tensor:
         terms, vocab, columns, compiled = comparison
-        predictions = in_matmul_dtype(teachers.predictions)
+        # With heads in the precision of their inputs.
+        predictions = [one._replace(head_VE=one.head_VE.to(one.x_ME.dtype)) for one in teachers]
         compute = _compiled_terms() if compiled else chunk_terms
         begin = columns.begin
         real = columns.count_real(len(head_VE), vocab)
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
-            teacher_logits = []
-            top = None
-            if teachers.top is not None:
-                top = Top(teachers.top.ids_MK[rows], teachers.top.logs_ML[rows])
-            elif terms.top_k:
-                top = top_of([prediction.logits(rows, slice(None))[:, :vocab] for prediction in predictions], terms)
-            if predictions and (top is None or terms.mse):
-                local_columns = slice(begin, begin + len(head))
-                teacher_logits = [prediction.logits(rows, local_columns)[:, :real] for prediction in predictions]
+            local_columns = slice(begin, begin + len(head))
+            teacher_logits = [prediction.logits(rows, local_columns)[:, :real] for prediction in predictions]
             labels_M, weights_M, _ = labels.of_chunk(rows)
-            sums, gradient_MV = compute(logits_MV, teacher_logits, top, labels_M, weights_M, vocab, terms, columns)
+            sums, gradient_MV = compute(logits_MV, teacher_logits, labels_M, weights_M, vocab, terms, columns)
             report.add_(sums)
             return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], gradient_MV
 
@@ -128,25 +114,6 @@ class _DistillationLoss(GradientInForward):
 @lru_cache
 def _compiled_terms() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(chunk_terms, dynamic=False)
-
-
-def in_matmul_dtype(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """With heads in the precision of their inputs."""
-    return [prediction._replace(head_VE=prediction.head_VE.to(prediction.x_ME.dtype)) for prediction in predictions]
-
-
-@torch.no_grad()
-def most_likely(predictions: Sequence[Prediction], vocab: int, train: TrainConfig) -> Top:
-    """The teachers' most likely tokens at each token of a micro-batch."""
-    terms = terms_of(train)
-    x_ME = predictions[0].x_ME
-    predictions = in_matmul_dtype(predictions)
-    chunk = chunk_tokens(vocab, compiled=False) if x_ME.is_cuda else None
-    tops = []
-    for rows in token_chunks(x_ME, predictions[0].head_VE, chunk):
-        logits = [prediction.logits(rows, slice(None))[:, :vocab] for prediction in predictions]
-        tops.append(top_of(logits, terms))
-    return Top(torch.cat([top.ids_MK for top in tops]), torch.cat([top.logs_ML for top in tops]))
 
 
 def cosine_loss(student_ME: Tensor, teachers: Sequence[Tensor], weights_M: Tensor) -> Tensor:
@@ -193,18 +160,9 @@ ALL_COLUMNS = Columns()
 """Without tensor parallelism: the logits have all columns."""
 
 
-class Top(NamedTuple):
-    """The teachers' most likely tokens at each token, and how likely they are at the temperature."""
-
-    ids_MK: Tensor
-    logs_ML: Tensor
-    """[M, K + 1]: the log-probability of each of them, then that of all other tokens together."""
-
-
 def chunk_terms(
     logits_MV: Tensor,
     teachers: Sequence[Tensor],
-    top: Top | None,
     labels_M: Tensor,
     weights_M: Tensor,
     vocab: int,
@@ -221,10 +179,7 @@ def chunk_terms(
     gradient_MV = gradient_MV * terms.labels
     divergence_M = square_M = torch.zeros_like(losses_M)
     if terms.kl:
-        if top is None:
-            divergence_M, kl_gradient_MV = _divergence(student_MV, teachers, terms, columns)
-        else:
-            divergence_M, kl_gradient_MV = _top_divergence(student_MV, top, terms, columns)
+        divergence_M, kl_gradient_MV = _divergence(student_MV, teachers, terms, columns)
         gradient_MV = gradient_MV + terms.kl * kl_gradient_MV
     if terms.mse:
         difference_MV = student_MV - torch.stack([teacher_MV.float() for teacher_MV in teachers]).mean(0)
@@ -259,14 +214,6 @@ def mean_log_probabilities(teachers: Sequence[Tensor], temperature: float, colum
     return logs[0] if len(logs) == 1 else torch.stack(logs).logsumexp(0) - math.log(len(logs))
 
 
-def top_of(teachers: Sequence[Tensor], terms: Terms) -> Top:
-    """The most likely tokens in the mean of the teachers' distributions."""
-    logs_MV = mean_log_probabilities(teachers, terms.temperature)
-    chosen_MK, ids_MK = logs_MV.topk(terms.top_k, 1)
-    rest_M1 = logs_MV.scatter(1, ids_MK, -torch.inf).logsumexp(1, keepdim=True)
-    return Top(ids_MK, torch.cat([chosen_MK, rest_M1], 1))
-
-
 def _divergence(
     student_MV: Tensor, teachers: Sequence[Tensor], terms: Terms, columns: Columns
 ) -> tuple[Tensor, Tensor]:
@@ -278,29 +225,6 @@ def _divergence(
     values_MV, derivatives_MV = _compare(student_logs_MV, teacher_logs_MV, terms.divergence)
     gradient_MV = derivatives_MV - student_logs_MV.exp() * columns.sum(derivatives_MV.sum(1))[:, None]
     return columns.sum(values_MV.sum(1)) * T**2, gradient_MV * T
-
-
-def _top_divergence(student_MV: Tensor, top: Top, terms: Terms, columns: Columns) -> tuple[Tensor, Tensor]:
-    """The same over K + 1 outcomes: the teachers' most likely tokens, and any other token."""
-    T = terms.temperature
-    ids_MK = top.ids_MK.long()
-    scaled_MV = student_MV / T
-    width = student_MV.shape[1]
-    log_sum_M = columns.log_sum(scaled_MV)
-    if columns.tensor is not None:  # one more column stands for the tokens of other ranks
-        ids_MK = ids_MK - columns.begin
-        ids_MK = ids_MK.where((ids_MK >= 0) & (ids_MK < width), width)
-    wide_MV = scaled_MV if columns.tensor is None else F.pad(scaled_MV, (0, 1))
-    chosen_MK = columns.sum(wide_MV.gather(1, ids_MK))
-    others_MV = wide_MV.scatter(1, ids_MK, -torch.inf)[:, :width]
-    others_M = columns.log_sum(others_MV)
-    student_logs_ML = torch.cat([chosen_MK, others_M[:, None]], 1) - log_sum_M[:, None]
-    values_ML, derivatives_ML = _compare(student_logs_ML, top.logs_ML.float(), terms.divergence)
-    gradient_MV = (others_MV - others_M[:, None]).exp() * derivatives_ML[:, -1:]
-    gradient_MV = gradient_MV - (scaled_MV - log_sum_M[:, None]).exp() * derivatives_ML.sum(1, keepdim=True)
-    wide_MV = gradient_MV if columns.tensor is None else F.pad(gradient_MV, (0, 1))
-    gradient_MV = wide_MV.scatter_add(1, ids_MK, derivatives_ML[:, :-1])[:, :width]
-    return values_ML.sum(1) * T**2, gradient_MV * T
 
 
 def _compare(student_logs: Tensor, teacher_logs: Tensor, divergence: str) -> tuple[Tensor, Tensor]:

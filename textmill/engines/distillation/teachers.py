@@ -86,18 +86,16 @@ def fingerprint_teachers(names: list[str]) -> list[str]:
 
 
 def teacher_flops(distil: DistilConfig, length: int) -> float:
-    """FLOPs of the teachers for one token: a forward pass, which is a third of a step; 0 if they are cached."""
-    if distil.cache:
-        return 0.0
+    """FLOPs of the teachers for one token: a forward pass, which is a third of a step."""
     shapes = (read_shape(teacher_folder(name)) for name in distil.teachers)
     return sum(shape.flops_per_token(length) / 3 for shape in shapes)
 
 
 def teacher_bytes(train: TrainConfig, *, on_gpu: bool) -> int:
     """Bytes of the teachers' weights, and of the chunk of the loss on a GPU; 0 without teachers."""
-    names = [] if train.distil.cache else train.distil.teachers
+    names = train.distil.teachers
     weights = sum(4 * read_shape(teacher_folder(name)).parameters for name in names)
-    uses_chunks = on_gpu and bool(train.distil.teachers)
+    uses_chunks = on_gpu and bool(names)
     return weights + (4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if uses_chunks else 0)
 
 
@@ -124,15 +122,6 @@ def check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig)
         raise TextmillError(
             f"{where}: has width {teacher.width}, the model {student.width}, and train.distil.{needs[0]} compares "
             f"hidden states; set train.distil.{needs[0]}=0"
-        )
-
-
-def check_top_k(distil: DistilConfig, shape: Shape) -> None:
-    """Refuse to keep as many tokens as there are."""
-    if distil.top_k >= shape.vocab:
-        raise TextmillError(
-            f"train.distil.top_k: {distil.top_k:,} are not fewer than the vocabulary's {shape.vocab:,} tokens; set a "
-            "lower number, or 0 to compare all"
         )
 
 
@@ -164,7 +153,6 @@ class Terms(NamedTuple):
     divergence: str
     smoothing: float
     z: float
-    top_k: int
 
 
 def terms_of(train: TrainConfig) -> Terms:
@@ -178,5 +166,4 @@ def terms_of(train: TrainConfig) -> Terms:
         divergence=distil.divergence,
         smoothing=train.label_smoothing,
         z=train.z_loss,
-        top_k=distil.top_k,
     )

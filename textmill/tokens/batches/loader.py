@@ -24,7 +24,6 @@ from textmill.tokens.batches.masked import MaskedLayout, has_spans
 from textmill.tokens.batches.masking import masked_tokens_of
 from textmill.tokens.batches.packed import PackedLayout, window_batches
 from textmill.tokens.batches.padded import PaddedLayout
-from textmill.tokens.batches.teacher_cache import TeacherCache
 from textmill.tokens.existing_tokens import has_masked_rows
 from textmill.tokens.splits import FeatureRows, Splits, WeightedStore
 from textmill.tokens.store import TokenStore
@@ -73,8 +72,6 @@ class Batches:
         self.sizes = sizes
         self.stores = stores
         self.names = names
-        self.teacher: TeacherCache | None = None
-        """Cached predictions of teachers, which are read with each batch."""
         self.blends = blends
         if not blends:
             all_layouts = range(len(layouts))
@@ -82,11 +79,7 @@ class Batches:
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
-        batch = self.samples_at(self._sample_numbers(step)[part])
-        return batch if self.teacher is None else self.teacher.attach(batch)
-
-    def samples_at(self, samples: Numbers) -> Batch:
-        """The samples with these numbers, counted from the start of the run."""
+        samples = self._sample_numbers(step)[part]
         for mapped in self.stores:
             mapped.check_mapped()
         stores, numbers = self._locate(samples)
