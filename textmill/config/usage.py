@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from textmill.config.own_files import OWN_SUFFIX
-from textmill.config.section import Section, changeable, path, per_call, source
+from textmill.config.section import Section, changeable, path, per_call
 from textmill.errors import TextmillError
 
 TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
@@ -289,9 +289,6 @@ class ExportConfig(Section):
     """The name of the model in its card and its GGUF file; default: the name of `export.folder`."""
     license: str | None = None
     """The licence that the card names, such as apache-2.0."""
-    vocab_used_in: str | None = source()
-    """Keep only the tokens that occur in this folder written by `tokenize`, or in this prefix of .bin and .idx files,
-    with what they are merged from, bytes and special tokens; ids change. Default: keep all."""
     megatron: MegatronExport = MegatronExport()
     """Settings of Megatron's checkpoints."""
 

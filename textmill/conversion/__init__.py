@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import ExportConfig, RunConfig
-from textmill.conversion.compare import LOGIT_BOUNDS, logits_of, measure, sample_ids, write_and_check
+from textmill.conversion.compare import write_and_check
 from textmill.conversion.dataset_folder import export_dataset
 from textmill.conversion.formats import open_format
 from textmill.conversion.formats.hf import text_files
@@ -22,7 +21,7 @@ from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import read_licences, write_card
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_run_model, own_options, read_shape, weights_of
+from textmill.models import Shape, find_run_model, own_options, read_shape
 from textmill.models.pooling import find_pooling
 from textmill.storage.files import create_folder, file_lock, format_path, hash_json, remove_folder, write_json
 from textmill.storage.hub import HUB_SCHEME, upload_model
@@ -30,7 +29,6 @@ from textmill.storage.remote_folders import RemoteFolder, cache_folder, is_url
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.store import open_store, store_paths
-from textmill.tokens.vocabulary.reduction import Reduction, reduce_vocabulary
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 
@@ -59,29 +57,22 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         )
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
-    source_shape = read_shape(checkpoint.folder)
+    shape = read_shape(checkpoint.folder)
     tokenizer = open_tokenizer(checkpoint.tokenizer)
-    _check_own_options(source_shape, config.export.kind, checkpoint)
-    shape = source_shape
-    reduction = None
-    if config.export.vocab_used_in:
-        reduction = reduce_vocabulary(tokenizer, config.export.vocab_used_in)
-        shape = reduce_shape(source_shape, reduction)
-        tokenizer = reduction.tokenizer
+    _check_own_options(shape, config.export.kind, checkpoint)
     pooling = find_pooling(checkpoint.folder) if config.export.kind in ("hf", "gguf") else None
     card = write_card(config.export, config.corpus, config.folder_of("tokens"), checkpoint, shape, tokenizer, pooling)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
         return folder
-    weights = collect_weights(source_shape, checkpoint.weights(), str(checkpoint.folder))
+    weights = collect_weights(shape, checkpoint.weights(), str(checkpoint.folder))
     licences = read_licences(checkpoint.folder)
-    model = Model(source_shape, weights, tokenizer, card=card, licences=licences, pooling=pooling)
-    model = reduce_model(model, reduction) if reduction else model
+    model = Model(shape, weights, tokenizer, card=card, licences=licences, pooling=pooling)
     model = plain_encoder(model) if config.export.kind == "gguf" else model
     # What a format does not say about a model is given to its reader.
     hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
-    valid = None if reduction else _valid_ids(config.folder_of("tokens"), tokenizer)
+    valid = _valid_ids(config.folder_of("tokens"), tokenizer)
     files, figures = write_and_check(stage, writer, model, config.export, hints, {"precision": precision}, valid)
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     only_textmill = "; only textmill opens it" if own_options(shape) else ""
@@ -103,8 +94,8 @@ def _valid_ids(folder: Path, tokenizer: TextTokenizer) -> NDArray[np.int64] | No
     return np.asarray(open_store(folder / "valid").ids[:VALID_TOKENS], np.int64)
 
 
-NO_CONTENT = ("folder", "precision", "kind", "max_divergence", "reader", "vocab_used_in")
-"""Settings that are recorded in another way, or do not change what is written; kept tokens are in the texts."""
+NO_CONTENT = ("folder", "precision", "kind", "max_divergence", "reader")
+"""Settings that are recorded in another way, or do not change what is written."""
 
 
 def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:
@@ -140,29 +131,6 @@ def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
         raise TextmillError(
             f"export.folder: {folder} is inside {checkpoint.folder}, which is to be exported; name a folder elsewhere"
         )
-
-
-def reduce_shape(shape: Shape, reduction: Reduction) -> Shape:
-    """The shape with as many tokens as are kept."""
-    end = np.flatnonzero(reduction.kept == shape.eos_id).tolist()
-    return replace(shape, vocab=len(reduction.kept), eos_id=end[0] if end else reduction.tokenizer.eos_id)
-
-
-def reduce_model(model: Model, reduction: Reduction) -> Model:
-    """The model with the kept tokens; raises unless it computes the same logits for them."""
-    by_token = {weight.name for weight in weights_of(model.shape) if weight.by_token}
-    weights = {name: values[reduction.kept] if name in by_token else values for name, values in model.weights.items()}
-    shape = reduce_shape(model.shape, reduction)
-    reduced = replace(model, shape=shape, weights=weights, tokenizer=reduction.tokenizer)
-    ids = sample_ids(reduced)
-    found = measure(logits_of(model, reduction.kept[ids])[..., reduction.kept], logits_of(reduced, ids))
-    if not found.largest <= LOGIT_BOUNDS["fp32"] * found.scale:
-        raise TextmillError(f"export.vocab_used_in: the logits of kept tokens differ by {found.largest:.2g}")
-    print(
-        f"export: {len(reduction.kept):,} of {model.shape.vocab:,} tokens are kept; their logits differ by at most "
-        f"{found.largest:.2g}"
-    )
-    return reduced
 
 
 VALID_TOKENS = 1024

@@ -47,8 +47,8 @@ def export_dataset(export: ExportConfig, settings: CorpusConfig, corpus: Path, f
     """Write a corpus, which was made with these settings, into `export.folder`; what was written is read back and
     compared before it appears."""
     folder = Path(str(export.folder))
-    if export.precision != ExportConfig().precision or export.vocab_used_in:
-        raise TextmillError("export.kind: a dataset has no weights; remove export.precision and export.vocab_used_in")
+    if export.precision != ExportConfig().precision:
+        raise TextmillError("export.kind: a dataset has no weights; remove export.precision")
     manifest = open_manifest(corpus, "prepare")
     if folder.resolve().is_relative_to(corpus.resolve()):
         raise TextmillError(f"export.folder: {folder} is inside the corpus {corpus}; name a folder elsewhere")

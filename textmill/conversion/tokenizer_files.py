@@ -17,7 +17,6 @@ from textmill.errors import TextmillError
 from textmill.models import find_run_model
 from textmill.storage.files import format_path, write_bytes
 from textmill.storage.stages import MANIFEST, Force, Stage
-from textmill.tokens.vocabulary.reduction import reduce_vocabulary
 from textmill.tokens.vocabulary.sentencepiece_model import is_sentencepiece, sentencepiece_files
 from textmill.tokens.vocabulary.token_bytes import is_byte_level
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -38,8 +37,6 @@ def export_tokenizer(config: RunConfig, folder: Path, force: Force, step: StepCh
             raise
         where = fitted
     tokenizer = open_tokenizer(where)
-    if config.export.vocab_used_in:
-        tokenizer = reduce_vocabulary(tokenizer, config.export.vocab_used_in).tokenizer
     stage = Stage("export", folder, {"export.kind": config.export.kind, "tokenizer": tokenizer.fingerprint}, None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")

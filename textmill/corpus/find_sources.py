@@ -266,7 +266,7 @@ class _Search:
         self, folder: str, files: list[tuple[str, bool]], own_files: Sequence[str]
     ) -> Iterator[FoundSource]:
         """The sources of the files that are directly in a folder, each with whether it is a link; there may be a
-        million, so nothing is asked of the disk that its listing says. `own_files`: those of an exported dataset."""
+        million, so nothing is looked up that the listing has. `own_files`: those of an exported dataset."""
         # The JSON files of a folder that the datasets library saved hold no text.
         is_saved_dataset = {("state.json", False), ("dataset_info.json", False)} <= set(files)
         prefix = os.path.join(os.path.normpath(folder), "").removeprefix("./")
