@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
-from tests.conversion.test_import import flax_params, write_llmc
+from tests.conversion.test_import import flax_params
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.conversion.formats import KINDS, open_format
@@ -28,13 +28,10 @@ def sound_folder(root: Path, kind: str) -> Path:
         if kind == "hf":  # pickled weights next to the rest
             (root / "sound/model.safetensors").unlink()
             torch.save(AutoModelForCausalLM.from_pretrained(source).state_dict(), root / "sound/pytorch_model.bin")
-    elif kind == "flax":
+    else:
         net = AutoModelForCausalLM.from_pretrained(source)
         net.config.save_pretrained(root / "sound")
         (root / "sound" / "flax_model.msgpack").write_bytes(msgpack.packb(flax_params(net)))
-    else:
-        (root / "sound").mkdir()
-        write_llmc(root / "sound" / "gpt2.bin", AutoModelForCausalLM.from_pretrained(source), half=False)
     return root / "sound"
 
 

@@ -187,45 +187,6 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
 
-def write_llmc(path: Path, net: Any, half: bool, rows: int = 384) -> None:
-    """As llm.c's train_gpt2.py describes its file: 256 numbers, then all layers of one kind of weight after another."""
-    state, config = net.state_dict(), net.config
-    header = np.zeros(256, np.int32)
-    header[:8] = [
-        20240326,
-        5 if half else 3,
-        config.n_positions,
-        config.vocab_size,
-        config.n_layer,
-        config.n_head,
-        config.n_embd,
-        rows,
-    ]
-    table = state["transformer.wte.weight"]
-    tensors = [torch.cat([table, torch.zeros(rows - len(table), config.n_embd)]), state["transformer.wpe.weight"]]
-    for module in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-        for ending in ("weight", "bias"):
-            layers = [state[f"transformer.h.{layer}.{module}.{ending}"] for layer in range(config.n_layer)]
-            tensors += [layer.t() if layer.ndim == 2 else layer for layer in layers]
-    tensors += [state["transformer.ln_f.weight"], state["transformer.ln_f.bias"]]
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    data = flat.bfloat16().view(torch.int16).numpy() if half else flat.numpy()
-    path.write_bytes(header.tobytes() + data.tobytes())
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_files_of_llm_c(tmp_path: Path, half: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    net, file = transformers_net(), tmp_path / "gpt2.bin"
-    write_llmc(file, net, half)
-    assert main(["import", str(file), str(tmp_path / "out")]) == 0
-    wanted = (net.bfloat16().float() if half else net)(IDS).logits.detach().numpy()
-    assert np.abs(logits(tmp_path / "out") - wanted).max() < 1e-5
-    file.write_bytes(file.read_bytes()[:-4])
-    capsys.readouterr()
-    assert main(["import", str(file), str(tmp_path / "cut")]) == 2
-    assert "the file is truncated" in capsys.readouterr().err
-
-
 def test_deepspeed_loads_what_export_wrote(tmp_path: Path) -> None:
     deepspeed = pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     from tests.support.engine_runs import config_of, started

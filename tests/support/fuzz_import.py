@@ -71,8 +71,7 @@ def main(folder: Path, kind: str, count: int, seed: int) -> int:
             weights = [path for path in files if path.suffix not in (".json", ".md", "")] or files
             damage_file(dice.choice(weights if dice.random() < 0.8 else files), dice, canary)
             try:
-                what = broken / "gpt2.bin" if kind == "llmc" else broken
-                import_model(str(what), str(Path(root) / "out"), kind=kind, vocab=None)
+                import_model(str(broken), str(Path(root) / "out"), kind=kind, vocab=None)
             except TextmillError:
                 refused += 1
             except BaseException:

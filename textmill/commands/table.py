@@ -133,9 +133,7 @@ PREFERENCES = Flag(
     "--preferences", "preferences", "FILE: append the answers that users of the page prefer, as JSON lines", "text"
 )
 IMPORT_FLAGS = (
-    Flag(
-        "--kind", "kind", "the format: deepspeed, gguf, hf, llmc, megatron, nanogpt, onnx (default: detected)", "text"
-    ),
+    Flag("--kind", "kind", "deepspeed, flax, gguf, hf, megatron, nanogpt or onnx (default: detected)", "text"),
     Flag("--config", "config", "the model's Hugging Face config.json, if WHAT has none", "text"),
     Flag("--tokenizer", "tokenizer", "the folder or file of its tokenizer, if WHAT has none", "text"),
     Flag("--vocab", "vocab", "the size of the vocabulary without padding rows", "number"),
