@@ -155,9 +155,7 @@ def test_result_after_a_kill_is_the_same(
     assert loaded[0] == loaded[1]
     counts = [database.db["meta_info"].find_one({"collection_name": f"{name}_clean"}) for name in ("quiet", "struck")]
     assert counts[0]["num_docs"] == counts[1]["num_docs"] == database.db["quiet_clean"].count_documents({})
-    notes = [
-        json.loads((tmp_path / name / "corpus" / "mongo.json").read_text())["tasks"] for name in ("quiet", "struck")
-    ]
+    notes = [json.loads((tmp_path / name / "corpus" / "mongo.json").read_text()) for name in ("quiet", "struck")]
     assert list(notes[0].values()) == list(notes[1].values())
 
 
@@ -205,9 +203,13 @@ def test_idx_of_another_writer_is_an_error(
     words = [f"folder={tmp_path / 'out'}", f"corpus.sources={file}", "runner.workers=1", "corpus.split=1"]
     words = ["prepare", "quickstart", *words, f"corpus.mongo_load={path}"]
     assert main(words) == 0
-    database.db["taken"].update_one({"idx": 4}, {"$set": {"filt_text": "someone else"}})
+    database.db["taken"].update_one({"idx": 3}, {"$set": {"filt_text": "edited"}})
+    assert main([*words, "--force"]) == 0
+    assert "10 loaded; 1 changed now" in capsys.readouterr().out
+    database.db["taken"].delete_one({"idx": 4})
+    database.db["taken"].insert_one({"idx": 4, "filt_text": "someone else"})
     assert main([*words, "--force"]) == 2
-    assert "taken: idx 4 holds a different document" in capsys.readouterr().err
+    assert "another program has written a document with the idx of ours" in capsys.readouterr().err
 
 
 def test_deleted_documents_are_counted(

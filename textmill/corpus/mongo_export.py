@@ -1,12 +1,7 @@
 """Export a finished corpus to MongoDB: write cleaned text back, and load kept documents into a collection.
 
-Each shard is an idempotent step that is recorded when it is finished. After a kill, the next run continues there.
-
-Loaded documents get consecutive idx. Their range is reserved in meta_info before they are inserted, so that a load can
-be repeated after a kill and two loads never get the same idx. meta_info after corpora of 300 and 200 documents:
-
-    {"collection_name": "web", "num_docs": 500, "next_idx": 500,
-     "loads": [{"corpus": ..., "documents": 300, "first": 0}, {"corpus": ..., "documents": 200, "first": 300}]}
+Every write can be repeated: after a kill, the next run does the unfinished task again, and no document is loaded twice,
+since its _id consists of the corpus' fingerprint and its number: "3f2a90c41d7be856-0", "3f2a90c41d7be856-1" ...
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +28,17 @@ from textmill.corpus.formats.mongo import (
     next_idx,
     open_server,
 )
-from textmill.corpus.shards import count_documents, list_shards, read_documents, read_places
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.corpus.source import Source
 from textmill.errors import TextmillError
 from textmill.storage.files import file_lock, format_path, read_json, write_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
 
-PROGRESS_FILE = "mongo.json"
-"""Lists the finished steps; stored in the corpus folder."""
+DONE_FILE = "mongo.json"
+"""Lists the finished tasks with their counts; stored in the corpus folder."""
 WRITE_BLOCK = 1000
 """Documents per write."""
-DUPLICATE_KEY = 11000
-"""The server's error code for an idx that exists already."""
-Steps = dict[str, Callable[[], dict[str, int]]]
-"""The parts of an export, by name: a shard, or what follows the last one. Each can be repeated and returns its counts,
-of which only `changed` may differ then."""
 
 
 def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
@@ -98,85 +88,68 @@ def _open_target(path: str) -> tuple[MongoServer, str]:
 def _ensure_index(server: MongoServer, collection: str) -> None:
     """Create the collection's index on idx, unless it has one."""
     if not server.request(has_idx_index, collection):
-        try:
-            server.request(lambda db: db[collection].create_index("idx", unique=True))
-        except TextmillError as error:
-            raise TextmillError(
-                f"{collection}: cannot create an index on idx ({error}); two documents may have the same idx"
-            ) from None
+        server.request(lambda db: db[collection].create_index("idx", unique=True))
 
 
 def export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source]) -> None:
-    """Run the configured exports that are not finished, and print the counts."""
+    """Run the configured exports that are not done, and print the counts."""
     lock = folder.with_name(folder.name + ".mongo.lock")
     with file_lock(lock, f"{folder}: another textmill process is exporting it to MongoDB; wait until it has finished"):
         for source in sources:
             if config.mongo_write_back and source.format == "mongo":
-                _write_back(folder, source)
+                server = open_server(source.address)
+                task = f"write back to {source.name} ({server.database})"
+                _run(folder, task, partial(_write_back, server, folder, source))
         if config.mongo_load:
-            _load(folder, config.mongo_load)
+            server, collection = _open_target(config.mongo_load)
+            task = f"load into {collection} of {config.mongo_load} ({server.database}, {CLEANED_FIELD})"
+            _run(folder, task, partial(_load, server, folder, collection))
         lock.unlink()
 
 
-def _run_steps(folder: Path, task: str, steps: Steps, check: Callable[[], None]) -> None:
-    """Run the steps that the progress file does not list, record each one, and print the counts.
-
-    The file after the first of two shards: {"corpus": FINGERPRINT, "tasks": {TASK: {SHARD: {"loaded": 1000}}}}.
-    """
-    path = folder / PROGRESS_FILE
-    fingerprint = open_manifest(folder)["fingerprint"]
-    progress_record = read_json(path) if path.is_file() else {}
-    if progress_record.get("corpus") != fingerprint:
-        progress_record = {"corpus": fingerprint, "tasks": {}}
-    counts_by_step = progress_record["tasks"].setdefault(task, {})
-    pending = [name for name in steps if name not in counts_by_step]
-    changed = 0
-    if pending:
-        check()
-        with progress(f"prepare: {task}", total=len(pending), unit="shards") as bar:
-            for name in pending:
-                counts = steps[name]()
-                changed += counts.pop("changed")
-                counts_by_step[name] = counts
-                write_json(path, progress_record)
-                bar.advance(1)
-    totals: Counter[str] = Counter()
-    for counts in counts_by_step.values():
-        totals.update(counts)
-    summary = ", ".join(f"{total:,} {name}" for name, total in totals.items())
-    outcome = f"{summary}; {changed:,} changed now" if pending else f"done already ({summary}); see {format_path(path)}"
-    print(f"prepare: {task}: {outcome}")
+def _run(folder: Path, task: str, work: Callable[[], Counter[str]]) -> None:
+    """Do a task that is not done, record it, and print its counts; only `changed` may differ when it is repeated."""
+    path = folder / DONE_FILE
+    done = read_json(path) if path.is_file() else {}
+    changed = None
+    if task not in done:
+        counts = work()
+        changed = counts.pop("changed")
+        done[task] = counts
+        write_json(path, done)
+    summary = ", ".join(f"{count:,} {name}" for name, count in done[task].items())
+    if changed is None:
+        print(f"prepare: {task}: done already ({summary}); see {format_path(path)}")
+    else:
+        print(f"prepare: {task}: {summary}; {changed:,} changed now")
 
 
 # Write cleaned text into the documents that it came from.
 
 
-def _write_back(folder: Path, source: Source) -> None:
-    server = open_server(source.address)
-    paths = [path for split in SPLITS for path in list_shards(folder, split)]
-    steps: Steps = {path.name: partial(_write_shard, server, source.name, path) for path in paths}
-    steps["dropped"] = partial(_empty_dropped, server, source, paths)
-    _run_steps(folder, f"write back to {source.name} ({server.database})", steps, partial(_check_writable, server))
-    server.close()
-
-
-def _write_shard(server: MongoServer, source_name: str, path: Path) -> dict[str, int]:
-    documents = (document for document in read_documents(path) if document.source == source_name)
-    counts = _write_texts(server, ((*_parse_place(server, document.id), document.text) for document in documents))
-    return {"written": counts["documents"] - counts["missing"], "gone": counts["missing"], "changed": counts["changed"]}
-
-
-def _empty_dropped(server: MongoServer, source: Source, paths: Sequence[Path]) -> dict[str, int]:
-    """Set the text of dropped documents to '', which tells them from documents that were never cleaned."""
+def _write_back(server: MongoServer, folder: Path, source: Source) -> Counter[str]:
+    """Dropped documents get an empty text, which tells them from documents that were never cleaned."""
+    _check_writable(server)
     is_kept = {collection: np.zeros(size, np.bool_) for collection, _, size in source.snapshot.ranges}
-    for path in paths:
-        for source_name, place in read_places(path):
-            if source_name == source.name:
-                collection, idx = _parse_place(server, place)
-                is_kept[collection][idx] = True
+
+    def kept_texts() -> Iterator[tuple[str, int, str]]:
+        for split in SPLITS:
+            for document in chain.from_iterable(map(read_documents, list_shards(folder, split))):
+                if document.source == source.name:
+                    collection, idx = _parse_place(server, document.id)
+                    is_kept[collection][idx] = True
+                    yield collection, idx, document.text
+
+    written = _write_texts(server, kept_texts())
     dropped = ((collection, int(idx), "") for collection, kept in is_kept.items() for idx in np.flatnonzero(~kept))
-    counts = _write_texts(server, dropped)
-    return {"emptied": counts["documents"] - counts["missing"], "changed": counts["changed"]}
+    emptied = _write_texts(server, dropped)
+    server.close()
+    return Counter(
+        written=written["found"],
+        gone=written["missing"],
+        emptied=emptied["found"],
+        changed=written["changed"] + emptied["changed"],
+    )
 
 
 def _parse_place(server: MongoServer, place: str) -> tuple[str, int]:
@@ -191,7 +164,7 @@ def _parse_place(server: MongoServer, place: str) -> tuple[str, int]:
 
 
 def _write_texts(server: MongoServer, texts: Iterable[tuple[str, int, str]]) -> Counter[str]:
-    """Set `filt_text` for each (collection, idx, text); return the numbers of documents, changed and missing ones."""
+    """Set `filt_text` for each (collection, idx, text); return how many were found, missing and changed."""
     from pymongo import UpdateOne  # formats/mongo.py says so if it is missing
 
     counts: Counter[str] = Counter()
@@ -204,8 +177,8 @@ def _write_texts(server: MongoServer, texts: Iterable[tuple[str, int, str]]) -> 
             result = server.request(
                 lambda db, name, updates: db[name].bulk_write(updates, ordered=False), name, updates
             )
-            missing = len(updates) - result.matched_count
-            counts.update(documents=len(updates), changed=result.modified_count, missing=missing)
+            found = result.matched_count
+            counts.update(found=found, missing=len(updates) - found, changed=result.modified_count)
     return counts
 
 
@@ -219,101 +192,48 @@ def _blocks(rows: Iterable[Any]) -> Iterator[list[Any]]:
 # Load the kept documents of all sources into a collection.
 
 
-def _load(folder: Path, path: str) -> None:
-    server, collection = _open_target(path)
+def _load(server: MongoServer, folder: Path, collection: str) -> Counter[str]:
+    _ensure_index(server, collection)
     manifest = open_manifest(folder, "prepare")
-    load_record = {"corpus": manifest["fingerprint"], "field": CLEANED_FIELD, "documents": manifest["documents"]}
-    steps: Steps = {}
-    documents_before = 0
-    for split in SPLITS:
-        for shard in list_shards(folder, split):
-            rows = partial(_rows, shard, split)
-            steps[shard.name] = partial(_load_shard, server, collection, load_record, rows, documents_before)
-            documents_before += count_documents(shard)
-    steps["meta_info"] = partial(_update_document_count, server, collection)
-    task = f"load into {collection} of {path} ({server.database}, {CLEANED_FIELD})"
-    _run_steps(folder, task, steps, partial(_ensure_index, server, collection))
+    load = manifest["fingerprint"][:16]
+    first = server.request(_first_idx, collection, load)
+    rows = ({"_id": f"{load}-{number}", "idx": first + number, **row} for number, row in enumerate(_rows(folder)))
+    counts: Counter[str] = Counter(loaded=0, changed=0)
+    with progress("prepare: load into MongoDB", total=manifest["documents"], unit="documents") as bar:
+        for block in _blocks(rows):
+            counts["loaded"] += len(block)
+            counts["changed"] += server.request(_insert, collection, block)
+            bar.advance(len(block))
+    server.request(_update_document_count, collection)
     server.close()
-
-
-def _rows(shard: Path, split: str) -> Iterator[dict[str, Any]]:
-    for document in read_documents(shard):
-        meta = {"meta": json.loads(document.meta)} if document.meta else {}
-        yield {CLEANED_FIELD: document.text, "split": split, "source": document.source, "place": document.id, **meta}
-
-
-def _load_shard(
-    server: MongoServer,
-    collection: str,
-    load_record: dict[str, Any],
-    rows: Callable[[], Iterator[dict[str, Any]]],
-    documents_before: int,
-) -> dict[str, int]:
-    """Insert the documents of a shard; `documents_before` are in earlier shards."""
-    first = _reserve_idx_range(server, collection, load_record) + documents_before
-    numbered = ({"idx": first + number, **row} for number, row in enumerate(rows()))
-    counts = {"loaded": 0, "changed": 0}
-    for block in _blocks(numbered):
-        counts["loaded"] += len(block)
-        counts["changed"] += server.request(_insert, collection, block)
     return counts
 
 
-def _reserve_idx_range(server: MongoServer, collection: str, load_record: dict[str, Any]) -> int:
-    """Reserve a range of idx for `documents` of the record and return its start; a repeated load gets its old range.
-
-    The other entries of the record identify the load.
-    """
-    is_own = {"collection_name": collection}
-    new = {"$setOnInsert": {"num_docs": 0}}
-    server.request(lambda db: db[META_COLLECTION].update_one(is_own, new, upsert=True))
-    while True:
-        meta = server.request(lambda db: db[META_COLLECTION].find_one(is_own))
-        for earlier in meta.get("loads", []):
-            if load_record.items() <= earlier.items():
-                return int(earlier["first"])
-        first = max(server.request(next_idx, collection), int(meta.get("next_idx", 0)))
-        # Even if the response is lost, the next round finds the load in meta_info.
-        server.request(_append_load, meta, load_record, first)
+def _rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for split in SPLITS:
+        for document in chain.from_iterable(map(read_documents, list_shards(folder, split))):
+            meta = {"meta": json.loads(document.meta)} if document.meta else {}
+            place = {"split": split, "source": document.source, "place": document.id}
+            yield {CLEANED_FIELD: document.text, **place, **meta}
 
 
-def _append_load(db: Any, meta: dict[str, Any], load_record: dict[str, Any], first: int) -> None:
-    """Append a load to meta_info, unless another process has appended one since `meta` was read."""
-    unchanged = {"collection_name": meta["collection_name"], "next_idx": meta.get("next_idx", {"$exists": False})}
-    change = {
-        "$set": {"next_idx": first + load_record["documents"]},
-        "$push": {"loads": {**load_record, "first": first}},
-    }
-    db[META_COLLECTION].update_one(unchanged, change)
+def _first_idx(db: Any, collection: str, load: str) -> int:
+    """The idx of a load's first document: that of an unfinished or earlier load of the same corpus, else a new one."""
+    earlier = db[collection].find_one({"_id": f"{load}-0"}, {"idx": 1})
+    return int(earlier["idx"]) if earlier else next_idx(db, collection)
 
 
 def _insert(db: Any, collection: str, rows: list[dict[str, Any]]) -> int:
-    """Insert the missing documents, and return their number; some exist already after a kill or a lost response, and
-    are recognised by their text."""
-    from pymongo.errors import BulkWriteError
+    """Write documents, and return how many were not there already."""
+    from pymongo import ReplaceOne  # formats/mongo.py says so if it is missing
 
-    copies = [dict(row) for row in rows]  # pymongo adds an _id to each
-    try:
-        return len(db[collection].insert_many(copies, ordered=False).inserted_ids)
-    except BulkWriteError as error:
-        codes = {write_error.get("code") for write_error in error.details.get("writeErrors", [])}
-        if codes - {DUPLICATE_KEY}:
-            raise
-        new = int(error.details.get("nInserted", 0))
-    own_texts = {row["idx"]: row[CLEANED_FIELD] for row in rows}
-    idx_range = {"idx": {"$gte": min(own_texts), "$lte": max(own_texts)}}
-    for row in db[collection].find(idx_range, {"_id": 0, "idx": 1, CLEANED_FIELD: 1}):
-        if row.get(CLEANED_FIELD) != own_texts.get(row["idx"]):
-            raise TextmillError(
-                f"{collection}: idx {row['idx']} holds a different document; "
-                f"another program writes to this collection; load into another one"
-            )
-    return new
+    result = db[collection].bulk_write(
+        [ReplaceOne({"_id": row["_id"]}, row, upsert=True) for row in rows], ordered=False
+    )
+    return int(result.upserted_count + result.modified_count)
 
 
-def _update_document_count(server: MongoServer, collection: str) -> dict[str, int]:
+def _update_document_count(db: Any, collection: str) -> None:
     """Store the number of documents of a collection as num_docs in meta_info."""
-    count = server.request(lambda db: db[collection].count_documents({}))
-    recorded = {"$set": {"num_docs": count}}
-    server.request(lambda db: db[META_COLLECTION].update_one({"collection_name": collection}, recorded, upsert=True))
-    return {"changed": 0}
+    recorded = {"$set": {"num_docs": db[collection].count_documents({})}}
+    db[META_COLLECTION].update_one({"collection_name": collection}, recorded, upsert=True)

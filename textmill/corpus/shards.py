@@ -109,18 +109,6 @@ def read_texts(path: Path) -> Iterator[list[str]]:
         yield batch.column(0).to_pylist()
 
 
-def read_places(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the source and id of each document, without reading the texts."""
-    for batch in _batches(path, ["source", "id"]):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
-
-
-def count_documents(path: Path) -> int:
-    """The number of documents in a shard."""
-    with open_shard(path) as shard:
-        return int(shard.metadata.num_rows)
-
-
 def count_group_rows(path: Path) -> list[int]:
     """Rows of each row group of a shard."""
     with open_shard(path) as shard:

@@ -12,17 +12,13 @@ keeps every part of the string out of messages.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -46,8 +42,6 @@ DOCUMENTS_PER_CHUNK = 100_000
 """Positions in a chunk."""
 SCAN_BLOCK = 1000
 """Positions in one query."""
-PREFETCH = 3
-"""Queries in flight while the caller works."""
 PROBES = 16
 """Documents of each collection in the fingerprint, besides the first and the last."""
 CLEANED_FIELD = "filt_text"
@@ -58,8 +52,8 @@ HAS_IDX = {"idx": {"$gte": 0}}
 """The condition that a document has an idx."""
 META_COLLECTION = "meta_info"
 CONNECTION_VARIABLE = "TEXTMILL_MONGO"
-DEFAULT_MAX_OUTAGE = 120.0
-"""Seconds that a server may be unreachable before the command fails; MONGO_PATIENCE in db_config.json overrides it."""
+MAX_OUTAGE = 120.0
+"""Seconds that a server may be unreachable before the command fails."""
 FIRST_DELAY = 0.25
 MAX_DELAY = 8.0
 """Seconds between two attempts; the delay doubles each time."""
@@ -92,7 +86,7 @@ class Snapshot(NamedTuple):
 
 
 def find(entry: str, read_original: bool) -> list[Source]:
-    """The source of a `mongo:` entry; warns of irregularities of its collections."""
+    """The source of a `mongo:` entry; warns of a collection that is slow to read."""
     address = os.path.expanduser(entry.removeprefix("mongo:"))
     server = open_server(address)
     check_collections(server)
@@ -102,8 +96,8 @@ def find(entry: str, read_original: bool) -> list[Source]:
         size = server.request(next_idx, name)
         collection_ranges.append(CollectionRange(name, first, size))
         first += size
-    for note in _find_irregularities(server, collection_ranges):
-        warn(f"{address}: {note}")
+        if not server.request(has_idx_index, name):
+            warn(f"{address}: {name}: no index on idx, so reading is slow; {advise_index(name)}")
     server.close()
     pooled = [name for name in server.collections if split_from_name(name) in ("valid", "test")]
     if pooled and split_from_name(os.path.basename(address)) is None:
@@ -168,40 +162,19 @@ def _keep_connected(server: MongoServer, pid: int) -> MongoServer:
 def _scan(
     server: MongoServer, collection_ranges: Sequence[CollectionRange], start: int, stop: int
 ) -> Iterator[tuple[str, Row]]:
-    """Yield (collection, document) for positions start to stop, in order, with PREFETCH queries in flight."""
-    queries = _queries(collection_ranges, start, stop)
-    threads = ThreadPoolExecutor(PREFETCH, thread_name_prefix="mongo")
-    in_flight: deque[tuple[str, Future[list[Row]]]] = deque()
+    """Yield (collection, document) for positions start to stop, in order.
 
-    def submit(count: int) -> None:
-        for collection, low, high in islice(queries, count):
-            in_flight.append((collection, threads.submit(server.request, _fetch, collection, low, high)))
-
-    try:
-        submit(PREFETCH)
-        while in_flight:
-            collection, future = in_flight.popleft()
-            rows = future.result()
-            submit(1)
-            for row in rows:
-                yield collection, row
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _queries(collection_ranges: Sequence[CollectionRange], start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-    """The collection, first idx and last idx + 1 of each query."""
+    After an outage an entire query is repeated, so no document is lost or read twice.
+    """
     for collection, first, size in collection_ranges:
         high = min(stop - first, size)
         for low in range(max(start - first, 0), high, SCAN_BLOCK):
-            yield collection, low, min(low + SCAN_BLOCK, high)
+            for row in server.request(_fetch, collection, low, min(low + SCAN_BLOCK, high)):
+                yield collection, row
 
 
 def _fetch(db: Any, collection: str, low: int, high: int) -> list[Row]:
-    """The documents with these idx, in order.
-
-    After an outage the entire query is repeated, so no document is lost or read twice.
-    """
+    """The documents with these idx, in order."""
     rows = list(db[collection].find({"idx": {"$gte": low, "$lt": high}}, batch_size=SCAN_BLOCK))
     return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
 
@@ -227,63 +200,20 @@ def state(source: Source) -> tuple[int, str]:
     return source.snapshot.size, hash_json(rows)
 
 
-def _probe(db: Any, name: str, size: int, hidden: dict[str, int] | None) -> tuple[int | list[int], list[str]]:
-    """The number of documents of a range, and some of them, spread evenly from the first to the last.
-
-    If there are documents without idx, the number is a list of two: documents with an idx, and without.
-    """
+def _probe(db: Any, name: str, size: int, hidden: dict[str, int] | None) -> tuple[int, int, list[str]]:
+    """The number of documents of a range, that of documents without idx, and some of the range, spread evenly from the
+    first to the last."""
     gaps = PROBES + 1
     probed_idx = sorted({(size - 1) * number // gaps for number in range(gaps + 1)}) if size else []
     in_range = db[name].count_documents({"idx": {"$gte": 0, "$lt": size}})
-    rows = list(db[name].find({"idx": {"$in": probed_idx}}, hidden))
     without_idx = db[name].estimated_document_count() - db[name].count_documents(HAS_IDX)
-    texts = sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
-    return [in_range, without_idx] if without_idx else in_range, texts
+    rows = list(db[name].find({"idx": {"$in": probed_idx}}, hidden))
+    return in_range, without_idx, sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
 
 
-def _find_irregularities(server: MongoServer, collection_ranges: Sequence[CollectionRange]) -> Iterator[str]:
-    """Yield a warning for each irregularity of the collections.
-
-    A collection with the idx 0, 1, 1, 4 and a document without idx has a size of 5, 5 documents, 4 with an idx and 3
-    different ones: 2 positions have no document, 1 document has no idx, and 1 has the idx of another.
-    """
-    meta_rows = server.request(lambda db: list(db[META_COLLECTION].find()))
-    recorded_counts = {row.get("collection_name"): row.get("num_docs") for row in meta_rows}
-    for name, _, size in collection_ranges:
-        documents, with_idx, different = server.request(_count, name)
-        if different < size:
-            yield f"{name}: {size - different:,} of {size:,} positions have no document (deleted?); they are skipped"
-        if with_idx < documents:
-            yield f"{name}: {documents - with_idx:,} of {documents:,} documents have no idx; they are not read"
-        if different < with_idx:
-            yield f"{name}: {with_idx - different:,} of {documents:,} documents have an idx that another one has too"
-        if name in recorded_counts and recorded_counts[name] != documents:
-            yield (
-                f"{name}: {META_COLLECTION} records {recorded_counts[name]} documents, the collection has "
-                f"{documents:,}; the recorded number is ignored"
-            )
-        if not server.request(has_idx_index, name):
-            yield f"{name}: no index on idx, so reading is slow; {advise_index(name)}"
-
-
-def _count(db: Any, name: str) -> tuple[int, int, int]:
-    """The number of documents, of those with an idx, and of different idx."""
-    with_idx = different = db[name].count_documents(HAS_IDX)
-    if not has_idx_index(db, name, unique=True):
-        one_row_per_idx = [{"$match": HAS_IDX}, {"$group": {"_id": "$idx"}}]
-        count_rows = {"$group": {"_id": None, "count": {"$sum": 1}}}
-        result = db[name].aggregate([*one_row_per_idx, count_rows], allowDiskUse=True)
-        different = next((int(row["count"]) for row in result), 0)
-    return db[name].count_documents({}), with_idx, different
-
-
-def has_idx_index(db: Any, name: str, unique: bool = False) -> bool:
-    """True if a collection has an index that starts with idx, or a unique one of idx alone."""
-    for index in db[name].index_information().values():
-        fields = [key for key, _ in index["key"]]
-        if (index.get("unique") and fields == ["idx"]) if unique else fields[:1] == ["idx"]:
-            return True
-    return False
+def has_idx_index(db: Any, name: str) -> bool:
+    """True if a collection has an index that starts with idx."""
+    return any(index["key"][0][0] == "idx" for index in db[name].index_information().values())
 
 
 def advise_index(name: str) -> str:
@@ -300,8 +230,6 @@ class MongoServer:
     collections: tuple[str, ...]
     address: str = field(repr=False)
     """The connection string; it is secret, so it is never written or printed."""
-    max_outage: float | None = None
-    """Seconds that the server may be unreachable."""
 
     @cached_property
     def db(self) -> Any:
@@ -325,7 +253,6 @@ class MongoServer:
         """Call `operation(db, *arguments)`, which is idempotent; retry while the server is unreachable."""
         started = time.monotonic()
         delay = FIRST_DELAY
-        max_outage = DEFAULT_MAX_OUTAGE if self.max_outage is None else self.max_outage
         while True:
             try:
                 return operation(self.db, *arguments)
@@ -334,13 +261,13 @@ class MongoServer:
             except (ConnectionFailure, CursorNotFound) as error:
                 reason = self.redact(error)
                 outage = time.monotonic() - started
-                if outage > max_outage:
+                if outage > MAX_OUTAGE:
                     raise TextmillError(
                         f"{self.path}: no MongoDB server for {outage:.0f} s ({reason}); "
                         f"start it and run the command again"
                     ) from None
                 if delay == FIRST_DELAY:
-                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); retrying for {max_outage:g} s")
+                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); retrying for {MAX_OUTAGE:g} s")
                 time.sleep(delay)
                 delay = min(2 * delay, MAX_DELAY)
             except PyMongoError as error:
@@ -389,14 +316,7 @@ def open_server(path: str | Path) -> MongoServer:
         raise TextmillError(f"{path}: COLLECTIONS must be a list of names; list at least one collection")
     if len(set(names)) < len(names):
         raise TextmillError(f"{path}: COLLECTIONS lists a collection twice; keep one")
-    max_outage = settings.get("MONGO_PATIENCE")
-    if max_outage is not None and (
-        isinstance(max_outage, bool) or not isinstance(max_outage, int | float) or not 0 <= max_outage < 1e9
-    ):
-        raise TextmillError(
-            f"{path}: MONGO_PATIENCE: found {max_outage!r}; set the seconds the server may be unreachable, such as 120"
-        )
-    return MongoServer(path, database, tuple(names), _connection_string(path, settings), max_outage)
+    return MongoServer(path, database, tuple(names), _connection_string(path, settings))
 
 
 def check_collections(server: MongoServer) -> None:
@@ -404,13 +324,10 @@ def check_collections(server: MongoServer) -> None:
     existing = server.request(lambda db: db.list_collection_names())
     for name in server.collections:
         if name not in existing:
-            close_matches = difflib.get_close_matches(name, existing, n=1)
-            advice = (
-                f"did you mean '{close_matches[0]}'?"
-                if close_matches
-                else f"the database holds {', '.join(sorted(existing)) or 'none'}"
+            raise TextmillError(
+                f"{server.path}: COLLECTIONS: no collection '{name}'; the database holds "
+                f"{', '.join(sorted(existing)) or 'none'}"
             )
-            raise TextmillError(f"{server.path}: COLLECTIONS: no collection '{name}'; {advice}")
 
 
 def _connection_string(path: Path, settings: dict[str, Any]) -> str:
@@ -437,6 +354,5 @@ def _connection_string(path: Path, settings: dict[str, Any]) -> str:
 def _write_error_codes(error: Any) -> str:
     """The error codes of a rejected write, without the documents that pymongo would quote."""
     codes = {str(write_error.get("code")) for write_error in error.details.get("writeErrors", [])}
-    return (
-        f"code {', '.join(sorted(codes))}; 11000 means that the idx exists already" if codes else type(error).__name__
-    )
+    meaning = "11000: another program has written a document with the idx of ours"
+    return f"code {', '.join(sorted(codes))}; {meaning}" if codes else type(error).__name__
