@@ -3,7 +3,8 @@
 Nothing is sorted. What top_k and top_p keep are all logits from a threshold on, and a threshold is searched digit by
 digit: each round counts, for 16 candidates, how many logits (top_k) or how much probability (top_p) is above it. A
 logit's bits, with their order corrected for negative ones, are its key, an integer of 32 bits: eight rounds, or four in
-bf16, where the lower half is empty. Sums are integers, so that they do not depend on the order of the programs.
+bf16, where the lower half is empty. A program adds in fp32 per thread and once at its end over threads; programs are
+added as integers, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from textmill.kernels.triton_support import tl, triton
 PROGRAMS = 1024
 PARTS = 256
 BLOCK = 512
-"""Programs for all texts, most programs per text, and logits per iteration."""
+SEARCHED = 128
+"""Programs for all texts, most programs per text, and logits per iteration; a search has 16 sums of each."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -64,8 +66,8 @@ def _load_logits(at, columns, inside, banned, row, K: tl.constexpr):  # type: ig
     allowed = inside
     for number in tl.static_range(K):
         allowed &= columns != tl.load(banned + row * K + number).to(tl.int32)
-    bits = values.to(tl.int32, bitcast=True).to(tl.int64)
-    keys = tl.where(bits < 0, -1 - bits, bits + 2147483648)
+    bits = values.to(tl.uint32, bitcast=True)
+    keys = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return values, keys, allowed
 
 
@@ -131,24 +133,27 @@ def _search(  # type: ignore[no-untyped-def]
         top = tl.max(tl.load(maxima + row * P + tl.arange(0, P)), 0)
         if MASS & TOP_K:
             lowest, _ = _next_prefix(sums, totals, prefixes, top_k, row, ROUNDS, ROUNDS, 0)
-        above = tl.zeros((16,), tl.int64)
-        total = tl.full((), 0, tl.int64)
+        digits = tl.arange(0, 16)
+        # What is above digit 15 is below the limit, as the round before found; this candidate may not fit 32 bits.
+        candidates = (prefix + ((tl.minimum(digits, 14).to(tl.int64) + 1) << (28 - 4 * number))).to(tl.uint32)
+        above = tl.zeros((16, B), tl.float32)
+        total = tl.zeros((B,), tl.float32)
         for start in range(part * each, tl.minimum(vocab, (part + 1) * each), B):
             columns = start + tl.arange(0, B)
             inside = columns < tl.minimum(vocab, (part + 1) * each)
             values, keys, allowed = _load_logits(logits + row.to(tl.int64) * stride, columns, inside, banned, row, K)
-            if MASS:
-                weights = (tl.exp(_scaled(values, top, temperature).to(tl.float32)) * 1099511627776.0).to(tl.int64)
-            else:
-                weights = tl.full((B,), 1, tl.int64)
-            weights = tl.where(allowed & (keys >= lowest), weights, 0)
-            digits = (keys - prefix) >> (28 - 4 * number)
-            above += tl.sum(tl.where(digits[:, None] > tl.arange(0, 16)[None, :], weights[:, None], 0), 0)
-            total += tl.sum(weights, 0)
-        tl.atomic_add(sums + at * 16 + tl.arange(0, 16), above)
+            weights = (
+                tl.exp(_scaled(values, top, temperature).to(tl.float32)) if MASS else tl.full((B,), 1.0, tl.float32)
+            )
+            weights = tl.where(allowed & (keys >= lowest), weights, 0.0)
+            above += tl.where(keys[None, :] >= candidates[:, None], weights[None, :], 0.0)
+            total += weights
+        unit = 1099511627776.0 if MASS else 1.0
+        found = tl.where(digits < 15, tl.sum(above, 1), 0.0)
+        tl.atomic_add(sums + at * 16 + digits, (found * unit).to(tl.int64))
         if MASS:  # noqa: SIM102 - one is a constant
             if number == 0:
-                tl.atomic_add(totals + row, total)
+                tl.atomic_add(totals + row, (tl.sum(total, 0) * unit).to(tl.int64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -312,7 +317,7 @@ def sample_ids(logits_NV: Tensor, banned_NK: Tensor | None, settings: RowSetting
                 prefixes,
                 *sizes,
                 number,
-                **shape,
+                **shape | {"B": SEARCHED},
                 P=parts,
                 ROUNDS=rounds,
                 MASS=mass,
