@@ -255,7 +255,7 @@ class CorpusConfig(Section):
     split_by: str = "document"
     """What is kept together. document: nothing, a hash of each document decides; file: all documents of a file, a hash
     of its name decides; field:NAME: those with the same value of a field, which `corpus.keep_fields` must name;
-    position: a long text that is cut into sections is train up to a place, then valid, then test, with a gap."""
+    position: the middle of a long text that is cut into sections is valid and test, with a gap on both sides."""
     source_splits: dict[str, Literal["train", "valid", "test"]] = {}
     """Sources that belong to one split entirely: a file, folder or pattern as in `corpus.sources`, and train, valid or
     test."""

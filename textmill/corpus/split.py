@@ -25,7 +25,8 @@ SECTION = ", section "
 """In the place of a record's section: `line 3, section 2`."""
 GAP = 0.01
 GAP_CHARACTERS = 100_000
-"""The gap before valid as a fraction of a record, at least a document and at most so many characters."""
+"""The gaps before valid and after test as a fraction of a record: each at least a document, both together at most so
+many characters."""
 FEW_RECORDS = 20
 """Fewer records are too few for a hash to decide where each is as a whole."""
 SPLIT_WORDS: dict[str, Split] = {
@@ -113,9 +114,10 @@ def split_records(
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """The split of each document by its position in its record, and whether it is in a gap.
 
-    A record is train up to a place, then valid, then test. The documents of train next to another split are the gap. A
-    record that is too short for this is in one split: by a hash of its first document, or train if there are few
-    records. `cuts`: the lengths of the documents, negative for the first of a record.
+    The middle of a record is valid, then test, and train is on both sides: what changes from the beginning of a text to
+    its end is then in train, too. The documents of train next to another split are the gaps. A record that is too short
+    for this is in one split: by a hash of its first document, or train if there are few records. `cuts`: the lengths of
+    the documents, negative for the first of a record.
     """
     splits = np.zeros(len(cuts), np.int8)
     is_gap = np.zeros(len(cuts), np.bool_)
@@ -125,20 +127,24 @@ def split_records(
         begins[0] = True
     starts = np.flatnonzero(begins)
     shares = np.array(ratios) / sum(ratios)
-    bounds = np.cumsum(shares)[:-1]
+    bounds = np.cumsum([shares[0] / 2, *shares[1:]])
+    split_of_part = np.array([*range(len(shares)), 0])
     if not any(ratios[1:]):
         return splits, is_gap
     few = len(starts) < FEW_RECORDS and ratios[0] > 0
     whole = np.zeros(len(starts), np.int8) if few else assign_splits(digests[starts], ratios)
     for start, stop, split in zip(starts.tolist(), [*starts[1:].tolist(), len(cuts)], whole.tolist(), strict=True):
         ends = np.cumsum(lengths[start:stop])
-        middles = (ends - lengths[start:stop] / 2) / ends[-1]
-        found = np.searchsorted(bounds, middles, side="right")
-        is_near = (found == 0) & (ends > bounds[0] * ends[-1] - min(GAP * ends[-1], GAP_CHARACTERS))
-        train = np.flatnonzero(found == 0)
-        is_near[train[-1:]] = True
+        begin = ends - lengths[start:stop]
+        parts = np.searchsorted(bounds, (ends + begin) / 2 / ends[-1], side="right")
+        found = split_of_part[parts]
+        gap = min(GAP * ends[-1], GAP_CHARACTERS) / 2
+        before, after = parts == 0, parts == len(shares)
+        is_near = before & (ends > bounds[0] * ends[-1] - gap) | after & (begin < bounds[-1] * ends[-1] + gap)
+        is_near[np.flatnonzero(before)[-1:]] = True
+        is_near[np.flatnonzero(after)[:1]] = True
         is_complete = all((found == index).any() for index, share in enumerate(shares) if share)
-        if is_complete and not is_near[train].all():
+        if is_complete and not is_near[found == 0].all():
             splits[start:stop] = found
             is_gap[start:stop] = is_near
         else:

@@ -212,7 +212,8 @@ def _corpus_rows(sources: list[str], records: RecordFacts, text: TextProfile) ->
     ratios = f"{100 - 2 * held_out},{held_out},{held_out}"
     rows.append(("split", ratios, "percent for train, valid and test; a document keeps its split"))
     if text.split_by == "position":
-        rows.append(("split_by", "position", "the end of a long text is valid and test, after a gap: so they are new"))
+        reason = "the middle of a long text is valid and test, with a gap on both sides: so they are new"
+        rows.append(("split_by", "position", reason))
     elif text.split_by == "file":
         rows.append(("split_by", "file", "all sections of a file are in one split: so valid and test are new"))
     elif text.split_by != "document":
