@@ -82,8 +82,8 @@ def measure(name: str, steps: int, small: bool, lock: Path) -> dict[str, Any]:
     lora = config.model.lora
     weights: Any = initial_weights(shape, 1)
     engine.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "start")
-    options = {"family": shape.family, "length": config.train.length}
-    batch = make_batch(config.train.batch, options, vocab=shape.vocab)
+    options = {"family": shape.family, "length": config.train.length, "vocab": shape.vocab}
+    batch = make_batch(config.train.batch, options)
     for step in range(3):
         _ = engine.train_step(batch, step, 1e-4).loss
     with lock.open("w") as held:

@@ -2,11 +2,12 @@
 
     python bench/train_gpu.py [SIZE:BATCH ...] [family=gpt2] [precision=bf16] [document_tokens=0] [length=1024]
                               [steps=30] [optimizer=adamw] [dropout=0] [compare=1] [kernels=0] [compile=1]
+                              [vocab=0]
 
-The default sizes are small:64 and medium:32; large:16 and xl:8 (1.5B) work too. The transformers model is
-GPT2LMHeadModel, or the family's class, under torch.compile with autocast, fused AdamW and clipping, on the same random
-tokens. The last column is a line's rate divided by the rates of textmill in the lines before it. MFU counts
-6N + 12LHQT operations per token, BERT's head for labelled tokens only.
+The default sizes are small:64 and medium:32; large:16, xl:8 (1.5B) and LAYERSxWIDTH:BATCH work too. The transformers
+model is GPT2LMHeadModel, or the family's class, under torch.compile with autocast, fused AdamW and clipping, on the
+same random tokens. The last column is a line's rate divided by the rates of textmill in the lines before it. MFU
+counts 6N + 12LHQT operations per token, BERT's head for labelled tokens only.
 
 family           gpt2, llama, bert (base:256 family=bert length=128; 15% of the tokens have labels, a pair per sample)
 precision        fp32, bf16, fp16, fp8 (transformers has no fp8 and uses bf16); bf16,fp8 measures one after the other
@@ -14,7 +15,8 @@ document_tokens  mean document length of our packed samples, with documents isol
                  per sample; 0,300 measures both
 compare          0: without transformers
 kernels          1: print where the GPU's time goes
-compile          0: compile neither of the two
+compile          0: compile neither of the two; small nets then also without CUDA graphs
+vocab            0: that of the family's published models
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +34,7 @@ import numpy as np
 import torch
 from engines_gpu import VOCAB, measure_steps, new_step, random_batch, read_options
 
-from textmill.config import ModelConfig, TorchEngine, TrainConfig
+from textmill.config import SIZES, ModelConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
@@ -48,6 +51,7 @@ OPTIONS: dict[str, Any] = {
     "compare": 1,
     "kernels": 0,
     "compile": 1,
+    "vocab": 0,
 }
 VOCABS = {"bert": 30522}
 LABELLED, PAIR_CLASSES = 0.15, 2
@@ -57,14 +61,16 @@ def open_engine_step(shape: Any, size: str, batch: int, options: dict[str, Any])
     """Return a step of the torch engine."""
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"])
     engine = TorchEngine(compile=bool(options["compile"]), micro_batch=batch, precision=options["precision"])
-    opened = open_engine(engine, train, shape)
+    opened: Any = open_engine(engine, train, shape)
+    if not options["graphs"]:
+        opened.graphs = None
     opened.load(initial_weights(shape, 1), [], 0, "start")
     return new_step(opened, pack_documents(make_batch(batch, options), int(options["document_tokens"])))
 
 
-def make_batch(rows: int, options: dict[str, Any], vocab: int = 0) -> Batch:
+def make_batch(rows: int, options: dict[str, Any]) -> Batch:
     """Return random tokens; for a masked model with labels at some of them, two segments and the class of the pair."""
-    length, vocab = options["length"], vocab or VOCABS.get(options["family"], VOCAB)
+    length, vocab = options["length"], vocab_of(options)
     batch = random_batch(rows, length)
     inputs, labels = batch.inputs % vocab, batch.labels % vocab
     if open_family(options["family"]).OBJECTIVE != "masked":
@@ -75,6 +81,11 @@ def make_batch(rows: int, options: dict[str, Any], vocab: int = 0) -> Batch:
     pairs = np.full_like(labels, IGNORED)
     pairs[:, 0] = dice.integers(0, PAIR_CLASSES, rows)
     return replace(batch, inputs=inputs, labels=labels, types=types, pair_labels=pairs)
+
+
+def vocab_of(options: dict[str, Any]) -> int:
+    """Return the size of the vocabulary."""
+    return options.get("vocab") or VOCABS.get(options["family"], VOCAB)
 
 
 def pack_documents(batch: Batch, tokens: int) -> Batch:
@@ -136,14 +147,20 @@ def compare(argument: str, options: dict[str, Any], device: torch.device, rates:
     size, _, number = argument.partition(":")
     batch, document_tokens = int(number or 32), int(options["document_tokens"])
     family = open_family(options["family"])
-    shape = family.shape_of(
-        ModelConfig(family=options["family"], size=size), vocab=VOCABS.get(family.NAME, VOCAB), eos_id=0, length=length
-    ).with_dropout(options["dropout"])
+    own = {}
+    if layers_width := re.fullmatch(r"(\d+)x(\d+)", size):
+        layers, width = map(int, layers_width.groups())
+        own = {"layers": layers, "heads": width // 64, "width": width, "positions": length}
+    model = ModelConfig(
+        family=options["family"], size=next(iter(SIZES[family.NAME])) if own else size, shape=ShapeConfig(**own)
+    )
+    shape = family.shape_of(model, vocab=vocab_of(options), eos_id=0, length=length).with_dropout(options["dropout"])
     variant = options["precision"] + (f", documents of {document_tokens}" if document_tokens else "")
-    for name in ("textmill", "transformers")[: 1 + options["compare"]]:
+    names = ["textmill", *["textmill without graphs"] * (not options["compile"])]
+    for name in [*names, *["transformers"] * options["compare"]]:
         torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
-        if name == "textmill":
-            step = open_engine_step(shape, size, batch, options)
+        if name in names:
+            step = open_engine_step(shape, size, batch, {**options, "graphs": name == "textmill"})
         else:
             step = open_transformers_step(shape, batch, options)
         first, each, loss = measure_steps(step, options["steps"])

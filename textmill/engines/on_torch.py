@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,7 +63,8 @@ from textmill.engines.parallel_torch import Parallel
 from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
-from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers
+from textmill.kernels.graphs_torch import GraphedFunction
+from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers, copy_to_device
 from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet, CompiledParts, compile_parts
@@ -82,6 +83,8 @@ FAULTS = True
 EAGER_FRACTION = 0.12
 DEFAULT_PEAK = 1e14
 """The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
+GRAPH_FLOPS = 4e12
+"""Operations of a pass over a micro-batch up to which launching its kernels takes longer than the kernels."""
 COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
 """Names of the base classes of compile errors, in torch and in Triton."""
 
@@ -177,6 +180,10 @@ class OnTorch:
         self.local_sgd = LocalSgd(self.optimizer.parameters, local, parallel) if local else None
         self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
+        self.graphs = StepGraphs(self) if self._is_small() else None
+        """Set if passes and updates are launched as CUDA graphs; None once a caller has computed a step itself."""
+        if self.graphs:
+            self.compile_note = "launched as CUDA graphs"
         self.noted_logits = False
         """Whether the size of all logits was reported."""
         self.pinned_buffers: PinnedBuffers | None = None
@@ -189,14 +196,18 @@ class OnTorch:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
-        with self.open_step(batch, step, lr) as passes:
+        with self._open_step(batch, step, lr) as passes:
             for micro_batch in passes:
                 passes.run(micro_batch)
         return passes.result
 
-    @contextmanager
-    def open_step(self, batch: Batch, step: int, lr: float) -> Iterator[Passes]:
+    def open_step(self, batch: Batch, step: int, lr: float) -> AbstractContextManager[Passes]:
         """A step whose passes the caller runs inside the `with` block; at its end comes the update."""
+        self.graphs = None
+        return self._open_step(batch, step, lr)
+
+    @contextmanager
+    def _open_step(self, batch: Batch, step: int, lr: float) -> Iterator[Passes]:
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=False)
         if self.local_sgd:
@@ -212,7 +223,7 @@ class OnTorch:
     def _update_or_skip(self, loss: Tensor, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
         """Update the weights, unless the loss is a spike or the gradient is not finite; returns the gradient norm."""
         spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
-        norm = self.optimizer.step(lr, loss_scale, spike)
+        norm = self.graphs.update(lr, spike) if self.graphs else self.optimizer.step(lr, loss_scale, spike)
         self.average.update(step)
         if self.local_sgd:
             self.local_sgd.update(step)
@@ -221,6 +232,18 @@ class OnTorch:
         if self.guard:
             self.guard.state = self.guard.next_state(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
         return norm
+
+    def _is_small(self) -> bool:
+        """Whether a pass takes the GPU less time than its launches take the host, and can be captured."""
+        train, net = self.train, self.net
+        length = train.length or net.shape.positions
+        can_capture = self.device.type == "cuda" and self.ranks.world == 1 and not self.compiled and not self.scaler
+        own = (
+            is_own_file(train.loss) or is_own_file(train.optimizer) or not type(net).__module__.startswith("textmill.")
+        )
+        flops = 6 * net.shape.parameters * self.micro_batch * length
+        can_capture = can_capture and not torch.are_deterministic_algorithms_enabled()
+        return can_capture and not own and not self.teachers and not net.fp8 and flops < GRAPH_FLOPS
 
     def _new_pinned_buffers(self) -> PinnedBuffers:
         """Memory for all tensors of a checkpoint."""
@@ -343,6 +366,7 @@ class OnTorch:
             lambda weight, parameter, values: parallel.local(parameter).copy_(parallel.local_part(weight, values)),
         )
         self.average.reset()
+        self.graphs = StepGraphs(self) if self.graphs else None  # the state may be new tensors
         if self.local_sgd:
             self.local_sgd.reset()
         if self.scaler and scaling:
@@ -431,7 +455,8 @@ class Passes:
             self._note_logits(micro_batch)
         # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
         scaled = micro_batch if self.loss_scale is None else micro_batch.scaled(self.loss_scale)
-        self.total += self.engine._run_pass_or_fall_back(self.monitor, *scaled)
+        graphs = self.engine.graphs
+        self.total += graphs.run_pass(*scaled) if graphs else self.engine._run_pass_or_fall_back(self.monitor, *scaled)
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """The logits [N, T, vocabulary] of every token, in fp32."""
@@ -495,6 +520,23 @@ class Passes:
         loss, terms = split_loss_terms(total, engine.terms, self.pairs)
         norm = engine._update_or_skip(loss, self.loss_scale, self.step, lr)
         self.result = TorchStep(loss, norm, self.loss_tokens, self.loss_scale, terms=terms)
+
+
+class StepGraphs:
+    """The passes and updates of a small net as CUDA graphs, up to five times as fast (bench/LOG.md)."""
+
+    def __init__(self, engine: OnTorch) -> None:
+        self.engine = engine
+        self.run_pass = GraphedFunction(engine._forward_backward)
+        self._run_update = GraphedFunction(partial(engine.optimizer.step, keep_gradients=True))
+
+    def update(self, lr: float, spike: Tensor | None) -> Tensor:
+        """`Optimizer.step`; without graphs from now on if a weight has no gradient, and so no state to be captured."""
+        engine = self.engine
+        if any(parameter.grad is None for parameter in engine.optimizer.parameters):
+            engine.graphs = None
+            return engine.optimizer.step(lr, spike=spike)
+        return self._run_update(copy_to_device([lr], engine.device, torch.float32)[0], None, spike)
 
 
 class TorchStep:

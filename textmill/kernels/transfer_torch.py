@@ -16,6 +16,8 @@ def copy_to_device(
     values: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Copy an array or a list to a device, without waiting for work already queued on a GPU."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph would copy freed host memory at each replay")
     array = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if array else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -9,8 +9,7 @@ Shapes in names: N texts, T tokens, E width, F width of a matrix's output, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.kernels import decode_cpu, decode_triton
+from textmill.kernels.graphs_torch import capture_graph
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.kernels.triton_support import HAS_TRITON
 from textmill.models import find_family_module
@@ -428,17 +428,3 @@ def prefill_shapes(slots: int, length: int) -> list[tuple[int, int]]:
     rows = sorted({padded_shape(count, 1)[0] for count in range(1, slots + 1)})
     tokens = sorted({padded_shape(1, T)[1] for T in range(1, length)})
     return [(row, many) for row in rows for many in tokens if row * many <= PREFILL_TOKENS and many <= length]
-
-
-@contextmanager
-def capture_graph(graph: Any, pool: Any) -> Iterator[None]:
-    """Capture everything done inside the `with` block into `graph`.
-
-    The cuBLAS workspaces are cleared before and after, so that cuBLAS allocates its workspace from the graph's own
-    memory pool. Otherwise torch's compiler, which frees all workspaces now and then, would leave the graph with freed
-    memory.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph, pool=pool):
-        yield
-    torch._C._cuda_clearCublasWorkspaces()

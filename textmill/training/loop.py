@@ -260,6 +260,7 @@ class Training:
             raise TextmillError(
                 "capture: needs the torch engine and a net that is not compiled; set engine.compile=false"
             )
+        engine.graphs = None
         with capture_outputs(net, name) as outputs:
             yield outputs
 
@@ -445,7 +446,9 @@ class TrainingStep:
     @property
     def net(self) -> BaseNet:
         """The net, a torch module: `net(ids)` are hidden states, `net.logits(hidden)` their logits."""
-        return self.engine.net  # type: ignore[attr-defined,no-any-return]
+        engine: Any = self.engine
+        engine.graphs = None  # the caller may change it
+        return engine.net  # type: ignore[no-any-return]
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """The logits [N, T, vocabulary] of a micro-batch, in fp32: they take much more memory than `loss`."""

@@ -50,9 +50,9 @@ class Member(NamedTuple):
 class WeightsOptimizer(Protocol):
     """The update of some weights and their state."""
 
-    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
+    def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
         """One update with gradients x `gradient_factor`, after `done` updates; none if `updated` is false. All three
-        are read on the device."""
+        are read on the device, and `lr` if it is a tensor."""
         ...
 
     def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
@@ -156,8 +156,9 @@ class OwnOptimizer:
         return name in self.STATE or name not in self.states[parameter]
 
     @torch.no_grad()
-    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
+    def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
         """One update of every weight."""
+        assert not isinstance(lr, Tensor)
         if not updated:
             return
         changes = self.unchanged is None or not lr
@@ -220,10 +221,18 @@ class Optimizer:
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
         """Updates done, without skipped ones."""
 
-    def step(self, lr: float, loss_scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
+    def step(
+        self,
+        lr: float | Tensor,
+        loss_scale: Tensor | None = None,
+        spike: Tensor | None = None,
+        *,
+        keep_gradients: bool = False,
+    ) -> Tensor:
         """One update, which a spike skips; returns the gradient norm before clipping.
 
-        In fp16 the gradients are those of the loss times `loss_scale`. They are set to None afterwards.
+        In fp16 the gradients are those of the loss times `loss_scale`. They are set to None afterwards, or with
+        `keep_gradients` to zero.
         """
         for parameter, local_part in self.local_parts.items():
             if self.parallel.sharded and parameter.grad is not None:
@@ -240,6 +249,9 @@ class Optimizer:
         for name, optimizer in self.optimizers.items():
             optimizer.step(lr * self.adamw_rate if name == ADAMW else lr, gradient_factor, updated, self.done)
         self.done += updated
+        if keep_gradients:
+            torch._foreach_zero_([gradient for _, gradient in gradients])
+            return norm
         for parameter, local_part in self.local_parts.items():
             parameter.grad = local_part.grad = None
         return norm

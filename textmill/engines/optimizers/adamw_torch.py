@@ -68,7 +68,7 @@ class AdamW:
         self.moments: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
+    def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
         """One update by torch's fused kernel."""
         scale = gradient_factor.reciprocal()
         skipped = (~updated).float()

@@ -144,7 +144,7 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor | None = None) -> None:
+    def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor | None = None) -> None:
         """One update with gradients x `gradient_factor`, none if `updated` is false; does not wait for the device."""
         for key, stack in self.stacks.items():
             steps = orthogonalise(stack.gather(gradient_factor, updated))
@@ -186,7 +186,7 @@ class Stack:
         grads = self._stacked([matrix.parameter.grad for matrix in self.matrices])  # type: ignore[misc]
         return divide_by_norm(self.blend(self.momenta, grads, self.beta, gradient_factor, updated, self.precision))
 
-    def apply(self, steps: Tensor, lr: float, step_size: float, updated: Tensor) -> None:
+    def apply(self, steps: Tensor, lr: float | Tensor, step_size: float | Tensor, updated: Tensor) -> None:
         """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
         for decay, views in self.decays.items():
             torch._foreach_mul_(views, torch.where(updated, 1 - lr * decay, 1.0))
@@ -302,7 +302,7 @@ class ShardedMuon:
         return number % self.world
 
     @torch.no_grad()
-    def step(self, lr: float, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
+    def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
         """Muon's update of this rank's part of every matrix."""
         self._gather_gradients()
         for change in self.changes.values():

@@ -141,11 +141,12 @@ def _divide(stack, norms, matrix_size, min_norm, BLOCK_SIZE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply(  # type: ignore[no-untyped-def]
-    layouts, rules, weights, steps, updated, R, C, lr, step_size, SIDE: tl.constexpr
+    layouts, rules, weights, steps, rates, updated, R, C, SIDE: tl.constexpr
 ):
     """Decay a tile of a weight and apply its step; both are small, so they are summed before they are subtracted.
 
-    `rules` has two numbers per matrix: the factor of its learning rate, and that factor x its weight decay.
+    `rules` has two numbers per matrix: the factor of its learning rate, and that factor x its weight decay; `rates` has
+    the learning rate and the length of a step.
     """
     matrix = tl.program_id(1).to(tl.int64)
     is_tall, _, rows, columns, row_exists, column_exists, offsets = _locate_tile(layouts, matrix, R, C, SIDE)
@@ -158,8 +159,8 @@ def _apply(  # type: ignore[no-untyped-def]
         step = tl.trans(tl.load(stacked + columns[:, None] * C + rows[None, :], mask=transposed_exists, other=0.0))
     else:
         step = tl.load(stacked + rows[:, None] * C + columns[None, :], mask=exists, other=0.0)
-    decay = weight * (lr * tl.load(rules + matrix * 2 + 1))
-    change = decay + step.to(tl.float32) * (step_size * tl.load(rules + matrix * 2))
+    decay = weight * (tl.load(rates) * tl.load(rules + matrix * 2 + 1))
+    change = decay + step.to(tl.float32) * (tl.load(rates + 1) * tl.load(rules + matrix * 2))
     tl.store(weight_tile, tl.where(tl.load(updated), weight - change, weight), mask=exists)
 
 
@@ -225,18 +226,20 @@ class FusedStack:
         _divide[blocks, self.matrix_count](stack, norms, R * C, self.min_norm, BLOCK_SIZE=BLOCK, num_warps=WARPS)
         return stack
 
-    def apply(self, steps: Tensor, lr: float, step_size: float, updated: Tensor) -> None:
+    def apply(self, steps: Tensor, lr: float | Tensor, step_size: float | Tensor, updated: Tensor) -> None:
         """After `gather`: decay the weights by `lr` and subtract steps x `step_size`."""
-        # Converted to floats: an integer would compile another kernel.
+        if isinstance(lr, Tensor) and isinstance(step_size, Tensor):
+            rates = torch.stack([lr, step_size])
+        else:
+            rates = copy_to_device([lr, step_size], steps.device, torch.float32)
         _apply[self.grid](
             self.layouts,
             self.rules,
             self.weight_addresses,
             steps,
+            rates,
             updated,
             *self.shape,
-            float(lr),
-            float(step_size),
             SIDE=TILE_SIDE,
             num_warps=WARPS,
         )
