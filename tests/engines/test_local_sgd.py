@@ -135,6 +135,7 @@ def test_weights_are_sent_once_in_so_many_steps() -> None:
     [
         ({"mesh": MeshConfig(shard=2)}, 2, r"does not work with engine\.mesh\.shard=2"),
         ({"mesh": MeshConfig(tensor=2)}, 4, r"does not work with engine\.mesh\.tensor=2"),
+        ({"mesh": MeshConfig(pipeline=2)}, 4, r"does not work with engine\.mesh\.pipeline=2"),
         ({"precision": "fp16"}, 2, r"does not work with engine\.precision=fp16"),
         ({}, 1, "needs at least 2 replicas, found 1; start more processes"),
     ],

@@ -38,6 +38,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bert-shard-2": {"shard": 2},
     "bert-tensor-2": {"tensor": 2, "sequence_parallel": False},
     "bert-sequence-2": {"tensor": 2},
+    "pipeline-2": {"pipeline": 2},
+    "llama-pipeline-2": {"pipeline": 2},
+    "bert-pipeline-2": {"pipeline": 2},
+    "pipeline-2-ddp-2": {"pipeline": 2, "replicate": 2},
+    "pipeline-2-shard-2": {"pipeline": 2, "shard": 2},
+    "pipeline-2-tensor-2": {"pipeline": 2, "tensor": 2, "sequence_parallel": False},
+    "llama-pipeline-2-sequence-2": {"pipeline": 2, "tensor": 2},
+    "bert-pipeline-2-sequence-2": {"pipeline": 2, "tensor": 2},
+    "pipeline-3": {"pipeline": 3},
+    "llama-pipeline-3": {"pipeline": 3},
 }
 """Meshes by name; those that start with bert have masked batches with packed pairs, those that start with llama have
 grouped queries and norms of queries and keys, the others are for GPT-2."""
@@ -47,7 +57,7 @@ LLAMA = {"kv_heads": 2, "qk_norm": True}
 def processes_of(name: str) -> int:
     """Return how many ranks a layout needs."""
     mesh = LAYOUTS[name]
-    return int(mesh.get("replicate", 1) * mesh.get("shard", 1) * mesh.get("tensor", 1))
+    return int(mesh.get("replicate", 1) * mesh.get("shard", 1) * mesh.get("tensor", 1) * mesh.get("pipeline", 1))
 
 
 def family_of(name: str) -> str:
@@ -55,10 +65,15 @@ def family_of(name: str) -> str:
     return next((family for family in ("bert", "llama") if name.startswith(family)), "gpt2")
 
 
-def config_of(mesh: dict[str, Any], family: str = "gpt2", **settings: Any) -> RunConfig:
+def depth_of(name: str) -> int:
+    """Return the number of blocks in the net of a layout: two, but one for each stage of a pipeline of three."""
+    return 3 if "pipeline-3" in name else 2
+
+
+def config_of(mesh: dict[str, Any], family: str = "gpt2", layers: int = 2, **settings: Any) -> RunConfig:
     """A small net with dropout, and a batch of several micro-batches."""
     own: dict[str, Any] = LLAMA if family == "llama" else {}
-    shape = ShapeConfig(layers=2, heads=4, width=32, positions=LENGTH, dropout=0.1, **own)
+    shape = ShapeConfig(layers=layers, heads=4, width=32, positions=LENGTH, dropout=0.1, **own)
     train = {
         "batch": ROWS,
         "length": LENGTH,
@@ -68,7 +83,8 @@ def config_of(mesh: dict[str, Any], family: str = "gpt2", **settings: Any) -> Ru
         **settings,
     }
     replicas = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
-    engine = TorchEngine(device="cpu", micro_batch=ROWS // replicas // 2, mesh=MeshConfig(**mesh))
+    micro_batches = 4 if "pipeline" in mesh else 2
+    engine = TorchEngine(device="cpu", micro_batch=ROWS // replicas // micro_batches, mesh=MeshConfig(**mesh))
     model = ModelConfig(family=family, size="tiny" if family == "bert" else "nano", shape=shape)
     return RunConfig(model=model, train=TrainConfig(**train), engine=engine)
 
@@ -149,7 +165,11 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
 
 
 def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
-    """Train with Muon, and repeat the last steps with an engine that resumes before them."""
+    """Train with Muon, and repeat the last steps with an engine that resumes before them; nothing where it is
+    refused."""
+    mesh = config.engine.mesh
+    if mesh.pipeline > 1 and mesh.shard * mesh.tensor > 1:
+        return []
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"optimizer": "muon", "muon": MuonConfig(momentum=0.8)})}
     )
@@ -183,9 +203,9 @@ def main(folder: Path, names: list[str]) -> int:
     others = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
     with closing(open_ranks(config_of({}).engine)) as ranks:
         for number, name in enumerate(names):
-            family = family_of(name)
-            own = [other for other in others if family_of(other) == family]
-            config, before = config_of(LAYOUTS[name], family, clip=0.0), own[number % len(own)]
+            family, depth = family_of(name), depth_of(name)
+            own = [other for other in others if (family_of(other), depth_of(other)) == (family, depth)]
+            config, before = config_of(LAYOUTS[name], family, depth, clip=0.0), own[number % len(own)]
             numbers, gradients, state = measured(config, ranks)
             numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, SAVED + MORE), config.model.family)
             numbers["from"] = before

@@ -156,6 +156,7 @@ def test_adapters_and_two_processes_give_the_same_figures(root: Path) -> None:
     [
         (2, ["engine.mesh.shard=2"]),
         (2, ["engine.mesh.tensor=2"]),
+        (2, ["engine.mesh.pipeline=2"]),
         (2, ["engine.kind=deepspeed", "engine.zero=3"]),
         (1, ["engine.kind=jax"]),
     ],

@@ -266,7 +266,7 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(capsys: pytest.CaptureFixtu
 
 def test_a_large_mesh_is_reduced_and_other_settings_are_kept() -> None:
     large = plan("engine.mesh.replicate=64", "train.batch=512", "engine.micro_batch=4", "train.label_smoothing=0.1")
-    assert (large.processes, large.sizes) == (2, {"replicate": 2, "shard": 1, "tensor": 1})
+    assert (large.processes, large.sizes) == (2, {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1})
     small, single = large.parallel[0], large.single[0]
     assert (small.engine.micro_batch, small.train.batch, single.engine.micro_batch) == (2, 12, 6), (
         "three micro-batches a process"

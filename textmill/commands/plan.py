@@ -94,6 +94,7 @@ def _describe_target(target: Target) -> dict[str, Any]:
 
 def _describe_memory(activation_checkpointing: int, shape: Shape, estimate: Estimate) -> dict[str, Any]:
     mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
+    mesh |= {"pipeline": estimate.mesh.pipeline} if estimate.mesh.pipeline > 1 else {}
     return {
         **asdict(estimate.memory),
         "total": estimate.memory.total,
@@ -191,7 +192,8 @@ class Target:
 def target_of(plan: PlanConfig, engine: EngineConfig) -> Target:
     """The devices of `plan`, else this machine's device."""
     mesh = engine.mesh if isinstance(engine, TorchEngine | JaxEngine) else None
-    devices = plan.devices or ((mesh.replicate or 1) * mesh.shard * mesh.tensor if mesh else 1)
+    stages = mesh.pipeline if isinstance(mesh, MeshConfig) else 1
+    devices = plan.devices or ((mesh.replicate or 1) * mesh.shard * mesh.tensor * stages if mesh else 1)
     peak = plan.tflops * 1e12 if plan.tflops else None
     if plan.gpu or plan.memory_gb:
         name = _known_gpu(plan.gpu) if plan.gpu else "GPU"
@@ -367,13 +369,22 @@ def communication_of(
         blocks = state.weights - state.outside_blocks
         sent["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
         sent["FSDP: gradients"] = round(passes * ring * all_gradients)
+    tokens = passes * estimate.micro_batch * length
+    if mesh.pipeline > 1:
+        divided = mesh.tensor if mesh.sequence else 1
+        once = tokens * shape.width * estimate.itemsize // divided
+        # Forward to the next stage and backward to the one before: the first and the last send one of the two.
+        sent["pipeline: residual stream"] = (2 if mesh.pipeline > 2 else 1) * once
+        tied = (one for one in trained if one.by_token and len(one.shape) == 2 and one.depth and not one.looked_up)
+        if rows := sum(math.prod(weight.memory_shape) for weight in tied):
+            sent["pipeline: tied head"] = 4 * rows // (mesh.tensor * mesh.shard)
     if mesh.tensor > 1:
         ring = (mesh.tensor - 1) / mesh.tensor
-        tokens = passes * estimate.micro_batch * length
-        sums = 4 * shape.layers + (2 * shape.layers if engine.activation_checkpointing else 0) + 2
+        layers = -(-shape.layers // mesh.pipeline)
+        sums = 4 * layers + (2 * layers if engine.activation_checkpointing else 0) + 2
         sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
         # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
-        shared = _count(weight for weight in trained if weight.split is None)
+        shared = _count(weight for weight in trained if weight.split is None) / mesh.pipeline
         sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
     return sent
 

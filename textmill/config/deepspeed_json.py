@@ -46,7 +46,7 @@ COMPARED_ONLY = ("optimizer", "scheduler")
 IGNORED = {
     "activation_checkpointing": "textmill recomputes activations itself: use engine.activation_checkpointing",
     "checkpoint load_universal_checkpoint datastates": "textmill writes checkpoints of its own",
-    "pipeline": "the net has no pipeline stages",
+    "pipeline": "the DeepSpeed engine has no pipeline stages",
     "dataloader_drop_last curriculum_learning": "textmill builds the batches",
     "autotuning": "engine.micro_batch=auto chooses the size",
     "hybrid_engine": "textmill generates text without DeepSpeed",

@@ -40,7 +40,7 @@ class EngineSection(Section):
 
 
 class MeshConfig(Section):
-    """How the processes that a launcher started share the work: data parallel, FSDP and tensor parallel."""
+    """How the processes that a launcher started share the work: data, FSDP, tensor and pipeline parallel."""
 
     replicate: int | None = changeable(None, ge=1)
     """Data parallel: replicas of the model, each with different samples; default: as many as the processes allow."""
@@ -55,6 +55,9 @@ class MeshConfig(Section):
     (Megatron)."""
     sequence_parallel: bool = changeable(True)
     """Tensor parallel: also split LayerNorms and the residual stream by tokens: less memory, the same communication."""
+    pipeline: int = changeable(1, ge=1)
+    """Pipeline parallel, on CPUs only: stages that have consecutive blocks of the net and pass micro-batches on (1F1B),
+    at least as many as there are stages."""
 
 
 class TorchEngine(EngineSection):

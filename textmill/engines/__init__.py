@@ -2,8 +2,8 @@
 
 on_torch.py, on_deepspeed.py and on_jax.py implement it; `engine.kind` names the file. The torch engine consists of
 micro_batches.py, heads_torch.py and losses_torch.py (the objective), optimizers/ (the update), parallel_torch.py and
-tensor_parallel_torch.py (FSDP, data and tensor parallelism), local_sgd_torch.py (slow networks), memory/
-(`engine.micro_batch: auto`) and ranks_torch.py (processes).
+tensor_parallel_torch.py (FSDP, data and tensor parallelism), pipeline_torch.py, local_sgd_torch.py (slow networks),
+memory/ (`engine.micro_batch: auto`) and ranks_torch.py (processes).
 """
 
 from __future__ import annotations

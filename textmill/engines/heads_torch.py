@@ -44,11 +44,14 @@ def forward_heads(
     precision: torch.dtype,
     compiled: CompiledParts | None = None,
     teachers: Teachers | None = None,
+    states: Tensor | None = None,
 ) -> HeadStates | LabelStates:
-    """Run the net on a micro-batch, up to the input of its heads; call it under autocast."""
+    """Run the net on a micro-batch, up to the input of its heads; call it under autocast.
+
+    `states` are its hidden states, if a pipeline has computed them."""
     if net.has_label_head:
         return LabelStates(net, micro_batch, precision, compiled)
-    return HeadStates(net, micro_batch, precision, compiled, teachers)
+    return HeadStates(net, micro_batch, precision, compiled, teachers, states)
 
 
 class HeadStates:
@@ -61,13 +64,14 @@ class HeadStates:
         precision: torch.dtype,
         compiled: CompiledParts | None = None,
         teachers: Teachers | None = None,
+        states: Tensor | None = None,
     ) -> None:
         self.net = net
         self.micro_batch = micro_batch
         self.teachers = teachers
         self.compiled = compiled
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
-            states = micro_batch.hidden_states(net, compiled)
+            states = micro_batch.hidden_states(net, compiled) if states is None else states
         # A part of the step's loss, as large as the micro-batch's part of the labels.
         self.auxiliary_loss: Tensor | None = None
         if net.has_auxiliary_loss and micro_batch.weights is not None:

@@ -10,6 +10,9 @@ from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
 from textmill.models import Shape, own_options
 
+PIPELINED = ("gpt2", "llama", "bert")
+"""Families with pipeline parallelism: their nets can compute some blocks only (`BaseNet.block_context`)."""
+
 
 @dataclass(frozen=True)
 class LocalSteps:
@@ -22,7 +25,7 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes. Consecutive ranks form a tensor-parallel group, then come shards, then replicas."""
+    """The sizes of the axes. Consecutive ranks form a tensor-parallel group, then come shards, replicas, stages."""
 
     replicate: int = 1
     shard: int = 1
@@ -31,6 +34,8 @@ class Mesh:
     """Sequence parallelism: tensor-parallel ranks divide the tokens of the residual stream."""
     keep_gathered: bool = False
     """Whether FSDP keeps gathered weights from forward to backward."""
+    pipeline: int = 1
+    """Stages of the pipeline."""
     local: LocalSteps | None = None
     """Local SGD of the replicas; None: they sum their gradients in each step."""
 
@@ -38,6 +43,16 @@ class Mesh:
     def data_ranks(self) -> int:
         """Ranks, or tensor-parallel groups, that compute different samples."""
         return self.replicate * self.shard
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that have the same samples."""
+        return self.tensor * self.pipeline
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.data_ranks * self.ranks_per_sample
 
 
 def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -> Mesh:
@@ -47,6 +62,8 @@ def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -
         check_local_sgd(engine, train, mesh)
         mesh = replace(mesh, local=LocalSteps(engine.sync_every, engine.outer_learning_rate, engine.outer_momentum))
     check_batch(train, mesh.data_ranks, engine.micro_batch)
+    if mesh.pipeline > 1:
+        check_pipeline(engine, train, shape, mesh)
     if mesh.tensor > 1 and engine.precision == "fp8":
         raise TextmillError(
             "engine.precision: fp8 does not work with tensor parallelism; "
@@ -64,19 +81,19 @@ def mesh_of(engine: TorchEngine, train: TrainConfig, shape: Shape, world: int) -
 
 
 def _build_mesh(config: MeshConfig, world: int) -> Mesh:
-    replica = config.shard * config.tensor
+    replica = config.shard * config.tensor * config.pipeline
     replicate = config.replicate or max(1, world // replica)
     if replicate * replica != world:
         axes = f"replicate={replicate} x shard={config.shard} x tensor={config.tensor}"
+        axes += f" x pipeline={config.pipeline}" if config.pipeline > 1 else ""
         near = f"{world // replica * replica} or {(world // replica + 1) * replica}" if world > replica else replica
         fitting = replicate * replica if config.replicate else near
         raise TextmillError(
             f"engine.mesh: {axes} needs {replicate * replica} processes, found {world}; "
             f"start {fitting}, or set other axes"
         )
-    return Mesh(
-        replicate, config.shard, config.tensor, config.sequence_parallel and config.tensor > 1, config.keep_gathered
-    )
+    sequence = config.sequence_parallel and config.tensor > 1
+    return Mesh(replicate, config.shard, config.tensor, sequence, config.keep_gathered, config.pipeline)
 
 
 def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None:
@@ -84,6 +101,7 @@ def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None
     wrong = {
         f"engine.mesh.shard={mesh.shard}": mesh.shard > 1,
         f"engine.mesh.tensor={mesh.tensor}": mesh.tensor > 1,
+        f"engine.mesh.pipeline={mesh.pipeline}": mesh.pipeline > 1,
         "engine.precision=fp16": engine.precision == "fp16",
         "train.ema_window": train.ema_window is not None,
         "an optimizer in a file of your own": is_own_file(train.optimizer),
@@ -93,6 +111,60 @@ def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None
             raise TextmillError(f"engine.sync_every: does not work with {setting}; remove one of the two")
     if mesh.replicate == 1:
         raise TextmillError("engine.sync_every: needs at least 2 replicas, found 1; start more processes, or remove it")
+
+
+def stage_blocks(layers: int, stages: int, stage: int) -> range:
+    """The blocks of a stage; the first stages have one more if they cannot all have as many."""
+    size, more = divmod(layers, stages)
+    start = stage * size + min(stage, more)
+    return range(start, start + size + (stage < more))
+
+
+def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: Mesh) -> None:
+    """Refuse what pipeline parallelism does not work with, or was not tested with."""
+    muon = train.optimizer != "adamw" and mesh.shard * mesh.tensor > 1
+    others = [axis for axis in ("replicate", "shard", "tensor") if getattr(mesh, axis) > 1]
+    wrong = {
+        f"model.family={shape.family}": shape.family not in PIPELINED,
+        "a model without a head for tokens": not getattr(shape, "masked_head", True),
+        f"engine.mesh.{' and engine.mesh.'.join(others)} together": len(others) > 1,
+        "engine.mesh.keep_gathered": mesh.shard > 1 and mesh.keep_gathered,
+        f"train.optimizer={train.optimizer}": is_own_file(train.optimizer),
+        f"train.optimizer={train.optimizer} and engine.mesh.{others[0] if others else ''}": muon,
+        f"train.loss={train.loss}": is_own_file(train.loss),
+        "train.multi_token": train.multi_token.weight > 0,
+        "train.batch_rampup": bool(train.batch_rampup),
+        "model.shape.value_embeddings": bool(getattr(shape, "value_embeddings", 0)),
+        "train.distil": bool(train.distil.teachers),
+        "train.ema_window": train.ema_window is not None,
+        "train.freeze": bool(train.freeze),
+        f"engine.precision={engine.precision}": engine.precision in ("fp8", "fp16"),
+        "engine.compile=true": engine.compile is True,
+    }
+    for setting, found in wrong.items():
+        if found:
+            raise TextmillError(f"engine.mesh.pipeline: does not work with {setting}; remove one of the two")
+    if mesh.pipeline > shape.layers:
+        raise TextmillError(
+            f"engine.mesh.pipeline: {mesh.pipeline} stages cannot share {shape.layers} blocks; "
+            f"set engine.mesh.pipeline={shape.layers} or less"
+        )
+    passes = train.batch // mesh.data_ranks
+    passes //= engine.micro_batch if isinstance(engine.micro_batch, int) else 1
+    if passes < mesh.pipeline:
+        raise TextmillError(
+            f"engine.mesh.pipeline: {mesh.pipeline} stages need as many micro-batches in a step, found {passes}; "
+            f"set a smaller engine.micro_batch, or train.batch={mesh.pipeline * mesh.data_ranks} or more"
+        )
+
+
+def check_pipeline_device(mesh: Mesh, *, on_cpu: bool) -> None:
+    """Refuse a pipeline on GPUs, where none was ever run."""
+    if mesh.pipeline > 1 and not on_cpu:
+        raise TextmillError(
+            "engine.mesh.pipeline: was tested on CPUs only; set engine.device=cpu, "
+            "or divide the net with engine.mesh.shard or engine.mesh.tensor"
+        )
 
 
 def check_batch(

@@ -47,7 +47,7 @@ from textmill.engines.memory.parts import (
     sample_activations,
 )
 from textmill.engines.memory.state_torch import count_state
-from textmill.engines.meshes import Mesh, mesh_of
+from textmill.engines.meshes import Mesh, check_pipeline_device, mesh_of
 from textmill.engines.micro_batches import (
     MicroBatch,
     check_fields,
@@ -60,6 +60,7 @@ from textmill.engines.micro_batches import (
 )
 from textmill.engines.optimizers import Optimizer, check_optimizer_mesh
 from textmill.engines.parallel_torch import Parallel
+from textmill.engines.pipeline_torch import Pipeline
 from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
@@ -100,6 +101,7 @@ def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world
     mesh = mesh_of(engine, train, shape, world)
     check_optimizer_mesh(train, mesh)
     device = own_device(engine.device)
+    check_pipeline_device(mesh, on_cpu=device.type == "cpu")
     if engine.precision == "fp8":
         check_fp8(device)
     check_compile(engine, device, mesh)
@@ -168,13 +170,14 @@ class OnTorch:
         self.first = ranks.first
         self.micro_batch = micro_batch
         self.precision = precision
-        self.device = next(parameter.device for _, parameter in net.named_parameters())
+        self.device = next(parameter.device for name, parameter in net.named_parameters() if name not in net.absent)
         self.teachers = open_teachers(train, net.shape, self.device, precision)
         self.terms = term_names(net, train.distil)
         """The names of the terms of the objective besides the loss of the labels."""
         self.compiled: CompiledParts | None = compile_parts() if compiled else None
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and compile_requested)
         parallel.sum_gradients(self.optimizer.parameters)
+        self.pipeline = Pipeline(net, parallel, self.device, precision) if parallel.mesh.pipeline > 1 else None
         self.average = Average(self.optimizer.local_parts, train.ema_window)
         local = parallel.mesh.local
         self.local_sgd = LocalSgd(self.optimizer.parameters, local, parallel) if local else None
@@ -197,8 +200,11 @@ class OnTorch:
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
         with self._open_step(batch, step, lr) as passes:
-            for micro_batch in passes:
-                passes.run(micro_batch)
+            if self.pipeline:
+                passes.run_pipeline(self.pipeline)
+            else:
+                for micro_batch in passes:
+                    passes.run(micro_batch)
         return passes.result
 
     def open_step(self, batch: Batch, step: int, lr: float) -> AbstractContextManager[Passes]:
@@ -287,13 +293,18 @@ class OnTorch:
         if self.local_sgd:
             self.local_sgd.put_in_net(mean=True)
         batch = part_of(batch, self.parallel.mesh.data_ranks, self.parallel.data_rank)
-        sums_by_micro_batch = []
-        for _, micro_batch in micro_batches(batch, self.net, self.micro_batch, self.device):
-            with autocast(self.device, self.precision):
-                heads = forward_heads(self.net, micro_batch, self.precision)
-            sums_by_micro_batch.append(heads.sums(self.parallel.tensor))
+        passes = (micro_batch for _, micro_batch in micro_batches(batch, self.net, self.micro_batch, self.device))
+        if self.pipeline:
+            sums = self.pipeline.evaluate(passes)
+        else:
+            sums = join_sums([self._sums_of(micro_batch) for micro_batch in passes])
         self.parallel.reshard()
-        return sums_of_all_ranks(join_sums(sums_by_micro_batch), batch, self.ranks, copies=self.parallel.mesh.tensor)
+        return sums_of_all_ranks(sums, batch, self.ranks, copies=self.parallel.mesh.ranks_per_sample)
+
+    def _sums_of(self, micro_batch: MicroBatch) -> list[Tensor]:
+        with autocast(self.device, self.precision):
+            heads = forward_heads(self.net, micro_batch, self.precision)
+        return heads.sums(self.parallel.tensor)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the weights, averaged if `train.ema_window` is set; with LoRA, of the adapters only."""
@@ -338,7 +349,7 @@ class OnTorch:
         if self.local_sgd:
             shared = self.local_sgd.anchors
             return checksum_tensors({weight.name: shared[part] for weight, part in self.optimizer.weights})
-        members = parameters_of(self.net).values()
+        members = [member for member in parameters_of(self.net).values() if member[0].parameter not in self.net.absent]
         return checksum_tensors({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
@@ -363,7 +374,11 @@ class OnTorch:
             self.net,
             weights,
             where,
-            lambda weight, parameter, values: parallel.local(parameter).copy_(parallel.local_part(weight, values)),
+            lambda weight, parameter, values: (
+                None
+                if weight.parameter in self.net.absent
+                else parallel.local(parameter).copy_(parallel.local_part(weight, values))
+            ),
         )
         self.average.reset()
         self.graphs = StepGraphs(self) if self.graphs else None  # the state may be new tensors
@@ -414,9 +429,9 @@ class Passes:
         if engine.pinned_buffers is None and engine.device.type == "cuda" and engine.ranks.world == 1:
             # In the first step, where pinning runs while kernels compile.
             engine.pinned_buffers = engine._new_pinned_buffers()
-        # Tensor-parallel ranks have the same samples.
-        copies = engine.parallel.mesh.tensor
-        self.loss_tokens, loss_samples, self.pairs = count_labels(batch, engine.ranks, copies=copies)
+        self.loss_tokens, loss_samples, self.pairs = count_labels(
+            batch, engine.ranks, copies=engine.parallel.mesh.ranks_per_sample
+        )
         workers = engine.parallel.workers
         weights_NT = token_weights(batch, engine.train.loss, self.loss_tokens, loss_samples) * np.float32(workers)
         if faults.is_due("nan", step):
@@ -457,6 +472,21 @@ class Passes:
         scaled = micro_batch if self.loss_scale is None else micro_batch.scaled(self.loss_scale)
         graphs = self.engine.graphs
         self.total += graphs.run_pass(*scaled) if graphs else self.engine._run_pass_or_fall_back(self.monitor, *scaled)
+
+    def run_pipeline(self, pipeline: Pipeline) -> None:
+        """Forward and backward of all micro-batches through the stages of a pipeline."""
+        engine = self.engine
+        passes = [micro_batch for _, micro_batch in self.micro_batches]
+        reported = pipeline.train(
+            passes, lambda heads: heads.training_loss(engine.train, engine.parallel.tensor, gradient_is_one=True)
+        )
+        if reported is not None:
+            self.total += reported
+        engine.parallel.sum_after_passes()
+        for weight, parameter in engine.optimizer.weights:
+            full = engine.optimizer.full_parameters[parameter]
+            if full.grad is not None and len(engine.parallel.stages_of(weight)) > 1:
+                pipeline.join_tied_gradient(engine.parallel.local(full.grad))
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """The logits [N, T, vocabulary] of every token, in fp32."""
@@ -644,7 +674,7 @@ def decide_compile(
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
     # `engine.deterministic` is promised for eager nets.
-    if device.type != "cuda" or engine.deterministic or mesh.tensor > 1:
+    if device.type != "cuda" or engine.deterministic or mesh.ranks_per_sample > 1:
         return False, ""
     if not _is_long(train, shape, device, mesh.data_ranks):
         return False, ""

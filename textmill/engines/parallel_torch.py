@@ -9,6 +9,8 @@ replica has the same parts.
     shard rank           0  0  1  1  0  0  1  1
     first row it has     0  6  3  9  0  6  3  9
 
+A pipeline has such a mesh for each stage, one after the other (pipeline_torch.py).
+
 `local` is this rank's part of a parameter, `local_part` cuts it out of a full tensor, `gather` is the inverse. Samples
 are divided over the 4 data-parallel ranks (replicate x shard); ranks 0 and 1 compute the same ones.
 """
@@ -24,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from textmill.engines.meshes import Mesh
+from textmill.engines.meshes import Mesh, stage_blocks
 from textmill.engines.tensor_parallel_torch import TensorParallel, all_gather, divide_net
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet
+from textmill.models.lora import weights_with_adapters
 
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients in one all-reduce."""
@@ -39,16 +42,21 @@ class Parallel:
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.mesh = mesh
         self.rank = rank
-        self.data_rank = rank // mesh.tensor
+        self.device = device
+        self.data_rank = rank // mesh.tensor % mesh.data_ranks
+        self.stage = rank // mesh.tensor // mesh.data_ranks
+        """Of the pipeline."""
         self.shard_rank = rank // mesh.tensor % mesh.shard
         self.tensor: TensorParallel | None = None
         self.data_parallel: DataParallel | None = None
         self.sharded: list[Any] = []
         """The modules that FSDP shards, which have all parameters; empty without FSDP."""
         self.axes: DeviceMesh | None = None
-        if mesh.data_ranks * mesh.tensor > 1:
-            sizes = (mesh.replicate, mesh.shard, mesh.tensor)
-            self.axes = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+        if mesh.world > 1:
+            sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
+            if mesh.pipeline > 1:
+                sizes = {"pipeline": mesh.pipeline, **sizes}
+            self.axes = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             if mesh.tensor > 1:
                 self.tensor = TensorParallel(self.group("tensor"), rank % mesh.tensor, mesh.tensor, mesh.sequence)
 
@@ -61,6 +69,14 @@ class Parallel:
         """Replace the modules of a net on the meta device by this rank's parts of them."""
         if self.tensor:
             divide_net(net, self.tensor)
+        if self.mesh.pipeline > 1:
+            self.layers = len(net.blocks)
+            net.stage_blocks = stage_blocks(len(net.blocks), self.mesh.pipeline, self.stage)
+            net.absent = {
+                weight.parameter
+                for weight in weights_with_adapters(net.shape, net.lora)
+                if self.stage not in self.stages_of(weight)
+            }
         if self.mesh.shard > 1:
             self._shard_blocks(net)
 
@@ -70,14 +86,31 @@ class Parallel:
 
         assert self.axes is not None
         axes = self.axes["replicate", "shard"] if self.mesh.replicate > 1 else self.axes["shard"]
-        for block in net.blocks:
-            fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
-        fully_shard(net, mesh=axes)
+        absent = {net.get_parameter(name) for name in net.absent}
+        for layer in net.own_blocks:
+            fully_shard(net.blocks[layer], mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
+        fully_shard(net, mesh=axes, ignored_params=absent)
         self.sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
         # Token weights are those of the global batch, so gradients are summed, never averaged.
         for module in self.sharded:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+    def stages_of(self, weight: Weight) -> list[int]:
+        """The stages that have a weight, its owner first; the last one has a tied head too."""
+        last = self.mesh.pipeline - 1
+        if weight.depth == 0:
+            return [last]
+        layer = self.layers - weight.depth
+        if layer < 0:
+            is_head = weight.by_token and len(weight.shape) == 2 and not weight.looked_up
+            return [0, last] if is_head and last else [0]
+        blocks = (stage_blocks(self.layers, self.mesh.pipeline, stage) for stage in range(self.mesh.pipeline))
+        return [stage for stage, own in enumerate(blocks) if layer in own]
+
+    def is_owner(self, weight: Weight) -> bool:
+        """Whether this stage counts a weight: a tied head is counted as the embedding."""
+        return self.mesh.pipeline == 1 or self.stages_of(weight)[0] == self.stage
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on, all-reduce the gradients of these parameters over replicas."""
@@ -95,14 +128,19 @@ class Parallel:
         """Whether one rank alone may repeat a pass that failed: not if ranks communicate in its forward pass."""
         return self.mesh.shard * self.mesh.tensor == 1
 
+    def sum_after_passes(self) -> None:
+        """Sum the accumulated gradients over replicas, when all passes of a step are done."""
+        if self.data_parallel:
+            self.data_parallel.sum_all()
+
     def repeat_pass(self) -> None:
         """Before a pass that repeats a failed one."""
         if self.data_parallel:
             self.data_parallel.repeat_pass()
 
     def sum_loss(self, value: Tensor) -> Tensor:
-        """The sum over all data-parallel ranks."""
-        if self.mesh.data_ranks > 1:
+        """The sum over all data-parallel ranks; of a pipeline, only the last stage has a loss."""
+        if self.mesh.data_ranks * self.mesh.pipeline > 1:
             dist.all_reduce(value)
             value /= self.mesh.tensor * self.workers
         return value
@@ -137,9 +175,11 @@ class Parallel:
     def gradient_norm(self, weights: Iterable[tuple[Weight, Tensor]]) -> Tensor:
         """The global gradient norm; elements that several ranks have count once."""
         is_first = self.tensor is None or self.tensor.rank == 0
-        counted = [gradient for weight, gradient in weights if weight.split is not None or is_first]
+        counted = [
+            gradient for weight, gradient in weights if (weight.split is not None or is_first) and self.is_owner(weight)
+        ]
         norm = torch.nn.utils.get_total_norm(counted)
-        if self.mesh.shard * self.mesh.tensor > 1:
+        if self.mesh.shard * self.mesh.ranks_per_sample > 1:
             squares = norm.square()
             dist.all_reduce(squares)
             norm = (squares / self.mesh.replicate).sqrt()
@@ -151,11 +191,22 @@ class Parallel:
 
     def local(self, tensor: Any) -> Tensor:
         """This rank's part of a parameter, or of its gradient."""
-        local: Tensor = tensor.to_local() if self.sharded else tensor
+        local: Tensor = tensor.to_local() if self.sharded and hasattr(tensor, "to_local") else tensor
         return local.detach()
 
     def gather(self, weight: Weight, parameter: nn.Parameter, local_part: Tensor) -> Tensor:
         """The full tensor from this rank's part and those of the others; all ranks call it together."""
+        if self.mesh.pipeline == 1:
+            return self._gather_on_stage(weight, parameter, local_part)
+        owner = self.stages_of(weight)[0]
+        if owner == self.stage:
+            full = self._gather_on_stage(weight, parameter, local_part)[: weight.outputs]
+        else:
+            full = torch.empty(weight.memory_shape, device=self.device)
+        return self.broadcast("pipeline", owner, full)
+
+    def _gather_on_stage(self, weight: Weight, parameter: nn.Parameter, local_part: Tensor) -> Tensor:
+        """The full tensor on the ranks of a pipeline stage."""
         tensor = local_part
         if self.sharded:
             tensor = _gather_rows(tensor, parameter.shape[0], self.mesh.shard, self.group("shard"))
@@ -237,6 +288,12 @@ class DataParallel:
             for parameter, gradient in zip(bucket, gradients, strict=True):
                 parameter.grad = gradient.view_as(parameter)
 
+    def sum_all(self) -> None:
+        """All-reduce the gradients as they are now."""
+        with self._all_reducing():
+            for bucket in self.buckets:
+                self._send(bucket)
+
     def repeat_pass(self) -> None:
         """Expect the gradients of the last pass once more; buckets that are sent already had all of theirs."""
         if self.active:
@@ -248,9 +305,11 @@ class DataParallel:
             return
         self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
         while len(self.pending) < len(self.buckets) and not self.missing[len(self.pending)]:
-            bucket = self.buckets[len(self.pending)]
-            flat = torch.cat([parameter.grad.flatten() for parameter in bucket if parameter.grad is not None])
-            self.pending.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+            self._send(self.buckets[len(self.pending)])
+
+    def _send(self, bucket: list[nn.Parameter]) -> None:
+        flat = torch.cat([parameter.grad.flatten() for parameter in bucket if parameter.grad is not None])
+        self.pending.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
 
 
 def fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -109,6 +109,10 @@ class BaseNet(nn.Module):
         """The settings of its LoRA adapters, if it has any."""
         self.fp8 = False
         """True if training computes some matmuls in fp8."""
+        self.stage_blocks: range | None = None
+        """Pipeline parallelism: the blocks that this process has; None: all."""
+        self.absent: set[str] = set()
+        """Pipeline parallelism: parameters that only other processes have; here they are on the meta device."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -154,6 +158,21 @@ class BaseNet(nn.Module):
         """Key heads and head width of the KV cache; grouped-query attention has fewer key heads than query heads."""
         return self.shape.heads, self.shape.width // self.shape.heads
 
+    @property
+    def own_blocks(self) -> range:
+        """The blocks that this process computes."""
+        return range(len(self.blocks)) if self.stage_blocks is None else self.stage_blocks
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether this process has the first block, and the embeddings before it."""
+        return self.own_blocks.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this process has the last block, and the head after it."""
+        return self.own_blocks.stop == len(self.blocks)
+
     def take_auxiliary_loss(self) -> Tensor:
         """The sum of what the blocks add to the loss of the last pass."""
         losses: list[Any] = [block.auxiliary_loss for block in self.blocks]
@@ -178,6 +197,11 @@ class BaseNet(nn.Module):
 
         A family with segments takes `types_NT` too."""
         raise NotImplementedError
+
+    def block_context(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> Context:
+        """The context with what blocks need. A family whose blocks need more than the mask writes its own, which
+        `embed_inputs` calls too."""
+        return Context(context.dropout_keys, context.cache, self.mask(documents_NT, context))
 
     def mask(self, documents_NT: Tensor | None, context: Context) -> Mask | None:
         """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
@@ -221,23 +245,29 @@ class BaseNet(nn.Module):
         documents_NT: Tensor | None = None,
         compiled: CompiledParts | None = None,
         types_NT: Tensor | None = None,
+        states_NTE: Tensor | None = None,
     ) -> Tensor:
         """Hidden states of every token, in the precision of the matmuls.
 
         `dropout_keys` turn dropout on; `cache` has the keys and values of earlier tokens; with `documents_NT`,
-        attention stays inside documents; `types_NT` are segments, for families that have them.
+        attention stays inside documents; `types_NT` are segments, for families that have them. `states_NTE`: the
+        residual stream of an earlier pipeline stage; a stage without the head returns that of its last block.
         """
         types = () if types_NT is None else (types_NT,)
         inputs = ids_NT, Context(dropout_keys, cache), documents_NT, *types
-        x_NTE, context = compiled.embed_inputs(self, *inputs) if compiled else self.embed_inputs(*inputs)
-        count = len(self.blocks)
+        if states_NTE is not None:
+            x_NTE = states_NTE
+            context = self.block_context(*inputs[:3])
+        else:
+            x_NTE, context = compiled.embed_inputs(self, *inputs) if compiled else self.embed_inputs(*inputs)
+        own = self.own_blocks
         if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
-            for start in range(0, count, self.activation_checkpointing):
+            for start in range(own.start, own.stop, self.activation_checkpointing):
                 # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
                 x_NTE = checkpoint(
                     self._run_blocks,
                     start,
-                    start + self.activation_checkpointing,
+                    min(start + self.activation_checkpointing, own.stop),
                     x_NTE,
                     context,
                     compiled,
@@ -245,7 +275,9 @@ class BaseNet(nn.Module):
                     preserve_rng_state=False,
                 )
         else:
-            x_NTE = self._run_blocks(0, count, x_NTE, context, compiled)
+            x_NTE = self._run_blocks(own.start, own.stop, x_NTE, context, compiled)
+        if not self.has_head:
+            return x_NTE
         out: Tensor = compiled.final_norm(self, x_NTE) if compiled else self.final_norm(x_NTE)
         return out
 

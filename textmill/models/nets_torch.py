@@ -61,7 +61,8 @@ def new_net(
         net = build_net(shape, lora)
         if shard is not None:
             shard(net)
-    net._apply(lambda tensor: _memory(tensor, device))  # type: ignore[no-untyped-call]
+    absent = {id(net.get_parameter(name)) for name in net.absent}
+    net._apply(lambda tensor: tensor if id(tensor) in absent else _memory(tensor, device))  # type: ignore[no-untyped-call]
     return net.eval()
 
 
@@ -132,6 +133,8 @@ def match_optimizer_state(
         if kind.startswith(LOCAL) and not local:
             continue
         weight, parameter = parameters[weight_name]
+        if weight.parameter in net.absent:
+            continue
         is_like = is_like_weight(kind, weight, parameter)
         yield kind, weight, parameter, torch.tensor(lay_out_weight(weight, values, where) if is_like else values)
 

@@ -422,8 +422,9 @@ class TrainingStep:
         engine: Any = self.engine
         if not hasattr(engine, "open_step"):
             raise TextmillError("an own loss in a loop needs engine.kind=torch; other engines have step.run() only")
-        if engine.scaler or engine.parallel.tensor:
-            wrong = "engine.precision=fp16" if engine.scaler else "engine.mesh.tensor"
+        axis = "tensor" if engine.parallel.tensor else "pipeline"
+        if engine.scaler or engine.parallel.mesh.ranks_per_sample > 1:
+            wrong = "engine.precision=fp16" if engine.scaler else f"engine.mesh.{axis}"
             raise TextmillError(f"an own loss in a loop does not work with {wrong}; remove it")
         with engine.open_step(self.samples, self.number - 1, self.learning_rate) as self._passes:
             for micro_batch in self._passes:

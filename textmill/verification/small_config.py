@@ -38,7 +38,7 @@ MAX_PROCESSES = 4
 LEARNING_RATE = 1e-2
 LOW_LEARNING_RATE = 1e-3
 """The low one is for half precision and adapters, where a high one would amplify rounding differences."""
-AXES = ("replicate", "shard", "tensor")
+AXES = ("replicate", "shard", "tensor", "pipeline")
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 """The largest relative difference of losses, by the precision of the matmuls."""
 MUON_LOSS_BOUND = 5e-3
@@ -118,12 +118,13 @@ def build_plan(config: RunConfig) -> VerificationPlan:
                 "verify the other settings with engine.sync_every=null"
             )
         mesh = engine.mesh
-        world = (mesh.replicate or 1) * mesh.shard * mesh.tensor
+        world = (mesh.replicate or 1) * mesh.shard * mesh.tensor * mesh.pipeline
         mesh_of(engine, config.train, full, world)  # raises if it does not fit the run
     sizes = _mesh_sizes(engine)
     precisions = _precisions(engine)
     data_ranks = sizes["replicate"] * sizes["shard"]
-    rank_batch = _accumulation_steps(engine, config.train.batch // data_ranks) * MICRO_BATCH
+    steps = _accumulation_steps(engine, config.train.batch // data_ranks)
+    rank_batch = max(steps, sizes["pipeline"]) * MICRO_BATCH
     single, parallel = [], []
     for precision in precisions:
         small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
@@ -166,6 +167,7 @@ def _mesh_sizes(engine: EngineConfig) -> dict[str, int]:
     sizes = {axis: getattr(mesh, axis, None) or 1 for axis in AXES}
     if math.prod(sizes.values()) == 1:
         sizes["replicate"] = 2
+    sizes["pipeline"] = min(sizes["pipeline"], LAYERS)
     return sizes if math.prod(sizes.values()) <= MAX_PROCESSES else {axis: min(size, 2) for axis, size in sizes.items()}
 
 

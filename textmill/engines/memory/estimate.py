@@ -24,7 +24,7 @@ from textmill.engines.memory.parts import (
     rank_samples,
     sample_activations,
 )
-from textmill.engines.meshes import Mesh, check_batch, mesh_of
+from textmill.engines.meshes import Mesh, check_batch, check_pipeline_device, mesh_of
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.models.nets_torch import build_net
@@ -74,6 +74,7 @@ class Estimator:
     def estimate(self, engine: EngineConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
         """The estimate on so many devices. `exact=False` counts two small nets instead of the entire one."""
         mesh = mesh_for(engine, self.train, self.shape, world)
+        check_pipeline_device(mesh, on_cpu=not device.on_gpu)
         name = device.precision if engine.precision == "auto" else engine.precision
         itemsize = DTYPES[name].itemsize
         state = self._state(engine, mesh, itemsize, exact)
@@ -90,7 +91,7 @@ class Estimator:
         key = (engine.kind, getattr(engine, "zero", None), mesh, itemsize, exact)
         if key not in self._states:
             shape: Any = self.shape
-            if exact or shape.layers < 4 or self.lora:
+            if exact or shape.layers < 4 or self.lora or mesh.pipeline > 1:
                 state = self._count(engine, shape, mesh, itemsize)
             else:
                 two_blocks = self._count(engine, replace(shape, layers=2), mesh, itemsize)
@@ -160,7 +161,7 @@ def is_compiled(engine: EngineConfig, mesh: Mesh, device: Device) -> bool:
         return False
     if engine.compile != "auto":
         return engine.compile
-    return device.on_gpu and mesh.tensor == 1 and not engine.deterministic
+    return device.on_gpu and mesh.ranks_per_sample == 1 and not engine.deterministic
 
 
 def _extrapolate(two_blocks: State, three_blocks: State, layers: int) -> State:

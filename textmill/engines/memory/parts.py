@@ -103,9 +103,17 @@ def sample_activations(
     return groups * group_input + min(activation_checkpointing, shape.layers) * block
 
 
+MICRO_BATCHES_PER_STAGE = 4
+"""With so many micro-batches for each stage of a pipeline, a stage waits at most a fifth of the time."""
+
+
 def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:
-    """Samples of a rank in a step; a compiled net keeps its micro-batch for the entire run."""
-    return (math.gcd(*train.sizes) if compiled else train.batch) // mesh.data_ranks
+    """Samples of a rank in a step, at most so many in a micro-batch; a compiled net keeps its micro-batch for the
+    entire run."""
+    samples = (math.gcd(*train.sizes) if compiled or mesh.pipeline > 1 else train.batch) // mesh.data_ranks
+    if mesh.pipeline == 1:
+        return samples
+    return math.gcd(samples, max(1, samples // (MICRO_BATCHES_PER_STAGE * mesh.pipeline)))
 
 
 def largest_on_cpu(samples: int, shape: Shape, length: int) -> int:

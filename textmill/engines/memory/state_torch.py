@@ -25,8 +25,7 @@ FIRST_GROUP = 1 << 20
 
 def state_on_mesh(train: TrainConfig, shape: Shape, lora: LoraConfig | None, mesh: Mesh) -> State:
     """The state of rank 0, which has the most, on a mesh of any size: nothing is allocated and nothing is sent."""
-    world = mesh.data_ranks * mesh.tensor
-    with fake_ranks(world):
+    with fake_ranks(mesh.world):
         parallel = Parallel(mesh, 0, torch.device("cpu"))
         with torch.device("meta"):
             net = build_net(shape, lora)
@@ -36,7 +35,8 @@ def state_on_mesh(train: TrainConfig, shape: Shape, lora: LoraConfig | None, mes
 
 def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
     """The state of this rank after its first step; the net may be on the meta device."""
-    local_parts = {parameter: parallel.local(parameter) for _, parameter in parameters_of(net).values()}
+    members_here = [member for member in parameters_of(net).values() if member[0].parameter not in net.absent]
+    local_parts = {parameter: parallel.local(parameter) for _, parameter in members_here}
     weights = sum(part.nbytes for part in local_parts.values())
     members: dict[str, list[Member]] = {}
     for member in trained_of(net, train):
@@ -62,8 +62,9 @@ def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
         if parallel.mesh.local:
             return min(gradients, BUCKET_BYTES)
         return gradients if parallel.mesh.replicate > 1 else 0
-    blocks = [_full_bytes(block) for block in net.blocks]
-    rest = _full_bytes(net) - sum(blocks)
+    blocks = [_full_bytes(net.blocks[layer]) for layer in net.own_blocks]
+    here = sum(_bytes(parameter) for name, parameter in net.named_parameters() if name not in net.absent)
+    rest = here - sum(blocks)
     # The block that computes, the next one that is gathered meanwhile, and the gradients of one block.
     gathered = sum(blocks) if parallel.mesh.keep_gathered else 2 * max(blocks)
     return rest + gathered + max(blocks)
@@ -71,7 +72,11 @@ def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
 
 def _full_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters when FSDP has gathered them."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return sum(_bytes(parameter) for parameter in module.parameters())
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 @contextmanager

@@ -216,7 +216,9 @@ class Optimizer:
         }
         """That of `train.optimizer`, then AdamW's."""
         self.adamw_rate = open_optimizer(train.optimizer).adamw_rate(train) if len(self.optimizers) > 1 else 1.0
-        self.trained = sum(math.prod(weight.shape) for weight, _ in self.weights)
+        self.absent = absent_of(net, train)
+        """The trained weights that only other pipeline stages have, with their parameters on the meta device."""
+        self.trained = sum(math.prod(weight.shape) for weight, _ in [*self.weights, *self.absent])
         """The number of trained parameters."""
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
         """Updates done, without skipped ones."""
@@ -270,13 +272,19 @@ class Optimizer:
         return not isinstance(optimizer, OwnOptimizer) or optimizer.is_like_weight(name, self.local_parts[parameter])
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
-        """The optimizer state by name, of each parameter of the net; none before the first update."""
+        """The optimizer state by name, of each parameter of the net; none before the first update.
+
+        Weights of other pipeline stages are there, without values."""
         if not self.count():
             return
         # A checkpoint has AdamW's state first.
         for _, optimizer in sorted(self.optimizers.items(), key=lambda item: item[0] != ADAMW):
             for name, state in optimizer.state().items():
-                yield name, {self.full_parameters[part]: values for part, values in state.items()}
+                yield (
+                    name,
+                    {self.full_parameters[part]: values for part, values in state.items()}
+                    | {other: other for weight, other in self.absent if name in state_names(weight, self.train)},
+                )
 
     def load_state(self, name: str, weight: Weight, parameter: nn.Parameter, values: Tensor, count: int) -> None:
         """Set a parameter's state of one name after `count` updates; `values` is this rank's part."""
@@ -290,6 +298,15 @@ def trained_of(net: BaseNet, train: TrainConfig) -> list[Member]:
     members = []
     for name, (weight, parameter) in parameters_of(net).items():
         parameter.requires_grad_(rules[name].trained)
-        if rules[name].trained:
+        if rules[name].trained and weight.parameter not in net.absent:
             members.append(Member(weight, parameter, rules[name]))
     return members
+
+
+def absent_of(net: BaseNet, train: TrainConfig) -> list[tuple[Weight, nn.Parameter]]:
+    """The trained weights that this process does not have, since another pipeline stage has them."""
+    if not net.absent:
+        return []
+    rules = rules_of(net.shape, train, net.lora)
+    members = parameters_of(net).items()
+    return [member for name, member in members if rules[name].trained and member[0].parameter in net.absent]

@@ -240,7 +240,7 @@ class Net(BaseNet):
         positions = token_positions(ids_NT, context.cache, documents_NT)
         types_NT = torch.zeros_like(ids_NT) if types_NT is None else types_NT
         x_NTE = to_matmul_dtype(self.embeddings(ids_NT, types_NT, positions))
-        context = Context(context.dropout_keys, context.cache, self.mask(documents_NT, context))
+        context = self.block_context(ids_NT, context, documents_NT)
         return self.dropout(x_NTE, context), context
 
     def final_norm(self, x_NTE: Tensor) -> Tensor:

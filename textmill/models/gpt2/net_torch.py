@@ -105,7 +105,7 @@ class Net(BaseNet):
         """Token and position embeddings; positions start at 0 in every document."""
         positions = token_positions(ids_NT, context.cache, documents_NT)
         x_NTE = to_matmul_dtype(self.wte(ids_NT) + self.wpe(positions))
-        context = Context(context.dropout_keys, context.cache, self.mask(documents_NT, context))
+        context = self.block_context(ids_NT, context, documents_NT)
         return self.drop(x_NTE, context), context
 
     def final_norm(self, x_NTE: Tensor) -> Tensor:

@@ -197,13 +197,17 @@ class Net(BaseNet):
         super().use_fp8()
 
     def embed_inputs(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> tuple[Tensor, Context]:
-        """Token embeddings, and the rotary angles; positions start at 0 in every document."""
+        """Token embeddings, and what the blocks need."""
+        x_NTE = self.dropout(to_matmul_dtype(self.embed_tokens(ids_NT)), context)
+        return x_NTE, self.block_context(ids_NT, context, documents_NT)
+
+    def block_context(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> Context:
+        """The mask, the rotary angles and value embeddings; positions start at 0 in every document."""
         positions = token_positions(ids_NT, context.cache, documents_NT)
         angles = (positions[..., None].float() * self.frequencies_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
-        x_NTE = self.dropout(to_matmul_dtype(self.embed_tokens(ids_NT)), context)
         values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
         extra = Extra(angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, values)
-        return x_NTE, Context(context.dropout_keys, context.cache, self.mask(documents_NT, context), extra)
+        return Context(context.dropout_keys, context.cache, self.mask(documents_NT, context), extra)
 
     def final_norm(self, x_NTE: Tensor) -> Tensor:
         """The last RMSNorm."""
