@@ -53,9 +53,9 @@ def alone(layout: str) -> Measured:
 def launched(folder: Path, names: Iterable[str]) -> Path:
     """One launch for each number of processes; the second goes on from what the first saved."""
     for family, depth in sorted({(family_of(name), depth_of(name)) for name in names}):
-        prefix = ("" if family == "gpt2" else f"{family}-") + ("pipeline-3-" if depth == 3 else "")
+        prefix = ("" if family == "gpt2" else f"{family}-") + ("interleaved-" if depth == 4 else "")
         np.savez(folder / f"{prefix}one.state.npz", **measured_alone(family, depth)[2])
-    for world in (2, 3, 4):
+    for world in (2, 4, 8):
         if here := [name for name in names if processes_of(name) == world]:
             assert run_together([sys.executable, layout_process.__file__, str(folder), *here], world) == "ok"
     return folder
@@ -196,4 +196,4 @@ def test_replicate_defaults_to_the_remaining_processes() -> None:
     config = config_of({"shard": 2, "tensor": 2})
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, eos_id=0)
     assert mesh_of(config.engine, config.train, shape, 8) == Mesh(2, 2, 2, sequence=True)
-    assert max(map(processes_of, LAYOUTS)) == 4
+    assert max(map(processes_of, LAYOUTS)) == 8

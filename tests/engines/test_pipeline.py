@@ -33,11 +33,13 @@ from textmill.training.loop import TrainingStep
 STAGES = 3
 
 
-@given(st.integers(1, 100), st.integers(1, 100))
-def test_stages_share_the_blocks_in_order(layers: int, stages: int) -> None:
-    parts = [stage_blocks(layers, stages, stage) for stage in range(stages)]
-    assert [layer for part in parts for layer in part] == list(range(layers))
-    sizes = [len(part) for part in parts]
+@given(st.integers(1, 100), st.integers(1, 100), st.sampled_from(["1f1b", "interleaved"]))
+def test_stages_share_the_blocks_in_order(layers: int, stages: int, schedule: str) -> None:
+    mesh = Mesh(pipeline=stages, schedule=schedule)
+    stages_blocks = [stage_blocks(mesh, layers, stage) for stage in range(stages)]
+    chunks = [blocks[number] for number in range(mesh.chunks) for blocks in stages_blocks]
+    assert [layer for chunk in chunks for layer in chunk] == list(range(layers))
+    sizes = [len(chunk) for chunk in chunks]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
 
@@ -94,12 +96,11 @@ def test_every_weight_is_on_one_stage_and_a_tied_head_on_two(family: str, first:
         ({"pipeline": 2}, 2, {"train.multi_token": MultiTokenConfig(weight=0.5)}, "not work with train.multi_token"),
         ({"pipeline": 2}, 2, {"train.distil": DistilConfig(teachers=["./large"])}, r"does not work with train\.distil"),
         (
-            {"pipeline": 2, "replicate": 2, "tensor": 2},
-            8,
+            {"pipeline": 2, "schedule": "interleaved"},
+            2,
             {},
-            r"does not work with engine\.mesh\.replicate and engine\.mesh\.tensor together",
+            "2 stages of two chunks cannot share 2 blocks; set .*=1 or",
         ),
-        ({"pipeline": 2, "shard": 2, "keep_gathered": True}, 4, {}, r"does not work with engine\.mesh\.keep_gathered"),
         ({"pipeline": 2, "shard": 2}, 4, {"train.optimizer": "muon"}, r"train\.optimizer=muon and engine\.mesh\.shard"),
     ],
 )

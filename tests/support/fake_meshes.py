@@ -57,6 +57,9 @@ class Collectives(TorchDispatchMode):
             size = max(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
             kind = func._opname.strip("_").removesuffix("_base")
             ring = (group.size() - 1) / group.size() * (2 if kind == "allreduce" else 1)
+            ring = {"send": 1.0, "recv": 0.0}.get(kind, ring)
+            if kind == "recv":  # ones are the votes of other pipeline stages for fixed shapes
+                next(one for one in tensors if isinstance(one, torch.Tensor)).fill_(1)
             self.found.append(Collective(kind, group.size(), ring * size))
         return func(*args, **(kwargs or {}))
 
@@ -65,12 +68,14 @@ class Collectives(TorchDispatchMode):
         return sum(one.sent for one in self.found if (one.kind, one.ranks) == (kind, ranks))
 
 
-def config_of(mesh: dict[str, Any], world: int, family: str = "gpt2", **engine: Any) -> RunConfig:
+def config_of(mesh: dict[str, Any], world: int, family: str = "gpt2", layers: int = 2, **engine: Any) -> RunConfig:
     """A small net, with two micro-batches of two samples in a step of each rank."""
-    shape = ShapeConfig(layers=2, heads=8, width=64, positions=LENGTH, **({"kv_heads": 8} if family == "llama" else {}))
+    own = {"kv_heads": 8} if family == "llama" else {}
+    shape = ShapeConfig(layers=layers, heads=8, width=64, positions=LENGTH, **own)
+    data_ranks = world // (mesh.get("tensor", 1) * mesh.get("pipeline", 1))
     return RunConfig(
         model=ModelConfig(family=family, size="nano" if family == "gpt2" else "small", shape=shape),
-        train=TrainConfig(batch=PASSES * MICRO_BATCH * world // mesh.get("tensor", 1), length=LENGTH),
+        train=TrainConfig(batch=PASSES * MICRO_BATCH * data_ranks, length=LENGTH),
         engine=TorchEngine(device="cpu", precision="fp32", micro_batch=MICRO_BATCH, mesh=MeshConfig(**mesh), **engine),
     )
 

@@ -39,15 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bert-tensor-2": {"tensor": 2, "sequence_parallel": False},
     "bert-sequence-2": {"tensor": 2},
     "pipeline-2": {"pipeline": 2},
-    "llama-pipeline-2": {"pipeline": 2},
-    "bert-pipeline-2": {"pipeline": 2},
-    "pipeline-2-ddp-2": {"pipeline": 2, "replicate": 2},
-    "pipeline-2-shard-2": {"pipeline": 2, "shard": 2},
-    "pipeline-2-tensor-2": {"pipeline": 2, "tensor": 2, "sequence_parallel": False},
+    "llama-gpipe-2": {"pipeline": 2, "schedule": "gpipe"},
+    "bert-interleaved-2": {"pipeline": 2, "schedule": "interleaved"},
+    "interleaved-2-shard-2": {"pipeline": 2, "shard": 2, "schedule": "interleaved"},
     "llama-pipeline-2-sequence-2": {"pipeline": 2, "tensor": 2},
-    "bert-pipeline-2-sequence-2": {"pipeline": 2, "tensor": 2},
-    "pipeline-3": {"pipeline": 3},
-    "llama-pipeline-3": {"pipeline": 3},
+    "pipeline-2-ddp-2-sequence-2": {"pipeline": 2, "replicate": 2, "tensor": 2},
+    "llama-pipeline-2-shard-2-sequence-2": {"pipeline": 2, "shard": 2, "tensor": 2},
+    "bert-pipeline-2-ddp-2-shard-2": {"pipeline": 2, "replicate": 2, "shard": 2},
 }
 """Meshes by name; those that start with bert have masked batches with packed pairs, those that start with llama have
 grouped queries and norms of queries and keys, the others are for GPT-2."""
@@ -66,8 +64,8 @@ def family_of(name: str) -> str:
 
 
 def depth_of(name: str) -> int:
-    """Return the number of blocks in the net of a layout: two, but one for each stage of a pipeline of three."""
-    return 3 if "pipeline-3" in name else 2
+    """Return the number of blocks in the net of a layout: two, but one for each chunk of an interleaved pipeline."""
+    return 4 if "interleaved" in name else 2
 
 
 def config_of(mesh: dict[str, Any], family: str = "gpt2", layers: int = 2, **settings: Any) -> RunConfig:
@@ -84,7 +82,7 @@ def config_of(mesh: dict[str, Any], family: str = "gpt2", layers: int = 2, **set
     }
     replicas = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
     micro_batches = 4 if "pipeline" in mesh else 2
-    engine = TorchEngine(device="cpu", micro_batch=ROWS // replicas // micro_batches, mesh=MeshConfig(**mesh))
+    engine = TorchEngine(device="cpu", micro_batch=max(1, ROWS // replicas // micro_batches), mesh=MeshConfig(**mesh))
     model = ModelConfig(family=family, size="tiny" if family == "bert" else "nano", shape=shape)
     return RunConfig(model=model, train=TrainConfig(**train), engine=engine)
 

@@ -32,7 +32,7 @@ from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device
 from textmill.engines import Engine, open_engine
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator, is_compiled
-from textmill.engines.meshes import Mesh
+from textmill.engines.meshes import Mesh, stage_blocks, stages_of
 from textmill.engines.optimizers import state_sizes
 from textmill.engines.speed import RATES, Cluster, Layout, StepTime, cluster_of, step_time
 from textmill.errors import TextmillError
@@ -340,7 +340,7 @@ def _count(weights: Iterable[Weight]) -> int:
 def communication_of(
     engine: EngineConfig, trained: list[Weight], shape: Shape, estimate: Estimate, length: int
 ) -> dict[str, int]:
-    """Bytes that each device sends in a step, by kind of parallelism.
+    """Bytes that each device sends in a step, by kind of parallelism; of a pipeline, one of the first stage.
 
     A ring all-gather or reduce-scatter of B bytes on n devices sends (n - 1) / n x B, an all-reduce twice as much.
     """
@@ -349,6 +349,8 @@ def communication_of(
     passes = estimate.passes
     sent: dict[str, int] = {}
     zero = getattr(engine, "zero", None)
+    if mesh.pipeline > 1:
+        trained = [weight for weight in trained if 0 in stages_of(mesh, shape.layers, weight)]
     all_gradients = state.gradients * (mesh.shard if mesh.shard > 1 else 1)
     if zero is not None:
         all_gradients = 4 * _count(trained)
@@ -360,7 +362,8 @@ def communication_of(
                 2 * ring * all_gradients / mesh.local.every
             )
         else:
-            sent["data parallel: gradients"] = round(2 * ring * all_gradients / (mesh.shard if mesh.shard > 1 else 1))
+            sums = passes if mesh.pipeline > 1 and mesh.shard > 1 else 1
+            sent["data parallel: gradients"] = round(2 * ring * sums * all_gradients / mesh.shard)
         if gathers:
             sent["ZeRO-3: weights"] = round(gathers * passes * ring * estimate.itemsize * shape.parameters)
     if mesh.shard > 1:
@@ -372,20 +375,22 @@ def communication_of(
     tokens = passes * estimate.micro_batch * length
     if mesh.pipeline > 1:
         divided = mesh.tensor if mesh.sequence else 1
-        once = tokens * shape.width * estimate.itemsize // divided
-        # Forward to the next stage and backward to the one before: the first and the last send one of the two.
-        sent["pipeline: residual stream"] = (2 if mesh.pipeline > 2 else 1) * once
-        tied = (one for one in trained if one.by_token and len(one.shape) == 2 and one.depth and not one.looked_up)
+        # Each chunk sends forward to the next stage; each but the first one sends backward to the one before.
+        times = 2 * mesh.chunks - 1
+        sent["pipeline: residual stream"] = times * tokens * shape.width * estimate.itemsize // divided
+        tied = (weight for weight in trained if len(stages_of(mesh, shape.layers, weight)) > 1)
         if rows := sum(math.prod(weight.memory_shape) for weight in tied):
             sent["pipeline: tied head"] = 4 * rows // (mesh.tensor * mesh.shard)
     if mesh.tensor > 1:
         ring = (mesh.tensor - 1) / mesh.tensor
-        layers = -(-shape.layers // mesh.pipeline)
-        sums = 4 * layers + (2 * layers if engine.activation_checkpointing else 0) + 2
+        layers = sum(len(blocks) for blocks in stage_blocks(mesh, shape.layers, 0))
+        ends = 2 if mesh.pipeline == 1 else 1
+        sums = 4 * layers + (2 * layers if engine.activation_checkpointing else 0) + ends
         sent["tensor parallel: residual stream"] = round(2 * ring * sums * tokens * shape.width * estimate.itemsize)
         # The loss exchanges four numbers for each token; weights that are not divided get equal gradients.
-        shared = _count(weight for weight in trained if weight.split is None) / mesh.pipeline
-        sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (4 * tokens + shared / mesh.shard))
+        shared = _count(weight for weight in trained if weight.split is None)
+        loss = 4 * tokens if mesh.pipeline == 1 else 0
+        sent["tensor parallel: loss and norms"] = round(2 * ring * 4 * (loss + shared / mesh.shard))
     return sent
 
 

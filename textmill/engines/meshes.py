@@ -8,7 +8,7 @@ from textmill.config import TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
-from textmill.models import Shape, own_options
+from textmill.models import Shape, Weight, own_options
 
 PIPELINED = ("gpt2", "llama", "bert")
 """Families with pipeline parallelism: their nets can compute some blocks only (`BaseNet.block_context`)."""
@@ -36,6 +36,8 @@ class Mesh:
     """Whether FSDP keeps gathered weights from forward to backward."""
     pipeline: int = 1
     """Stages of the pipeline."""
+    schedule: str = "1f1b"
+    """The order of the pipeline's passes."""
     local: LocalSteps | None = None
     """Local SGD of the replicas; None: they sum their gradients in each step."""
 
@@ -43,6 +45,11 @@ class Mesh:
     def data_ranks(self) -> int:
         """Ranks, or tensor-parallel groups, that compute different samples."""
         return self.replicate * self.shard
+
+    @property
+    def chunks(self) -> int:
+        """Groups of consecutive blocks that a stage of the pipeline has."""
+        return 2 if self.schedule == "interleaved" else 1
 
     @property
     def ranks_per_sample(self) -> int:
@@ -93,7 +100,9 @@ def _build_mesh(config: MeshConfig, world: int) -> Mesh:
             f"start {fitting}, or set other axes"
         )
     sequence = config.sequence_parallel and config.tensor > 1
-    return Mesh(replicate, config.shard, config.tensor, sequence, config.keep_gathered, config.pipeline)
+    return Mesh(
+        replicate, config.shard, config.tensor, sequence, config.keep_gathered, config.pipeline, config.schedule
+    )
 
 
 def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None:
@@ -113,11 +122,28 @@ def check_local_sgd(engine: TorchEngine, train: TrainConfig, mesh: Mesh) -> None
         raise TextmillError("engine.sync_every: needs at least 2 replicas, found 1; start more processes, or remove it")
 
 
-def stage_blocks(layers: int, stages: int, stage: int) -> range:
-    """The blocks of a stage; the first stages have one more if they cannot all have as many."""
-    size, more = divmod(layers, stages)
-    start = stage * size + min(stage, more)
-    return range(start, start + size + (stage < more))
+def stage_blocks(mesh: Mesh, layers: int, stage: int) -> list[range]:
+    """The blocks of each chunk of a stage: of 8 blocks, the first of two stages has 0 to 3, or interleaved 0, 1, 4, 5.
+
+    The first chunks have one more if they cannot all have as many."""
+    size, more = divmod(layers, mesh.pipeline * mesh.chunks)
+    chunks = range(stage, mesh.pipeline * mesh.chunks, mesh.pipeline)
+    starts = [chunk * size + min(chunk, more) for chunk in chunks]
+    return [range(start, start + size + (chunk < more)) for chunk, start in zip(chunks, starts, strict=True)]
+
+
+def stages_of(mesh: Mesh, layers: int, weight: Weight) -> list[int]:
+    """The stages of the pipeline that have a weight, its owner first; the last one has a tied head too."""
+    last = mesh.pipeline - 1
+    if weight.depth == 0:
+        return [last]
+    layer = layers - weight.depth
+    if layer < 0:
+        is_head = weight.by_token and len(weight.shape) == 2 and not weight.looked_up
+        return [0, last] if is_head and last else [0]
+    return [
+        stage for stage in range(mesh.pipeline) if any(layer in blocks for blocks in stage_blocks(mesh, layers, stage))
+    ]
 
 
 def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: Mesh) -> None:
@@ -127,8 +153,6 @@ def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: 
     wrong = {
         f"model.family={shape.family}": shape.family not in PIPELINED,
         "a model without a head for tokens": not getattr(shape, "masked_head", True),
-        f"engine.mesh.{' and engine.mesh.'.join(others)} together": len(others) > 1,
-        "engine.mesh.keep_gathered": mesh.shard > 1 and mesh.keep_gathered,
         f"train.optimizer={train.optimizer}": is_own_file(train.optimizer),
         f"train.optimizer={train.optimizer} and engine.mesh.{others[0] if others else ''}": muon,
         f"train.loss={train.loss}": is_own_file(train.loss),
@@ -144,16 +168,17 @@ def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: 
     for setting, found in wrong.items():
         if found:
             raise TextmillError(f"engine.mesh.pipeline: does not work with {setting}; remove one of the two")
-    if mesh.pipeline > shape.layers:
+    if mesh.pipeline * mesh.chunks > shape.layers:
         raise TextmillError(
-            f"engine.mesh.pipeline: {mesh.pipeline} stages cannot share {shape.layers} blocks; "
-            f"set engine.mesh.pipeline={shape.layers} or less"
+            f"engine.mesh.pipeline: {mesh.pipeline} stages{' of two chunks' * (mesh.chunks - 1)} cannot share "
+            f"{shape.layers} blocks; set engine.mesh.pipeline={shape.layers // mesh.chunks} or less"
         )
     passes = train.batch // mesh.data_ranks
     passes //= engine.micro_batch if isinstance(engine.micro_batch, int) else 1
-    if passes < mesh.pipeline:
+    if passes < mesh.pipeline or (mesh.chunks > 1 and passes % mesh.pipeline):
+        wanted = "a multiple of as many" if mesh.chunks > 1 else "as many"
         raise TextmillError(
-            f"engine.mesh.pipeline: {mesh.pipeline} stages need as many micro-batches in a step, found {passes}; "
+            f"engine.mesh.pipeline: {mesh.pipeline} stages need {wanted} micro-batches in a step, found {passes}; "
             f"set a smaller engine.micro_batch, or train.batch={mesh.pipeline * mesh.data_ranks} or more"
         )
 

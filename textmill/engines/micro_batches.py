@@ -118,8 +118,8 @@ class MicroBatch(NamedTuple):
     """[N, T]: the token after each label, with `train.multi_token`."""
     multi_token_weights: Tensor | None = None
 
-    def hidden_states(self, net: BaseNet, compiled: CompiledParts | None, **stage: Tensor | None) -> Tensor:
-        """[N, T, E]: what the net computes for the heads; `stage` has `states_NTE` of an earlier pipeline stage."""
+    def hidden_states(self, net: BaseNet, compiled: CompiledParts | None, **stage: Any) -> Tensor:
+        """[N, T, E]: what the net computes for the heads; `stage` has `states_NTE` and `blocks` of a pipeline stage."""
         states: Tensor = net(
             self.inputs, self.keys, documents_NT=self.documents, compiled=compiled, types_NT=self.types, **stage
         )

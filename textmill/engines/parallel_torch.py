@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from textmill.engines.meshes import Mesh, stage_blocks
+from textmill.engines.meshes import Mesh, stage_blocks, stages_of
 from textmill.engines.tensor_parallel_torch import TensorParallel, all_gather, divide_net
 from textmill.models import Weight
 from textmill.models.base_torch import BaseNet
@@ -69,9 +69,9 @@ class Parallel:
         """Replace the modules of a net on the meta device by this rank's parts of them."""
         if self.tensor:
             divide_net(net, self.tensor)
+        self.layers = len(net.blocks)
         if self.mesh.pipeline > 1:
-            self.layers = len(net.blocks)
-            net.stage_blocks = stage_blocks(len(net.blocks), self.mesh.pipeline, self.stage)
+            net.stage_blocks = stage_blocks(self.mesh, self.layers, self.stage)
             net.absent = {
                 weight.parameter
                 for weight in weights_with_adapters(net.shape, net.lora)
@@ -87,8 +87,8 @@ class Parallel:
         assert self.axes is not None
         axes = self.axes["replicate", "shard"] if self.mesh.replicate > 1 else self.axes["shard"]
         absent = {net.get_parameter(name) for name in net.absent}
-        for layer in net.own_blocks:
-            fully_shard(net.blocks[layer], mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
+        for block in net.own_blocks:
+            fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
         fully_shard(net, mesh=axes, ignored_params=absent)
         self.sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
         # Token weights are those of the global batch, so gradients are summed, never averaged.
@@ -97,16 +97,8 @@ class Parallel:
             module.set_force_sum_reduction_for_comms(True)
 
     def stages_of(self, weight: Weight) -> list[int]:
-        """The stages that have a weight, its owner first; the last one has a tied head too."""
-        last = self.mesh.pipeline - 1
-        if weight.depth == 0:
-            return [last]
-        layer = self.layers - weight.depth
-        if layer < 0:
-            is_head = weight.by_token and len(weight.shape) == 2 and not weight.looked_up
-            return [0, last] if is_head and last else [0]
-        blocks = (stage_blocks(self.layers, self.mesh.pipeline, stage) for stage in range(self.mesh.pipeline))
-        return [stage for stage, own in enumerate(blocks) if layer in own]
+        """The stages that have a weight, its owner first."""
+        return stages_of(self.mesh, self.layers, weight)
 
     def is_owner(self, weight: Weight) -> bool:
         """Whether this stage counts a weight: a tied head is counted as the embedding."""

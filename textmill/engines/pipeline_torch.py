@@ -7,9 +7,10 @@ Of a GPT-2 with 12 blocks, four stages have
     stage 2   blocks 6 to 8
     stage 3   blocks 9 to 11, the last norm, the head; a tied head is a copy of the embedding
 
-The schedule is 1F1B of torch.distributed.pipelining: with four stages and m micro-batches a step takes as long as m + 3
-of them, and the first stage keeps the activations of four. Each stage has the whole net as modules; parameters of the
-other stages stay on the meta device, without memory (`BaseNet.absent`), and `owner` has the values for a checkpoint.
+Interleaved, each stage has two chunks of blocks: the first of two stages has blocks 0 to 2 and 6 to 8. The schedules
+are those of torch.distributed.pipelining: with s stages and m micro-batches, 1F1B and GPipe take as long as m + s - 1
+micro-batches on one stage, interleaved as m + (s - 1) / 2. Each stage has the whole net as modules; parameters of other
+stages stay on the meta device, without memory (`BaseNet.absent`).
 
 Shapes in names: N samples, T tokens, E width.
 """
@@ -39,52 +40,64 @@ class Pipeline:
         self.device = device
         self.precision = precision
         self.stage = parallel.stage
-        self.count = parallel.mesh.pipeline
+        self.mesh = parallel.mesh
         self.group = parallel.group("pipeline")
-        self._schedules: dict[tuple[int, ...], tuple[Any, StageModule]] = {}
+        self.chunks = [Chunk(net, device, precision, blocks) for blocks in net.stage_blocks or []]
+        self._schedules: dict[tuple[int, ...], Any] = {}
         """By what the micro-batches of a step look like: torch's schedules have fixed shapes."""
 
     def train(
         self, micro_batches: list[MicroBatch], loss_of: Callable[[HeadStates | LabelStates], tuple[Tensor, Tensor]]
     ) -> Tensor | None:
         """Forward and backward of all micro-batches; the sum of what `loss_of` reports, on the last stage only."""
-        schedule, module = self._schedule_of(micro_batches)
-        module.micro_batches = micro_batches
-        module.loss_of = loss_of
-        module.reported = []
+        last = self.chunks[-1]
+        last.reported = []
+        last.loss_of = loss_of
+        for chunk in self.chunks:
+            chunk.micro_batches = micro_batches
         numbers = torch.arange(len(micro_batches))
         with attention_order(self.device):
-            schedule.step(
-                *([numbers] if self.net.has_embedding else []),
+            self._schedule_of(micro_batches).step(
+                *([numbers] if self.chunks[0].has_embedding else []),
                 number=numbers,
-                target=numbers if self.net.has_head else None,
+                target=numbers if last.has_head else None,
                 return_outputs=False,
             )
-        module.micro_batches = []
-        return torch.stack(module.reported).sum(0) if module.reported else None
+        return torch.stack(last.reported).sum(0) if last.reported else None
 
-    def _schedule_of(self, micro_batches: list[MicroBatch]) -> tuple[Any, StageModule]:
-        """The schedule for micro-batches of this number and size, and its module."""
+    def _schedule_of(self, micro_batches: list[MicroBatch]) -> Any:
+        """The schedule for micro-batches of this number and size."""
         # Imported here: it takes a second, which runs without a pipeline need not wait for.
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        from torch.distributed import pipelining
 
         samples, tokens = micro_batches[0].inputs.shape
         key = len(micro_batches), samples, tokens
         if key not in self._schedules:
-            module = StageModule(self.net, self.device, self.precision)
             states_NTE = self._empty_states(samples, tokens, "meta").requires_grad_()
-            stage = PipelineStage(
-                module,
-                self.stage,
-                self.count,
-                self.device,
-                input_args=(torch.zeros(1, dtype=torch.int64),) if self.net.has_embedding else (states_NTE,),
-                output_args=(states_NTE,),
-                group=self.group,
-            )
+            stages: list[Any] = [
+                pipelining.PipelineStage(
+                    chunk,
+                    self.stage + number * self.mesh.pipeline,
+                    len(self.chunks) * self.mesh.pipeline,
+                    self.device,
+                    input_args=(torch.zeros(1, dtype=torch.int64),) if chunk.has_embedding else (states_NTE,),
+                    output_args=(states_NTE,),
+                    group=self.group,
+                )
+                for number, chunk in enumerate(self.chunks)
+            ]
             # Token weights are those of the global batch, so gradients are summed, never averaged.
-            schedule = Schedule1F1B(stage, len(micro_batches), loss_fn=module.loss, scale_grads=False)
-            self._schedules[key] = schedule, module
+            settings: dict[str, Any] = {
+                "n_microbatches": len(micro_batches),
+                "loss_fn": self.chunks[-1].loss,
+                "scale_grads": False,
+            }
+            if self.mesh.schedule == "interleaved":
+                schedule: Any = pipelining.ScheduleInterleaved1F1B(stages, **settings)
+            else:
+                kind = pipelining.ScheduleGPipe if self.mesh.schedule == "gpipe" else pipelining.Schedule1F1B
+                schedule = kind(stages[0], **settings)
+            self._schedules[key] = schedule
         return self._schedules[key]
 
     def _empty_states(self, samples: int, tokens: int, device: torch.device | str) -> Tensor:
@@ -98,31 +111,29 @@ class Pipeline:
         """The sums of all micro-batches, as if each stage had counted them: all on the last one, zeros elsewhere."""
         sums = []
         for micro_batch in micro_batches:
-            states_NTE = None
-            if not self.net.has_embedding:
-                samples, tokens = micro_batch.inputs.shape
+            samples, tokens = micro_batch.inputs.shape
+            none = torch.zeros((), device=self.device)
+            found = [none] * (2 if micro_batch.pair_positions is None else 4)
+            for chunk in self.chunks:
+                chunk.micro_batches = [micro_batch]
                 states_NTE = self._empty_states(samples, tokens, self.device)
-                dist.recv(states_NTE, self._rank_of(self.stage - 1), group=self.group)
-            with autocast(self.device, self.precision):
-                states_NTE = micro_batch.hidden_states(self.net, None, states_NTE=states_NTE)
-                heads = None
-                if self.net.has_head:
-                    heads = forward_heads(self.net, micro_batch, self.precision, states=states_NTE)
-            if heads:
-                sums.append(heads.sums(self.parallel.tensor))
-            else:
-                dist.send(states_NTE.to(self.precision), self._rank_of(self.stage + 1), group=self.group)
-                none = torch.zeros((), device=self.device)
-                sums.append([none] * (2 if micro_batch.pair_positions is None else 4))
-        return [self.count * value for value in join_sums(sums)]
+                if not chunk.has_embedding:
+                    dist.recv(states_NTE, self._rank_of(self.stage - 1), group=self.group)
+                states_NTE = chunk(states_NTE, torch.tensor(0))
+                if chunk.has_head:
+                    found = chunk.heads(states_NTE, 0).sums(self.parallel.tensor)
+                else:
+                    dist.send(states_NTE, self._rank_of(self.stage + 1), group=self.group)
+            sums.append(found)
+        return [self.mesh.pipeline * value for value in join_sums(sums)]
 
     def _rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self.group, stage)
+        return dist.get_global_rank(self.group, stage % self.mesh.pipeline)
 
     def join_tied_gradient(self, gradient: Tensor) -> None:
         """Add the gradient that the other end of the pipeline has for a tied head; equal bits on both."""
         other = torch.empty_like(gradient)
-        other_rank = self._rank_of(self.count - 1 - self.stage)
+        other_rank = self._rank_of(-1 - self.stage)
         operations = [
             dist.P2POp(dist.isend, gradient.contiguous(), other_rank, self.group),
             dist.P2POp(dist.irecv, other, other_rank, self.group),
@@ -132,29 +143,36 @@ class Pipeline:
         gradient.add_(other)
 
 
-class StageModule(nn.Module):
-    """The blocks of a stage as the module that torch's schedules call with the number of a micro-batch."""
+class Chunk(nn.Module):
+    """Consecutive blocks of a stage as the module that torch's schedules call with the number of a micro-batch."""
 
-    def __init__(self, net: BaseNet, device: torch.device, precision: torch.dtype) -> None:
+    def __init__(self, net: BaseNet, device: torch.device, precision: torch.dtype, blocks: range) -> None:
         super().__init__()
         self.net = net
         self.device = device
         self.precision = precision
+        self.blocks = blocks
+        self.has_embedding = blocks.start == 0
+        self.has_head = net.ends_with(blocks)
         self.micro_batches: list[MicroBatch] = []
         self.loss_of: Callable[[HeadStates | LabelStates], tuple[Tensor, Tensor]]
         self.reported: list[Tensor] = []
 
     def forward(self, states_NTE: Tensor, number: Tensor) -> Tensor:
-        """From the stage before to the next one; the first stage gets the number a second time instead of states."""
-        before = {} if self.net.has_embedding else {"states_NTE": states_NTE}
+        """From the chunk before to the next one; the first one embeds the ids of the micro-batch instead."""
+        before = None if self.has_embedding else states_NTE
         with autocast(self.device, self.precision):
-            states_NTE = self.micro_batches[int(number)].hidden_states(self.net, None, **before)
-        return states_NTE if self.net.has_head else states_NTE.to(self.precision)
+            micro_batch = self.micro_batches[int(number)]
+            states_NTE = micro_batch.hidden_states(self.net, None, states_NTE=before, blocks=self.blocks)
+        return states_NTE if self.has_head else states_NTE.to(self.precision)
+
+    def heads(self, states_NTE: Tensor, number: int) -> HeadStates | LabelStates:
+        """The heads of a micro-batch after the last block."""
+        with autocast(self.device, self.precision):
+            return forward_heads(self.net, self.micro_batches[number], self.precision, states=states_NTE)
 
     def loss(self, states_NTE: Tensor, number: Tensor) -> Tensor:
-        """The loss of a micro-batch, on the last stage."""
-        with autocast(self.device, self.precision):
-            heads = forward_heads(self.net, self.micro_batches[int(number)], self.precision, states=states_NTE)
-        loss, report = self.loss_of(heads)
+        """The loss of a micro-batch after the last block."""
+        loss, report = self.loss_of(self.heads(states_NTE, int(number)))
         self.reported.append(report)
         return loss

@@ -167,7 +167,12 @@ def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
             dropping.tokens_part = tensor.rank if tensor.sequence else 0
         if hasattr(dropping, "heads_part"):
             dropping.heads_part = tensor.rank
-    net.register_forward_hook(lambda _net, _inputs, x_NTE: tensor.to_parallel_region(x_NTE) if net.has_head else x_NTE)
+    net.register_forward_hook(
+        lambda _net, _inputs, settings, x_NTE: (
+            tensor.to_parallel_region(x_NTE) if net.ends_with(settings.get("blocks")) else x_NTE
+        ),
+        with_kwargs=True,
+    )
 
 
 def _replace_modules(net: BaseNet, tensor: TensorParallel) -> list[nn.Module]:

@@ -109,8 +109,8 @@ class BaseNet(nn.Module):
         """The settings of its LoRA adapters, if it has any."""
         self.fp8 = False
         """True if training computes some matmuls in fp8."""
-        self.stage_blocks: range | None = None
-        """Pipeline parallelism: the blocks that this process has; None: all."""
+        self.stage_blocks: list[range] | None = None
+        """Pipeline parallelism: the blocks of each chunk that this process has; None: all."""
         self.absent: set[str] = set()
         """Pipeline parallelism: parameters that only other processes have; here they are on the meta device."""
 
@@ -159,19 +159,14 @@ class BaseNet(nn.Module):
         return self.shape.heads, self.shape.width // self.shape.heads
 
     @property
-    def own_blocks(self) -> range:
+    def own_blocks(self) -> list[nn.Module]:
         """The blocks that this process computes."""
-        return range(len(self.blocks)) if self.stage_blocks is None else self.stage_blocks
+        chunks = [range(len(self.blocks))] if self.stage_blocks is None else self.stage_blocks
+        return [self.blocks[layer] for chunk in chunks for layer in chunk]
 
-    @property
-    def has_embedding(self) -> bool:
-        """Whether this process has the first block, and the embeddings before it."""
-        return self.own_blocks.start == 0
-
-    @property
-    def has_head(self) -> bool:
-        """Whether this process has the last block, and the head after it."""
-        return self.own_blocks.stop == len(self.blocks)
+    def ends_with(self, blocks: range | None) -> bool:
+        """Whether a pass over these blocks, or over all, ends with the last one, and with the norm after it."""
+        return blocks is None or blocks.stop == len(self.blocks)
 
     def take_auxiliary_loss(self) -> Tensor:
         """The sum of what the blocks add to the loss of the last pass."""
@@ -246,12 +241,14 @@ class BaseNet(nn.Module):
         compiled: CompiledParts | None = None,
         types_NT: Tensor | None = None,
         states_NTE: Tensor | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
         """Hidden states of every token, in the precision of the matmuls.
 
         `dropout_keys` turn dropout on; `cache` has the keys and values of earlier tokens; with `documents_NT`,
-        attention stays inside documents; `types_NT` are segments, for families that have them. `states_NTE`: the
-        residual stream of an earlier pipeline stage; a stage without the head returns that of its last block.
+        attention stays inside documents; `types_NT` are segments, for families that have them. In a pipeline, only
+        `blocks` run, on `states_NTE`, the residual stream before them; unless the last one is among them, the result is
+        the residual stream after them.
         """
         types = () if types_NT is None else (types_NT,)
         inputs = ids_NT, Context(dropout_keys, cache), documents_NT, *types
@@ -260,7 +257,7 @@ class BaseNet(nn.Module):
             context = self.block_context(*inputs[:3])
         else:
             x_NTE, context = compiled.embed_inputs(self, *inputs) if compiled else self.embed_inputs(*inputs)
-        own = self.own_blocks
+        own = range(len(self.blocks)) if blocks is None else blocks
         if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
             for start in range(own.start, own.stop, self.activation_checkpointing):
                 # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
@@ -276,7 +273,7 @@ class BaseNet(nn.Module):
                 )
         else:
             x_NTE = self._run_blocks(own.start, own.stop, x_NTE, context, compiled)
-        if not self.has_head:
+        if not self.ends_with(blocks):
             return x_NTE
         out: Tensor = compiled.final_norm(self, x_NTE) if compiled else self.final_norm(x_NTE)
         return out

@@ -124,7 +124,8 @@ def build_plan(config: RunConfig) -> VerificationPlan:
     precisions = _precisions(engine)
     data_ranks = sizes["replicate"] * sizes["shard"]
     steps = _accumulation_steps(engine, config.train.batch // data_ranks)
-    rank_batch = max(steps, sizes["pipeline"]) * MICRO_BATCH
+    stages = sizes["pipeline"]
+    rank_batch = math.ceil(steps / stages) * stages * MICRO_BATCH
     single, parallel = [], []
     for precision in precisions:
         small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
@@ -189,7 +190,10 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     # Given weights may be of another family than the config names.
     name = config.model.family if is_own_file(config.model.family) else full.family
     family = open_family(name)
-    shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
+    small_shape = family.small_shape(full, tensor)
+    if getattr(getattr(config.engine, "mesh", None), "schedule", None) == "interleaved":
+        small_shape["layers"] = 2 * LAYERS
+    shape = ShapeConfig(**small_shape, positions=LENGTH)
     model = config.model.model_copy(update={"family": name, "shape": shape, "init_from": None, "init_layers": []})
     small = family.weights_of(family.shape_of(model, vocab=VOCAB, eos_id=0))
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]

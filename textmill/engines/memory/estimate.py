@@ -21,6 +21,7 @@ from textmill.engines.memory.parts import (
     deepspeed_micro_batch,
     largest_on_cpu,
     largest_on_gpu,
+    passes_kept,
     rank_samples,
     sample_activations,
 )
@@ -72,7 +73,10 @@ class Estimator:
         self._states: dict[Any, State] = {}
 
     def estimate(self, engine: EngineConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
-        """The estimate on so many devices. `exact=False` counts two small nets instead of the entire one."""
+        """The estimate on so many devices; of a pipeline, on the first stage, with the logits of the last.
+
+        `exact=False` counts two small nets instead of the entire one.
+        """
         mesh = mesh_for(engine, self.train, self.shape, world)
         check_pipeline_device(mesh, on_cpu=not device.on_gpu)
         name = device.precision if engine.precision == "auto" else engine.precision
@@ -83,8 +87,9 @@ class Estimator:
         micro = self._micro_batch(engine, mesh, device, state, sample)
         rows = -(-self.shape.padded_vocab // mesh.tensor)
         logits = _logits_bytes(micro * self.length, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
-        memory = Memory(state.weights, state.gradients, state.optimizer, state.buffers, round(micro * sample), logits)
         passes = -(-self.train.batch // (mesh.data_ranks * micro))
+        activations = round(micro * sample * passes_kept(mesh, passes))
+        memory = Memory(state.weights, state.gradients, state.optimizer, state.buffers, activations, logits)
         return Estimate(memory, state.host, micro, passes, mesh, itemsize, name, state, engine.kind)
 
     def _state(self, engine: EngineConfig, mesh: Mesh, itemsize: int, exact: bool) -> State:

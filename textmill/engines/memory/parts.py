@@ -103,6 +103,15 @@ def sample_activations(
     return groups * group_input + min(activation_checkpointing, shape.layers) * block
 
 
+def passes_kept(mesh: Mesh, passes: int) -> float:
+    """How often the first stage of a pipeline has the activations of a micro-batch in the whole net: once with 1F1B,
+    which keeps those of as many micro-batches as there are stages."""
+    if mesh.pipeline == 1:
+        return 1.0
+    kept = {"gpipe": passes, "1f1b": mesh.pipeline, "interleaved": (3 * mesh.pipeline - 1) / 2}[mesh.schedule]
+    return min(kept, passes) / mesh.pipeline
+
+
 MICRO_BATCHES_PER_STAGE = 4
 """With so many micro-batches for each stage of a pipeline, a stage waits at most a fifth of the time."""
 
@@ -113,7 +122,9 @@ def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:
     samples = (math.gcd(*train.sizes) if compiled or mesh.pipeline > 1 else train.batch) // mesh.data_ranks
     if mesh.pipeline == 1:
         return samples
-    return math.gcd(samples, max(1, samples // (MICRO_BATCHES_PER_STAGE * mesh.pipeline)))
+    # Interleaved, the micro-batches are a multiple of the stages.
+    divided = samples // mesh.pipeline if mesh.chunks > 1 else samples
+    return math.gcd(divided, max(1, samples // (MICRO_BATCHES_PER_STAGE * mesh.pipeline)))
 
 
 def largest_on_cpu(samples: int, shape: Shape, length: int) -> int:

@@ -62,7 +62,7 @@ def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
         if parallel.mesh.local:
             return min(gradients, BUCKET_BYTES)
         return gradients if parallel.mesh.replicate > 1 else 0
-    blocks = [_full_bytes(net.blocks[layer]) for layer in net.own_blocks]
+    blocks = [_full_bytes(block) for block in net.own_blocks]
     here = sum(_bytes(parameter) for name, parameter in net.named_parameters() if name not in net.absent)
     rest = here - sum(blocks)
     # The block that computes, the next one that is gathered meanwhile, and the gradients of one block.
