@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from bench.kill_train import prepare_tokens
 from tests.support.preloaded import PreloadedPopen
+from textmill.tokens.vocabulary.encoders import NamedText, hard_texts
 
 pytest_plugins = ["tests.support.report"]
 
@@ -124,6 +125,17 @@ def no_readers() -> Iterator[None]:
     does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("textmill.conversion.readers.check_with_reader", lambda *_: [])
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_hard_texts() -> Iterator[None]:
+    """Every tokenize and export compares two tokenizers on the beginnings of the hard texts, whose 100,000 characters
+    take longer than all else they do here; tests/tokens/test_encoders.py has the whole texts."""
+    texts = [NamedText(one.name, one.text[:300]) for one in hard_texts()]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("tokens.vocabulary.encoders", "conversion.compare"):
+            patch.setattr(f"textmill.{module}.hard_texts", lambda: iter(texts))
         yield
 
 

@@ -56,10 +56,7 @@ def plain_jaccard(one: set[Any], other: set[Any]) -> float:
     return len(one & other) / len(one | other)
 
 
-@pytest.mark.parametrize("unit", ["characters", "words"])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 12])
-@given(texts=st.lists(TEXT, min_size=1, max_size=6))
-@settings(max_examples=40)
+@given(st.sampled_from(["characters", "words"]), st.integers(1, 12), st.lists(TEXT, min_size=1, max_size=6))
 def test_shingles_against_their_definition(unit: Any, n: int, texts: list[str]) -> None:
     """The same number of distinct and of shared shingles as plain sets; a text without letters is one empty shingle."""
     texts = [text for text in texts if not text.isspace()] or ["x"]

@@ -114,10 +114,10 @@ def test_the_command_names_evaluation_data_without_a_train_split(
     assert "test.jsonl is named after" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["saved", "files", "store", "features", "hub", "mongo", "folder", "archive"])
-@pytest.mark.long_with("mongo", "folder", "archive")
-def test_no_evaluation_row_in_the_batches_of_2000_steps(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["files", "store", "features", "mongo"])
+@pytest.mark.long_with("mongo")
+def test_no_evaluation_row_in_the_batches_of_many_epochs(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every row of an evaluation split has a marked word; no batch of training has it, and their own splits do."""
     mark = "QQQQ"
@@ -125,17 +125,8 @@ def test_no_evaluation_row_in_the_batches_of_2000_steps(
     sources = [str(folder)]
     marks = {name: "" if name == "train" else mark for name in NAMES}
     rows = {name: [f"the mill {marks[name]} {number} {name}" for number in range(ROWS)] for name in NAMES}
-    tables = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in rows.items()}
     servers = ExitStack()
-    if kind == "saved":
-        for name, table in tables.items():
-            table.save_to_disk(folder / name)
-    elif kind == "hub":
-        datasets.DatasetDict(tables).save_to_disk(folder)
-        saved = datasets.load_from_disk(folder)
-        monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: saved[split] if split else saved)
-        sources = ["hf:wikitext:raw"]
-    elif kind == "mongo":
+    if kind == "mongo":
         mongo = servers.enter_context(open_database(tmp_path / "mongo"))
         for name, texts in rows.items():
             mongo.fill(name, texts)
@@ -145,11 +136,8 @@ def test_no_evaluation_row_in_the_batches_of_2000_steps(
     else:
         for name, texts in rows.items():
             lines = [json.dumps({"text": text}) for text in texts]
-            path = folder / (f"{name}/part-0.jsonl" if kind == "folder" else f"news.{name}.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n")
-    if kind == "archive":
-        sources = [shutil.make_archive(str(tmp_path / "news"), "zip", folder)]
+            folder.mkdir(exist_ok=True)
+            (folder / f"news.{name}.jsonl").write_text("\n".join(lines) + "\n")
     settings: dict[str, Any] = {"layout": "features", "length": 16} if kind == "features" else {"length": 16}
     features = {"max_length": 16, "min_length": 1, "stride": 8}
     tree = {
@@ -175,7 +163,7 @@ def test_no_evaluation_row_in_the_batches_of_2000_steps(
         (store,) = splits.stores(split)
         assert splits.tokenizer.decode(store.ids.tolist()).count(mark) == ROWS
     batches = open_batches(config.train, splits, length=16, folder=None)
-    seen = np.concatenate([batches.batch_at(step).inputs for step in range(2000)])
+    seen = np.concatenate([batches.batch_at(step).inputs for step in range(300)])
     texts = splits.tokenizer.decode(np.unique(seen, axis=0).ravel().tolist())
     assert "the mill" in texts
     assert mark not in texts

@@ -103,7 +103,7 @@ CHECKED = {**COMPRESS, "zst": zstandard.ZstdCompressor(write_checksum=True).comp
 
 
 @pytest.mark.parametrize("kind", list(CHECKED))
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.9])
 def test_nothing_is_kept_of_what_a_checksum_shows_to_be_damaged(tmp_path: Path, kind: str, share: float) -> None:
     """Two files in one: the first is intact, and one bit of the second is flipped."""
     folder = tmp_path / "texts"
@@ -168,13 +168,13 @@ def test_memory_is_constant(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     path.write_bytes(
         COMPRESS[kind](
-            b"".join(b'{"text": "%d ' % number + os.urandom(500).hex().encode() + b'"}\n' for number in range(10_000))
+            b"".join(b'{"text": "%d ' % number + os.urandom(2500).hex().encode() + b'"}\n' for number in range(2000))
         )
     )
     (chunk,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_records(chunk, CorpusConfig())) == 10_000
+        assert sum(1 for _ in read_records(chunk, CorpusConfig())) == 2000
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
