@@ -101,7 +101,6 @@ def test_every_weight_is_on_one_stage_and_a_tied_head_on_two(family: str, first:
             {},
             "2 stages of two chunks cannot share 2 blocks; set .*=1 or",
         ),
-        ({"pipeline": 2, "shard": 2}, 4, {"train.optimizer": "muon"}, r"train\.optimizer=muon and engine\.mesh\.shard"),
     ],
 )
 def test_what_a_pipeline_does_not_work_with_is_refused(

@@ -163,11 +163,7 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
 
 
 def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
-    """Train with Muon, and repeat the last steps with an engine that resumes before them; nothing where it is
-    refused."""
-    mesh = config.engine.mesh
-    if mesh.pipeline > 1 and mesh.shard * mesh.tensor > 1:
-        return []
+    """Train with Muon, and repeat the last steps with an engine that resumes before them."""
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"optimizer": "muon", "muon": MuonConfig(momentum=0.8)})}
     )

@@ -148,13 +148,10 @@ def stages_of(mesh: Mesh, layers: int, weight: Weight) -> list[int]:
 
 def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: Mesh) -> None:
     """Refuse what pipeline parallelism does not work with, or was not tested with."""
-    muon = train.optimizer != "adamw" and mesh.shard * mesh.tensor > 1
-    others = [axis for axis in ("replicate", "shard", "tensor") if getattr(mesh, axis) > 1]
     wrong = {
         f"model.family={shape.family}": shape.family not in PIPELINED,
         "a model without a head for tokens": not getattr(shape, "masked_head", True),
         f"train.optimizer={train.optimizer}": is_own_file(train.optimizer),
-        f"train.optimizer={train.optimizer} and engine.mesh.{others[0] if others else ''}": muon,
         f"train.loss={train.loss}": is_own_file(train.loss),
         "train.multi_token": train.multi_token.weight > 0,
         "train.batch_rampup": bool(train.batch_rampup),

@@ -65,6 +65,20 @@ class Parallel:
         assert self.axes is not None
         return self.axes.get_group(axis)
 
+    @property
+    def stage_ranks(self) -> range:
+        """The ranks of this pipeline stage; all ranks without a pipeline."""
+        count = self.mesh.world // self.mesh.pipeline
+        return range(self.stage * count, (self.stage + 1) * count)
+
+    def open_stage_group(self) -> Any:
+        """A group of `stage_ranks`; all ranks call it together."""
+        if self.mesh.pipeline == 1:
+            return dist.group.WORLD
+        count = len(self.stage_ranks)
+        groups = [dist.new_group(range(first, first + count)) for first in range(0, self.mesh.world, count)]
+        return groups[self.stage]
+
     def shard_net(self, net: BaseNet) -> None:
         """Replace the modules of a net on the meta device by this rank's parts of them."""
         if self.tensor:
@@ -189,15 +203,15 @@ class Parallel:
     def gather(self, weight: Weight, parameter: nn.Parameter, local_part: Tensor) -> Tensor:
         """The full tensor from this rank's part and those of the others; all ranks call it together."""
         if self.mesh.pipeline == 1:
-            return self._gather_on_stage(weight, parameter, local_part)
+            return self.gather_on_stage(weight, parameter, local_part)
         owner = self.stages_of(weight)[0]
         if owner == self.stage:
-            full = self._gather_on_stage(weight, parameter, local_part)[: weight.outputs]
+            full = self.gather_on_stage(weight, parameter, local_part)[: weight.outputs]
         else:
             full = torch.empty(weight.memory_shape, device=self.device)
         return self.broadcast("pipeline", owner, full)
 
-    def _gather_on_stage(self, weight: Weight, parameter: nn.Parameter, local_part: Tensor) -> Tensor:
+    def gather_on_stage(self, weight: Weight, parameter: nn.Parameter, local_part: Tensor) -> Tensor:
         """The full tensor on the ranks of a pipeline stage."""
         tensor = local_part
         if self.sharded:

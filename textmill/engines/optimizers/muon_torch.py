@@ -58,8 +58,9 @@ def state_bytes(members: list[Member], parallel: Parallel) -> int:
     """The momenta; on a mesh, a rank has the momentum and the last change of some matrices in full."""
     if _is_whole(parallel):
         return sum(parallel.local(parameter).nbytes for _, parameter, _ in members)
-    world = parallel.mesh.data_ranks * parallel.mesh.tensor
-    return sum(2 * 4 * math.prod(weight.memory_shape) for weight, _, _ in members[parallel.rank :: world])
+    ranks = parallel.stage_ranks
+    own = members[parallel.rank - ranks.start :: len(ranks)]
+    return sum(2 * 4 * math.prod(weight.memory_shape) for weight, _, _ in own)
 
 
 def new_optimizer(
@@ -272,7 +273,7 @@ def _polynomial(gram_BRR: Tensor, linear: float, cubic: float, quintic: float) -
 
 
 class ShardedMuon:
-    """Muon over matrices that are assigned to ranks round-robin."""
+    """Muon over matrices that are assigned to the ranks of a pipeline stage, or to all, round-robin."""
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ class ShardedMuon:
         self.matrices = matrices
         self.full_parameters = full_parameters
         self.parallel = parallel
-        self.world = dist.get_world_size()
+        self.group = parallel.open_stage_group()
         self.changes: dict[int, nn.Parameter] = {}
         """The full change of each matrix that this rank owns, by the matrix's number."""
         members = []
@@ -299,7 +300,7 @@ class ShardedMuon:
         self.muon = Muon(members, momentum, compiled=compiled)
 
     def _owner(self, number: int) -> int:
-        return number % self.world
+        return self.parallel.stage_ranks[number % len(self.parallel.stage_ranks)]
 
     @torch.no_grad()
     def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
@@ -320,7 +321,7 @@ class ShardedMuon:
         """Gather the full gradient of every matrix; only its owner keeps it."""
         for number, matrix in enumerate(self.matrices):
             assert matrix.parameter.grad is not None
-            full_gradient = self.parallel.gather(
+            full_gradient = self.parallel.gather_on_stage(
                 matrix.weight, self.full_parameters[matrix.parameter], matrix.parameter.grad
             )
             if number in self.changes:
@@ -333,7 +334,7 @@ class ShardedMuon:
             values = matrix.parameter.new_empty(matrix.weight.memory_shape)
         else:
             values = full.detach().contiguous()
-        dist.broadcast(values, self._owner(number))
+        dist.broadcast(values, self._owner(number), group=self.group)
         return values
 
     def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
@@ -350,6 +351,8 @@ class ShardedMuon:
         """Set the momentum of a parameter from each rank's part of it."""
         for number, matrix in enumerate(self.matrices):
             if matrix.parameter is parameter:
-                full = self.parallel.gather(matrix.weight, self.full_parameters[parameter], values.to(parameter.device))
+                full = self.parallel.gather_on_stage(
+                    matrix.weight, self.full_parameters[parameter], values.to(parameter.device)
+                )
                 if number in self.changes:
                     self.muon.load_state(name, self.changes[number], full)
