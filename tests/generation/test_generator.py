@@ -30,8 +30,7 @@ GREEDY = SampleConfig(temperature=0, max_tokens=64)
 ParrotOf = Callable[[str], Generator]
 
 
-@pytest.mark.parametrize("prompt", ["The mill", "물레방아는", "", "a"])
-@pytest.mark.parametrize("penalty", [1.0, 1.4])
+@pytest.mark.parametrize(("prompt", "penalty"), [("The mill", 1.0), ("물레방아는", 1.4), ("", 1.4), ("a", 1.0)])
 def test_greedy_continuation_equals_transformers(
     generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float
 ) -> None:

@@ -58,14 +58,13 @@ def run(generator: Generator, requests: list[Request], slots: int) -> list[tuple
     return [(text, ends[index]) for index, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize(("family", "slots"), [("gpt2", 4), ("llama", 1)])
 def test_texts_are_the_same_with_and_without(
     checkpoint: Checkpoint, llama_checkpoint: Checkpoint, engine: TorchEngine, family: str, slots: int
 ) -> None:
     """Texts that slide, share a prompt, and join while others run; in fp32 a text does not depend on its batch."""
     generator = open_generator(checkpoint if family == "gpt2" else llama_checkpoint, engine)
-    requests = new_requests(generator.tokenizer, 40, slots)
+    requests = new_requests(generator.tokenizer, 20, slots)
     requests[7:9] = [requests[6]] * 2
     wanted = run(generator, requests, slots)
     generator.keep_texts(slots)
@@ -74,7 +73,7 @@ def test_texts_are_the_same_with_and_without(
         assert [(text, end.reason, end.tokens) for text, end in found] == [
             (text, end.reason, end.tokens) for text, end in wanted
         ]
-    assert sum(end.reused for _, end in found) > 200
+    assert sum(end.reused for _, end in found) > 100
     assert all(end.reused < len(request.ids) for request, (_, end) in zip(requests, found, strict=True))
     assert all(end.reused == 0 for _, end in wanted)
     assert generator.prefixes is not None

@@ -97,7 +97,7 @@ def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
             frequency_penalty=dice.choice([0.0, 0.2]),
             slide_context=dice.random() < 0.5,
         ).model_copy(update={"stop": dice.choice([[], ["e"], ["물", "th"]])})
-        for number in range(24)
+        for number in range(14)
     ]
     chosen = [dice.choice(prompts) for _ in samples]
     scheduler = Scheduler(generator, slots=7, queue=100)
@@ -112,7 +112,7 @@ def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
     assert {done.reason for done in ends} == {"stop", "length"}
     new = [sum(isinstance(event, Token) for event in reader.seen) for reader in readers]
     assert new == [done.tokens for done in ends]
-    assert len(set(new)) > 8
+    assert len(set(new)) > 6
     assert tokenizer.vocab == scheduler.vocab
 
 
@@ -337,10 +337,10 @@ def test_close_of_an_idle_scheduler_returns(generator: Generator) -> None:
     assert not scheduler._thread.is_alive()
 
 
-def test_no_slot_leaks_after_five_hundred_cancelled_requests(generator: Generator) -> None:
+def test_no_slot_leaks_after_cancelled_requests(generator: Generator) -> None:
     dice, scheduler = random.Random(1), Scheduler(generator, slots=5, queue=20)
     readers = []
-    for _ in range(500):
+    for _ in range(150):
         reader = Reader()
         while True:
             try:
@@ -354,7 +354,7 @@ def test_no_slot_leaks_after_five_hundred_cancelled_requests(generator: Generato
         readers.append(reader)
     assert all(reader.done().reason == "cancelled" for reader in readers)
     stats = dataclasses.replace(scheduler.stats(), tokens=0)
-    assert stats == ModelStats(active=0, waiting=0, slots=5, queue=20, tokens=0, requests=500, cancelled=500)
+    assert stats == ModelStats(active=0, waiting=0, slots=5, queue=20, tokens=0, requests=150, cancelled=150)
     assert scheduler._batch.free == 5
     after = [Reader() for _ in range(5)]
     sample = SampleConfig(max_tokens=6, seed=9)

@@ -219,12 +219,16 @@ def test_a_size_is_about_as_large_as_gpt2s(size: str) -> None:
     assert ours == pytest.approx(theirs, rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["llama3 in a new config", "biases", "qwen2 with yarn", "qwen3"])
-def test_the_jax_net_has_the_same_states(name: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{**CONFIGS["llama3 in a new config"], **CONFIGS["biases"]}, {**CONFIGS["qwen2 with yarn"], **CONFIGS["qwen3"]}],
+    ids=["llama3 with biases", "qwen3 with yarn"],
+)
+def test_the_jax_net_has_the_same_states(changes: dict[str, Any]) -> None:
     jax = pytest.importorskip("jax", reason="needs the extra jax")
     from textmill.models.llama import net_jax
 
-    shape: Any = FAMILY.shape_of_hf({**CONFIG, **CONFIGS[name]}, "config.json")
+    shape: Any = FAMILY.shape_of_hf({**CONFIG, **changes}, "config.json")
     named, net, ids = noisy_weights(shape), new_net(shape, CPU), random_ids(2, 50)
     fill(net, named, "test")
     known = {weight.name: weight for weight in weights_of(shape)}

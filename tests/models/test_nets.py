@@ -14,7 +14,7 @@ from textmill.models.gpt2.family import Shape
 from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import encode_safetensors
 
-SHAPE = Shape(vocab=4096, positions=256, layers=8, heads=8, width=512, inner=2048, eos_id=0)
+SHAPE = Shape(vocab=4096, positions=256, layers=4, heads=8, width=512, inner=2048, eos_id=0)
 HELD, PEAK = 1.5, 2.6
 """Most copies of the weights: in the net, and at the peak, including the mapped pages of the file."""
 FILL = """
