@@ -321,7 +321,11 @@ def compare_layouts(folder: Path, count: int, workers: int, python: str | None) 
             flush=True,
         )
         others = {} if place.suffix == ".zip" else {"a plain loop": [sys.executable, loop, str(place), f"{out}.loop"]}
-        if python and ".txt" not in {path.suffix for path in (place.iterdir() if place.is_dir() else [place])}:
+        if (
+            python
+            and place.suffix != ".zip"
+            and ".txt" not in {path.suffix for path in (place.iterdir() if place.is_dir() else [place])}
+        ):
             texts = place if place.is_dir() else folder / "one"
             if not place.is_dir():
                 texts.mkdir()
