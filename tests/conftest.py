@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -101,6 +102,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         from tests.support.kernel_devices import mark_kernels
 
         mark_kernels(running)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; the collector of garbage need not look at its millions of objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

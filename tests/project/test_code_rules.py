@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def nodes() -> list[tuple[Path, ast.AST]]:
     return [(path, node) for path in MODULES for node in ast.walk(tree_of(path))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    """A million objects would make every later collection of garbage slow."""
+    yield
+    tree_of.cache_clear()
+    nodes.cache_clear()
 
 
 def written_files() -> list[Path]:

@@ -18,6 +18,8 @@ PRIVATE = frozenset(
 VAGUE = frozenset({"copies", "through", "whole"})
 """Words that are fine in a sentence, but not as the name of a function, class or attribute."""
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+SUSPECT = re.compile(rf"{'|'.join(PRIVATE)}|(?:def |class |\.)_*(?:{'|'.join(VAGUE)})", re.IGNORECASE)
+"""What a file has before it is worth parsing."""
 ALLOWED = {"tests/engines": 1}
 """How often private words still occur, by folder; a number may only fall."""
 
@@ -58,6 +60,8 @@ def found_in(path: Path, *, docstrings_only: bool = False) -> list[str]:
     if path.suffix != ".py":
         lines = enumerate(text.splitlines(), 1)
         return [f"{path.name}:{number}: {part}" for number, line in lines for part in parts_of(line) if part in PRIVATE]
+    if not SUSPECT.search(text):
+        return []
     tree = ast.parse(text)
     found = [
         f"{path.name}:{line}: {part} in {name}"
