@@ -21,9 +21,8 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.support.mongo_process import EXPECTED_TEXTS, SIZES, MongoDatabase, open_database, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
-from textmill.corpus import mongo_export
 from textmill.corpus.document import Document
-from textmill.corpus.find_sources import find_sources
+from textmill.corpus.find_sources import find_sources, source_state
 from textmill.corpus.formats import mongo
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
@@ -139,57 +138,15 @@ def test_text_fields(database: MongoDatabase) -> None:
     assert next(row.turns for row in named if isinstance(row, Document)) == (("user", "raw"), ("assistant", "clean"))
 
 
-class Killed(BaseException):
-    """Raised to simulate a killed process."""
-
-
-def test_loading_is_complete_after_a_kill(
-    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = database.write_config("load.json", COLLECTIONS=["loaded"])
-    for name, count in (("a", 95), ("b", 30)):
-        lines = [json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(count)]
-        lines[20:20] = ["not json\n", "\n", "[1]\n"] if name == "a" else []
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    monkeypatch.setattr(mongo_export, "WRITE_BLOCK", 10)
-    real, calls = mongo_export._insert, []
-
-    def insert(db: Any, collection: str, rows: list[Any]) -> int:
-        calls.append(len(rows))
-        if len(calls) == 4:
-            real(db, collection, rows[:5])
-            raise Killed
-        return real(db, collection, rows)
-
-    monkeypatch.setattr(mongo_export, "_insert", insert)
-    corpus = CorpusConfig(sources=[str(tmp_path)], split=[1.0], mongo_load=str(path))
-    config = RunConfig(folder=str(tmp_path / "out"), corpus=corpus, runner=LocalRunner(workers=1))
-    with pytest.raises(Killed):
-        prepare(config)
-    prepare(config)
-    assert "125 loaded; 90 changed now" in capsys.readouterr().out
-    prepare(config)
-    assert "done already (125 loaded)" in capsys.readouterr().out
-    expected = [f"a {number}" for number in range(95)] + [f"b {number}" for number in range(30)]
-    assert texts_of(path) == expected
-    meta = database.db["meta_info"].find_one({"collection_name": "loaded"})
-    assert meta["num_docs"] == 125
-
-
-def test_place_of_another_database_is_an_error(database: MongoDatabase) -> None:
-    with pytest.raises(TextmillError, match="'line 3': not a document of"):
-        mongo_export._parse_place(mongo.open_server(database.config), "line 3")
-
-
 def test_connection_string_from_environment_or_file(database: MongoDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     (database.config.parent / "secret.txt").write_text(database.address + "\n")
     path = database.write_config("by_file.json", MONGO_CONNECTION_STRING=None, MONGO_CONNECTION_FILE="secret.txt")
-    assert open_source(path).snapshot.size == len(EXPECTED_TEXTS)
+    assert source_state(open_source(path)).bytes == len(EXPECTED_TEXTS)
     path = database.write_config("by_variable.json", MONGO_CONNECTION_STRING=None)
     with pytest.raises(TextmillError, match="TEXTMILL_MONGO"):
         open_source(path)
     monkeypatch.setenv("TEXTMILL_MONGO", database.address)
-    assert open_source(path).snapshot.size == len(EXPECTED_TEXTS)
+    assert source_state(open_source(path)).bytes == len(EXPECTED_TEXTS)
 
 
 def test_error_names_an_unknown_collection(database: MongoDatabase) -> None:
@@ -257,8 +214,6 @@ def test_prepare_reads_conversations(database: MongoDatabase, tmp_path: Path) ->
     folder = prepare(RunConfig(folder=str(tmp_path), corpus=corpus, runner=LocalRunner(workers=1)))
     found = [document.turns for path in list_shards(folder, "train") for document in read_documents(path)]
     assert sorted(found) == sorted((("user", f"question {idx}"), ("assistant", f"answer {idx}")) for idx in range(20))
-    with pytest.raises(TextmillError, match=r"corpus\.chat=pairs reads conversations"):
-        prepare(RunConfig(folder=str(tmp_path / "back"), corpus=corpus.model_copy(update={"mongo_write_back": True})))
 
 
 def test_prepare_reads_collections_and_writes_no_address(database: MongoDatabase, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def database(server: MongoDatabase) -> MongoDatabase:
     return server
 
 
-def source_of(database: MongoDatabase, read_original: bool = False) -> Source:
-    return find_sources([f"mongo:{database.config}"], read_original=read_original)[0]
+def source_of(database: MongoDatabase) -> Source:
+    return find_sources([f"mongo:{database.config}"])[0]
 
 
 def read_all_texts(source: Source) -> list[str]:
@@ -110,14 +110,6 @@ def test_fingerprint_misses_an_edit_between_its_probes(database: MongoDatabase) 
     unseen = next(idx for idx in range(100) if idx not in probed)
     database.db["two"].update_one({"idx": unseen}, {"$set": {"form": "edited"}})
     assert source_state(source).fingerprint == before
-
-
-def test_written_back_text_changes_the_fingerprint_only_if_it_is_read(database: MongoDatabase) -> None:
-    source, raw = source_of(database), source_of(database, read_original=True)
-    before, before_raw = source_state(source).fingerprint, source_state(raw).fingerprint
-    database.db["two"].update_many({}, {"$set": {"filt_text": "cleaned"}})
-    assert source_state(raw).fingerprint == before_raw
-    assert source_state(source).fingerprint != before
 
 
 def test_manifest_has_the_fingerprint_and_no_text(database: MongoDatabase, tmp_path: Path) -> None:

@@ -167,9 +167,9 @@ def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pymongo")
     from textmill.corpus.formats import mongo
 
-    snapshot = mongo.Snapshot((mongo.CollectionRange("a", 0, 30), mongo.CollectionRange("b", 30, 220)), False)
+    snapshot = (mongo.CollectionRange("a", 0, 30), mongo.CollectionRange("b", 30, 220))
 
-    def find(entry: str, read_original: bool) -> list[Source]:
+    def find(entry: str) -> list[Source]:
         return [Source(entry, entry.removeprefix("mongo:"), "mongo", snapshot=snapshot)]
 
     def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:

@@ -114,7 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OW
 ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
 LabelTask = Literal["sequence-classification", "token-classification", "question-answering"]
 
-CHAT_EXCLUDES = ("sentences", "mongo_write_back", "mongo_load", "cut_records")
+CHAT_EXCLUDES = ("sentences", "cut_records")
 """Settings of plain text that `corpus.chat` refuses."""
 LABELS_EXCLUDE = ("chat", "filter", "keep_fields", "decontaminate", "preset", "quality_good", *CHAT_EXCLUDES)
 """Settings of plain text that `corpus.labels` refuses."""
@@ -265,12 +265,6 @@ class CorpusConfig(Section):
     max_unreadable: float = changeable(0.1, ge=0, le=1)
     """Largest fraction of unreadable records, and of unreadable bytes; above it `prepare` stops and shows the first of
     them."""
-    mongo_write_back: bool = changeable(False)
-    """Write the cleaned text into `filt_text` of the MongoDB documents that it came from, and an empty text for dropped
-    documents."""
-    mongo_load: str | None = path()
-    """A db_config.json that lists one MongoDB collection: the kept documents of all sources are loaded into it, with
-    their text as `filt_text`."""
 
     @property
     def paths(self) -> list[str]:
@@ -323,16 +317,6 @@ class CorpusConfig(Section):
         for name in LABELS_EXCLUDE if self.labels else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise TextmillError(f"corpus.{name}: is not applied to examples with corpus.labels; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_mongo(self) -> CorpusConfig:
-        if self.mongo_write_back and self.cut_records:
-            raise TextmillError("corpus.cut_records: a text that corpus.mongo_write_back writes is whole; remove one")
-        if self.mongo_write_back and self.text_key == "filt_text":
-            raise TextmillError(
-                "corpus.mongo_write_back: would overwrite corpus.text_key=filt_text; read another field, such as form"
-            )
         return self
 
     @model_validator(mode="before")

@@ -77,7 +77,6 @@ PATHS_OF_YAML = " (in a YAML file, paths are relative to that file)"
 def find_sources(
     entries: Sequence[str | NamedSource],
     skip: Iterable[Path] = (),
-    read_original: bool = False,
     encoding: str = "auto",
     skipped: list[str] | None = None,
     setting: str = "corpus.sources",
@@ -85,7 +84,6 @@ def find_sources(
     """All sources that the entries name, each once, sorted by name.
 
     `skip`: folders that are not searched, such as textmill's own output.
-    `read_original`: read the MongoDB text from before any cleaning.
     `encoding`: of the files, from `corpus.encoding`. `skipped`: gets the files of folders and archives that cannot be
     read. `setting`: where the user gave the entries, for messages.
     """
@@ -96,7 +94,7 @@ def find_sources(
         )
     skipped_folders = tuple(f"{os.path.realpath(folder)}/" for folder in skip)
     skipped_files = [] if skipped is None else skipped
-    search = _Search(setting, skipped_folders, skipped_files, read_original)
+    search = _Search(setting, skipped_folders, skipped_files)
     by_path: dict[str, Source] = {}
     with progress("find files", unit="files", is_short=True) as bar:
         for entry in entries:
@@ -161,7 +159,6 @@ class _Search:
     """Real paths, each with a slash at its end."""
     skipped_files: list[str]
     """Gets the files of folders and archives that cannot be read."""
-    read_original: bool
 
     def find(self, entry: str | NamedSource) -> Iterator[FoundSource]:
         """The sources of an entry."""
@@ -201,7 +198,7 @@ class _Search:
         if entry.startswith("mongo:"):
             from textmill.corpus.formats import mongo  # needs pymongo
 
-            return mongo.find(entry, self.read_original)
+            return mongo.find(entry)
         if entry.startswith("hf:"):
             return _find_hf_sources(entry, self.setting, is_sampled)
         if is_remote(entry):

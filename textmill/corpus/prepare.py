@@ -126,7 +126,6 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
     sources = find_sources(
         corpus.sources,
         skip=[*own_folders, *(own.with_name(own.name + ".part") for own in own_folders)],
-        read_original=corpus.mongo_write_back,
         encoding=corpus.encoding,
         skipped=skipped,
     )
@@ -138,7 +137,6 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
     if stage.is_done(force):
         print(f"prepare: done already: {format_path(folder)} ({open_manifest(folder)['documents']:,} documents)")
     else:
-        _export_to_mongo(corpus, folder, inputs.sources, check=True)
         source_splits = split_sources([source.name for source in inputs.sources], inputs.names, corpus)
         for line in [*describe_skipped(skipped), *source_splits.notes, *describe_layouts(sources, corpus)]:
             print(f"prepare: {line}")
@@ -153,7 +151,6 @@ def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_t
             stage.write_manifest(unfinished, files, manifest_fields)
         ratios = [0.0] * len(corpus.split) if corpus.labels or source_splits.names else corpus.split
         print("\n".join([*format_account(counts, folder, ratios), *_describe_split(corpus, counts, inputs.sources)]))
-    _export_to_mongo(corpus, folder, inputs.sources)
     return folder
 
 
@@ -587,17 +584,6 @@ def _check_conversation_formats(config: CorpusConfig, sources: Sequence[Source])
             f"corpus.chat: {plain_sources[0]} has no fields that could hold a conversation; "
             f"use JSON, CSV, Parquet or Arrow files or MongoDB, or remove corpus.chat"
         )
-
-
-def _export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source], check: bool = False) -> None:
-    """Write the finished corpus to MongoDB, if configured; `check`: only check that this is possible."""
-    if config.mongo_write_back or config.mongo_load:
-        from textmill.corpus import mongo_export  # needs pymongo
-
-        if check:
-            mongo_export.check_export(config, list(sources))
-        else:
-            mongo_export.export_to_mongo(config, folder, list(sources))
 
 
 def _remove_intermediate_files(folder: Path, files: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from textmill.storage.files import hash_json, read_json
 
 try:
     import pymongo
-    from pymongo.errors import BulkWriteError, ConnectionFailure, CursorNotFound, PyMongoError
+    from pymongo.errors import ConnectionFailure, CursorNotFound, PyMongoError
 except ImportError:
     raise TextmillError("a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'") from None
 
@@ -44,13 +44,10 @@ SCAN_BLOCK = 1000
 """Positions in one query."""
 PROBES = 16
 """Documents of each collection in the fingerprint, besides the first and the last."""
-CLEANED_FIELD = "filt_text"
-"""The field that holds cleaned text."""
-ORIGINAL_FIELDS = ("form", "text")
-"""The fields that may hold the original text; the first present one is read."""
+TEXT_FIELDS = ("filt_text", "form", "text")
+"""The fields that may hold the text, cleaned or original; the first present one is read."""
 HAS_IDX = {"idx": {"$gte": 0}}
 """The condition that a document has an idx."""
-META_COLLECTION = "meta_info"
 CONNECTION_VARIABLE = "TEXTMILL_MONGO"
 MAX_OUTAGE = 120.0
 """Seconds that a server may be unreachable before the command fails."""
@@ -72,20 +69,7 @@ class CollectionRange(NamedTuple):
     size: int
 
 
-class Snapshot(NamedTuple):
-    """What a source records of the database when it is found."""
-
-    ranges: tuple[CollectionRange, ...]
-    """Documents that are added later are outside of them and not read."""
-    read_original: bool
-    """Ignore the text that an earlier run cleaned and wrote back."""
-
-    @property
-    def size(self) -> int:
-        return sum(one.size for one in self.ranges)
-
-
-def find(entry: str, read_original: bool) -> list[Source]:
+def find(entry: str) -> list[Source]:
     """The source of a `mongo:` entry; warns of a collection that is slow to read."""
     address = os.path.expanduser(entry.removeprefix("mongo:"))
     server = open_server(address)
@@ -93,11 +77,12 @@ def find(entry: str, read_original: bool) -> list[Source]:
     collection_ranges: list[CollectionRange] = []
     first = 0
     for name in server.collections:
-        size = server.request(next_idx, name)
+        size = server.request(_next_idx, name)
         collection_ranges.append(CollectionRange(name, first, size))
         first += size
-        if not server.request(has_idx_index, name):
-            warn(f"{address}: {name}: no index on idx, so reading is slow; {advise_index(name)}")
+        if not server.request(_has_idx_index, name):
+            advice = f"create one in mongosh: db.getCollection('{name}').createIndex({{idx: 1}}, {{unique: true}})"
+            warn(f"{address}: {name}: no index on idx, so reading is slow; {advice}")
     server.close()
     pooled = [name for name in server.collections if split_from_name(name) in ("valid", "test")]
     if pooled and split_from_name(os.path.basename(address)) is None:
@@ -106,10 +91,10 @@ def find(entry: str, read_original: bool) -> list[Source]:
             "may be evaluation data: name train and such collections in files of their own, mongo:train.json and "
             "mongo:test.json"
         )
-    return [Source(entry, address, "mongo", snapshot=Snapshot(tuple(collection_ranges), read_original))]
+    return [Source(entry, address, "mongo", snapshot=tuple(collection_ranges))]
 
 
-def next_idx(db: Any, collection: str) -> int:
+def _next_idx(db: Any, collection: str) -> int:
     """The highest idx of a collection plus one; 0 for an empty collection."""
     last = db[collection].find_one(HAS_IDX, {"idx": 1}, sort=[("idx", -1)])
     return int(last["idx"]) + 1 if last else 0
@@ -117,7 +102,7 @@ def next_idx(db: Any, collection: str) -> int:
 
 def ranges(source: Source, document_unit: str, chunk_bytes: int) -> Iterator[ChunkRange]:
     """Ranges of positions."""
-    size = source.snapshot.size
+    size = _count_positions(source)
     for start in range(0, max(size, 1), DOCUMENTS_PER_CHUNK):
         yield start, min(start + DOCUMENTS_PER_CHUNK, size), start
 
@@ -128,14 +113,12 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     server = _keep_connected(open_server(source.address), os.getpid())
     conversations = replace(parse_text_key(source, config), kept_fields=(), url=False) if config.chat else None
     key = source.text_key or config.text_key
-    names = (
-        (key,) if key != "text" else ORIGINAL_FIELDS if config.mongo_write_back else (CLEANED_FIELD, *ORIGINAL_FIELDS)
-    )
-    for one in source.snapshot.ranges if chunk.start == 0 else ():
+    names = (key,) if key != "text" else TEXT_FIELDS
+    for one in source.snapshot if chunk.start == 0 else ():
         for document in server.request(_fetch_without_idx, one.collection):
             reason = "no idx, the number by which documents are read; give it one"
             yield BadRecord(source.name, f"{one.collection} None {document['_id']}", reason, b"")
-    for collection, row in _scan(server, source.snapshot.ranges, chunk.start, chunk.stop):
+    for collection, row in _scan(server, source.snapshot, chunk.start, chunk.stop):
         place = f"{collection} {row.get('idx')} {row.get('_id')}"
         text = next((row[name] for name in names if row.get(name) is not None), None)
         if conversations is None and isinstance(text, str):
@@ -188,37 +171,35 @@ def _fetch_without_idx(db: Any, collection: str) -> list[Row]:
 def state(source: Source) -> tuple[int, str]:
     """The number of positions, and a hash of each collection's size, number of documents and a few of them.
 
-    Documents added after the snapshot do not change it; nor does text that is written back and not read.
+    Documents added after the snapshot do not change it.
     """
     server = open_server(source.address)
-    hidden = {CLEANED_FIELD: 0} if source.snapshot.read_original else None
     try:
-        probes = [server.request(_probe, one.collection, one.size, hidden) for one in source.snapshot.ranges]
+        probes = [server.request(_probe, one.collection, one.size) for one in source.snapshot]
     finally:
         server.close()
-    rows = [[one.collection, one.size, *probe] for one, probe in zip(source.snapshot.ranges, probes, strict=True)]
-    return source.snapshot.size, hash_json(rows)
+    rows = [[one.collection, one.size, *probe] for one, probe in zip(source.snapshot, probes, strict=True)]
+    return _count_positions(source), hash_json(rows)
 
 
-def _probe(db: Any, name: str, size: int, hidden: dict[str, int] | None) -> tuple[int, int, list[str]]:
+def _count_positions(source: Source) -> int:
+    return sum(one.size for one in source.snapshot)
+
+
+def _probe(db: Any, name: str, size: int) -> tuple[int, int, list[str]]:
     """The number of documents of a range, that of documents without idx, and some of the range, spread evenly from the
     first to the last."""
     gaps = PROBES + 1
     probed_idx = sorted({(size - 1) * number // gaps for number in range(gaps + 1)}) if size else []
     in_range = db[name].count_documents({"idx": {"$gte": 0, "$lt": size}})
     without_idx = db[name].estimated_document_count() - db[name].count_documents(HAS_IDX)
-    rows = list(db[name].find({"idx": {"$in": probed_idx}}, hidden))
+    rows = list(db[name].find({"idx": {"$in": probed_idx}}))
     return in_range, without_idx, sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
 
 
-def has_idx_index(db: Any, name: str) -> bool:
+def _has_idx_index(db: Any, name: str) -> bool:
     """True if a collection has an index that starts with idx."""
     return any(index["key"][0][0] == "idx" for index in db[name].index_information().values())
-
-
-def advise_index(name: str) -> str:
-    """How to create the index that a collection lacks."""
-    return f"create one in mongosh: db.getCollection('{name}').createIndex({{idx: 1}}, {{unique: true}})"
 
 
 @dataclass(frozen=True)
@@ -256,8 +237,6 @@ class MongoServer:
         while True:
             try:
                 return operation(self.db, *arguments)
-            except BulkWriteError as error:
-                raise TextmillError(f"{self.path}: MongoDB rejected the write ({_write_error_codes(error)})") from None
             except (ConnectionFailure, CursorNotFound) as error:
                 reason = self.redact(error)
                 outage = time.monotonic() - started
@@ -349,10 +328,3 @@ def _connection_string(path: Path, settings: dict[str, Any]) -> str:
             f"or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING in the file"
         )
     return address
-
-
-def _write_error_codes(error: Any) -> str:
-    """The error codes of a rejected write, without the documents that pymongo would quote."""
-    codes = {str(write_error.get("code")) for write_error in error.details.get("writeErrors", [])}
-    meaning = "11000: another program has written a document with the idx of ours"
-    return f"code {', '.join(sorted(codes))}; {meaning}" if codes else type(error).__name__
