@@ -104,7 +104,6 @@ OPTIONS = {
     "recompute": "engine.activation_checkpointing=1 model.shape.dropout=0.1",
     "losses": "train.z_loss=1e-3 train.label_smoothing=0.1 train.loss=sample_mean",
     "average": "train.ema_window=10",
-    "multi-token": "train.multi_token.weight=0.5",
     "rates": "train.layer_decay=0.8 train.embedding_rate_factor=0.5 train.freeze=[wpe] train.no_weight_decay=[wte] "
     "train.clip=0.5 train.schedule=stable train.warmup_shape=log",
     "rampup": "engine.micro_batch=2 train.batch_rampup=4,2,40 train.schedule=inverse_sqrt",

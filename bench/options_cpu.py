@@ -18,15 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from time_to_loss import (
-    SETTINGS,
-    TICKS,
-    batch_at,
-    evaluate,
-    open_initial_engine,
-    shuffle_windows,
-    with_multi_token_weight,
-)
+from time_to_loss import SETTINGS, TICKS, batch_at, evaluate, open_initial_engine, shuffle_windows
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from textmill.schedules import lr_at
@@ -81,7 +73,7 @@ def train_and_evaluate(settings: dict[str, Any], steps: int, tokens: Any) -> flo
     starts = shuffle_windows(settings, train)
     for step in range(steps):
         rate = lr_at(step * TICKS // steps, config)
-        batch = with_multi_token_weight(batch_at(train, starts, step * size, settings, size), step / steps, settings)
+        batch = batch_at(train, starts, step * size, settings, size)
         engine.train_step(batch, step, rate)
     return evaluate(engine, valid, settings)
 

@@ -6,8 +6,7 @@
 Documents whose line number modulo 100 is 7 are the validation split, the others the training split, each followed by an
 end-of-text token. The validation loss is that of the first 524,288 tokens, in windows of 1,024. The clock counts
 training steps only; the schedule is a cosine over the given seconds with 5% warm-up, unless `schedule` and `warmup`
-are set. `ramp=16:0.3` takes 16 samples a step in the first 30% of the seconds; `multi_token=0.5:0.4` adds the loss of
-the token after the next, with a weight that falls from 0.5 to 0 in the first 40%.
+are set. `ramp=16:0.3` takes 16 samples a step in the first 30% of the seconds.
 
 `then` separates the settings of several runs; each run starts with the settings of the one before.
 `optimizer=adamw` and `optimizer=muon` set the learning rate and batch of their preset; later arguments override these.
@@ -23,8 +22,8 @@ make it small enough for a CPU.
 Trials of the Llama family that have not run yet (bench/LOG.md has those that have), 25 s each, then 170 s:
 
     family=llama seconds=25 evaluations=0.4,0.7,0.85,0.95,1 shape=7x6x768 embedding_rate_factor=8 precision=fp8
-    set=untied:true,inner:1856,qk_norm:true then precision=auto multi_token=0.5:0.5
-    then multi_token= shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true precision=auto
+    set=untied:true,inner:1856,qk_norm:true then precision=auto
+    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true precision=auto
     then shape=7x6x768 set=untied:true,inner:1856 embedding_rate_factor=3 weight_decay=0.25 seconds=170 precision=fp8
     then shape=10x6x768
 """
@@ -36,7 +35,7 @@ import json
 import lzma
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,6 @@ SETTINGS: dict[str, Any] = {
     "schedule": "cosine",
     "warmup": 0.05,
     "ramp": "",
-    "multi_token": "",
     "evaluations": "0.1,0.25,0.4,0.55,0.7,0.75,0.8,0.85,0.9,0.95,1",
 }
 
@@ -189,12 +187,6 @@ def batch_size_at(done: float, settings: dict[str, Any]) -> int:
     return int(small) if small and done < float(until) else int(settings["batch"])
 
 
-def with_multi_token_weight(batch: Batch, done: float, settings: dict[str, Any]) -> Batch:
-    """Return the batch with the weight of multi-token prediction after this fraction of the run."""
-    weight, _, until = settings["multi_token"].partition(":")
-    return replace(batch, multi_token_weight=float(weight) * max(0.0, 1 - done / float(until))) if weight else batch
-
-
 def describe(settings: dict[str, Any], seconds: float, parameters: int) -> str:
     """Return the settings that differ from the defaults."""
     changed = [f"{key}={value}" for key, value in settings.items() if value != SETTINGS[key] and key != "seconds"]
@@ -206,7 +198,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
     starts = shuffle_windows(settings, train)
 
     def first_batch(size: int) -> Batch:
-        return with_multi_token_weight(batch_at(train, starts, 0, settings, size), 0.0, settings)
+        return batch_at(train, starts, 0, settings, size)
 
     started = time.perf_counter()
     engine, config = open_initial_engine(settings)
@@ -226,7 +218,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
         while spent < fraction * seconds:
             rate = lr_at(int(spent / seconds * TICKS), config)
             size = batch_size_at(spent / seconds, settings)
-            batch = with_multi_token_weight(batch_at(train, starts, samples, settings, size), spent / seconds, settings)
+            batch = batch_at(train, starts, samples, settings, size)
             last = engine.train_step(batch, step, rate)
             step, samples, spent = step + 1, samples + size, before + time.perf_counter() - started
         float(last.loss)

@@ -13,9 +13,6 @@ from textmill.config import TrainConfig
 from textmill.config.own_files import is_own_file, load_part
 from textmill.errors import TextmillError
 
-MULTI_TOKEN_UNTIL = 0.5
-"""The fraction of the run after which multi-token prediction has no weight."""
-
 
 def warmup_steps(train: TrainConfig) -> int:
     """Warm-up in steps; `train.warmup` below 1 is a fraction of the run."""
@@ -70,12 +67,6 @@ def _own_rate(step: int, train: TrainConfig) -> float:
             "a finite number of at least 0"
         )
     return float(rate)
-
-
-def multi_token_weight_at(step: int, train: TrainConfig, decay_start: float = 0) -> float:
-    """The weight of multi-token prediction in step `step`; it falls linearly from `decay_start` on."""
-    end = MULTI_TOKEN_UNTIL * train.steps
-    return train.multi_token.weight * (1 - _fraction(max(0, step - decay_start), end - decay_start))
 
 
 def _log_rise(step: int, warmup: int) -> float:

@@ -20,7 +20,7 @@ from tests.support.fake_meshes import shape_of as fake_shape
 from tests.support.layout_process import VOCAB, batch_of, config_of, shape_of
 from tests.support.together import run_together
 from textmill.commands.plan import communication_of, trained_weights
-from textmill.config import DistilConfig, ModelConfig, MultiTokenConfig, ShapeConfig
+from textmill.config import DistilConfig, ModelConfig, ShapeConfig
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.engines.memory.state_torch import fake_ranks
 from textmill.engines.meshes import Mesh, check_pipeline, check_pipeline_device, mesh_of, stage_blocks
@@ -93,7 +93,6 @@ def test_every_weight_is_on_one_stage_and_a_tied_head_on_two(family: str, first:
         ({"pipeline": 2}, 2, {"train.optimizer": "./lion.py"}, r"does not work with train\.optimizer=\./lion\.py"),
         ({"pipeline": 2}, 2, {"train.loss": "./focal.py"}, r"does not work with train\.loss=\./focal\.py"),
         ({"pipeline": 2}, 2, {"train.batch_rampup": [4, 4, 100]}, r"does not work with train\.batch_rampup"),
-        ({"pipeline": 2}, 2, {"train.multi_token": MultiTokenConfig(weight=0.5)}, "not work with train.multi_token"),
         ({"pipeline": 2}, 2, {"train.distil": DistilConfig(teachers=["./large"])}, r"does not work with train\.distil"),
         (
             {"pipeline": 2, "schedule": "interleaved"},

@@ -19,7 +19,6 @@ from textmill.config.training import (
     CheckpointsConfig,
     DistilConfig,
     MaskedConfig,
-    MultiTokenConfig,
     MuonConfig,
     PackedConfig,
     PaddedConfig,
@@ -58,7 +57,6 @@ __all__ = [
     "LoraConfig",
     "MaskedConfig",
     "ModelConfig",
-    "MultiTokenConfig",
     "MuonConfig",
     "NamedSource",
     "PackedConfig",
@@ -140,7 +138,6 @@ class RunConfig(Section):
     def _check_across_sections(self) -> RunConfig:
         _check_shape(self.model, self.train)
         _check_labels(self)
-        _check_multi_token(self.train, self.engine)
         _check_micro_batch(self.engine.micro_batch, self.train)
         train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
@@ -236,23 +233,6 @@ def _check_labels(config: RunConfig) -> None:
         raise TextmillError(
             f"train.length: is not set, and corpus.labels={labels} cuts examples to it; set it, such as 128"
         )
-
-
-def _check_multi_token(train: TrainConfig, engine: EngineConfig) -> None:
-    """Multi-token prediction needs next tokens as labels, and the whole vocabulary on one device."""
-    key = "train.multi_token.weight"
-    if not train.multi_token.weight:
-        return
-    if "multi_token" in engine.refused:
-        raise TextmillError(f"{key}: {engine.refused['multi_token']}; remove it, or set engine.kind=torch")
-    tensor = engine.mesh.tensor if isinstance(engine, TorchEngine) else 1
-    others = {
-        f"train.layout={train.layout}": train.layout in ("masked", "labelled"),
-        "train.distil.teachers": train.distil.teachers,
-        f"engine.mesh.tensor={tensor}": tensor > 1,
-    }
-    if found := [name for name, is_used in others.items() if is_used]:
-        raise TextmillError(f"{key}: cannot be used with {found[0]}; remove one of them")
 
 
 def _check_micro_batch(micro: int | str, train: TrainConfig) -> None:

@@ -110,7 +110,6 @@ class JaxEngine(EngineSection):
     one_process: ClassVar[bool] = True
     refused: ClassVar[dict[str, str]] = {
         "ema_window": "the JAX engine does not average weights",
-        "multi_token": "the JAX engine has no multi-token prediction",
         "labelled": "the JAX engine has no heads for labels",
         "distil": "the JAX engine has no distillation",
     }
@@ -134,7 +133,6 @@ class DeepSpeedEngine(EngineSection):
     refused: ClassVar[dict[str, str]] = {
         "muon": "muon needs full matrices, which DeepSpeed shards",
         "ema_window": "the DeepSpeed engine does not average weights",
-        "multi_token": "the DeepSpeed engine has no multi-token prediction",
     }
     kind: Literal["deepspeed"] = "deepspeed"
     """deepspeed: DeepSpeed's ZeRO over PyTorch."""

@@ -101,14 +101,6 @@ class MuonConfig(Section):
     `train.learning_rate`."""
 
 
-class MultiTokenConfig(Section):
-    """Multi-token prediction without another head: the same logits also predict the token after the next."""
-
-    weight: float = Field(0.0, ge=0)
-    """Weight of the loss of the token after the next at the start of the run, such as 0.5; it falls linearly to 0 in
-    the first half of the run. The logged loss is that of the next token alone. Default: no such loss."""
-
-
 class StableConfig(Section):
     """Settings of `train.schedule=stable` (warmup-stable-decay)."""
 
@@ -379,8 +371,6 @@ class TrainConfig(Section):
     """The fraction of each label that is spread over the whole vocabulary; in the training loss only."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log of the softmax's denominator, which keeps logits from drifting; in training only."""
-    multi_token: MultiTokenConfig = MultiTokenConfig()
-    """Multi-token prediction: a loss of the token after the next, in the first part of the run."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and dropout."""
     log_every: int = changeable(10, ge=1)

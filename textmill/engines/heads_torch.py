@@ -133,13 +133,8 @@ class HeadStates:
 
     def _weighted_labels(self) -> WeightedLabels:
         micro_batch = self.micro_batch
-        multi_token = None
-        if micro_batch.multi_token_labels is not None and micro_batch.multi_token_weights is not None:
-            multi_token = WeightedLabels(
-                micro_batch.multi_token_labels.flatten(), micro_batch.multi_token_weights.flatten()
-            )
         assert micro_batch.weights is not None
-        return WeightedLabels(micro_batch.labels.flatten(), micro_batch.weights.flatten(), multi_token)
+        return WeightedLabels(micro_batch.labels.flatten(), micro_batch.weights.flatten())
 
     def _distillation_loss(
         self, teachers: Teachers, train: TrainConfig, tensor: TensorParallel | None, gradient_is_one: bool

@@ -46,14 +46,10 @@ class WeightedLabels(NamedTuple):
     labels_M: Tensor
     weights_M: Tensor
     """0 or more."""
-    multi_token: WeightedLabels | None = None
-    """The labels that multi-token prediction adds, the token after each label; weight 0 where there is none, and where
-    `labels_M` has none. They count in the gradient only: the value is the loss of `labels_M`, as in evaluation."""
 
     def of_chunk(self, rows: slice) -> WeightedLabels:
         """Those of some tokens."""
-        multi_token = None if self.multi_token is None else self.multi_token.of_chunk(rows)
-        return WeightedLabels(self.labels_M[rows], self.weights_M[rows], multi_token)
+        return WeightedLabels(self.labels_M[rows], self.weights_M[rows])
 
 
 def summed_loss(
@@ -161,10 +157,7 @@ class _SummedLoss(GradientInForward):
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
             logits_MV = add_bias(logits_MV, bias_V)
             chunk_labels = labels.of_chunk(rows)
-            if chunk_labels.multi_token is None:
-                losses_M = label_loss_and_gradient(logits_MV, chunk_labels, formula)
-            else:
-                losses_M = multi_token_gradient(logits_MV, chunk_labels, chunk_labels.multi_token, formula)
+            losses_M = label_loss_and_gradient(logits_MV, chunk_labels, formula)
             return (losses_M * chunk_labels.weights_M).sum(), logits_MV
 
         return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, gradient_is_one, bias_V)
@@ -183,7 +176,7 @@ def tokens_of_chunk(head_VE: Tensor) -> int:
 
 def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: LossFormula) -> Tensor:
     """The loss of each row; overwrites the logits with the gradient of the weighted sum."""
-    labels_M, weights_M, _ = labels
+    labels_M, weights_M = labels
     vocab, smoothing, z = formula
     if can_run_kernels(logits_MV):
         return cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
@@ -204,24 +197,6 @@ def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: 
         real.copy_(values)
     logits_MV[:, vocab:] = 0
     return losses_M1[:, 0].where(labelled_M, 0)
-
-
-def multi_token_gradient(
-    logits_MV: Tensor, labels: WeightedLabels, added: WeightedLabels, formula: LossFormula
-) -> Tensor:
-    """As `label_loss_and_gradient`, with the gradient of the added labels too; the losses are those of `labels`.
-
-    Both labels of a row have the same softmax. So the gradient is first computed as if `labels` had the weights of
-    both; then the part of the added label, which is a single column, moves from the column of the other label to its
-    own.
-    """
-    columns = [ids.where(ids != IGNORED, 0).long()[:, None] for ids in (labels.labels_M, added.labels_M)]
-    moved_M1 = (1 - formula.smoothing) * added.weights_M[:, None]
-    both = WeightedLabels(labels.labels_M, labels.weights_M + added.weights_M)
-    losses_M = label_loss_and_gradient(logits_MV, both, formula)
-    for column, part in zip(columns, (moved_M1, -moved_M1), strict=True):
-        logits_MV.scatter_(1, column, (logits_MV.gather(1, column) + part).to(logits_MV.dtype))
-    return losses_M
 
 
 def _chunk_loss_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -312,7 +287,7 @@ class _TensorParallelLoss(GradientInForward):
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             full_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
-            labels_M, weights_M, _ = labels.of_chunk(rows)
+            labels_M, weights_M = labels.of_chunk(rows)
             labelled = labels_M != IGNORED
             logits_MV = full_MV[:, : max(0, vocab - begin)].float()
             softmax = _Softmax(logits_MV, labels_M, begin, tensor)

@@ -153,7 +153,6 @@ def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: 
         "a model without a head for tokens": not getattr(shape, "masked_head", True),
         f"train.optimizer={train.optimizer}": is_own_file(train.optimizer),
         f"train.loss={train.loss}": is_own_file(train.loss),
-        "train.multi_token": train.multi_token.weight > 0,
         "train.batch_rampup": bool(train.batch_rampup),
         "model.shape.value_embeddings": bool(getattr(shape, "value_embeddings", 0)),
         "train.distil": bool(train.distil.teachers),

@@ -114,9 +114,6 @@ class MicroBatch(NamedTuple):
     pair_weights: Tensor | None
     pair_positions: Tensor | None
     """[N, P]: which of all tokens are the first ones of pairs."""
-    multi_token_labels: Tensor | None = None
-    """[N, T]: the token after each label, with `train.multi_token`."""
-    multi_token_weights: Tensor | None = None
 
     def hidden_states(self, net: BaseNet, compiled: CompiledParts | None, **stage: Any) -> Tensor:
         """[N, T, E]: what the net computes for the heads; `stage` has `states_NTE` and `blocks` of a pipeline stage."""
@@ -127,7 +124,7 @@ class MicroBatch(NamedTuple):
 
     def scaled(self, scale: Tensor) -> MicroBatch:
         """With the weights of all losses multiplied by fp16's loss scale."""
-        weights = {name: getattr(self, name) for name in ("weights", "pair_weights", "multi_token_weights")}
+        weights = {name: getattr(self, name) for name in ("weights", "pair_weights")}
         return self._replace(**{name: tensor * scale for name, tensor in weights.items() if tensor is not None})
 
 
@@ -160,8 +157,6 @@ def micro_batches(
         labels = batch.labels[rows]
         label_weights = _take_rows(weights, rows)
         positions = None
-        if batch.multi_token_weight is not None and label_weights is not None:
-            arrays |= _multi_token_labels(labels, label_weights, batch.multi_token_weight)
         if net.head_for_labels_only:
             labels, label_weights, positions = _take_labelled(labels, label_weights)
         arrays |= {"labels": labels, "weights": label_weights, "positions": positions}
@@ -177,16 +172,6 @@ def micro_batches(
 
 def _take_rows(array: NDArray[Any] | None, rows: slice) -> NDArray[Any] | None:
     return None if array is None else array[rows]
-
-
-def _multi_token_labels(
-    labels_NT: NDArray[np.int32], weights_NT: NDArray[np.float32], factor: float
-) -> dict[str, NDArray[Any] | None]:
-    """The label after each label of a sample, and its weight; [5 6 - 7 8] gives [6 - - 8 -]."""
-    next_NT = np.full_like(labels_NT, IGNORED)
-    next_NT[:, :-1] = np.where(labels_NT[:, :-1] == IGNORED, IGNORED, labels_NT[:, 1:])
-    next_weights_NT = np.where(next_NT == IGNORED, np.float32(0), weights_NT * np.float32(factor))
-    return {"multi_token_labels": next_NT, "multi_token_weights": next_weights_NT}
 
 
 def _take_labelled(

@@ -290,7 +290,7 @@ class Training:
                     break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
-                batch = self.run_length.with_multi_token_weight(inject_spike(batch, step), step)
+                batch = inject_spike(batch, step)
                 current = TrainingStep(self.engine, batch, step + 1, self.run_length.lr_at(step))
                 self.done = step + 1
                 yield current

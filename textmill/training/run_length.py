@@ -17,8 +17,7 @@ from typing import Any, Literal
 from textmill.config import TrainConfig
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.schedules import lr_at, multi_token_weight_at, warmup_steps
-from textmill.tokens.batches.batch import Batch
+from textmill.schedules import lr_at, warmup_steps
 from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.batches.loader import Batches
 
@@ -66,13 +65,6 @@ class RunLength:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
         return lr_at(step, self.train, self._decay_start, self.samples_after)
-
-    def with_multi_token_weight(self, batch: Batch, step: int) -> Batch:
-        """The batch with the step's weight of `train.multi_token`, if that is set; like the learning rate, the weight
-        does not fall before the number of steps is known."""
-        if not self.train.multi_token.weight:
-            return batch
-        return replace(batch, multi_token_weight=multi_token_weight_at(step, self.train, self._decay_start or 0))
 
     @property
     def _decay_start(self) -> float | None:

@@ -102,7 +102,7 @@ class _DistillationLoss(GradientInForward):
             logits_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
             local_columns = slice(begin, begin + len(head))
             teacher_logits = [prediction.logits(rows, local_columns)[:, :real] for prediction in predictions]
-            labels_M, weights_M, _ = labels.of_chunk(rows)
+            labels_M, weights_M = labels.of_chunk(rows)
             sums, gradient_MV = compute(logits_MV, teacher_logits, labels_M, weights_M, vocab, terms, columns)
             report.add_(sums)
             return terms.labels * sums[0] + terms.kl * sums[1] + terms.mse * sums[2], gradient_MV

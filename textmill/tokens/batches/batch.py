@@ -60,8 +60,6 @@ class Batch:
     """[samples, length]: the segment of a sentence pair, 0 or 1."""
     pair_labels: NDArray[np.int32] | None = None
     """[samples, length]: at the first position of each packed pair its class (next sentence, order); -100 elsewhere."""
-    multi_token_weight: float | None = None
-    """With `train.multi_token`: the weight in this step of predicting also the token after each label."""
 
 
 def inject_spike(batch: Batch, step: int) -> Batch:
