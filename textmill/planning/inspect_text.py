@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import time
 import unicodedata
 from collections import Counter
@@ -34,8 +33,9 @@ SAMPLE_CHUNKS = 32
 """Places of the text to read from."""
 SAMPLE_SECONDS = 10.0
 """Reading stops after so many seconds, whatever was read."""
-HEAD_BYTES = 4 << 20
-"""Decompressed bytes at a file's beginning that show how much of a file is text."""
+HEAD_BYTES = 16 << 20
+"""Decompressed bytes at a file's beginning that show how much of a file is text: many, since a compressed file is read
+ahead."""
 NO_STREAM = {"parquet": 0.4, "arrow": 1.0}
 """Formats that are not read from the beginning to the end: bytes of a file for a byte of its text."""
 COMPARED_CHARACTERS = 20_000
@@ -218,8 +218,6 @@ def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
             stream = decompress(raw, source.address)
             data = stream.read(HEAD_BYTES)
             file_bytes = raw.tell()
-        if content := content_size(source.address):
-            file_bytes = round(len(data) * source_state(source).bytes / content)
         begin.write_bytes(data[: data.rfind(b"\n") + 1] or data)
         part = source._replace(address=str(begin))
         chunk = SourceChunk(part, 0, begin.stat().st_size)
@@ -283,60 +281,3 @@ def _scripts(texts: Sequence[str]) -> dict[str, float]:
             counts[unicodedata.name(letter, "OTHER").partition(" ")[0].capitalize()] += count
     total = max(1, sum(counts.values()))
     return {script: count / total for script, count in counts.most_common(4)}
-
-
-XZ_FOOTER = struct.Struct("<4xI2x2s")
-"""Checksum, size of the index in words less one, flags, magic bytes."""
-GZ_SMALL = 1 << 28
-"""Above this size of a file, the size that gzip stores, modulo 2**32, may be that of a larger content."""
-
-
-def content_size(address: str) -> int | None:
-    """Bytes of a local file's content when decompressed; None if the file does not say it, or is damaged."""
-    path = Path(address)
-    try:
-        size = path.stat().st_size
-        if path.suffix == ".gz" and 18 < size < GZ_SMALL:
-            found = int.from_bytes(_read_end(path, size, 4), "little")
-            return found if found >= size // 2 else None  # several files in one, of which this is the last one's size
-        return _xz_size(path, size) if path.suffix == ".xz" and size > XZ_FOOTER.size else None
-    except (OSError, ValueError):
-        return None
-
-
-def _xz_size(path: Path, size: int) -> int | None:
-    """The sum over all blocks, from the index before the footer; header and footer have the same size."""
-    words, magic = XZ_FOOTER.unpack(_read_end(path, size, XZ_FOOTER.size))
-    length = (words + 1) * 4
-    if magic != b"YZ" or length > size:
-        return None
-    index = _read_end(path, size, XZ_FOOTER.size + length)[:length]
-    numbers = []
-    position = 1
-    count, position = _read_number(index, position)
-    for _ in range(2 * min(count, length)):
-        number, position = _read_number(index, position)
-        numbers.append(number)
-    blocks = sum(-(-stored // 4) * 4 for stored in numbers[::2])
-    # Of several streams in one file, this index is only that of the last one.
-    return sum(numbers[1::2]) if 2 * XZ_FOOTER.size + blocks + length == size else None
-
-
-def _read_number(data: bytes, position: int) -> tuple[int, int]:
-    """A number in groups of seven bits, the lowest first, and the position after it."""
-    number = shift = 0
-    while True:
-        if position >= len(data) or shift > 63:
-            raise ValueError("the index ends too early")
-        byte = data[position]
-        number |= (byte & 127) << shift
-        position = position + 1
-        shift = shift + 7
-        if byte < 128:
-            return number, position
-
-
-def _read_end(path: Path, size: int, count: int) -> bytes:
-    with path.open("rb") as stream:
-        stream.seek(size - count)
-        return stream.read(count)
