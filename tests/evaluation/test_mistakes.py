@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -35,14 +34,6 @@ def write_quiz(project: Path, *items: dict[str, Any]) -> Path:
     path = project / "quiz.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
     return path
-
-
-def flip_a_byte(project: Path) -> None:
-    path = write_quiz(project, GOOD)
-    (project / "quiz.jsonl.sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
-    data = bytearray(path.read_bytes())
-    data[30] ^= 1
-    path.write_bytes(data)
 
 
 def empty_a_choice(project: Path) -> None:
@@ -80,7 +71,6 @@ def use_a_bert(project: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (flip_a_byte, "the file is damaged or was edited; get it again"),
         (empty_a_choice, "quiz.jsonl:2: choice 2 of 2 is empty; give every choice a text"),
         (lengthen_a_choice, "tokens; the model scores from 1 to 24"),
         (use_a_bert, "its tokenizer has no mask token such as [MASK], or no [CLS]; use another"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -19,7 +20,6 @@ from textmill.cli import main
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
 from textmill.errors import TextmillError
-from textmill.evaluation import measured_task
 from textmill.evaluation.metrics import mean_loss_interval, proportion_interval, t_quantile
 from textmill.evaluation.task import Score
 from textmill.evaluation.tasks import lambada
@@ -225,12 +225,6 @@ def test_minimal_pairs(run: Run, tmp_path: Path) -> None:
     assert result["card"]["examples"] == 1
 
 
-def test_published_values_are_shown_for_the_same_protocol_only() -> None:
-    facts = measured_task.RESULTS[0].facts
-    assert measured_task.published_values({**facts, "window": 1024})["GPT-2 124M"]["perplexity"] == 40.06
-    assert measured_task.published_values({**facts, "examples": 5152}) == {}
-
-
 def test_words_of_wikitext_as_megatron_counts_them(shared_data: Path) -> None:
     """NVIDIA/Megatron-LM issue 51 has 245,566 words; the first is not predicted."""
     text = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8")
@@ -274,21 +268,19 @@ def test_bad_files_get_one_clear_message(
 def test_a_flipped_byte_is_noticed(run: Run, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "data.jsonl", {"context": "the mill", "choices": ["turns", "river"], "answer": 0})
     good = file.read_bytes()
-    (tmp_path / "data.jsonl.sha256").write_text(f"{published_hash(good)}  data.jsonl\n")
-    assert run(f"choices:{file}")["choices"]["card"]["sha256"] == published_hash(good)
+    task = tmp_path / "my.yaml"
+    task.write_text(f"task: choices\nfile: data.jsonl\nsha256: {hashlib.sha256(good).hexdigest()}\n")
+    run(str(task))
     file.write_bytes(good.replace(b"turns", b"turnt"))
     with pytest.raises(TextmillError, match=r"its SHA-256 is .*damaged or was edited"):
-        run(f"choices:{file}")
-    (tmp_path / "data.jsonl.sha256").unlink()
-    file.write_bytes(good.replace(b"turns", b"tur\xffs"))
+        run(str(task))
+
+
+def test_a_byte_that_is_not_utf_8_is_noticed(run: Run, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "data.jsonl", {"context": "the mill", "choices": ["turns", "river"], "answer": 0})
+    file.write_bytes(file.read_bytes().replace(b"turns", b"tur\xffs"))
     with pytest.raises(TextmillError, match=r":1: not UTF-8 \(byte \d+ of the line is 0xff\)"):
         run(f"choices:{file}")
-
-
-def published_hash(content: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()
 
 
 def test_long_contexts_are_reported(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,15 +58,6 @@ class DataFile:
         return {"file": str(self.path), "sha256": self.sha256, **count}
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published file: what it was when it was published."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
 def find_data_files(entry: TaskEntry) -> tuple[Path, ...]:
     """The files of a task, which must exist."""
     path = entry.file
@@ -79,17 +70,17 @@ def find_data_files(entry: TaskEntry) -> tuple[Path, ...]:
     return files
 
 
-def open_data_file(entry: TaskEntry, published: Sequence[Published] = ()) -> DataFile:
-    """Check a task's files: they exist, and have the checksums that the user or FILE.sha256 gives.
-
-    A file as long as a published one, but with another checksum, is damaged or edited.
-    """
+def open_data_file(entry: TaskEntry) -> DataFile:
+    """A task's files, which must exist and have the checksum that the user gives."""
     files = find_data_files(entry)
     assert entry.file is not None
-    hashes = [_check_file(file, published) for file in files]
+    hashes = [hash_file(file) for file in files]
     sha256 = hashes[0] if len(files) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
     if entry.sha256 and entry.sha256.lower() != sha256:
-        raise _changed_file(entry.file, sha256, "the task", entry.sha256)
+        raise TextmillError(
+            f"{entry.file}: its SHA-256 is {sha256[:12]}..., the task has {entry.sha256[:12]}...; the file is damaged "
+            "or was edited; get it again"
+        )
     return DataFile(entry.file, files, sha256)
 
 
@@ -101,26 +92,6 @@ def _find_files(path: Path) -> tuple[Path, ...]:
         found = [file for file in path.rglob("*") if file.is_file() and kind_of(file) in (*KINDS, ".txt")]
         return tuple(sorted(file for file in found if not file.name.startswith(".")))
     return tuple(sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file()))
-
-
-def _check_file(path: Path, published: Sequence[Published]) -> str:
-    """The hash of a file, which must be the one that FILE.sha256 has, and that of the published file of its size."""
-    actual = hash_file(path)
-    checksum_file = path.with_name(f"{path.name}.sha256")
-    words = checksum_file.read_text(encoding="utf-8", errors="replace").split() if checksum_file.is_file() else []
-    if words and words[0].lower() != actual:
-        raise _changed_file(path, actual, str(checksum_file), words[0])
-    for original in published:
-        if original.bytes == path.stat().st_size and original.sha256 != actual:
-            raise _changed_file(path, actual, f"the published {original.name}", original.sha256)
-    return actual
-
-
-def _changed_file(path: Path, actual: str, origin: str, expected: str) -> TextmillError:
-    return TextmillError(
-        f"{path}: its SHA-256 is {actual[:12]}..., {origin} has {expected[:12]}...; the file is damaged or was edited; "
-        "get it again"
-    )
 
 
 def kind_of(path: Path) -> str:

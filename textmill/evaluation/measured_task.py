@@ -1,4 +1,4 @@
-"""A task made from one function: adds the protocol card, the table, warnings, and published values.
+"""A task made from one function: adds the protocol card, the table and warnings.
 
 The protocol card is a dictionary of everything that a reader must know to compare a number with another: the file and
 its checksum, the prompt, the window, the normalisation, the precision.
@@ -82,8 +82,6 @@ class MeasuredTask:
         result: Result = {**measured.metrics, "intervals": intervals, "card": card}
         if measured.items:
             result[ITEMS] = [{"task": self.entry.label, **item} for item in measured.items]
-        if published := published_values(measured.card):
-            result["published"] = published
         return {self.entry.label: result}
 
     def _with_overrides(self, settings: EvaluateConfig) -> EvaluateConfig:
@@ -102,7 +100,7 @@ class MeasuredTask:
         raise TextmillError(f"task {self.entry.label}: {message}")
 
     def format_table(self, result: Result) -> str:
-        """A line for each metric, with its interval and published values."""
+        """A line for each metric, with its interval."""
         return format_metrics(self.entry.label, result[self.entry.label])
 
     def describe_method(self, result: Result) -> str:
@@ -144,9 +142,9 @@ def format_metrics(label: str, result: Result) -> str:
     """The metrics of a task's result, a line each, under its label:
 
     lambada
-      accuracy    32.6%  (31.3% to 33.9%)  published: gpt2 32.6%
+      accuracy    32.6%  (31.3% to 33.9%)
     """
-    names = [name for name in result if name not in ("intervals", "card", "published", ITEMS)]
+    names = [name for name in result if name not in ("intervals", "card", ITEMS)]
     if not names:
         return label
     width = max(map(len, names))
@@ -158,11 +156,7 @@ def format_metrics(label: str, result: Result) -> str:
         if (interval := result["intervals"].get(name)) is not None:
             low, high = (format_number(name, end) for end in interval)
             line += f"  ({low} to {high})"
-        published = []
-        for model, values in result.get("published", {}).items():
-            if name in values:
-                published.append(f"{model} {format_number(name, values[name])}")
-        lines.append(line + (f"  published: {', '.join(published)}" if published else ""))
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -243,37 +237,6 @@ def warn_if_foreign_tokenizer(scorer: Scorer, end: int) -> None:
             f"{folder}: its tokenizer has {tokenizer.vocab:,} entries, the model {scorer.vocab:,}; check that the "
             "tokenizer belongs to the model"
         )
-
-
-Values = dict[str, dict[str, float]]
-"""Metrics by model."""
-
-
-@dataclass(frozen=True)
-class PublishedResult:
-    """Values that belong to one protocol card: every fact must be equal."""
-
-    facts: dict[str, Any]
-    values: Values
-
-
-LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
-
-RESULTS = [
-    # lm-evaluation-harness issue 2159; the last-token accuracy: transformers issue 13761.
-    PublishedResult(
-        {"protocol": "last word of each text", "sha256": LAMBADA_SHA256, "examples": 5153},
-        {"GPT-2 124M": {"accuracy": 0.3256, "perplexity": 40.06, "last_token_accuracy": 0.4667}},
-    )
-]
-
-
-def published_values(card: dict[str, Any]) -> Values:
-    """The published values of a protocol card; empty if no value was measured in exactly this way."""
-    for result in RESULTS:
-        if all(card.get(key) == value for key, value in result.facts.items()):
-            return result.values
-    return {}
 
 
 UNKNOWN = "unknown: there is no corpus next to the model"

@@ -12,19 +12,17 @@ import numpy as np
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.choices import check_lengths
-from textmill.evaluation.data_files import Published, open_data_file, read_items, sample, sample_card, text_of
-from textmill.evaluation.measured_task import LAMBADA_SHA256
+from textmill.evaluation.data_files import open_data_file, read_items, sample, sample_card, text_of
 from textmill.evaluation.metrics import mean_loss_interval, perplexity_of, proportion_interval, transform
 from textmill.evaluation.task import Measured, Score, Scorer, TaskEntry
 
 FILES = "lambada_test.jsonl"
 SOURCE = "GPT-2's preprocessing of LAMBADA: https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"
-PUBLISHED = [Published("lambada_test.jsonl", 1_819_752, LAMBADA_SHA256)]
 
 
 def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"text": ...}; the last word after a space is predicted from all before it."""
-    data = open_data_file(entry, PUBLISHED)
+    data = open_data_file(entry)
     every = [
         (place, *split_last_word(text_of(record, "text", place), place))
         for path in data.files
@@ -61,7 +59,7 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
 
 def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
     """The texts, each an example."""
-    for path in open_data_file(entry, PUBLISHED).files:
+    for path in open_data_file(entry).files:
         for place, record in read_items(path):
             yield [text_of(record, "text", place)]
 
