@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from textmill.commands.other_tools import Pasted, Settings, read_command, translate_option
 from textmill.commands.shell_commands import Script
@@ -237,13 +236,8 @@ def _tree_of(settings: Settings) -> Tree:
     for section in ("engine", "runner"):  # another kind would drop the settings before it
         places[f"{section}.kind"] = min(places[key] for key in places if key.startswith(f"{section}.")) - 0.5
     for key, value in sorted(settings.items(), key=lambda setting: places[setting[0]]):
-        part: Any = value
-        if isinstance(value, str):
-            part = parse_settings([f"{key}={value}"])
-        else:
-            for name in reversed(key.split(".")):
-                part = {name: part}
-        tree = merge_trees(tree, part)
+        setting = [f"{key}={value}"] if isinstance(value, str) else {key: value}
+        tree = merge_trees(tree, parse_settings(setting))
     return tree
 
 

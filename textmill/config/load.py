@@ -210,10 +210,7 @@ def _take_deepspeed_settings(tree: Tree) -> Tree:
         old = tree.get(section) or {}
         other_unit = key == "train.decay_steps" and "decay_samples" in old
         if not other_unit and isinstance(old, dict) and (not _is_set(old, name) or old.get(name) == AUTO):
-            part: Any = value
-            for one in reversed(key.split(".")):
-                part = {one: part}
-            tree = merge_trees(tree, part)
+            tree = merge_trees(tree, parse_settings({key: value}))
     return tree
 
 

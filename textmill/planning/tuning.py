@@ -13,7 +13,7 @@ from typing import Any
 
 from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import EngineConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig, shape_numbers
-from textmill.config.load import build_config, drop_replaced, merge_trees
+from textmill.config.load import build_config, drop_replaced, merge_trees, parse_settings
 from textmill.config.own_files import is_own_file, open_own_file
 from textmill.errors import Interrupted, TextmillError
 from textmill.evaluation.metrics import compute_metrics
@@ -229,12 +229,7 @@ def _next_trial(trials: Search, result: Result) -> Trial | None:
 
 def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
     """The config with other values of some keys, checked."""
-    overrides: dict[str, Any] = {}
-    for key, value in changes.items():
-        tree_of_key: Any = value  # "train.batch": 8 -> {"train": {"batch": 8}}
-        for part in reversed(key.split(".")):
-            tree_of_key = {part: tree_of_key}
-        overrides = merge_trees(overrides, tree_of_key)
+    overrides = parse_settings(changes)
     tree = config.model_dump(mode="json", exclude_unset=True)
     return build_config(merge_trees(drop_replaced(tree, overrides), overrides))
 
