@@ -18,7 +18,7 @@ MODELS = {
     "qwen2": f"model.family=llama model.size=nano {SMALL} model.shape.heads=4 model.shape.kv_heads=1 "
     "model.shape.qkv_bias=true model.shape.untied=true",
     "record": f"model.family=llama model.size=nano {SMALL} model.shape.heads=2 "
-    "model.shape.activation=relu2 model.shape.value_embeddings=1 model.shape.qk_norm=true",
+    "model.shape.activation=relu2 model.shape.qk_norm=true",
     "bert": f"model.family=bert model.size=tiny {SMALL} model.shape.heads=2",
     "megatron-bert": f"model.family=bert model.size=tiny {SMALL} model.shape.heads=2 model.shape.norm=pre "
     "model.shape.deep_init=true",

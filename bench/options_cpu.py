@@ -39,14 +39,10 @@ SMALL = {
 FAST = "embedding_rate_factor=8"
 TABLE = [
     "tied:",
-    "tied, value embeddings:set=value_embeddings:1",
-    f"the same, {FAST}:set=value_embeddings:1/{FAST}",
     "untied:set=untied:true",
     f"untied, {FAST}:set=untied:true/{FAST}",
     "untied, factor 24:set=untied:true/embedding_rate_factor=24",
     f"untied, {FAST}, qk_norm:set=untied:true,qk_norm:true/{FAST}",
-    f"untied, {FAST}, value embeddings:set=untied:true,value_embeddings:1/{FAST}",
-    f"untied, {FAST}, value embeddings, qk_norm:set=untied:true,value_embeddings:1,qk_norm:true/{FAST}",
 ]
 
 

@@ -23,7 +23,7 @@ Trials of the Llama family that have not run yet (bench/LOG.md has those that ha
 
     family=llama seconds=25 evaluations=0.4,0.7,0.85,0.95,1 shape=7x6x768 embedding_rate_factor=8 precision=fp8
     set=untied:true,inner:1856,qk_norm:true then precision=auto
-    then shape=5x6x768 set=untied:true,kv_heads:2,value_embeddings:1,qk_norm:true precision=auto
+    then shape=5x6x768 set=untied:true,kv_heads:2,qk_norm:true precision=auto
     then shape=7x6x768 set=untied:true,inner:1856 embedding_rate_factor=3 weight_decay=0.25 seconds=170 precision=fp8
     then shape=10x6x768
 """

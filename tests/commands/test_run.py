@@ -91,7 +91,6 @@ UNUSABLE = {
     "engine.device=cuda:99": "engine.device: 'cuda:99' is not available",
     "engine.precision=fp8 engine.device=cpu": "engine.precision: fp8 needs a GPU",
     "engine.kind=jax engine.mesh.tensor=3 engine.device=cpu": "engine.mesh: .* need 3 devices",
-    "engine.kind=jax model.family=llama model.shape.value_embeddings=1": "has no JAX net; set engine.kind=torch",
     "engine.kind=deepspeed train.optimizer=adamw train.learning_rate=1e-3 engine.deepspeed_config=none.json": (
         "none.json is not readable"
     ),

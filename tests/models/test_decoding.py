@@ -121,14 +121,6 @@ def test_a_cpu_gets_the_code_of_the_family_without_capture() -> None:
         assert type(open_slots(net.to(torch.bfloat16), 2, 16)) is NetSlots
 
 
-def test_value_embeddings_get_the_code_for_any_family() -> None:
-    net = new_random_net("cpu", "textmill-llama", value_embeddings=1)
-    slots = open_slots(net, 2, 32)
-    assert type(slots) is NetSlots
-    slots.prefill(0, [[1, 2, 3]])
-    assert (slots.decode(torch.tensor([4]), [3]) - full_logits(net, [1, 2, 3, 4])[3]).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("kind", [fast_slots, open_slots], ids=["captured", "cpu"])
 @pytest.mark.parametrize("name", ["llama", "biases"])
 def test_joined_weights_need_no_more_memory(monkeypatch: pytest.MonkeyPatch, name: str, kind: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.weights import noisy_weights
-from textmill.config import SIZES, ModelConfig
+from textmill.config import SIZES, ModelConfig, TrainConfig
 from textmill.engines.memory.estimate import saved_bytes
 from textmill.errors import TextmillError
 from textmill.models import open_family, to_memory, weights_of
@@ -18,6 +18,7 @@ from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots
 from textmill.models.layers_torch import Context
 from textmill.models.nets_torch import fill, new_net
+from textmill.models.parameter_groups import rules_of
 
 CPU = torch.device("cpu")
 FAMILY = open_family("llama")
@@ -254,3 +255,13 @@ def test_activations_are_estimated_from_gpt2s(numbers: dict[str, Any]) -> None:
         for shape in shapes
     )
     assert shapes[1].activation_factor == pytest.approx(llama / gpt2, rel=0.03)
+
+
+def test_embeddings_that_are_not_the_head_have_a_rate_of_their_own() -> None:
+    rates = {}
+    for untied in (False, True):
+        shape = replace(FAMILY.shape_of_hf(CONFIG, "config.json"), layers=3, untied=untied)
+        rates[untied] = rules_of(shape, TrainConfig(layer_decay=0.5, embedding_rate_factor=6))
+    assert rates[False]["model.embed_tokens.weight"].rate == 0.5**4
+    assert rates[True]["model.embed_tokens.weight"].rate == 6 * 0.5**4
+    assert rates[True]["lm_head.weight"].rate == 1

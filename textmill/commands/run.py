@@ -33,7 +33,7 @@ from textmill.generation import generate
 from textmill.generation.chat import answer
 from textmill.generation.fill import fill
 from textmill.generation.prompts import find_prompts
-from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, own_options, read_shape
+from textmill.models import Shape, count_blocks_and_head, label_head_of, open_family, read_shape
 from textmill.planning.project_file import second_generation
 from textmill.planning.verdict import FinishedRun, State, describe_quality, describe_state, read_curves, state_of
 from textmill.runners import share_runner
@@ -226,13 +226,9 @@ WORDS = re.compile(r"\b[^\W\d_]{2,16} [^\W\d_]{2,16}\b|[\u0e00-\u0eff\u3040-\u30
 def print_next_steps(config: RunConfig, checkpoint: Path, facts: FinishedRun, *, evaluated: bool) -> None:
     """Say where the model is and which commands use it or make it better; `evaluated`: `run` has measured it."""
     where = shlex.join(_where_of(config))
-    only_textmill = is_own_file(config.model.family) or own_options(read_shape(checkpoint))
-    adapter = is_adapter(checkpoint)
-    opened_by = (
-        "only textmill opens it"
-        if only_textmill
-        else f"{'an adapter: PEFT' if adapter else 'transformers'} can open it"
-    )
+    opened_by = "an adapter: PEFT can open it" if is_adapter(checkpoint) else "transformers can open it"
+    if is_own_file(config.model.family):
+        opened_by = "only textmill opens it"
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} ({opened_by}). Next:")
     if config.corpus.labels:
         print(f"  textmill evaluate {where} evaluate.text=FILE")

@@ -49,9 +49,6 @@ class ShapeConfig(Section):
     """llama: biases of queries, keys and values, as Qwen2 has them."""
     rotary_base: float | None = Field(None, gt=1)
     """llama: base of the rotary positions; longer contexts use a larger one."""
-    value_embeddings: int | None = Field(None, ge=0)
-    """llama: tables of embeddings that are added to the attention values of the first layers, and again to those of
-    the last ones. transformers has no such Llama."""
     extra: dict[str, Any] | None = None
     """Numbers that only your own model family has, such as `extra: {kv_heads: 2}`."""
 

@@ -21,7 +21,7 @@ from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import read_licences, write_card
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_run_model, own_options, read_shape
+from textmill.models import find_run_model, read_shape
 from textmill.models.pooling import find_pooling
 from textmill.storage.files import create_folder, file_lock, format_path, hash_json, remove_folder, write_json
 from textmill.storage.hub import HUB_SCHEME, upload_model
@@ -59,7 +59,6 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     _refuse_overlap(folder, checkpoint)
     shape = read_shape(checkpoint.folder)
     tokenizer = open_tokenizer(checkpoint.tokenizer)
-    _check_own_options(shape, config.export.kind, checkpoint)
     pooling = find_pooling(checkpoint.folder) if config.export.kind in ("hf", "gguf") else None
     card = write_card(config.export, config.corpus, config.folder_of("tokens"), checkpoint, shape, tokenizer, pooling)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
@@ -75,12 +74,11 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
     valid = _valid_ids(config.folder_of("tokens"), tokenizer)
     files, figures = write_and_check(stage, writer, model, config.export, hints, {"precision": precision}, valid)
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
-    only_textmill = "; only textmill opens it" if own_options(shape) else ""
     megabytes = sum(entry["bytes"] for entry in files.values()) / 1e6
     parameters = model.shape.parameters
     print(
         f"export: {format_path(folder)}: {parameters:,} parameters of {format_path(checkpoint.folder)}{merged}, "
-        f"as {config.export.kind} in {precision}, {megabytes:,.1f} MB{only_textmill}\nexport: checked: {figures}"
+        f"as {config.export.kind} in {precision}, {megabytes:,.1f} MB\nexport: checked: {figures}"
     )
     return folder
 
@@ -113,16 +111,6 @@ def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, st
     made_from["weights"] = fingerprint_weights(checkpoint.folder)
     made_from["texts"] = hash_json(texts)
     return made_from
-
-
-def _check_own_options(shape: Shape, kind: str, checkpoint: Checkpoint) -> None:
-    """Refuse a net that no other tool computes; only its adapter may be merged, into a folder for textmill."""
-    if not (own := own_options(shape)) or (kind == "hf" and is_adapter(checkpoint.folder)):
-        return
-    raise TextmillError(
-        f"export.kind: {kind} has no {', '.join(own)} of model.shape; only textmill opens this "
-        f"model: use the folder {format_path(checkpoint.folder)}"
-    )
 
 
 def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:

@@ -15,7 +15,7 @@ from textmill.config import CorpusConfig, ExportConfig
 from textmill.config.load import read_yaml
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
-from textmill.models import has_masked_head, label_head_of, own_options
+from textmill.models import has_masked_head, label_head_of
 from textmill.models.pooling import Pooling
 from textmill.storage.files import read_json
 from textmill.storage.stages import MANIFEST
@@ -166,10 +166,6 @@ class Use(NamedTuple):
 
 
 def _use_of(shape: Any, tokenizer: TextTokenizer, pooling: Pooling | None) -> Use:
-    if options := own_options(shape):
-        command = "chat FOLDER" if tokenizer.has_template else "generate FOLDER sample.prompt=Once"
-        code = f"Only textmill computes {', '.join(options)}:\n\n```sh\ntextmill {command}\n```"
-        return Use("textmill", "text-generation", "language model", code)
     if shape.family != "bert":
         call = 'model("Once", max_new_tokens=50)'
         if tokenizer.has_template:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from textmill.conversion.model import Array, Model
 from textmill.conversion.reader_process import ANSWER
 from textmill.errors import TextmillError
-from textmill.models import has_masked_head, label_head_of, own_options
+from textmill.models import has_masked_head, label_head_of
 from textmill.models.family_files import find_family_file
 from textmill.models.nets_torch import fill, new_net
 from textmill.storage.remote_folders import first_line
@@ -62,7 +62,7 @@ def check_with_reader(
     """Raise unless the readers of a format give our ids, outputs and tokens; return what was compared, in words.
 
     `where` names the export in errors."""
-    if own_options(model.shape) or model.tokenizer is None:
+    if model.tokenizer is None:
         return []
     if find_family_file(model.shape.family) is not None:
         return [f"not opened with other programs, which do not know the family {model.shape.family}"]

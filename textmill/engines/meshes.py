@@ -8,7 +8,7 @@ from textmill.config import TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
-from textmill.models import Shape, Weight, own_options
+from textmill.models import Shape, Weight
 
 PIPELINED = ("gpt2", "llama", "bert")
 """Families with pipeline parallelism: their nets can compute some blocks only (`BaseNet.block_context`)."""
@@ -154,7 +154,6 @@ def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: 
         f"train.optimizer={train.optimizer}": is_own_file(train.optimizer),
         f"train.loss={train.loss}": is_own_file(train.loss),
         "train.batch_rampup": bool(train.batch_rampup),
-        "model.shape.value_embeddings": bool(getattr(shape, "value_embeddings", 0)),
         "train.distil": bool(train.distil.teachers),
         "train.ema_window": train.ema_window is not None,
         "train.freeze": bool(train.freeze),
@@ -207,10 +206,6 @@ def check_batch(
 
 def check_divides_net(shape: Shape, tensor: int) -> None:
     """Refuse a number of tensor-parallel ranks that does not divide the heads and widths of the net."""
-    if own := own_options(shape):
-        raise TextmillError(
-            f"engine.mesh.tensor: tensor parallelism has no {', '.join(own)} of model.shape; set engine.mesh.tensor=1"
-        )
     sizes = shape.tensor_parallel_sizes()
     for name, size in sizes.items():
         if size % tensor:

@@ -34,15 +34,7 @@ from textmill.engines.optimizers.step_jax import JaxStep, Optimizer, check_optim
 from textmill.engines.ranks_torch import open_ranks
 from textmill.engines.spikes import State, new_spike_guard
 from textmill.errors import TextmillError
-from textmill.models import (
-    Shape,
-    find_family_module,
-    lay_out_weight,
-    lay_out_weights,
-    own_options,
-    to_checkpoint,
-    weights_of,
-)
+from textmill.models import Shape, find_family_module, lay_out_weight, lay_out_weights, to_checkpoint, weights_of
 from textmill.models.base_jax import cast_matrices
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
 from textmill.processes.heartbeat import START_SECONDS
@@ -457,7 +449,5 @@ def open_jax_net(shape: Shape) -> Any:
     """The module of the family's JAX net: models/FAMILY/net_jax.py with head_name, NetOptions, MATRICES and states."""
     module = find_family_module(shape, "net_jax")
     if module is None:
-        options = ", ".join(own_options(shape))
-        name = f"{shape.family} with {options}" if options else shape.family
-        raise TextmillError(f"engine.kind: the family {name} has no JAX net; set engine.kind=torch")
+        raise TextmillError(f"engine.kind: the family {shape.family} has no JAX net; set engine.kind=torch")
     return module

@@ -48,7 +48,6 @@ __all__ = [
     "known_weights",
     "label_head_of",
     "open_family",
-    "own_options",
     "read_shape",
     "recorded_numbers",
     "to_checkpoint",
@@ -74,18 +73,11 @@ def open_family(name: str) -> Family:
 def find_family_module(shape: Shape, part: str) -> ModuleType | None:
     """A module of a shape's family: net_torch, net_jax or decode_torch; None if the family has none.
 
-    A family in the user's own file has net_torch only, in that file; a shape with options of our own has no net_jax."""
+    A family in the user's own file has net_torch only, in that file."""
     if (file := find_family_file(shape.family)) is not None:
         return file.module if part == "net_torch" else None
-    if own_options(shape) and part == "net_jax":
-        return None
     name = f"textmill.models.{shape.family}.{part}"
     return import_module(name) if find_spec(name) else None
-
-
-def own_options(shape: Shape) -> list[str]:
-    """The options of a shape that only textmill's torch net has, such as value_embeddings=2."""
-    return list(getattr(shape, "own_options", ()))
 
 
 IMPORTED = ("granite", "gemma", "phi3")

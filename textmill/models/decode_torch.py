@@ -197,7 +197,7 @@ class FullPassSlots(NetSlots):
 def open_slots(net: BaseNet, slots: int, length: int) -> Slots:
     """The family's own fast decoding, if it has one for this net and device (decode_torch.py); else the generic one."""
     module = find_family_module(net.shape, "decode_torch")
-    if module is None or not module.usable(net):
+    if module is None or not usable(net):
         return net_slots(net, slots, length)
     found: CapturedSlots = module.FastSlots(net, slots, length, captured=net.head.is_cuda)
     return found if found.captured or found.can_fuse() else net_slots(net, slots, length)

@@ -55,11 +55,6 @@ def select_layers(shape: Shape, layers: Sequence[int]) -> Shape:
         raise TextmillError(
             f"model.init_layers: names block {missing[0]}, the blocks of model.init_from are 0 to {shape.layers - 1}"
         )
-    if tables := getattr(shape, "value_embeddings", 0):
-        raise TextmillError(
-            f"model.init_layers: model.init_from has value_embeddings={tables}, which belong to its first and last "
-            "blocks, so that other blocks cannot take their place; remove model.init_layers"
-        )
     return replace(shape, layers=len(layers))
 
 

@@ -13,15 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models import decode_torch
 from textmill.models.decode_torch import CapturedSlots, has_no_adapter, join_rows
 from textmill.models.layers_torch import ACTIVATIONS
 from textmill.models.llama.net_torch import Net, frequencies_of
-
-
-def usable(net: Net) -> bool:
-    """True if the kernels can run this net on its device; they add no embeddings to values."""
-    return not net.shape.value_embeddings and decode_torch.usable(net)
 
 
 class JoinedLinear:

@@ -29,21 +29,13 @@ OBJECTIVE = "next_token"
 BATCH_FIELDS = frozenset({"documents"})
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-OWN_TYPE = "textmill-llama"
-OWN_CLASS = "TextmillLlamaForCausalLM"
-OWN_OPTIONS = {"value_embeddings": 0, "qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
-"""What config.json of OWN_TYPE has, and the defaults: value embeddings, which no class of transformers has, and what
-transformers' classes say by their name."""
-GATE_INPUTS = 32
-"""Channels from which a head's gate of its value embeddings is computed."""
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
-    OWN_TYPE: OWN_CLASS,
 }
-"""Transformers' classes by the `model_type` of config.json, and ours."""
+"""Transformers' classes by the `model_type` of config.json."""
 MISTRAL = "mistral"
 """A model_type that is read as a llama."""
 MUST_BE = {"use_sliding_window": False}
@@ -85,21 +77,11 @@ class Shape(BaseShape):
     """On embeddings and both residual branches."""
     attention_dropout: float = 0.0
     epsilon: float = 1e-5
-    value_embeddings: int = 0
-    """Embedding tables whose rows are added to the values of the first layers, and again to those of the last ones. A
-    checkpoint with them has a model_type of its own, which only textmill opens."""
     family: str = NAME
-
-    @property
-    def own_options(self) -> list[str]:
-        """The options that only textmill's torch net has."""
-        return [f"value_embeddings={self.value_embeddings}"] if self.value_embeddings else []
 
     @property
     def model_type(self) -> str:
         """The kind of model as config.json has it."""
-        if self.own_options:
-            return OWN_TYPE
         if self.qk_norm:
             return "qwen3"
         if self.qkv_bias == self.out_bias:
@@ -149,11 +131,6 @@ def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None
         )
     if numbers["qk_norm"] and numbers["qkv_bias"]:
         raise TextmillError("model.shape.qk_norm: no model of transformers has it with qkv_bias; remove one of them")
-    if numbers["value_embeddings"] > numbers["layers"]:
-        raise TextmillError(
-            f"model.shape.value_embeddings: {numbers['value_embeddings']} tables are more than the "
-            f"{numbers['layers']} layers; set at most {numbers['layers']}"
-        )
     return Shape(vocab=vocab, eos_id=eos_id, **numbers)
 
 
@@ -192,7 +169,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         head_width=head_width,
         eos_id=_eos_id_of(hf, where),
         activation=config.activation("hidden_act", "silu"),
-        **_read_options(hf, kind, where),
+        **_read_options(hf, kind),
         untied=not hf.get("tie_word_embeddings", False),
         rotary_base=base,
         rotary_scaling=scaling,
@@ -253,10 +230,6 @@ def weights_of(shape: Shape) -> list[Weight]:
     by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
     table = Weight(EMBEDDING, (shape.vocab, shape.width), 0.02, copies=() if shape.untied else (HEAD,), **by_token)
     weights = [replace(table, depth=shape.layers + 1, looked_up=shape.untied)]
-    values = (shape.vocab, shape.kv_heads * shape.head_width)
-    looked_up = {**by_token, "depth": shape.layers + 1, "looked_up": True}
-    for number in range(shape.value_embeddings):
-        weights.append(Weight(f"model.value_embeddings.{number}.weight", values, 0.02, **looked_up))
     for layer in range(shape.layers):
         weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, layer)]
     weights.append(Weight("model.norm.weight", (shape.width,), ones=True))
@@ -279,14 +252,11 @@ def _block(shape: Shape, layer: int) -> list[Weight]:
         for part in ("q", "k")
         if shape.qk_norm
     ]
-    has_table = value_table(layer, shape.layers, shape.value_embeddings) is not None
-    gate = Weight(f"{attention}.value_gate.weight", (shape.kv_heads, min(GATE_INPUTS, width)))
     return [
         Weight(f"{name}.input_layernorm.weight", (width,), ones=True),
         *_linear(f"{attention}.q_proj", width, queries, 0.02, 0, bias=shape.qkv_bias),
         *_linear(f"{attention}.k_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
         *_linear(f"{attention}.v_proj", width, keys, 0.02, 0, bias=shape.qkv_bias),
-        *([gate] if has_table else []),
         *norms,
         *_linear(f"{attention}.o_proj", queries, width, residual, 1, bias=shape.out_bias),
         Weight(f"{name}.post_attention_layernorm.weight", (width,), ones=True),
@@ -328,49 +298,29 @@ def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
         "qkv_bias": shape.model_type == "qwen2",
         "untied": shape.untied,
         "dropout": max(shape.dropout, shape.attention_dropout),
-        "value_embeddings": min(shape.value_embeddings, 2),
     }
 
 
 def _write_options(shape: Any, kind: str) -> dict[str, Any]:
     """What config.json has of biases, norms and options."""
-    if kind == OWN_TYPE:
-        return {name: getattr(shape, name) for name in OWN_OPTIONS}
     if kind == "seed_oss":
         return {"attention_bias": shape.qkv_bias, "attention_out_bias": shape.out_bias, "mlp_bias": shape.mlp_bias}
     biases = {} if kind == "qwen2" else {"attention_bias": shape.qkv_bias}
     return biases | ({"mlp_bias": shape.mlp_bias} if kind == "llama" else {"use_sliding_window": False})
 
 
-def _read_options(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """The inverse of `_write_options`; a value of another type in a config.json of our own is an error."""
+def _read_options(hf: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The inverse of `_write_options`."""
     if kind == "seed_oss":
         return {
             "qkv_bias": bool(hf.get("attention_bias", True)),
             "out_bias": bool(hf.get("attention_out_bias", False)),
             "mlp_bias": bool(hf.get("mlp_bias", False)),
         }
-    if kind != OWN_TYPE:
-        bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
-        return {
-            "qk_norm": kind == "qwen3",
-            "qkv_bias": bias or kind == "qwen2",
-            "out_bias": bias,
-            "mlp_bias": bool(hf.get("mlp_bias", False)) and kind == "llama",
-        }
-    found = {name: hf.get(name, default) for name, default in OWN_OPTIONS.items()}
-    for name, value in found.items():
-        wanted = type(OWN_OPTIONS[name])
-        if type(value) is not wanted or value < 0:
-            kinds = {bool: "true or false", int: "a whole number"}
-            raise TextmillError(f"{where}: {name} is {value!r}; a {OWN_TYPE} config.json has {kinds[wanted]} there")
-    if (tables := found["value_embeddings"]) > (layers := hf["num_hidden_layers"]):
-        raise TextmillError(f"{where}: value_embeddings is {tables}, more than the {layers} layers; fix it")
-    return found
-
-
-def value_table(layer: int, layers: int, tables: int) -> int | None:
-    """Which table of value embeddings a layer adds: the first layers and the last ones have one each; None: none."""
-    if layer < tables:
-        return layer
-    return layer - (layers - tables) if layer >= layers - tables else None
+    bias = bool(hf.get("attention_bias", False)) and kind != "qwen2"
+    return {
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": bias or kind == "qwen2",
+        "out_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias", False)) and kind == "llama",
+    }

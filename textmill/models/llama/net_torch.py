@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from textmill.errors import TextmillError
 from textmill.kernels.fp8_torch import FP8_GATES, fp8_gated_mlp
-from textmill.models.base_torch import BaseBlock, BaseNet, CompiledParts
+from textmill.models.base_torch import BaseBlock, BaseNet
 from textmill.models.layers_torch import (
     ACTIVATIONS,
     AttentionDropout,
@@ -25,7 +25,7 @@ from textmill.models.layers_torch import (
     to_matmul_dtype,
     token_positions,
 )
-from textmill.models.llama.family import GATE_INPUTS, Shape, value_table
+from textmill.models.llama.family import Shape
 from textmill.models.llama.rotary import rotary_frequencies
 
 
@@ -35,8 +35,6 @@ class Extra(NamedTuple):
     cos: Tensor
     """Cosine and sine of every position's angles."""
     sin: Tensor
-    values: tuple[Tensor, ...]
-    """The rows of each table of value embeddings; inside a block, those of its own table."""
 
 
 class RMSNorm(nn.Module):
@@ -68,10 +66,6 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.width, bias=shape.out_bias)
         self.q_norm = RMSNorm(shape.head_width, shape.epsilon) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_width, shape.epsilon) if shape.qk_norm else None
-        self.value_gate: nn.Linear | None = None
-        """Multiplies the value embeddings of each head, if the layer adds some."""
-        if value_table(layer, shape.layers, shape.value_embeddings) is not None:
-            self.value_gate = nn.Linear(min(GATE_INPUTS, shape.width), shape.kv_heads, bias=False)
         self.dropout = AttentionDropout(shape.attention_dropout)
         self.head_width = shape.head_width
         self.layer = layer
@@ -83,9 +77,6 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_NTHD = self.q_norm(q_NTHD)
             k_NTHD = self.k_norm(k_NTHD)
-        if self.value_gate is not None:
-            gate_NTH = 2 * torch.sigmoid(self.value_gate(x_NTE[..., : self.value_gate.in_features]))
-            v_NTHD = v_NTHD + gate_NTH[..., None] * extra.values[0].view_as(v_NTHD)
         q_NHTD, k_NHTD = (apply_rotary(part.transpose(1, 2), extra.cos, extra.sin) for part in (q_NTHD, k_NTHD))
         y_NTE = attention(q_NHTD, k_NHTD, v_NTHD.transpose(1, 2), context, self.layer, dropout=self.dropout)
         return linear(y_NTE, self.o_proj, context)
@@ -138,13 +129,6 @@ class Block(BaseBlock):
         self.post_attention_layernorm = RMSNorm(shape.width, shape.epsilon)
         self.mlp = MLP(shape)
         self.mlp_dropout = Dropout(shape.dropout, site=3)
-        self.table = value_table(layer, shape.layers, shape.value_embeddings)
-        """Which value embeddings attention adds to its values."""
-
-    def forward(self, x_NTE: Tensor, context: Context, compiled: CompiledParts | None = None) -> Tensor:
-        """As BaseBlock's. The table is chosen here, so that blocks with any of them share their compiled code."""
-        values = () if self.table is None else (context.extra.values[self.table],)
-        return super().forward(x_NTE, context._replace(extra=context.extra._replace(values=values)), compiled)
 
     def compute(self, x_NTE: Tensor, context: Context) -> Tensor:
         """x + attention(norm(x)), then x + MLP(norm(x))."""
@@ -165,10 +149,6 @@ class Net(BaseNet):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.embed_tokens = new_embedding(shape.padded_vocab, shape.width)
-        values = shape.kv_heads * shape.head_width
-        self.value_embeddings = nn.ModuleList(
-            new_embedding(shape.padded_vocab, values) for _ in range(shape.value_embeddings)
-        )
         self.dropout = Dropout(shape.dropout, site=0)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.epsilon)
@@ -202,11 +182,10 @@ class Net(BaseNet):
         return x_NTE, self.block_context(ids_NT, context, documents_NT)
 
     def block_context(self, ids_NT: Tensor, context: Context, documents_NT: Tensor | None) -> Context:
-        """The mask, the rotary angles and value embeddings; positions start at 0 in every document."""
+        """The mask and the rotary angles; positions start at 0 in every document."""
         positions = token_positions(ids_NT, context.cache, documents_NT)
         angles = (positions[..., None].float() * self.frequencies_D).unsqueeze(-3)  # [N or none, 1, T, D / 2]
-        values = tuple(to_matmul_dtype(table(ids_NT)) for table in self.value_embeddings)
-        extra = Extra(angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale, values)
+        extra = Extra(angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale)
         return Context(context.dropout_keys, context.cache, self.mask(documents_NT, context), extra)
 
     def final_norm(self, x_NTE: Tensor) -> Tensor:
