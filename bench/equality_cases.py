@@ -112,8 +112,8 @@ OPTIONS = {
     "init": "model.init_from=runs/{family}-torch-{layout} model.init_layers=[1,0,1]",
     "lora": "model.init_from=runs/{family}-torch-{layout} model.lora.rank=4 model.lora.dropout=0.1",
     "distil": f"{TEACHER} train.distil.temperature=1.5",
-    "distil-states": f"{TEACHER} train.distil.mse=0.1 train.distil.cosine=0.2 train.distil.divergence=jensen_shannon",
-    "distil-hidden": f"{TEACHER} train.distil.hidden=0.5 train.distil.divergence=reverse",
+    "distil-states": f"{TEACHER} train.distil.mse=0.1 train.distil.cosine=0.2",
+    "distil-hidden": f"{TEACHER} train.distil.hidden=0.5",
     "resume": "",
 }
 """Settings that are added to a run of the grid; {family} and {layout} are those of that run. `resume` stops at

@@ -59,7 +59,7 @@ def test_a_resumed_run_is_bitwise_the_same(root: Path) -> None:
         (2, [], []),
         (2, ["engine.mesh.shard=2"], []),
         (2, ["engine.mesh.tensor=2"], ["train.distil.mse=0.001", "train.label_smoothing=0.1"]),
-        (4, ["engine.mesh.tensor=2", "engine.mesh.shard=2"], ["train.distil.divergence=reverse"]),
+        (4, ["engine.mesh.tensor=2", "engine.mesh.shard=2"], ["train.distil.kl=0.7"]),
         (2, ["engine.mesh.shard=2"], ["train.distil.hidden=0.3", "train.freeze=[wpe]"]),
         (2, ["engine.kind=deepspeed", "engine.zero=2"], ["train.distil.hidden=0.3"]),
         (2, ["engine.kind=deepspeed", "engine.zero=3"], ["train.distil.hidden=0.3", "train.distil.mse=0.001"]),

@@ -189,9 +189,6 @@ class DistilConfig(Section):
     """Blocks of the model, counted from 0, for `train.distil.hidden`; default: all."""
     teacher_layers: list[int] = []
     """The teachers' block for each of `train.distil.student_layers`; default: evenly spaced, the last to the last."""
-    divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
-    """forward: KL from the teachers to the model, which covers all that they predict; reverse: from the model to them,
-    which prefers what they find likely; jensen_shannon: the mean of both KLs to their mixture."""
 
     @property
     def terms(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The terms of distillation in torch. Those that compare logits are computed in chunks of tokens, so that all logits
 never exist at once; their gradient is computed in forward, by formula, while a chunk's logits exist.
 
-With the student's logits s, the mean of the teachers' distributions p and a temperature T, `train.distil.divergence`
-forward is T^2 KL(p || softmax(s / T)). Its gradient by s is T (softmax(s / T) - p).
+With the student's logits s, the mean of the teachers' distributions p and a temperature T, the divergence is
+T^2 KL(p || softmax(s / T)). Its gradient by s is T (softmax(s / T) - p).
 
 Shapes in names: M tokens, E width, V rows of the head or columns of the vocabulary that a rank has. `chunk_terms`
 changes nothing in place, so that a compiler can join it into a few passes over the logits.
@@ -222,21 +222,7 @@ def _divergence(
     scaled_MV = student_MV / T
     teacher_logs_MV = mean_log_probabilities(teachers, T, columns)
     student_logs_MV = scaled_MV - columns.log_sum(scaled_MV)[:, None]
-    values_MV, derivatives_MV = _compare(student_logs_MV, teacher_logs_MV, terms.divergence)
-    gradient_MV = derivatives_MV - student_logs_MV.exp() * columns.sum(derivatives_MV.sum(1))[:, None]
+    teacher_MV = teacher_logs_MV.exp()
+    values_MV = teacher_MV * (teacher_logs_MV - student_logs_MV)
+    gradient_MV = student_logs_MV.exp() * columns.sum(teacher_MV.sum(1))[:, None] - teacher_MV
     return columns.sum(values_MV.sum(1)) * T**2, gradient_MV * T
-
-
-def _compare(student_logs: Tensor, teacher_logs: Tensor, divergence: str) -> tuple[Tensor, Tensor]:
-    """What each outcome adds to the divergence of two log-distributions, and its derivative by the student's.
-
-    A multiple of the student's probabilities may be added to the derivative: it adds nothing to the gradient of logits.
-    """
-    if divergence == "forward":
-        return teacher_logs.exp() * (teacher_logs - student_logs), -teacher_logs.exp()
-    if divergence == "reverse":
-        values = student_logs.exp() * (student_logs - teacher_logs)
-        return values, values
-    mean_logs = torch.logaddexp(teacher_logs, student_logs) - math.log(2)
-    student_half = student_logs.exp() * (student_logs - mean_logs) / 2
-    return student_half + teacher_logs.exp() * (teacher_logs - mean_logs) / 2, student_half

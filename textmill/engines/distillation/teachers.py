@@ -150,7 +150,6 @@ class Terms(NamedTuple):
     kl: float
     mse: float
     temperature: float
-    divergence: str
     smoothing: float
     z: float
 
@@ -163,7 +162,6 @@ def terms_of(train: TrainConfig) -> Terms:
         kl=distil.kl,
         mse=distil.mse,
         temperature=distil.temperature,
-        divergence=distil.divergence,
         smoothing=train.label_smoothing,
         z=train.z_loss,
     )
