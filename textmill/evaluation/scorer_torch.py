@@ -31,7 +31,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
 from textmill.evaluation.metrics import check_finite
 from textmill.evaluation.packing import CONTEXT, Rows, Tree, build_trees, fill_rows, pack
-from textmill.evaluation.task import ALL_BATCHES, LossPart, Numbered, Pair, Score, Scorer, Share, StoreLoss
+from textmill.evaluation.task import ALL_BATCHES, LossPart, Numbered, Pair, Score, Share, StoreLoss
 from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct
 from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
@@ -70,7 +70,7 @@ def new_scorer(
     precision: str,
     batch: int,
     share: Share = ALL_BATCHES,
-) -> Scorer:
+) -> TextScorer:
     """A scorer of a net that is already loaded: of the next token, or of masked ones."""
     dtype = torch_dtype(precision, net.head.device)
     if open_family(net.shape.family).OBJECTIVE == "masked":
@@ -113,7 +113,7 @@ ENCODED_TEXTS = 4096
 
 @dataclass(frozen=True)
 class TextScorer(ABC):
-    """A net with its tokenizer; see Scorer in task.py."""
+    """One checkpoint, ready to score text. Which model family it is does not matter to a task."""
 
     checkpoint: Checkpoint
     net: BaseNet
@@ -125,8 +125,13 @@ class TextScorer(ABC):
     """The part of the work that this process does."""
 
     @property
+    @abstractmethod
+    def objective(self) -> str:
+        """What the model predicts: next_token, or masked."""
+
+    @property
     def positions(self) -> int:
-        """The longest input of the model, in tokens."""
+        """The longest input of the model, in tokens; of a masked model, without the special tokens around a text."""
         return int(self.net.shape.positions)
 
     @property
@@ -136,7 +141,7 @@ class TextScorer(ABC):
 
     @property
     def precision(self) -> str:
-        """The arithmetic it computes in."""
+        """The arithmetic it computes in, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -145,14 +150,57 @@ class TextScorer(ABC):
 
     @abstractmethod
     def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Score each (context, continuation) of token ids."""
+        """Score each (context, continuation) of token ids, of any lengths, in the order given.
+
+        Give all pairs at once: texts are packed without padding, and a context that several pairs share is computed
+        once. A context that is too long for the model loses its first tokens; a continuation that is too long is
+        refused.
+        """
 
     def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Score each (context, continuation), encoded as one text."""
+        """Score each (context, continuation), in the order given.
+
+        Both are encoded as one text, so that tokens are those of running text; spaces at the end of the context count
+        to the continuation. An empty context is the tokenizer's begin token, or its end-of-text token if there is
+        none.
+        """
         return self.score_tokens(self.encode_pairs(pairs))
 
+    def sum_losses(
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        stride: int,
+        predict_first: bool = True,
+        count_end: bool = True,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> StoreLoss:
+        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
+
+        The first token is predicted from the tokenizer's first token, or is only context. End-of-text tokens may be
+        left out of the sum. With `sample`, only so many random windows are read.
+        """
+        self._refuse()
+
+    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+        """Sum the loss of the assistant tokens of a store of conversations, each read alone in a window of `length`
+        tokens; a longer one is truncated at its `start` or `end`."""
+        self._refuse()
+
+    def write_texts(self, prompts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
+        """The likeliest continuation of each prompt, token by token, up to the first of the `stops`."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TextmillError(
+            f"{self.checkpoint.folder}: a {self.net.shape.family} predicts masked tokens, not the next one, so it has "
+            "no perplexity; use evaluate.tasks=pseudo_perplexity"
+        )
+
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
-        """The token ids of each (context, continuation), encoded as one text."""
+        """The token ids of each (context, continuation), as `score_texts` scores them."""
         encoded: list[Pair] = []
         for begin in range(0, len(pairs), ENCODED_TEXTS):
             block = [_move_spaces(*pair) for pair in pairs[begin : begin + ENCODED_TEXTS]]
@@ -210,7 +258,7 @@ def check_ids(lowest: int, highest: int, vocab: int, where: Path) -> None:
 
 @dataclass(frozen=True)
 class TorchScorer(TextScorer):
-    """A net for the next token with its tokenizer; see Scorer in task.py."""
+    """A net for the next token with its tokenizer."""
 
     @property
     def objective(self) -> str:
@@ -573,7 +621,7 @@ class MaskedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedScorer(TextScorer):
-    """A net for masked tokens with its tokenizer; see Scorer in task.py."""
+    """A net for masked tokens with its tokenizer; scores are pseudo-log-likelihoods."""
 
     @property
     def objective(self) -> str:
@@ -625,24 +673,6 @@ class MaskedScorer(TextScorer):
         check_ids(int(batch.labels_N.min()), int(batch.ids_NT.max()), self.vocab, self.checkpoint.folder)
         wait_for_result = self.log_likelihoods(batch.ids_NT, batch.places_N, batch.labels_N, greedy=True)
         return lambda: [(number, _partial_scores(batch, *wait_for_result()))]
-
-    def sum_losses(self, *_: Any, **__: Any) -> StoreLoss:
-        """A masked model has no loss of running text."""
-        self._refuse()
-
-    def sum_answer_losses(self, *_: Any, **__: Any) -> StoreLoss:
-        """The same for answers."""
-        self._refuse()
-
-    def write_texts(self, *_: Any, **__: Any) -> list[str]:
-        """Nor does it continue a text."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise TextmillError(
-            f"{self.checkpoint.folder}: a {self.net.shape.family} predicts masked tokens, not the next one, so it has "
-            "no perplexity; use evaluate.tasks=pseudo_perplexity"
-        )
 
 
 def _partial_scores(

@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
 from textmill.config.own_files import OwnFile
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results
-from textmill.tokens.store import TokenStore
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 Result = dict[str, Any]
 """What a task returns: plain values, written as JSON."""
@@ -63,85 +60,11 @@ class StoreLoss:
     """The loss by document and window, in the order of the text, for a confidence interval."""
 
 
-class Scorer(Protocol):
-    """One checkpoint, ready to score text. Which framework or model family it is does not matter to a task."""
+if TYPE_CHECKING:
+    from textmill.evaluation.scorer_torch import TextScorer  # imports torch, which is slow
 
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-
-    @property
-    def tokenizer(self) -> TextTokenizer: ...
-
-    @property
-    def objective(self) -> str:
-        """What the model predicts: next_token, or masked. Scores of the latter are pseudo-log-likelihoods."""
-        ...
-
-    @property
-    def positions(self) -> int:
-        """The longest input of the model, in tokens; of a masked model, without the special tokens around a text."""
-        ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def precision(self) -> str:
-        """The arithmetic it computes in, such as bfloat16."""
-        ...
-
-    @property
-    def device(self) -> str: ...
-
-    def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Score each (context, continuation), in the order given.
-
-        Both are encoded as one text, so that tokens are those of running text; spaces at the end of the context count
-        to the continuation. An empty context is the tokenizer's begin token, or its end-of-text token if there is
-        none.
-        """
-        ...
-
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
-        """The token ids of each (context, continuation), as `score_texts` scores them."""
-        ...
-
-    def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
-        """The same for token ids, of any lengths.
-
-        Give all pairs at once: texts are packed without padding, and a context that several pairs share is computed
-        once.
-
-        A context that is too long for the model loses its first tokens; a continuation that is too long is refused.
-        """
-        ...
-
-    def write_texts(self, prompts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
-        """The likeliest continuation of each prompt, token by token, up to the first of the `stops`."""
-        ...
-
-    def sum_losses(
-        self,
-        store: TokenStore,
-        *,
-        length: int,
-        stride: int,
-        predict_first: bool = True,
-        count_end: bool = True,
-        sample: int | None = None,
-        seed: int = 0,
-    ) -> StoreLoss:
-        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
-
-        The first token is predicted from the tokenizer's first token, or is only context. End-of-text tokens may be
-        left out of the sum. With `sample`, only so many random windows are read.
-        """
-        ...
-
-    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
-        """Sum the loss of the assistant tokens of a store of conversations, each read alone in a window of `length`
-        tokens; a longer one is truncated at its `start` or `end`."""
-        ...
+Scorer: TypeAlias = "TextScorer"
+"""One checkpoint, ready to score text."""
 
 
 @dataclass(frozen=True)
