@@ -16,7 +16,7 @@ from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Token
 from textmill.generation.scheduler import Scheduler
 from textmill.models import open_family
-from textmill.models.decode_torch import CapturedSlots, NetSlots, Slots
+from textmill.models.decode_torch import CapturedSlots, NetSlots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -97,7 +97,7 @@ def test_fused_kernels_give_the_logits_of_plain_torch(
     exact, rounded, fused = (open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32")) for _ in range(3))
     for generator in (rounded, fused):
         generator.net.to(kinds[precision])
-    slots: list[Slots] = [NetSlots(one.net, texts + 1, 96) for one in (exact, rounded)]
+    slots: list[NetSlots] = [NetSlots(one.net, texts + 1, 96) for one in (exact, rounded)]
     slots.append(fused.new_slots(texts + 1, 96))
     assert isinstance(slots[2], CapturedSlots)
     places, errors = [2, 5, 40] * (texts // 3), []

@@ -16,7 +16,7 @@ from tests.support.weights import noisy_weights, shape_of
 from textmill.config import LoraConfig
 from textmill.models import find_family_module, open_family
 from textmill.models.base_torch import BaseNet
-from textmill.models.decode_torch import CapturedSlots, NetSlots, Slots, open_slots, prefill_shapes, step_sizes
+from textmill.models.decode_torch import CapturedSlots, NetSlots, open_slots, prefill_shapes, step_sizes
 from textmill.models.gpt2 import family as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
 from textmill.models.nets_torch import fill, new_net
@@ -59,10 +59,10 @@ def new_random_net(device: str, model_type: str = "llama", lora: LoraConfig | No
     return net
 
 
-def fast_slots(net: BaseNet, slots: int, length: int) -> Slots:
+def fast_slots(net: BaseNet, slots: int, length: int) -> NetSlots:
     """The family's own, also on a CPU."""
     module: Any = find_family_module(net.shape, "decode_torch")
-    opened: Slots = module.FastSlots(net, slots, length)
+    opened: NetSlots = module.FastSlots(net, slots, length)
     return opened
 
 
@@ -88,7 +88,7 @@ def test_decoding_gives_the_logits_of_a_full_pass(
     assert all((full_logits(net, text) - before).abs().max() < 1e-5 for text, before in zip(ids, wanted, strict=True))
 
 
-def check_decoding(net: BaseNet, slots: Slots, ids: list[list[int]], wanted: list[torch.Tensor]) -> None:
+def check_decoding(net: BaseNet, slots: NetSlots, ids: list[list[int]], wanted: list[torch.Tensor]) -> None:
     lengths = LENGTHS[: len(ids)]
     hidden = slots.prefill(0, [text[:length] for text, length in zip(ids, lengths, strict=True)])
     for row, length in enumerate(lengths):

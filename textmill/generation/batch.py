@@ -36,7 +36,7 @@ from textmill.generation.sampling import (
 )
 from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.models.base_torch import BaseNet
-from textmill.models.decode_torch import Slots
+from textmill.models.decode_torch import NetSlots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 NOT_FINITE = (
@@ -64,7 +64,7 @@ class PendingTokens:
 class RunningBatch:
     """The running texts, in the first slots; each step adds one token to every text."""
 
-    slots: Slots
+    slots: NetSlots
     tokenizer: TextTokenizer
     positions: int
     """The model's context length."""

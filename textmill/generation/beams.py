@@ -19,7 +19,7 @@ from textmill.generation.batch import NOT_FINITE
 from textmill.generation.incremental_text import StopStringFilter, WindowTextDecoder
 from textmill.generation.requests import Done, Request
 from textmill.generation.sampling import SamplingState, apply_bias_and_penalties, ban_end_tokens, new_state
-from textmill.models.decode_torch import Slots
+from textmill.models.decode_torch import NetSlots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def beam_search(generator: Generator, request: Request, max_new: int) -> list[Do
     return list(by_text.values())
 
 
-def _next_logprobs(slots: Slots, running: list[Beam], request: Request, ends: tuple[int, ...], vocab: int) -> Tensor:
+def _next_logprobs(slots: NetSlots, running: list[Beam], request: Request, ends: tuple[int, ...], vocab: int) -> Tensor:
     """[N, V]: the log-probabilities of each beam's next token, after bias, penalties and `sample.min_tokens`.
 
     All beams have the same length. The last token of a beam, or of the prompt, is not in the KV cache yet.

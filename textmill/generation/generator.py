@@ -23,7 +23,7 @@ from textmill.generation.requests import Done, FinishReason, MemoryShort, Reques
 from textmill.generation.sampling import CapturedSampling
 from textmill.models import check_next_token
 from textmill.models.base_torch import BaseNet
-from textmill.models.decode_torch import CapturedSlots, Slots, bytes_per_slot, open_slots
+from textmill.models.decode_torch import CapturedSlots, NetSlots, bytes_per_slot, open_slots
 from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
@@ -52,7 +52,7 @@ class Generator:
         self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
         self._tokens = TokenTable(tokenizer)
         self.prefixes: PrefixCache | None = None
-        self._spare_slots: Slots | None = None
+        self._spare_slots: NetSlots | None = None
         self._beam_request: Request | None = None
         self._beam_texts: list[Done] = []
         """What the last beam search found, for `_beam_request`."""
@@ -200,7 +200,7 @@ class Generator:
             batch.captured_sampling = spare.sampling
         return batch
 
-    def new_slots(self, slots: int, length: int) -> Slots:
+    def new_slots(self, slots: int, length: int) -> NetSlots:
         """Allocate the KV cache; raise if the device has too little memory."""
         each = bytes_per_slot(self.net, length)
         free = _free_memory(self.device)

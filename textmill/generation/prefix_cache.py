@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class SavedText(NamedTuple):
-    """The tokens of a text, and their keys and values as `Slots.save` returns them."""
+    """The tokens of a text, and their keys and values as `NetSlots.save` returns them."""
 
     ids: NDArray[np.int64]
     memory: Tensor

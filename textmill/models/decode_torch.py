@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,64 +28,17 @@ from textmill.models.layers_torch import Cache
 PREFILL_TOKENS = 4096
 """Most prompt tokens, including padding, that one prefill reads, unless a single prompt has more."""
 LEAST_REUSED = 16
-"""See `Slots.least_reused`."""
+"""See `NetSlots.least_reused`."""
 LEAST_REUSED_CAPTURED = 1024
 """The same if prefills are CUDA graphs: the pass over the rest is none, and launches its kernels one by one."""
 
 
-class Slots(Protocol):
-    """The KV cache of running texts, which occupy the first slots, each with its own length."""
-
-    net: BaseNet
-    slots: int
-    length: int
-    device: torch.device
-    least_reused: int
-    """Tokens in common with an earlier text from which on copying them is faster than reading them."""
-
-    def warm_up(self) -> int:
-        """Do in advance what would delay the first texts: capture CUDA graphs; return how many were captured."""
-        ...
-
-    def fits_one_prefill(self, count: int, longest: int) -> bool:
-        """True if `count` prompts, the longest with `longest` tokens, can be read in one prefill."""
-        ...
-
-    def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
-        """Read contexts into consecutive slots, starting at `first`; return hidden states, padded on the right."""
-        ...
-
-    def resume(self, slot: int, start: int, ids: list[int]) -> None:
-        """Read more tokens into a slot that holds `start` tokens. The net must have an attention cache."""
-        ...
-
-    def save(self, slot: int, used: int) -> Tensor:
-        """A copy of the keys and values of the first `used` tokens of a slot."""
-        ...
-
-    def restore(self, slot: int, saved: Tensor, used: int) -> None:
-        """Fill a slot with the first `used` tokens of a copy."""
-        ...
-
-    def decode(self, ids_N: Tensor, positions: list[int]) -> Tensor:
-        """Add one token to each of the first slots, at its own position; return the logits of the next token.
-
-        An id below 0 counts as 0."""
-        ...
-
-    def move(self, source: int, target: int, used: int) -> None:
-        """Copy the first `used` tokens of one slot into another."""
-        ...
-
-    def reorder(self, sources: list[int], used: int) -> None:
-        """Fill the first slots with the first `used` tokens of the slots `sources`, for beam search."""
-        ...
-
-
 class NetSlots:
-    """Slots for any causal net, through `net(ids, cache=...)`."""
+    """The KV cache of running texts, which occupy the first slots, each with its own length, for any causal net, by
+    `net(ids, cache=...)`."""
 
     least_reused = LEAST_REUSED
+    """Tokens in common with an earlier text from which on copying them is faster than reading them."""
 
     def __init__(self, net: BaseNet, slots: int, length: int, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of the cache; default: that of the weights."""
@@ -97,16 +50,18 @@ class NetSlots:
         self.cache: Any = net.new_cache(slots, length, weight.device, dtype or weight.dtype)
 
     def warm_up(self) -> int:
-        """Nothing to do."""
+        """Do in advance what would delay the first texts: capture CUDA graphs; return how many were captured."""
         return 0
 
     def fits_one_prefill(self, count: int, longest: int) -> bool:
-        """A limit on the tokens of one prefill."""
+        """True if `count` prompts, the longest with `longest` tokens, can be read in one prefill."""
         return count * longest <= PREFILL_TOKENS
 
     @torch.inference_mode()
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
-        """One forward pass. No token attends to the padding of shorter contexts, which is overwritten later."""
+        """Read contexts into consecutive slots, starting at `first`; return hidden states, padded on the right.
+
+        No token attends to the padding of shorter contexts, which is overwritten later."""
         if not isinstance(self.cache, Cache | None) and len({*map(len, contexts)}) > 1:
             return self._prefill_by_length(first, contexts)
         longest = max(map(len, contexts))
@@ -131,7 +86,7 @@ class NetSlots:
 
     @torch.inference_mode()
     def resume(self, slot: int, start: int, ids: list[int]) -> None:
-        """One forward pass over tokens that follow those in a slot."""
+        """Read more tokens into a slot that holds `start` tokens. The net must have an attention cache."""
         stop = start + len(ids)
         self.cache.extend(torch.arange(start, stop, device=self.device)[None], stop, first=slot)
         self.net(torch.tensor([ids], device=self.device), cache=self.cache)
@@ -149,7 +104,9 @@ class NetSlots:
 
     @torch.inference_mode()
     def decode(self, ids_N: Tensor, positions: list[int]) -> Tensor:
-        """One forward pass over one token of each text."""
+        """Add one token to each of the first slots, at its own position; return the logits of the next token.
+
+        An id below 0 counts as 0."""
         self.cache.extend(copy_to_device(positions, self.device)[:, None], max(positions) + 1)
         return self.net.logits(self.net(ids_N.clamp(min=0)[:, None], cache=self.cache)[:, 0])
 
@@ -194,7 +151,7 @@ class FullPassSlots(NetSlots):
         self.ids[: len(sources)] = self.ids[copy_to_device(sources, self.device)]
 
 
-def open_slots(net: BaseNet, slots: int, length: int) -> Slots:
+def open_slots(net: BaseNet, slots: int, length: int) -> NetSlots:
     """The family's own fast decoding, if it has one for this net and device (decode_torch.py); else the generic one."""
     module = find_family_module(net.shape, "decode_torch")
     if module is None or not usable(net):
