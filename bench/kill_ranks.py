@@ -1,6 +1,10 @@
 """Kill, stop or hang one rank at random steps; check that the job ends, names the right rank, and resumes.
 
 python bench/kill_ranks.py [times] [seed]
+python bench/kill_ranks.py nodes [times] [seed]
+
+nodes: a job on four nodes, each a torchrun of its own on this machine; one is killed, and the others must end the run
+with the losses of a run that nothing disturbed.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,12 +21,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.kill_train import prepare_tokens, read_metrics, train_arguments
+from bench.kill_train import prepare_tokens, read_metrics, textmill, train_arguments
 from textmill.verification.launcher import free_port
 
 STEPS, TIMEOUT = 12, 4
 KINDS = {"kill": "no heartbeat", "stop": "no heartbeat", "hang": "the other ranks wait for"}
 """The fault of a rank, and how the other ranks report it."""
+NODES, NODE_STEPS, NODE_TIMEOUT = 4, 100, 20
+"""Of the job of which a node is killed; another timeout, since all processes share the cores."""
 LONGEST = 300
 """Seconds after which a job counts as hanging."""
 
@@ -115,6 +122,75 @@ def run_ranks(
             process.wait()
 
 
+def node_arguments(root: Path, run: Path) -> list[str]:
+    """Return the command-line arguments of a job that a node can be taken from."""
+    more = ["train.batch=12", "train.save_every=10", "train.evaluate_every=1000", f"engine.timeout={NODE_TIMEOUT}"]
+    return [*train_arguments(root, run, NODE_STEPS), *more]
+
+
+def run_nodes(arguments: list[str], metrics: Path, *, nodes: int, lost: int, after: int) -> list[Ending]:
+    """Run a job on some nodes, and kill one of them once so many steps are logged; return how the others ended."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{nodes}", "--nproc-per-node", "1"),
+        *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+    ]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    started, processes, outputs = time.monotonic(), [], [tempfile.TemporaryFile("w+") for _ in range(nodes)]
+    for node, output in enumerate(outputs):
+        words = [*command, "--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=5", "-m", "textmill", *arguments]
+        processes.append(subprocess.Popen(words, env=environment, stdout=output, stderr=output))
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < after:
+            assert time.monotonic() - started < LONGEST
+            time.sleep(0.02)
+        agent = processes.pop(lost)
+        for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        agent.kill()
+        agent.wait()
+        outputs.pop(lost).close()
+        codes = [process.wait(LONGEST) for process in processes]
+        endings = []
+        for code, output in zip(codes, outputs, strict=True):
+            output.seek(0)
+            endings.append(Ending(code, time.monotonic() - started, output.read()))
+        return endings
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for output in outputs:
+            output.close()
+
+
+def main_nodes(times: int = 20, seed: int = 1) -> int:
+    """Run the campaign of lost nodes."""
+    dice, right = random.Random(seed), 0
+    with tempfile.TemporaryDirectory() as folder:
+        root, undisturbed = Path(folder), Path(folder) / "undisturbed"
+        prepare_tokens(root)
+        assert textmill(*node_arguments(root, undisturbed)).returncode == 0
+        wanted = {row["step"]: row["loss"] for row in read_metrics(undisturbed) if "loss" in row}
+        for number in range(times):
+            run, lost, after = root / f"run-{number}", dice.randrange(1, NODES), dice.randrange(1, NODE_STEPS // 2)
+            endings = run_nodes(node_arguments(root, run), run / "metrics.jsonl", nodes=NODES, lost=lost, after=after)
+            found = {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row}
+            apart = max((abs(found[step] / loss - 1) for step, loss in wanted.items() if step in found), default=1.0)
+            went_on = [re.search(r"on (\d) processes[^\n]*resumes from step (\d+)", one.output) for one in endings]
+            notes = [f"{one[1]} processes from step {one[2]}" for one in went_on if one]
+            is_right = all(one.code == 0 for one in endings) and found.keys() == wanted.keys() and apart < 1e-5
+            right += is_right
+            print(
+                f"node {lost} killed after step {after}: {notes}, {max(one.seconds for one in endings):.0f} s, losses "
+                f"{apart:.1e} apart, right: {is_right}",
+                flush=True,
+            )
+            if not is_right:
+                print(*(one.output[-3000:] for one in endings), sep="\n")
+    print(f"{right} of {times} jobs ended with the losses of the undisturbed run")
+    return 0 if right == times else 1
+
+
 def main(times: int = 20, seed: int = 1) -> int:
     """Run the campaign; its results go to docs/faults.md."""
     dice, longest, named, resumed, tried = random.Random(seed), 0.0, 0, 0, 0
@@ -150,4 +226,5 @@ def main(times: int = 20, seed: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    numbers = [int(word) for word in sys.argv[1:] if word != "nodes"]
+    sys.exit(main_nodes(*numbers) if "nodes" in sys.argv else main(*numbers))

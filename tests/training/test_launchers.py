@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.kill_ranks import node_arguments, run_nodes
 from bench.kill_train import read_metrics, textmill, train_arguments
 from tests.conftest import ROOT
 from tests.support.programs import find_program
@@ -83,6 +85,20 @@ def test_srun(root: Path, alone: list[dict[str, Any]], tmp_path: Path, environme
     with one_node_slurm(tmp_path / "slurm") as slurm:
         command = [find_program("srun"), "-n", "2", "--overcommit", "--kill-on-bad-exit=1", *COMMAND]
         check(command, root / "srun", alone, {**environment, **slurm})
+
+
+@pytest.mark.long
+def test_the_others_go_on_when_a_node_is_lost(root: Path) -> None:
+    """With the batch, the data and so the losses of the run that nothing disturbed."""
+    assert textmill(*node_arguments(root, root / "undisturbed")).returncode == 0
+    run = root / "lost"
+    endings = run_nodes(node_arguments(root, run), run / "metrics.jsonl", nodes=3, lost=2, after=12)
+    assert [ending.code for ending in endings] == [0, 0], endings[0].output[-3000:]
+    assert re.search("on 2 processes.*resumes from step [1-9]0", endings[0].output)
+    found, wanted = (
+        {row["step"]: row["loss"] for row in read_metrics(one) if "loss" in row} for one in (run, root / "undisturbed")
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 JOB = str(os.getpid())
