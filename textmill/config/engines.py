@@ -84,10 +84,10 @@ class TorchEngine(EngineSection):
     sync_every: int | None = changeable(None, ge=1)
     """Local SGD (DiLoCo), for slow networks: replicas train alone and synchronise their weights every so many steps;
     default: gradients are summed in each step. The numbers are then not those of one process."""
-    outer_learning_rate: float = changeable(0.7, gt=0)
+    outer_learning_rate: float = changeable(1.0, gt=0)
     """Local SGD: the learning rate of the step that a synchronisation takes."""
-    outer_momentum: float = changeable(0.9, ge=0, lt=1)
-    """Local SGD: the Nesterov momentum of these steps."""
+    outer_momentum: float = changeable(0.5, ge=0, lt=1)
+    """Local SGD: the Nesterov momentum of these steps; DiLoCo's, for long runs, is 0.9 with a learning rate of 0.7."""
     deterministic: bool = changeable(False)
     """Use deterministic algorithms: bitwise the same results in every run on a GPU too, but slower."""
 
