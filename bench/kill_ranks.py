@@ -175,14 +175,14 @@ def main_nodes(times: int = 20, seed: int = 1) -> int:
             run, lost, after = root / f"run-{number}", dice.randrange(1, NODES), dice.randrange(1, NODE_STEPS // 2)
             endings = run_nodes(node_arguments(root, run), run / "metrics.jsonl", nodes=NODES, lost=lost, after=after)
             found = {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row}
-            apart = max((abs(found[step] / loss - 1) for step, loss in wanted.items() if step in found), default=1.0)
+            largest = max((abs(found[step] / loss - 1) for step, loss in wanted.items() if step in found), default=1.0)
             went_on = [re.search(r"on (\d) processes[^\n]*resumes from step (\d+)", one.output) for one in endings]
             notes = [f"{one[1]} processes from step {one[2]}" for one in went_on if one]
-            is_right = all(one.code == 0 for one in endings) and found.keys() == wanted.keys() and apart < 1e-5
+            is_right = all(one.code == 0 for one in endings) and found.keys() == wanted.keys() and largest < 1e-5
             right += is_right
             print(
                 f"node {lost} killed after step {after}: {notes}, {max(one.seconds for one in endings):.0f} s, losses "
-                f"{apart:.1e} apart, right: {is_right}",
+                f"{largest:.1e} different, right: {is_right}",
                 flush=True,
             )
             if not is_right:

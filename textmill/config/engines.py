@@ -56,7 +56,7 @@ class MeshConfig(Section):
     sequence_parallel: bool = changeable(True)
     """Tensor parallel: also split LayerNorms and the residual stream by tokens: less memory, the same communication."""
     pipeline: int = changeable(1, ge=1)
-    """Pipeline parallel, on CPUs only: stages that have consecutive blocks of the net and pass micro-batches on, at
+    """Pipeline parallel: stages that have consecutive blocks of the net and pass micro-batches on, at
     least as many as there are stages."""
     schedule: Literal["1f1b", "gpipe", "interleaved"] = changeable("1f1b")
     """Pipeline parallel: the order of passes. 1f1b: alternately forward and backward; gpipe: all forward passes first,

@@ -21,7 +21,7 @@ _CACHES = "not needed: every stage has its own folder; nothing is cached elsewhe
 _DEVICES = "use CUDA_VISIBLE_DEVICES to choose GPUs, and torchrun to use several"
 _FUSED = "not needed: the fastest implementation that the device has is used"
 _PIPELINE = (
-    "not available on GPUs: pipelines (engine.mesh.pipeline) run on CPUs only; engine.mesh.shard (FSDP) divides "
+    "not translated: pipelines (engine.mesh.pipeline) were never run on GPUs; engine.mesh.shard (FSDP) divides "
     "weights and optimizer state, engine.activation_checkpointing saves activations"
 )
 _EXPERTS = (

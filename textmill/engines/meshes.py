@@ -178,15 +178,6 @@ def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: 
         )
 
 
-def check_pipeline_device(mesh: Mesh, *, on_cpu: bool) -> None:
-    """Refuse a pipeline on GPUs, where none was ever run."""
-    if mesh.pipeline > 1 and not on_cpu:
-        raise TextmillError(
-            "engine.mesh.pipeline: was tested on CPUs only; set engine.device=cpu, "
-            "or divide the net with engine.mesh.shard or engine.mesh.tensor"
-        )
-
-
 def check_batch(
     train: TrainConfig, ranks: int, micro_batch: int | str, unit: str = "process", units: str = "processes"
 ) -> None:

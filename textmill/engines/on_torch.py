@@ -47,7 +47,7 @@ from textmill.engines.memory.parts import (
     sample_activations,
 )
 from textmill.engines.memory.state_torch import count_state
-from textmill.engines.meshes import Mesh, check_pipeline_device, mesh_of
+from textmill.engines.meshes import Mesh, mesh_of
 from textmill.engines.micro_batches import (
     MicroBatch,
     check_fields,
@@ -101,7 +101,6 @@ def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world
     mesh = mesh_of(engine, train, shape, world)
     check_optimizer_mesh(train, mesh)
     device = own_device(engine.device)
-    check_pipeline_device(mesh, on_cpu=device.type == "cpu")
     if engine.precision == "fp8":
         check_fp8(device)
     check_compile(engine, device, mesh)
@@ -673,6 +672,8 @@ def decide_compile(
     `train.minutes` the most steps that it may have."""
     if engine.compile != "auto":
         return engine.compile, _note(engine.compile)
+    if device.type == "cuda" and mesh.pipeline > 1:
+        return False, "engine.mesh.pipeline was compared with one process on CPUs only: run `textmill verify` first"
     # `engine.deterministic` is promised for eager nets.
     if device.type != "cuda" or engine.deterministic or mesh.ranks_per_sample > 1:
         return False, ""

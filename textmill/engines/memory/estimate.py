@@ -25,7 +25,7 @@ from textmill.engines.memory.parts import (
     rank_samples,
     sample_activations,
 )
-from textmill.engines.meshes import Mesh, check_batch, check_pipeline_device, mesh_of
+from textmill.engines.meshes import Mesh, check_batch, mesh_of
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.models.nets_torch import build_net
@@ -78,7 +78,6 @@ class Estimator:
         `exact=False` counts two small nets instead of the entire one.
         """
         mesh = mesh_for(engine, self.train, self.shape, world)
-        check_pipeline_device(mesh, on_cpu=not device.on_gpu)
         name = device.precision if engine.precision == "auto" else engine.precision
         itemsize = DTYPES[name].itemsize
         state = self._state(engine, mesh, itemsize, exact)
