@@ -58,7 +58,6 @@ FIRST = (
     "training/test_ranks.py",
     "project/test_recipes.py",
     "training/test_engine_changes.py",
-    "corpus/test_mongo_delivery.py",
     "commands/test_cli.py",
 )
 """Slow files run first: a file goes to one worker, and the other would wait for a slow one at the end."""
