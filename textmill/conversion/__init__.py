@@ -92,25 +92,11 @@ def _valid_ids(folder: Path, tokenizer: TextTokenizer) -> NDArray[np.int64] | No
     return np.asarray(open_store(folder / "valid").ids[:VALID_TOKENS], np.int64)
 
 
-NO_CONTENT = ("folder", "precision", "kind", "max_divergence", "reader")
-"""Settings that are recorded in another way, or do not change what is written."""
-
-
 def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:
-    """What decides the content; settings at their defaults are left out, so that older exports are still known."""
-    defaults = ExportConfig()
-    made_from: dict[str, Any] = {"export.precision": config.precision}
-    if config.kind != defaults.kind:
-        made_from["export.kind"] = config.kind
-    for key in ExportConfig.model_fields:
-        if key in NO_CONTENT:
-            continue
-        value = getattr(config, key)
-        if value != getattr(defaults, key):
-            made_from[f"export.{key}"] = value.model_dump() if hasattr(value, "model_dump") else value
-    made_from["weights"] = fingerprint_weights(checkpoint.folder)
-    made_from["texts"] = hash_json(texts)
-    return made_from
+    """What decides the content."""
+    settings = config.model_dump(exclude={"folder", "max_divergence", "reader"})
+    made_from = {f"export.{key}": value for key, value in settings.items()}
+    return {**made_from, "weights": fingerprint_weights(checkpoint.folder), "texts": hash_json(texts)}
 
 
 def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
