@@ -26,7 +26,6 @@ from textmill.corpus.find_sources import find_sources
 from textmill.corpus.source import SELF_COMPRESSED
 from textmill.corpus.streams import BrokenStream, is_remote, read_head
 from textmill.errors import TextmillError
-from textmill.storage.files import write_text
 from textmill.track import check_trackers
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.where import open_where
@@ -99,7 +98,6 @@ def list_checks(folder: Path, scratch: Path, config: RunConfig | None) -> list[C
         check_memory,
         check_shared_memory,
         check_limits,
-        lambda: check_clock(scratch),
     ]
     if config is not None:
         checks += [
@@ -191,10 +189,6 @@ MIN_MEMORY = 2 << 30
 MIN_SHARED_MEMORY = 64 << 20
 """Two processes of torch exchange small tensors through it."""
 MIN_FILES = 1024
-MAX_SKEW = 5.0
-"""Seconds by which the clock of the file system may differ from that of the machine."""
-OLDEST = 1_735_689_600
-"""2025-01-01 in seconds since 1970: a clock before that was never set."""
 
 
 def check_folder(folder: Path) -> Finding:
@@ -249,20 +243,6 @@ def check_limits() -> Finding:
     if soft >= MIN_FILES:
         return Finding("open files", GOOD, f"at most {soft:,}")
     return Finding("open files", ADVICE, f"at most {soft:,}; many sources or ranks need more", f"ulimit -n {hard}")
-
-
-def check_clock(folder: Path) -> Finding:
-    """Whether the clock is set, and whether the file system agrees with it."""
-    write_text(folder / "clock", "")
-    now = time.time()
-    written = (folder / "clock").stat().st_mtime
-    if now < OLDEST:
-        return Finding("clock", BAD, f"it says {time.strftime('%Y-%m-%d', time.gmtime(now))}", "set the clock (NTP)")
-    if abs(now - written) > MAX_SKEW:
-        found = f"the file system's clock is {written - now:+,.0f} seconds off"
-        fix = "set both clocks (NTP): make and token checks compare times of files"
-        return Finding("clock", ADVICE, found, fix)
-    return Finding("clock", GOOD, f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(now))}")
 
 
 MAX_OPENED = 200
