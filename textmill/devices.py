@@ -6,95 +6,72 @@ import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.errors import TextmillError, rank_of_launcher, warn
 
-# Dense bf16 FLOP/s with fp32 sums from the data sheets, for MFU; V100 and T4: fp16; P100 and P40: fp32; RTX 30 to 50:
-# twice their fp32 rate, which is what their tensor cores give with fp32 sums. Other GPUs show no MFU. A name that
-# begins another one comes after it.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "MI300X": 1307e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "RTX 5090": 210e12,
-    "RTX 5080": 113e12,
-    "RTX 5070 Ti": 88e12,
-    "RTX 5070": 62e12,
-    "RTX 5060 Ti": 47e12,
-    "RTX 5060": 38e12,
-    "RTX 4090": 165e12,
-    "RTX 4080": 97e12,
-    "RTX 4070 Ti": 80e12,
-    "RTX 4070": 58e12,
-    "RTX 4060 Ti": 44e12,
-    "RTX 4060": 30e12,
-    "RTX 3090 Ti": 80e12,
-    "RTX 3090": 71e12,
-    "RTX 3080 Ti": 68e12,
-    "RTX 3080": 60e12,
-    "RTX 3070 Ti": 43e12,
-    "RTX 3070": 41e12,
-    "RTX 3060 Ti": 32e12,
-    "RTX 3060": 25e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "P100": 10.6e12,
-    "P40": 12e12,
+
+class Gpu(NamedTuple):
+    """What a data sheet says of a GPU."""
+
+    tflops: float
+    """Peak of dense bf16 matmuls with fp32 sums, in 10^12 operations per second; V100 and T4: fp16; P100 and P40: fp32;
+    RTX 30 to 50: twice their fp32 rate, which is what their tensor cores give with fp32 sums."""
+    memory_gb: int
+    """Of its largest version."""
+    memory_gb_s: float
+    multiprocessors: int
+    mhz: float
+    """Boost clock, at which the peak is computed."""
+    link_gb_s: float
+    """To the other GPUs of its machine, in one direction: NVLink, else PCIe."""
+
+
+# fmt: off
+GPUS = {
+    "H200": Gpu(989, 140, 4800, 132, 1830, 450),
+    "H100 PCIe": Gpu(756, 80, 2039, 114, 1620, 64),
+    "H100": Gpu(989, 80, 3350, 132, 1830, 450),
+    "GH200": Gpu(989, 96, 4000, 132, 1830, 450),
+    "B200": Gpu(2250, 180, 8000, 148, 1856, 900),
+    "MI300X": Gpu(1307, 192, 5300, 304, 2100, 448),
+    "A100": Gpu(312, 80, 2039, 108, 1410, 300),
+    "A800": Gpu(312, 80, 2039, 108, 1410, 200),
+    "L40S": Gpu(362, 48, 864, 142, 2490, 32),
+    "L40": Gpu(181, 48, 864, 142, 2490, 32),
+    "L4": Gpu(121, 24, 300, 58, 2040, 32),
+    "A40": Gpu(150, 48, 696, 84, 1740, 32),
+    "A10": Gpu(125, 24, 600, 72, 1695, 32),
+    "RTX 5090": Gpu(210, 32, 1792, 170, 2407, 64),
+    "RTX 5080": Gpu(113, 16, 960, 84, 2617, 64),
+    "RTX 5070 Ti": Gpu(88, 16, 896, 70, 2452, 64),
+    "RTX 5070": Gpu(62, 12, 672, 48, 2512, 64),
+    "RTX 5060 Ti": Gpu(47, 16, 448, 36, 2572, 32),
+    "RTX 5060": Gpu(38, 8, 448, 30, 2497, 32),
+    "RTX 4090": Gpu(165, 24, 1008, 128, 2520, 32),
+    "RTX 4080": Gpu(97, 16, 717, 76, 2505, 32),
+    "RTX 4070 Ti": Gpu(80, 12, 504, 60, 2610, 32),
+    "RTX 4070": Gpu(58, 12, 504, 46, 2475, 32),
+    "RTX 4060 Ti": Gpu(44, 16, 288, 34, 2535, 16),
+    "RTX 4060": Gpu(30, 8, 272, 24, 2460, 16),
+    "RTX 3090 Ti": Gpu(80, 24, 1008, 84, 1860, 32),
+    "RTX 3090": Gpu(71, 24, 936, 82, 1695, 32),
+    "RTX 3080 Ti": Gpu(68, 12, 912, 80, 1665, 32),
+    "RTX 3080": Gpu(60, 10, 760, 68, 1710, 32),
+    "RTX 3070 Ti": Gpu(43, 8, 608, 48, 1770, 32),
+    "RTX 3070": Gpu(41, 8, 448, 46, 1725, 32),
+    "RTX 3060 Ti": Gpu(32, 8, 448, 38, 1665, 32),
+    "RTX 3060": Gpu(25, 12, 360, 28, 1777, 32),
+    "V100": Gpu(125, 32, 900, 80, 1530, 150),
+    "T4": Gpu(65, 16, 320, 40, 1590, 16),
+    "P100": Gpu(10.6, 16, 732, 56, 1480, 80),
+    "P40": Gpu(12, 24, 347, 30, 1531, 16),
 }
-GPU_GB = {
-    "H200": 140,
-    "H100 PCIe": 80,
-    "H100": 80,
-    "GH200": 96,
-    "B200": 180,
-    "MI300X": 192,
-    "A100": 80,
-    "A800": 80,
-    "L40S": 48,
-    "L40": 48,
-    "L4": 24,
-    "A40": 48,
-    "A10": 24,
-    "RTX 5090": 32,
-    "RTX 5080": 16,
-    "RTX 5070 Ti": 16,
-    "RTX 5070": 12,
-    "RTX 5060 Ti": 16,
-    "RTX 5060": 8,
-    "RTX 4090": 24,
-    "RTX 4080": 16,
-    "RTX 4070 Ti": 12,
-    "RTX 4070": 12,
-    "RTX 4060 Ti": 16,
-    "RTX 4060": 8,
-    "RTX 3090 Ti": 24,
-    "RTX 3090": 24,
-    "RTX 3080 Ti": 12,
-    "RTX 3080": 10,
-    "RTX 3070 Ti": 8,
-    "RTX 3070": 8,
-    "RTX 3060 Ti": 8,
-    "RTX 3060": 12,
-    "V100": 32,
-    "T4": 16,
-    "P100": 16,
-    "P40": 24,
-}
-"""Memory of the largest version of each GPU."""
+# fmt: on
+"""By product name; a name that begins another one comes after it. Other GPUs show no MFU."""
 
 
 def open_device(name: str) -> torch.device:
@@ -181,7 +158,7 @@ def peak_flops_of(device: torch.device) -> float | None:
 
 def peak_flops_by_name(gpu: str) -> float | None:
     """The peak FLOP/s of a GPU by its product name, if known."""
-    return next((rate for name, rate in PEAK_FLOPS.items() if name in gpu), None)
+    return next((1e12 * known.tflops for name, known in GPUS.items() if name in gpu), None)
 
 
 def name_of(device: torch.device) -> str:

@@ -14,9 +14,8 @@ from textmill.cli import main
 from textmill.commands.plan import OLD_GPUS, communication_of, trained_weights
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
-from textmill.devices import GPU_GB, PEAK_FLOPS, peak_flops_by_name
+from textmill.devices import GPUS, peak_flops_by_name
 from textmill.engines.memory.estimate import Device, Estimator
-from textmill.engines.speed import RATES
 from textmill.models import open_family
 from textmill.storage.tensor_files import read_model
 
@@ -231,6 +230,6 @@ def test_a_given_tokenizer_and_teachers_count(planned: Any, tmp_path_factory: py
 
 
 def test_every_gpu_is_found_by_its_product_name() -> None:
-    assert PEAK_FLOPS.keys() == GPU_GB.keys() == RATES.keys() > OLD_GPUS.keys()
-    for name, rate in PEAK_FLOPS.items():
-        assert peak_flops_by_name(f"NVIDIA {name} 16GB") == rate, "a name that begins another one comes after it"
+    assert GPUS.keys() > OLD_GPUS.keys()
+    for name, gpu in GPUS.items():
+        assert peak_flops_by_name(f"NVIDIA {name} 16GB") == 1e12 * gpu.tflops, "a name that begins another follows it"

@@ -28,13 +28,13 @@ from textmill.config import (
     TrainConfig,
 )
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
-from textmill.devices import GPU_GB, PEAK_FLOPS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
+from textmill.devices import GPUS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Engine, open_engine
 from textmill.engines.distillation.teachers import teacher_flops
 from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator, is_compiled
 from textmill.engines.meshes import Mesh, stage_blocks, stages_of
 from textmill.engines.optimizers import state_sizes
-from textmill.engines.speed import RATES, Cluster, Layout, StepTime, cluster_of, step_time
+from textmill.engines.speed import Cluster, Layout, StepTime, cluster_of, step_time
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
 from textmill.models.family_files import find_family_file
@@ -197,9 +197,10 @@ def target_of(plan: PlanConfig, engine: EngineConfig) -> Target:
     peak = plan.tflops * 1e12 if plan.tflops else None
     if plan.gpu or plan.memory_gb:
         name = _known_gpu(plan.gpu) if plan.gpu else "GPU"
-        memory = int((plan.memory_gb or GPU_GB.get(name, 0)) * 2**30)
+        known = GPUS.get(name)
+        memory = int((plan.memory_gb or (known.memory_gb if known else 0)) * 2**30)
         precision = OLD_GPUS.get(name, "bf16")
-        peak = peak or PEAK_FLOPS.get(name)
+        peak = peak or (1e12 * known.tflops if known else None)
         return Target(name, devices, Device(True, memory, precision), peak, False, _cluster(name, peak, plan))
     device = open_device(engine.device)
     precision = next(name for name, dtype in DTYPES.items() if dtype == torch_dtype("auto", device))
@@ -210,7 +211,7 @@ def target_of(plan: PlanConfig, engine: EngineConfig) -> Target:
 
 def _cluster(name: str, peak: float | None, plan: PlanConfig) -> Cluster | None:
     """The cluster of `plan`, of a GPU whose product name has that of a known one."""
-    known = next((gpu for gpu in RATES if gpu in name), None)
+    known = next((gpu for gpu in GPUS if gpu in name), None)
     if known is None or peak is None:
         return None
     link = 1e9 * plan.link_gb_s if plan.link_gb_s else None
@@ -219,10 +220,10 @@ def _cluster(name: str, peak: float | None, plan: PlanConfig) -> Cluster | None:
 
 
 def _known_gpu(name: str) -> str:
-    found = [known for known in PEAK_FLOPS if known.lower().replace(" ", "") == name.lower().replace(" ", "")]
+    found = [known for known in GPUS if known.lower().replace(" ", "") == name.lower().replace(" ", "")]
     if not found:
         raise TextmillError(
-            f"plan.gpu: '{name}' is not known; give one of {', '.join(PEAK_FLOPS)}, or plan.memory_gb and plan.tflops"
+            f"plan.gpu: '{name}' is not known; give one of {', '.join(GPUS)}, or plan.memory_gb and plan.tflops"
         )
     return found[0]
 
@@ -785,7 +786,7 @@ def fastest_fitting(
         raise TextmillError(f"--best: searches settings of engine.kind=torch, found {own.kind}; set engine.kind=torch")
     if target.cluster is None:
         raise TextmillError(
-            f"--best: the rates of '{target.name}' are not known; set plan.gpu to one of {', '.join(RATES)}"
+            f"--best: the rates of '{target.name}' are not known; set plan.gpu to one of {', '.join(GPUS)}"
         )
     found: list[tuple[float, dict[str, Any], TorchEngine]] = []
     step_tokens = config.train.batch * estimator.length

@@ -18,65 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
+from textmill.devices import GPUS
 from textmill.engines.meshes import Mesh
 from textmill.models import Shape, Weight, open_family, weights_of
 from textmill.models.bert.family import LABELLED
 
-
-class Rates(NamedTuple):
-    """What a data sheet says of a GPU, next to its peak FLOP/s."""
-
-    memory_gb_s: float
-    multiprocessors: int
-    mhz: float
-    """Boost clock, at which the peak is computed."""
-    link_gb_s: float
-    """To the other GPUs of its machine, in one direction: NVLink, else PCIe."""
-
-
-# fmt: off
-RATES = {
-    "H200": Rates(4800, 132, 1830, 450),
-    "H100 PCIe": Rates(2039, 114, 1620, 64),
-    "H100": Rates(3350, 132, 1830, 450),
-    "GH200": Rates(4000, 132, 1830, 450),
-    "B200": Rates(8000, 148, 1856, 900),
-    "MI300X": Rates(5300, 304, 2100, 448),
-    "A100": Rates(2039, 108, 1410, 300),
-    "A800": Rates(2039, 108, 1410, 200),
-    "L40S": Rates(864, 142, 2490, 32),
-    "L40": Rates(864, 142, 2490, 32),
-    "L4": Rates(300, 58, 2040, 32),
-    "A40": Rates(696, 84, 1740, 32),
-    "A10": Rates(600, 72, 1695, 32),
-    "RTX 5090": Rates(1792, 170, 2407, 64),
-    "RTX 5080": Rates(960, 84, 2617, 64),
-    "RTX 5070 Ti": Rates(896, 70, 2452, 64),
-    "RTX 5070": Rates(672, 48, 2512, 64),
-    "RTX 5060 Ti": Rates(448, 36, 2572, 32),
-    "RTX 5060": Rates(448, 30, 2497, 32),
-    "RTX 4090": Rates(1008, 128, 2520, 32),
-    "RTX 4080": Rates(717, 76, 2505, 32),
-    "RTX 4070 Ti": Rates(504, 60, 2610, 32),
-    "RTX 4070": Rates(504, 46, 2475, 32),
-    "RTX 4060 Ti": Rates(288, 34, 2535, 16),
-    "RTX 4060": Rates(272, 24, 2460, 16),
-    "RTX 3090 Ti": Rates(1008, 84, 1860, 32),
-    "RTX 3090": Rates(936, 82, 1695, 32),
-    "RTX 3080 Ti": Rates(912, 80, 1665, 32),
-    "RTX 3080": Rates(760, 68, 1710, 32),
-    "RTX 3070 Ti": Rates(608, 48, 1770, 32),
-    "RTX 3070": Rates(448, 46, 1725, 32),
-    "RTX 3060 Ti": Rates(448, 38, 1665, 32),
-    "RTX 3060": Rates(360, 28, 1777, 32),
-    "V100": Rates(900, 80, 1530, 150),
-    "T4": Rates(320, 40, 1590, 16),
-    "P100": Rates(732, 56, 1480, 80),
-    "P40": Rates(347, 30, 1531, 16),
-}
-# fmt: on
 BEST_MATMUL = {"A100": 0.869, "A800": 0.869, "GH200": 0.838, "B200": 0.776, "MI300X": 0.514}
 """The fraction of its peak that the best of many matmuls reaches, as published ("Maximum achievable matmul FLOPS",
 github.com/stas00/ml-engineering, compute/accelerator): newer GPUs lower their clock, since power is their limit."""
@@ -145,7 +92,7 @@ def cluster_of(
 
     The network of a GPU is a ninth of its link unless given, as in a DGX H100.
     """
-    rates = RATES[gpu]
+    rates = GPUS[gpu]
     link = link or 1e9 * rates.link_gb_s
     exponentials = EXPONENTIALS * rates.multiprocessors * rates.mhz * 1e6
     best = BEST_MATMUL.get(gpu, HOPPER_BEST)
