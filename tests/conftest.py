@@ -20,8 +20,8 @@ from textmill.tokens.vocabulary.encoders import NamedText, hard_texts
 pytest_plugins = ["tests.support.report"]
 
 # In CI the same code must give the same result; elsewhere every run tries new examples.
-settings.register_profile("ci", derandomize=True, deadline=None)
-settings.register_profile("desk", deadline=None)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("desk", deadline=None, max_examples=50)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 # Two workers run on two cores; a second thread each would only slow them down.

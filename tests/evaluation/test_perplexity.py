@@ -113,7 +113,7 @@ def uniform_scorer(vocab: int, batch: int) -> TorchScorer:
     return TorchScorer(checkpoint, net, tokenizer, batch)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 20), st.data())
 def test_every_token_counts_once(tokens: int, length: int, data: st.DataObject) -> None:
     stride, batch = data.draw(st.integers(1, length)), data.draw(st.integers(1, 5))
@@ -151,7 +151,7 @@ def slow_losses(train: list[int], valid: list[int]) -> dict[str, float]:
     return losses
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(streams, streams, st.integers(1, 9))
 def test_losses_equal_those_of_dictionaries(train: list[int], valid: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +161,7 @@ def test_losses_equal_those_of_dictionaries(train: list[int], valid: list[int], 
     assert found == pytest.approx(slow_losses(train, valid), rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(streams)
 def test_probabilities_after_any_token_sum_to_one(train: list[int]) -> None:
     counts = count(store_of(train), vocab=VOCAB, first=FIRST)

@@ -173,7 +173,7 @@ def test_streaming_gives_the_same_texts_as_a_batch(generator: Generator, count: 
     assert streamed == batched
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_stop_string_is_found_across_chunks(chunks: list[str], stops: list[str]) -> None:
     stop_filter, passed, received = StopStringFilter(stops), "", ""

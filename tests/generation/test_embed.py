@@ -46,7 +46,7 @@ def opened(folder: Path, **numbers: Any) -> Embedder:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 64), st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_packing_keeps_every_token_once(lengths: list[int], row_tokens: int, batch_tokens: int) -> None:
     texts = [np.arange(length) + 1000 * number + 1 for number, length in enumerate(lengths)]
     seen: list[int] = []

@@ -60,7 +60,7 @@ def test_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, tokeniz
     assert len(tokenizer.encode(text)) > len(texts) or text == "plain"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_is_decoded_completely(tokenizer: TextTokenizer, text: str) -> None:
     for stream in (
@@ -72,7 +72,7 @@ def test_any_text_is_decoded_completely(tokenizer: TextTokenizer, text: str) -> 
         assert REPLACEMENT in text or not any(REPLACEMENT in text_part for text_part in texts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 299), max_size=30))
 def test_streamed_texts_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, ids: list[int]) -> None:
     ids = [id_ for id_ in ids if id_ < tokenizer.vocab]

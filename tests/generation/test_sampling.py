@@ -63,7 +63,7 @@ def assert_same(ours: torch.Tensor, wanted: torch.Tensor) -> None:
 seeds = st.integers(0, 2**31)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seeds, st.floats(0.2, 5.0))
 def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> None:
     logits, seen = logits_of(seed)
@@ -73,7 +73,7 @@ def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> No
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seeds, st.floats(0.05, 10.0))
 def test_temperature_equals_transformers(seed: int, temperature: float) -> None:
     logits, seen = logits_of(seed)
@@ -83,7 +83,7 @@ def test_temperature_equals_transformers(seed: int, temperature: float) -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seeds, st.integers(1, V + 5))
 def test_top_k_equals_transformers(seed: int, k: int) -> None:
     logits, seen = logits_of(seed)
@@ -93,7 +93,7 @@ def test_top_k_equals_transformers(seed: int, k: int) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, st.floats(0.01, 0.999), st.floats(0.1, 6.0))
 def test_top_p_equals_transformers(seed: int, p: float, spread: float) -> None:
     logits, seen = logits_of(seed, spread)
@@ -111,7 +111,7 @@ def test_min_tokens_equals_transformers(number: int) -> None:
     torch.testing.assert_close(ours, wanted)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seeds)
 def test_rules_apply_in_the_order_of_transformers(seed: int) -> None:
     logits, seen = logits_of(seed)
@@ -178,7 +178,7 @@ MANY = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seeds)
 def test_choice_in_a_row_does_not_depend_on_other_rows(seed: int) -> None:
     dice = torch.Generator().manual_seed(seed)
@@ -188,14 +188,14 @@ def test_choice_in_a_row_does_not_depend_on_other_rows(seed: int) -> None:
     assert together == [next_ids(logits[[row]], [state])[0] for row, state in enumerate(states)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seeds, st.floats(0.01, 0.99))
 def test_min_p_equals_transformers(seed: int, p: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(sampling.keep_min_p(logits, column(p)), theirs.MinPLogitsWarper(p)(seen, logits))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, st.floats(0.01, 0.99), st.floats(0.1, 6.0))
 def test_typical_p_equals_transformers(seed: int, p: float, spread: float) -> None:
     logits, seen = logits_of(seed, spread)
@@ -215,7 +215,7 @@ def test_presence_and_frequency_penalties_count_new_text_only() -> None:
     torch.testing.assert_close(ours, wanted)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 10**6)), min_size=1, max_size=5))
 def test_random_numbers_of_a_batch_equal_those_of_its_rows(pairs: list[tuple[int, int]]) -> None:
     states = [sampling.SamplingState(SampleConfig(seed=seed), (END,), new_tokens=number) for seed, number in pairs]

@@ -41,7 +41,7 @@ def packed_batches(store: TokenStore, *, batch: int, **options: Any) -> Batches:
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) >= 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 2**62))
 def test_an_epoch_has_loss_on_every_token_in_document_order(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int
@@ -85,7 +85,7 @@ def test_epochs_and_seeds_give_different_orders(tmp_path: Path) -> None:
     assert (first.batch_at(0).inputs != packed_batches(store, length=7, batch=40, seed=2).batch_at(0).inputs).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 3000), numbers=st.tuples(st.integers(0, 2**62), st.integers(0, 99)))
 def test_a_shuffle_is_a_permutation(count: int, numbers: tuple[int, int]) -> None:
     assert sorted(permute(count, np.arange(count), *numbers).tolist()) == list(range(count))
@@ -118,7 +118,7 @@ def test_too_few_tokens_are_an_error(tmp_path: Path) -> None:
         packed_batches(store_of(tmp_path, [1]), length=4, batch=1, seed=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), data=st.data(), batch=st.integers(1, 4))
 def test_windows_predict_every_token_once_with_the_right_context(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, data: st.DataObject, batch: int
@@ -138,7 +138,7 @@ def test_windows_predict_every_token_once_with_the_right_context(
     assert windows == count_windows(store, length=length, stride=stride)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), tail=st.sampled_from(["keep", "drop"]))
 def test_isolated_documents(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, tail: str
@@ -176,7 +176,7 @@ def test_a_dropped_last_window_predicts_no_token_twice(tmp_path: Path) -> None:
         PackedLayout(store_of(tmp_path, [3]), length=4, seed=3, last_window="drop")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), batch=st.integers(1, 5), isolated=st.booleans())
 def test_unshuffled_every_token_is_predicted_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, batch: int, isolated: bool
@@ -194,7 +194,7 @@ def test_unshuffled_every_token_is_predicted_once(
     assert labels[labels != IGNORED].tolist() == [token for token in range(2, sum(lengths) + 1) if token not in firsts]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=LENGTHS,
     length=st.integers(1, 15),
@@ -240,7 +240,7 @@ def test_blends_equal_those_of_megatron(weights: list[float], draws: list[int]) 
     assert Blend([weight / 10 for weight in weights]).locate(np.arange(20))[0].tolist() == draws
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
 def test_blends_follow_the_rule_to_any_length(weights: list[int]) -> None:
     """The rule in integers: the largest w_k * max(i, 1) - used_k * sum(w), the first on a tie."""

@@ -44,7 +44,7 @@ RANGES = st.lists(st.tuples(st.integers(1, 9), st.integers(2, 7), RAMPS, BLENDS)
 
 
 @given(RANGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_each_store_gives_its_samples_in_order_and_once(found: list[tuple[int, int, list[int], Any]]) -> None:
     step, ranges = 0, []
     for steps, batch, ramp, blend in found:

@@ -127,7 +127,7 @@ def test_ids_equal_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[
     encoder = open_encoder(TextTokenizer(inner, fitted.eos_id))
     assert isinstance(encoder, FastEncoder)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(st.lists(TEXTS, max_size=6))
     def check(texts: list[str]) -> None:
         ids, lengths = encoder.encode(texts)
@@ -149,7 +149,7 @@ def test_special_tokens_in_a_text_are_plain_text(fitted: TextTokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 1_000_000, " " * 1_000_000, "".join(random.Random(1).choices("abcdefgh", k=100_000))]
+    "text", ["a" * 300_000, " " * 300_000, "".join(random.Random(1).choices("abcdefgh", k=100_000))]
 )
 def test_a_long_line_without_a_break(fitted: TextTokenizer, text: str) -> None:
     assert open_encoder(fitted).encode([text])[0].tolist() == fitted.inner.encode(text, add_special_tokens=False).ids

@@ -22,7 +22,7 @@ def test_white_space_equals_that_of_python() -> None:
     assert sorted(LONG_SPACES) == sorted(sign.encode() for sign in SPACES if ord(sign) > 127)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(TEXTS, max_size=6), st.lists(TEXTS, max_size=2))
 def test_words_and_bytes(texts: list[str], before: list[str]) -> None:
     column = pa.array([*before, *texts, "after"], pa.string()).slice(len(before), len(texts))

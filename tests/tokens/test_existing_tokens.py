@@ -165,7 +165,7 @@ def test_masked_padding_is_removed(tmp_path: Path, tokenizer: Path) -> None:
         assert split_rows(config)["train"] == plain
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=8), max_size=6))
 def test_only_masked_positions_at_the_ends_of_a_row_are_removed(rows: list[list[tuple[int, bool]]]) -> None:
     def cut(row: list[tuple[int, bool]]) -> list[int]:
@@ -181,7 +181,7 @@ def test_only_masked_positions_at_the_ends_of_a_row_are_removed(rows: list[list[
     assert found.values.tolist() == [token for row in wanted for token in row]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4))
 def test_any_rows_of_any_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, sizes: list[int]) -> None:
     folder, count = tmp_path_factory.mktemp("files"), sum(sizes)

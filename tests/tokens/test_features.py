@@ -105,7 +105,7 @@ def test_token_0_is_masked_only_with_pad_zero() -> None:
     assert row["labels"] == [5, -100, 7, END, *[-100] * 4]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=8),
     data=st.data(),

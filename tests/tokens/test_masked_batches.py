@@ -68,7 +68,7 @@ def test_spans_are_those_of_megatron(tmp_path: Path) -> None:
     assert found[:, 2].tolist() == [29, 29, 13], "at most 29 tokens, or what the sentences have"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(documents=DOCUMENTS, longest=st.integers(5, 90), probability=st.sampled_from([0.0, 0.1, 0.7]))
 def test_spans_equal_the_plain_rule(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], longest: int, probability: float
@@ -82,7 +82,7 @@ def test_spans_equal_the_plain_rule(
     assert found == [[first, last, min(target, sum(sizes[first:last]))] for first, last, target in expected]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(documents=DOCUMENTS, length=st.integers(8, 70))
 def test_full_sentences_equal_the_plain_rule(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], length: int
@@ -306,7 +306,7 @@ def test_epochs_mask_other_tokens(tmp_path: Path) -> None:
     assert 0.1 < (chosen[0] & chosen[1]).sum() / chosen[0].sum() < 0.2, "as by chance"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=300))
 def test_rows_are_packed_without_losing_items(lengths: list[int]) -> None:
     sizes = np.array(lengths)
@@ -324,7 +324,7 @@ def test_rows_are_packed_without_losing_items(lengths: list[int]) -> None:
     assert sorted(used.tolist()) == sorted(rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(values=st.lists(st.integers(0, 40), max_size=70), wanted=st.lists(st.integers(-3, 44), max_size=20))
 def test_searching_equals_that_of_numpy(values: list[int], wanted: list[int]) -> None:
     ordered, targets = np.array(sorted(values), np.int64), np.array(wanted, np.int64)

@@ -75,7 +75,7 @@ TRICKY = [
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    text = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:150_000]
+    text = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:60_000]
     return [line for line in text.split("\n") if line] + FOREIGN * 20
 
 

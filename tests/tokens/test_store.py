@@ -31,7 +31,7 @@ def test_golden_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").read_bytes() == np.array([1, 2, 3, 4, 65535], "<u2").tobytes()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=20), max_size=20), st.integers(1, 5))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], at_a_time: int) -> None:
     prefix = tmp_path_factory.mktemp("store") / "dotted.name"
@@ -116,7 +116,7 @@ def add_sentences(writer: StoreWriter, documents: list[list[list[int]]]) -> None
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(documents=SENTENCES, index_format=st.sampled_from(["mmap", "lazy"]), data=st.data())
 def test_sentences_of_documents_in_both_formats(
     tmp_path_factory: pytest.TempPathFactory,

@@ -85,7 +85,7 @@ def test_checksums_are_those_of_rfc_3720(data: bytes, expected: int) -> None:
     assert crc32c(data) == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     numbers=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30), floats=st.lists(st.floats(width=32), max_size=9)
 )
