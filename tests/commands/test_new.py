@@ -152,6 +152,16 @@ def test_documents_are_split_as_plain_text_is(files: int, expected: str) -> None
     assert open_where("mine", []).config.corpus.split_by == expected
 
 
+@pytest.mark.parametrize(("long", "expected"), [(0, "document"), (MANY_FILES // 2, "file")])
+def test_files_of_which_some_are_cut_stay_together(long: int, expected: str) -> None:
+    Path("texts").mkdir()
+    for number in range(MANY_FILES):
+        lines = [f"Mill {number}, line {line}. The wheel turns by the river." for line in range(3)]
+        Path(f"texts/{number}.txt").write_text("\n\n".join(lines * (15 if number < long else 1)), encoding="utf-8")
+    assert main(["new", "mine", "--text", "texts", "--minutes", "1"]) == 0
+    assert open_where("mine", []).config.corpus.split_by == expected
+
+
 def test_texts_of_an_author_stay_together() -> None:
     text = SHAKESPEARE.read_text(encoding="utf-8")
     rows = [{"text": text[n * 700 : n * 700 + 700], "author": f"author {n % 30}"} for n in range(300)]

@@ -39,8 +39,8 @@ from textmill.storage.stages import PROJECT_YAML
 AUTO = "auto"
 """The family that is chosen for the machine."""
 MANY_FILES = 40
-"""From so many files on, whose texts are cut, each is in one split; the ends of fewer files are valid and test, since a
-whole file would be too much of the text."""
+"""From so many files on, if some of their texts are cut, each is in one split; the middle of fewer files is valid and
+test, since a whole file would be too much of the text."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
 
@@ -128,9 +128,11 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
         section = _section_chars(facts.bytes, shortest)
         few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
         facts = replace(facts, cut_records=True, section=section, documents=few, split_by="position")
-    elif of_one_text and facts.split_by == "document" and facts.documents >= 2 * len(sources):
-        is_by_file = section and len(sources) >= MANY_FILES
-        facts = replace(facts, split_by="file" if is_by_file else "position")
+    elif of_one_text and facts.split_by == "document":
+        if section and len(sources) >= MANY_FILES and facts.documents > 1.1 * len(sources):
+            facts = replace(facts, split_by="file")
+        elif facts.documents >= 2 * len(sources):
+            facts = replace(facts, split_by="position")
     return limit_vocabs(facts) if masked else facts
 
 
