@@ -94,7 +94,8 @@ def test_named_commands_exist() -> None:
     from textmill.commands.table import COMMANDS
 
     named = set(re.findall(r"textmill ([a-z][a-z-]+)", " ".join(TERMS)))
-    assert named == set(COMMANDS)
+    assert named
+    assert named <= set(COMMANDS)
 
 
 def test_links_lead_somewhere() -> None:

@@ -469,11 +469,7 @@ RULES: dict[str, tuple[str, str]] = {
     "tied": ("model.shape.untied", "the opposite: true gives the head weights of its own"),
     "model_type": ("model.family", "gpt2, llama or bert"),
     "shape_overrides": ("model.shape", "one key for each, such as model.shape.layers=4"),
-    "batch": (
-        "train.batch",
-        "the samples of a step on all devices: batch per GPU x accumulation x GPUs; engine.micro_batch, the samples of "
-        "one pass, is chosen by itself",
-    ),
+    "batch": ("train.batch", "samples of a step on all devices: batch per GPU x accumulation x GPUs"),
     "evaluate_batch": ("train.evaluate_batch", "of all GPUs; evaluate.batch is that of textmill evaluate"),
     "decayed": ("train.schedule", "false is train.schedule=constant"),
     "warmup": ("train.warmup", "steps, or a fraction of the run when below 1"),
