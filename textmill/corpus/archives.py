@@ -34,16 +34,17 @@ _LOCK = Lock()
 def find_members(path: str, skipped: list[str]) -> Iterator[Source]:
     """The sources in an archive; files of it that cannot be read are added to `skipped`."""
     kind = archive_kind(path)
+    folder = os.path.normpath(path)
+    absolute = os.path.abspath(path)
     for position, member in enumerate(_open_archive(path).names, 1):
-        name = f"{os.path.normpath(path)}/{member}"
-        parts = member.split("/")
-        if any(part.startswith(".") for part in parts) or "__MACOSX" in parts:
+        name = f"{folder}/{member}"
+        if member.startswith(".") or "/." in member or "__MACOSX" in member.split("/"):
             continue
         found = format_from_name(member)
         if found is None or missing_package(found):
             skipped.append(name)
         else:
-            address = f"{kind}://{member}::{os.path.abspath(path)}"
+            address = f"{kind}://{member}::{absolute}"
             yield Source(name, address, found, in_archive=True, position=position if kind == "tar" else 0)
 
 
@@ -144,7 +145,7 @@ def _open_archive(path: str) -> _Zip | _Tar:
         state = os.stat(path)
         # A child process must not share the parent's position in the file.
         return _open_cached(
-            path if os.path.isabs(path) else os.path.abspath(path), os.getpid(), state.st_size, state.st_mtime_ns
+            path if path.startswith(os.sep) else os.path.abspath(path), os.getpid(), state.st_size, state.st_mtime_ns
         )
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise TextmillError(f"{path}: not a readable archive ({error}); repair it or remove it") from None
