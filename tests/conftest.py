@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from bench.kill_train import prepare_tokens
 from tests.support.preloaded import PreloadedPopen
+from textmill.cli import main
 from textmill.tokens.vocabulary.encoders import NamedText, hard_texts
 
 pytest_plugins = ["tests.support.report"]
@@ -176,5 +176,6 @@ def tiny_texts(tmp_path: Path) -> Path:
 def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the quickstart's corpus, tokenizer and tokens; copy it to train on it."""
     folder = tmp_path_factory.mktemp("tokenized")
-    prepare_tokens(folder)
+    for command in ("prepare", "tokenize"):
+        assert main([command, "quickstart", f"folder={folder}", "tokenizer.vocab=300"]) == 0
     return folder
