@@ -130,7 +130,7 @@ def test_no_evaluation_row_in_the_batches_of_many_epochs(
         mongo = servers.enter_context(open_database(tmp_path / "mongo"))
         for name, texts in rows.items():
             mongo.fill(name, texts)
-        find_in_mongo(f"mongo:{mongo.write_config('all.json', COLLECTIONS=list(NAMES))}", False)
+        find_in_mongo(f"mongo:{mongo.write_config('all.json', COLLECTIONS=list(NAMES))}")
         assert "all.json: the collections of one file are one source" in capsys.readouterr().err
         sources = [f"mongo:{mongo.write_config(f'{name}.json', COLLECTIONS=[name])}" for name in NAMES]
     else:
