@@ -418,7 +418,7 @@ PREFIXES = {
     "fim_": "not available: no text is filled into the middle of another",
     "ckpt_": "not needed: a checkpoint always has all that a resume needs",
     "dataloader_": _LOADING,
-    "logits_": "use textmill cache-teacher for the predictions of a teacher",
+    "logits_": "not available: a teacher computes its predictions in each step",
     "muon_": "not available: of Muon only train.muon.momentum is set",
 }
 """Targets of options that begin so and are not in the table."""
