@@ -76,6 +76,7 @@ def capture_graph(graph: Any, pool: Any) -> Iterator[None]:
     """
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a capture cannot free memory itself
     with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
