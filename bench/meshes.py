@@ -25,9 +25,9 @@ from textmill.engines import open_ranks
 STEPS = 20
 
 
-def config_for(family: str, mesh: dict[str, Any]) -> Any:
-    """A net with two blocks, or four for an interleaved pipeline."""
-    return config_of(mesh, family, 4 if mesh.get("schedule") == "interleaved" else 2, clip=0.0)
+def blocks_for(mesh: dict[str, Any]) -> int:
+    """A block for each group of blocks of each pipeline stage, and at least two."""
+    return max(2, mesh.get("pipeline", 1) * (2 if mesh.get("schedule") == "interleaved" else 1))
 
 
 def measure(config: Any, ranks: Any = None) -> dict[str, Any]:
@@ -62,14 +62,13 @@ def main(words: list[str]) -> None:
             if launched != "ok":
                 sys.exit(launched)
             found = dict(np.load(path))
-        base = {"schedule": mesh["schedule"]} if "schedule" in mesh else {}
-        loss, norm, gradient = worst(found, measure(config_for(family, base)))
+        loss, norm, gradient = worst(found, measure(config_of({}, family, blocks_for(mesh), clip=0.0)))
         print(f"{word}: losses {loss:.1e}, norms {norm:.1e}, gradients {gradient:.1e}", flush=True)
 
 
 def run_rank(family: str, mesh: str, path: str) -> None:
     """One process of a mesh; the first writes what it found."""
-    config = config_for(family, json.loads(mesh))
+    config = config_of(json.loads(mesh), family, blocks_for(json.loads(mesh)), clip=0.0)
     with closing(open_ranks(config.engine)) as ranks:
         found = measure(config, ranks)
         if ranks.first:
