@@ -69,8 +69,16 @@ from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers, copy_to_
 from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet, CompiledParts, compile_parts
+from textmill.models.family_files import find_family_file
 from textmill.models.lora import count_with_adapters, saved_weights
-from textmill.models.nets_torch import checkpoint_tensors, fill, match_optimizer_state, new_net, parameters_of
+from textmill.models.nets_torch import (
+    checkpoint_tensors,
+    fill,
+    match_optimizer_state,
+    new_net,
+    own_parameters_of,
+    parameters_of,
+)
 from textmill.processes.ranks import Ranks
 from textmill.runners.on_local import usable_cores
 from textmill.storage import faults
@@ -241,14 +249,14 @@ class OnTorch:
     def _is_small(self) -> bool:
         """Whether a pass takes the GPU less time than its launches take the host, and can be captured."""
         train, net = self.train, self.net
-        length = train.length or net.shape.positions
-        can_capture = self.device.type == "cuda" and self.ranks.world == 1 and not self.compiled and not self.scaler
-        own = (
-            is_own_file(train.loss) or is_own_file(train.optimizer) or not type(net).__module__.startswith("textmill.")
-        )
-        flops = 6 * net.shape.parameters * self.micro_batch * length
-        can_capture = can_capture and not torch.are_deterministic_algorithms_enabled()
-        return can_capture and not own and not self.teachers and not net.fp8 and flops < GRAPH_FLOPS
+        if self.device.type != "cuda" or self.ranks.world > 1 or torch.are_deterministic_algorithms_enabled():
+            return False
+        if self.compiled or self.scaler or self.teachers or net.fp8:
+            return False
+        if is_own_file(train.loss) or is_own_file(train.optimizer) or find_family_file(net.shape.family):
+            return False
+        tokens = self.micro_batch * (train.length or net.shape.positions)
+        return 6 * net.shape.parameters * tokens < GRAPH_FLOPS
 
     def _new_pinned_buffers(self) -> PinnedBuffers:
         """Memory for all tensors of a checkpoint."""
@@ -348,7 +356,7 @@ class OnTorch:
         if self.local_sgd:
             shared = self.local_sgd.anchors
             return checksum_tensors({weight.name: shared[part] for weight, part in self.optimizer.weights})
-        members = [member for member in parameters_of(self.net).values() if member[0].parameter not in self.net.absent]
+        members = own_parameters_of(self.net)
         return checksum_tensors({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
@@ -373,11 +381,7 @@ class OnTorch:
             self.net,
             weights,
             where,
-            lambda weight, parameter, values: (
-                None
-                if weight.parameter in self.net.absent
-                else parallel.local(parameter).copy_(parallel.local_part(weight, values))
-            ),
+            lambda weight, parameter, values: parallel.local(parameter).copy_(parallel.local_part(weight, values)),
         )
         self.average.reset()
         self.graphs = StepGraphs(self) if self.graphs else None  # the state may be new tensors

@@ -45,7 +45,9 @@ class Parallel:
         self.device = device
         self.data_rank = rank // mesh.tensor % mesh.data_ranks
         self.stage = rank // mesh.tensor // mesh.data_ranks
-        """Of the pipeline."""
+        """This rank's stage of the pipeline."""
+        self.layers = 0
+        """Blocks of the net that `shard_net` gets."""
         self.shard_rank = rank // mesh.tensor % mesh.shard
         self.tensor: TensorParallel | None = None
         self.data_parallel: DataParallel | None = None

@@ -102,14 +102,21 @@ def parameters_of(net: BaseNet) -> dict[str, tuple[Weight, nn.Parameter]]:
     }
 
 
+def own_parameters_of(net: BaseNet) -> list[tuple[Weight, nn.Parameter]]:
+    """Each weight that this process has, with its parameter: all, or those of its pipeline stage."""
+    return [member for member in parameters_of(net).values() if member[0].parameter not in net.absent]
+
+
 def fill(
     net: BaseNet, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None
 ) -> None:
-    """Fill the net with all its weights; `put` writes a weight if this process has only a part of it."""
+    """Fill the net with all weights that it has here; `put` writes one of which this process has only a part."""
     parameters = parameters_of(net)
     weights = [weight for weight, _ in parameters.values()]
     with torch.no_grad():
         for weight, values in lay_out_weights(weights, net.shape, named, where):
+            if weight.parameter in net.absent:
+                continue
             tensor, (_, parameter) = torch.tensor(values), parameters[weight.name]
             if put:
                 put(weight, parameter, tensor)

@@ -17,7 +17,7 @@ from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, tr
 from textmill.engines.parallel_torch import BUCKET_BYTES, Parallel
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
-from textmill.models.nets_torch import build_net, parameters_of
+from textmill.models.nets_torch import build_net, own_parameters_of
 
 FIRST_GROUP = 1 << 20
 """The number of the first fake process group: torch names groups by their numbers."""
@@ -35,8 +35,7 @@ def state_on_mesh(train: TrainConfig, shape: Shape, lora: LoraConfig | None, mes
 
 def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
     """The state of this rank after its first step; the net may be on the meta device."""
-    members_here = [member for member in parameters_of(net).values() if member[0].parameter not in net.absent]
-    local_parts = {parameter: parallel.local(parameter) for _, parameter in members_here}
+    local_parts = {parameter: parallel.local(parameter) for _, parameter in own_parameters_of(net)}
     weights = sum(part.nbytes for part in local_parts.values())
     members: dict[str, list[Member]] = {}
     for member in trained_of(net, train):
