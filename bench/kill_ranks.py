@@ -129,7 +129,7 @@ def node_arguments(root: Path, run: Path) -> list[str]:
 
 
 def run_nodes(arguments: list[str], metrics: Path, *, nodes: int, lost: int, after: int) -> list[Ending]:
-    """Run a job on some nodes, and kill one of them once so many steps are logged; return how the others ended."""
+    """Run a job on several nodes and kill node `lost` after `after` logged steps; return the endings of the others."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{nodes}", "--nproc-per-node", "1"),
         *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),

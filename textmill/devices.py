@@ -30,7 +30,6 @@ class Gpu(NamedTuple):
     """To the other GPUs of its machine, in one direction: NVLink, else PCIe."""
 
 
-# fmt: off
 GPUS = {
     "H200": Gpu(989, 140, 4800, 132, 1830, 450),
     "H100 PCIe": Gpu(756, 80, 2039, 114, 1620, 64),
@@ -70,7 +69,6 @@ GPUS = {
     "P100": Gpu(10.6, 16, 732, 56, 1480, 80),
     "P40": Gpu(12, 24, 347, 30, 1531, 16),
 }
-# fmt: on
 """By product name; a name that begins another one comes after it. Other GPUs show no MFU."""
 
 

@@ -39,8 +39,10 @@ from textmill.storage.stages import PROJECT_YAML
 AUTO = "auto"
 """The family that is chosen for the machine."""
 MANY_FILES = 40
-"""From so many files on, if some of their texts are cut, each is in one split; the middle of fewer files is valid and
+"""From this many files on, if some of their texts are cut, each is in one split; the middle of fewer files is valid and
 test, since a whole file would be too much of the text."""
+CUT_FILES = 1.1
+"""Documents for each file from which on some texts are certainly cut: their number is an estimate."""
 FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
 
@@ -129,7 +131,7 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
         few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
         facts = replace(facts, cut_records=True, section=section, documents=few, split_by="position")
     elif of_one_text and facts.split_by == "document":
-        if section and len(sources) >= MANY_FILES and facts.documents > 1.1 * len(sources):
+        if section and len(sources) >= MANY_FILES and facts.documents > CUT_FILES * len(sources):
             facts = replace(facts, split_by="file")
         elif facts.documents >= 2 * len(sources):
             facts = replace(facts, split_by="position")

@@ -135,12 +135,12 @@ def split_records(
     whole = np.zeros(len(starts), np.int8) if few else assign_splits(digests[starts], ratios)
     for start, stop, split in zip(starts.tolist(), [*starts[1:].tolist(), len(cuts)], whole.tolist(), strict=True):
         ends = np.cumsum(lengths[start:stop])
-        begin = ends - lengths[start:stop]
-        parts = np.searchsorted(bounds, (ends + begin) / 2 / ends[-1], side="right")
+        offsets = ends - lengths[start:stop]
+        parts = np.searchsorted(bounds, (ends + offsets) / 2 / ends[-1], side="right")
         found = split_of_part[parts]
         gap = min(GAP * ends[-1], GAP_CHARACTERS) / 2
         before, after = parts == 0, parts == len(shares)
-        is_near = before & (ends > bounds[0] * ends[-1] - gap) | after & (begin < bounds[-1] * ends[-1] + gap)
+        is_near = before & (ends > bounds[0] * ends[-1] - gap) | after & (offsets < bounds[-1] * ends[-1] + gap)
         is_near[np.flatnonzero(before)[-1:]] = True
         is_near[np.flatnonzero(after)[:1]] = True
         is_complete = all((found == index).any() for index, share in enumerate(shares) if share)

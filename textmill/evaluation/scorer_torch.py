@@ -334,7 +334,7 @@ class TorchScorer(TextScorer):
         sample: int | None = None,
         seed: int = 0,
     ) -> StoreLoss:
-        """Sum the loss of every token of a store once; see Scorer. window_batches says which window predicts what."""
+        """Sum the loss of every token of a store once; `window_batches` says which window predicts what."""
         end = self.tokenizer.eos_id
         first_input = self.tokenizer.first_id if predict_first else None
         count = count_windows(store, length=length, stride=stride, first_input=first_input)

@@ -33,8 +33,7 @@ class GraphedFunction:
         """The function's result."""
         given = [tensor for tensor in tensors if tensor is not None]
         shapes = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
-        is_first = shapes not in self.graphs
-        if is_first:
+        if shapes not in self.graphs:
             self.graphs[shapes] = None
         elif self.graphs[shapes] is None and len(self.graphs) <= self.max_graphs:
             self._capture(shapes, tensors)

@@ -104,8 +104,8 @@ def sample_activations(
 
 
 def passes_kept(mesh: Mesh, passes: int) -> float:
-    """How often the first stage of a pipeline has the activations of a micro-batch in the whole net: once with 1F1B,
-    which keeps those of as many micro-batches as there are stages."""
+    """The activations that the first stage of a pipeline keeps, as a multiple of those of a micro-batch in all blocks:
+    1 with 1F1B, since a stage of s has 1 / s of the blocks and keeps s micro-batches."""
     if mesh.pipeline == 1:
         return 1.0
     kept = {"gpipe": passes, "1f1b": mesh.pipeline, "interleaved": (3 * mesh.pipeline - 1) / 2}[mesh.schedule]
@@ -113,12 +113,13 @@ def passes_kept(mesh: Mesh, passes: int) -> float:
 
 
 MICRO_BATCHES_PER_STAGE = 4
-"""With so many micro-batches for each stage of a pipeline, a stage waits at most a fifth of the time."""
+"""With this many micro-batches for each stage of a pipeline, a stage waits at most a fifth of the time."""
 
 
 def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:
-    """Samples of a rank in a step, at most so many in a micro-batch; a compiled net keeps its micro-batch for the
-    entire run."""
+    """The samples that a micro-batch of a rank may have: all of a step, or with a pipeline a part of them.
+
+    A compiled net keeps its micro-batch for the entire run."""
     samples = (math.gcd(*train.sizes) if compiled or mesh.pipeline > 1 else train.batch) // mesh.data_ranks
     if mesh.pipeline == 1:
         return samples
