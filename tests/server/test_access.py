@@ -29,7 +29,6 @@ GUARDED: list[tuple[str, str, Any]] = [
     ("GET", "/generate?sentence=x", None),
     ("GET", "/metrics", None),
     ("GET", "/tokenizer_info", None),
-    ("POST", "/v1/responses", {"input": "x"}),
     ("POST", "/v1/embeddings", {"input": "x"}),
     ("POST", "/fill", {"prompt": "[MASK]"}),
     ("POST", "/preferences", {"prompt": "x", "chosen": "y", "rejected": "z"}),

@@ -105,36 +105,6 @@ def test_streamed_choices_with_logprobs_and_usage(client: Any) -> None:
     assert (last.choices, last.usage) == ([], full.usage)
 
 
-def test_responses_say_what_chat_completions_say(client: Any) -> None:
-    talk = [{"role": "user", "content": HANGUL}]
-    settings = {"model": "mill", "temperature": 0, "instructions": "be brief", "max_output_tokens": 30}
-    messages = [{"role": "system", "content": "be brief"}, *talk]
-    chat = client.chat.completions.create(model="mill", messages=messages, temperature=0, max_tokens=30)
-    reply = client.responses.create(**settings, input=HANGUL, store=False, metadata={"a": "b"})
-    assert reply.output_text == chat.choices[0].message.content
-    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (
-        chat.usage.prompt_tokens,
-        chat.usage.completion_tokens,
-    )
-    with client.responses.stream(**settings, input=talk) as events:
-        seen = list(events)
-    final = seen[-1].response
-    assert final.output_text == reply.output_text
-    assert "".join(one.delta for one in seen if one.type == "response.output_text.delta") == reply.output_text
-    assert [one.sequence_number for one in seen] == list(range(len(seen)))
-    assert (seen[0].type, seen[-1].type) == ("response.created", "response.incomplete")
-    again = [*talk, *(item.model_dump() for item in final.output), *talk]
-    assert client.responses.create(**settings, input=again).usage.input_tokens > reply.usage.input_tokens
-    for more, message in [
-        ({"input": []}, "input: must be a text, or a list"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported"),
-        ({"extra_body": {"n": 2}}, "n: 2 texts"),
-    ]:
-        with pytest.raises(openai.BadRequestError, match=message):
-            client.responses.create(**{**settings, "input": "x", **more})
-
-
 def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any) -> None:
     body = {"model": "mill", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2}
     fine = {

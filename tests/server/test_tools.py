@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import ResponseFunctionToolCall
 
 from tests.generation.test_constraints import random_schema
 from tests.support.live_server import Live
@@ -117,29 +116,6 @@ def test_client_calls_functions(client: openai.OpenAI) -> None:
     ]:
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**{**body, **more})
-
-
-def test_responses_have_calls(client: openai.OpenAI) -> None:
-    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    body: dict[str, Any] = {"model": "hf", "tools": tools, "max_output_tokens": 300, "extra_body": {"seed": 3}}
-    reply = client.responses.create(**body, input="How far?", tool_choice={"type": "function", "name": "look"})
-    [call] = reply.output
-    assert isinstance(call, ResponseFunctionToolCall)
-    assert json.loads(call.arguments)["at"] in ("mill", "river")
-    with client.responses.stream(**body, input="How far?", tool_choice="required") as events:
-        [streamed] = events.get_final_response().output
-    assert isinstance(streamed, ResponseFunctionToolCall)
-    assert streamed.name in ("add", "look")
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "far"}
-    talk: list[Any] = [{"role": "user", "content": "How far?"}, call.model_dump(), result]
-    after = client.responses.create(**{**body, "max_output_tokens": 5}, input=talk)
-    assert after.usage is not None
-    assert reply.usage is not None
-    assert after.usage.input_tokens > reply.usage.input_tokens
-    assert after.output[0].type == "message"
-    format_: Any = {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}}
-    answer = client.responses.create(model="hf", input="Is it far?", text={"format": format_})
-    assert (answer.status, json.loads(answer.output_text) in ("yes", "no")) == ("completed", True)
 
 
 def test_calls_are_found_however_the_text_is_cut() -> None:

@@ -51,9 +51,7 @@ PAGE_HEADERS = {
 }
 PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
 """Paths that need no key; all others do."""
-GENERATING_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/v1/embeddings", "/fill"}
-)
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate", "/v1/embeddings", "/fill"})
 REQUEST_ID = "X-Request-ID"
 VALID_REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})

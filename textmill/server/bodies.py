@@ -264,100 +264,6 @@ class ChatBody(SamplingBody):
     web_search_options: None = None
 
 
-class Item(Body):
-    """A part of `input`. An item of a reply can be sent back; what it has more is ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
-
-
-class InputPart(Item):
-    """A part of a message's content; only text is accepted."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class MessageItem(Item):
-    """A message of a conversation."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
-
-
-class CallItem(Item):
-    """A call of a function in an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class CallOutputItem(Item):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str
-
-
-class TextFormat(Body):
-    """What the text is."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    name: str | None = None
-    """Accepted and ignored, as are `description` and `strict`: every text follows the schema."""
-    description: str | None = None
-    strict: bool | None = None
-
-
-class TextSettings(Body):
-    """The text's format."""
-
-    format: TextFormat | None = None
-
-
-class ResponseTool(Function):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-
-class NamedResponseTool(FunctionName):
-    """A tool by its name."""
-
-    type: Literal["function"]
-
-
-class ResponseBody(SamplingBody):
-    """A conversation to answer, in the form of OpenAI's responses. The server keeps none: send all of it."""
-
-    EXPECTED = {**Body.EXPECTED, "input": "a text, or a list of messages, function calls and their outputs"}
-    input: str | Annotated[list[MessageItem | CallItem | CallOutputItem], Field(min_length=1, max_length=4096)]
-    """The conversation so far, oldest message first, or one message of the user."""
-    instructions: str | None = None
-    """A system message before the conversation."""
-    max_output_tokens: int | None = Field(None, ge=1)
-    """Maximum number of new tokens."""
-    text: TextSettings | None = None
-    """The text's format: JSON, or JSON that follows a schema."""
-    tools: list[ResponseTool] | None = Field(None, max_length=128, fail_fast=True)
-    """Functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
-    """required, or a tool by its name: the answer is one call; auto (default): it may have calls."""
-    parallel_tool_calls: bool | None = None
-    """Accepted and ignored, like the next two fields."""
-    include: Any = None
-    truncation: Any = None
-    previous_response_id: None = None
-    """Not supported, like the next three fields."""
-    conversation: None = None
-    background: None = None
-    prompt: None = None
-
-
 class EmbeddingBody(Body):
     """Texts whose embeddings are wanted."""
 
@@ -425,7 +331,6 @@ class DetokenizeBody(Body):
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
-    "/v1/responses": ResponseBody,
     "/v1/embeddings": EmbeddingBody,
     "/fill": FillBody,
     "/preferences": PreferenceBody,

@@ -308,7 +308,7 @@ class EventStream(Response):
         self.reply = reply
         self.on_end = on_end
         # What all chunks begin with, encoded once.
-        self.head = to_json_bytes(reply.chunk_head).removesuffix(b"}") + (b"," if reply.chunk_head else b"")
+        self.head = to_json_bytes(reply.chunk_head).removesuffix(b"}") + b","
         self.send_started = math.inf
         """When the current send started. It blocks while the client does not read (backpressure).
 

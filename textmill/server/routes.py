@@ -29,7 +29,6 @@ from textmill.server.bodies import (
     FillBody,
     Message,
     PreferenceBody,
-    ResponseBody,
     TokenizeBody,
     read_body,
 )
@@ -50,7 +49,6 @@ from textmill.server.model_requests import (
     read_prompts,
 )
 from textmill.server.replies import ChatReply, CompletionReply, EventStream, to_json_bytes
-from textmill.server.responses import ResponseReply, to_chat
 from textmill.server.served_models import ServedModels
 from textmill.server.service import MAX_INPUTS, Service, start_request, wait_for_texts
 from textmill.server.tools import find_tool_use
@@ -78,7 +76,6 @@ def new_routes(models: ServedModels) -> list[Route]:
     return [
         post("/v1/completions", api.complete),
         post("/v1/chat/completions", api.chat),
-        post("/v1/responses", api.respond),
         Route("/generate", api.generate),
         post("/v1/embeddings", api.embeddings),
         post("/fill", api.fill),
@@ -116,17 +113,6 @@ class Api:
         prompt = await read_chat_prompt(service, body.messages, use, body.max_completion_tokens or body.max_tokens)
         requests = chat_requests(service, body, prompt, use)
         return await _answer(service, http, requests, ChatReply(service, body, prompt, use), bool(body.stream))
-
-    async def respond(self, body: ResponseBody, http: HttpRequest) -> Response:
-        """Answer a conversation, in the form of OpenAI's responses."""
-        service = self.models.find(body.model)
-        check_generates(service)
-        chat = to_chat(body)
-        use = find_tool_use(chat, find_template(service))
-        prompt = await read_chat_prompt(service, chat.messages, use, chat.max_completion_tokens)
-        requests = chat_requests(service, chat, prompt, use)
-        reply = ResponseReply(service, body, chat, prompt, use)
-        return await _answer(service, http, requests, reply, bool(body.stream))
 
     async def generate(self, http: HttpRequest) -> Response:
         """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
