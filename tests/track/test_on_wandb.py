@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from textmill.config import TrackConfig, WandbConfig
-from textmill.track import open_trackers, read_or_create_id
+from textmill.track import open_trackers
 
 pytest.importorskip("wandb", reason="needs the extra long")
 
@@ -42,7 +42,7 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     monkeypatch.setenv("WANDB_RUN_GROUP", "stones")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from textmill.track.on_wandb import new_tracker
+    from textmill.track.on_wandb import new_tracker, read_or_create_id
 
     wandb = WandbConfig(entity="millers", offline=True)
     tracker = new_tracker(TrackConfig(project="mill", wandb=wandb), tmp_path, 0, {"train.batch": 8})
@@ -108,3 +108,12 @@ def test_a_run_is_online_if_there_is_a_key(
     open_trackers(config, tmp_path, **facts, settings={}).close()
     assert given["mode"] == mode
     assert line in capsys.readouterr().out
+
+
+def test_the_id_stays_at_resume_and_changes_for_a_new_run(tmp_path: Path) -> None:
+    from textmill.track.on_wandb import read_or_create_id
+
+    first = read_or_create_id(tmp_path, "koşu 1", 0)
+    assert first.startswith("ko-u-1-")
+    assert read_or_create_id(tmp_path, "koşu 1", 40) == first
+    assert read_or_create_id(tmp_path, "koşu 1", 0) != first

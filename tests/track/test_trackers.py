@@ -15,7 +15,7 @@ from bench.kill_train import train_arguments
 from textmill.cli import main
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
-from textmill.track import Trackers, open_trackers, read_or_create_id
+from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics
 
 
@@ -162,10 +162,3 @@ def test_trackers_get_environment_and_fingerprints(
     assert given[0]["fingerprints"]["tokens"] == progress["made_from"]["tokens"]
     assert given[0]["fingerprints"]["tokenizer"] == progress["made_from"]["tokenizer"]
     assert given[0]["train"]["steps"] == 1
-
-
-def test_the_id_stays_at_resume_and_changes_for_a_new_run(tmp_path: Path) -> None:
-    first = read_or_create_id(tmp_path, "koşu 1", 0)
-    assert first.startswith("ko-u-1-")
-    assert read_or_create_id(tmp_path, "koşu 1", 40) == first
-    assert read_or_create_id(tmp_path, "koşu 1", 0) != first

@@ -228,7 +228,6 @@ TARGETS = {
     "track.project": "project",
     "set the environment variables WANDB_TAGS and WANDB_RUN_GROUP, which wandb reads itself": "wandb_tags wandb_group",
     "track.name": "wandb_run_name run_name wandb_exp_name",
-    "track.trackio.space": "trackio_space_id",
     # no key: what to do instead
     _RESUMES: """restart resume_from_checkpoint adlr_autoresume adlr_autoresume_interval resume_from_step resume
         ckpt_step""",
@@ -382,7 +381,7 @@ TARGETS = {
         recompute_method distribute_saved_activations distribute_checkpointed_activations recompute_modules""",
     _ONE_SEED: "data_seed data_parallel_random_init",
     "not needed: only the text is read; corpus.keep_fields keeps more": "remove_unused_columns",
-    "not available: metrics are kept in a Hugging Face Space (track.trackio.space) or on this machine": """
+    "not available: there is no Trackio; use track.kinds=tensorboard or wandb": """trackio_space_id
         trackio_bucket_id trackio_static_space_id""",
     "not needed: the vocabulary is padded by itself, and padding is never predicted": """
         make_vocab_size_divisible_by pad_vocab_size_to vocab_extra_ids padded_vocab_size""",

@@ -303,26 +303,17 @@ class WandbConfig(Section):
     (WANDB_API_KEY, or `wandb login`), else true."""
 
 
-class TrackioConfig(Section):
-    """Settings of `track.kinds=trackio`."""
-
-    space: str | None = changeable(None)
-    """Send the metrics to this Hugging Face Space (USER/NAME); default: they stay on this machine."""
-
-
 class TrackConfig(Section):
     """Where training metrics are sent, in addition to the console and metrics.jsonl."""
 
-    kinds: list[Literal["tensorboard", "wandb", "trackio"]] = changeable([])
-    """tensorboard, wandb, trackio (extra: textmill[track])."""
+    kinds: list[Literal["tensorboard", "wandb"]] = changeable([])
+    """tensorboard, wandb (extra: textmill[track])."""
     project: str = changeable("textmill")
-    """Project in W&B and Trackio."""
+    """Project in W&B."""
     name: str | None = changeable(None)
-    """Name of the run in W&B and Trackio; default: the run folder's name."""
+    """Name of the run in W&B; default: the run folder's name."""
     wandb: WandbConfig = changeable(WandbConfig())
     """Settings of Weights & Biases."""
-    trackio: TrackioConfig = changeable(TrackioConfig())
-    """Settings of Trackio."""
 
 
 class PlanConfig(Section):

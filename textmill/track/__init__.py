@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,12 +11,10 @@ from typing import Any, Protocol
 
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError, warn
-from textmill.storage.files import write_text
 from textmill.track.console import Console, Throughput, new_console
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, JsonLines, NoteLines, truncate_after
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
-ID_FILE = "id.txt"
 
 
 class Tracker(Protocol):
@@ -172,15 +169,3 @@ def _import_tracker(kind: str) -> Any:
 def _warn(name: str, error: Exception) -> None:
     text = " ".join(str(error).split()) or "no reason given"
     warn(f"{name} is switched off: {type(error).__name__}: {text}; training continues")
-
-
-def read_or_create_id(folder: Path, name: str, start: int) -> str:
-    """The id in a tracker's folder; a new run, at step 0, gets a new one with the name of its folder."""
-    id_file = folder / ID_FILE
-    if start > 0 and id_file.is_file() and (known := id_file.read_text(encoding="utf-8").strip()):
-        return known
-    plain = "".join(char if char.isascii() and char.isalnum() else "-" for char in name).strip("-")
-    new_id = f"{plain[:40] or 'run'}-{secrets.token_hex(4)}"
-    id_file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(id_file, new_id + "\n")
-    return new_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +15,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 import wandb
 
 from textmill.config import TrackConfig
-from textmill.storage.files import format_path
-from textmill.track import read_or_create_id
+from textmill.storage.files import format_path, write_text
 
 
 class WeightsAndBiases:
@@ -79,3 +79,15 @@ def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[st
     """A W&B run under wandb/ in the run folder; upload it later with `wandb sync FOLDER/wandb/offline-run-*`."""
     folder = folder.resolve()
     return WeightsAndBiases(config, folder, read_or_create_id(folder / "wandb", folder.name, start), settings)
+
+
+def read_or_create_id(folder: Path, name: str, start: int) -> str:
+    """The id of the run; a new run, at step 0, gets a new one with the name of its folder."""
+    id_file = folder / "id.txt"
+    if start > 0 and id_file.is_file() and (known := id_file.read_text(encoding="utf-8").strip()):
+        return known
+    plain = "".join(char if char.isascii() and char.isalnum() else "-" for char in name).strip("-")
+    new_id = f"{plain[:40] or 'run'}-{secrets.token_hex(4)}"
+    id_file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(id_file, new_id + "\n")
+    return new_id
