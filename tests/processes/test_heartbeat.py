@@ -13,7 +13,7 @@ import pytest
 
 from bench.kill_ranks import rank_arguments, run_ranks
 from textmill.processes.heartbeat import Heartbeat, any_progress, diagnose, find_collective
-from textmill.training.divergence import find_mismatch
+from textmill.training.divergence import find_mismatch, find_slowest
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,10 @@ def test_fault_on_one_rank_affects_no_other(root: Path) -> None:
     reports = [ending.output for ending in endings.values() if "are no longer the same" in ending.output]
     assert len(reports) == 1, "only one rank reports"
     assert "step 9: the replicas of" in reports[0]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    slowest = {one["step"]: one for one in metrics if "slowest_rank" in one}
+    assert len(slowest) == 2, "compared after steps 3 and 6, logged with the next step that is"
+    assert all(one["slowest_rank"] in range(3) and one["slowest_rank_ratio"] >= 1 for one in slowest.values())
     assert "rank 1 differs from the other 2" in reports[0]
 
 
@@ -100,6 +104,11 @@ def test_diagnosis() -> None:
     assert diagnose(first, later) == "the other ranks wait for rank 2 (in step 5)"
     later[2] = Heartbeat(8, at, waits, 6)
     assert diagnose(first, later).startswith("deadlock: all ranks wait for one another")
+
+
+def test_the_slowest_rank_is_named() -> None:
+    assert find_slowest([5.0, 10.0, 9.0, 10.0]) == (0, 2.0)
+    assert find_slowest([3.0, 2.0]) == (1, 1.5)
 
 
 def test_any_progress() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,6 +129,17 @@ class TorchRanks:
         dist.all_gather(found, tensor, group=self.group)
         self.report_progress()
         return found
+
+    def matmul_rate(self, seconds: float) -> float:
+        """Of 2,048 x 2,048 numbers on a GPU and 256 x 256 on a CPU."""
+        matrix = torch.ones([2048 if self.device.type == "cuda" else 256] * 2, device=self.device)
+        count, start, now = -1, 0.0, 0.0
+        while now <= start + seconds or count < 2:
+            matrix = matrix @ matrix / len(matrix)  # stays 1
+            _ = matrix[0, 0].item()  # waits for the device
+            count, now = count + 1, time.perf_counter()
+            start = start if count else now  # the first one is not timed
+        return count / (now - start)
 
     def new_group(self) -> TorchRanks:
         """The same ranks with another group."""

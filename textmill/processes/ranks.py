@@ -35,6 +35,10 @@ class Ranks(Protocol):
         """The JSON values of all ranks, in order of rank."""
         ...
 
+    def matmul_rate(self, seconds: float) -> float:
+        """Matmuls per second on this process's device, measured for so long: how fast the device is now."""
+        ...
+
     def new_group(self) -> Ranks:
         """The same ranks over a separate process group, for use in another thread."""
         ...
@@ -67,6 +71,10 @@ class SingleProcess:
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def matmul_rate(self, seconds: float) -> float:
+        """There is no other device to compare with."""
+        return 0.0
 
     def new_group(self) -> SingleProcess:
         return self

@@ -1,10 +1,12 @@
 """Divergence checks: report skipped optimizer updates, end the run when too many are skipped in a row, and when the
-replicas of a weight differ between ranks.
+replicas of a weight differ between ranks; report a rank whose device is slow.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from textmill.checkpoints.folders import list_checkpoints
 from textmill.engines import Engine, Step
 from textmill.engines.spikes import SpikeGuard
 from textmill.errors import EXIT_USER, AlreadyReported, TextmillError
-from textmill.processes.ranks import Ranks
 from textmill.track import Trackers
 
 MAX_BAD_STEPS = 5
 """The run ends after this many steps in a row without a finite loss."""
 COUNT_DELAY = 8
 """A step is counted this many steps later, so that counting does not wait for the device; on all ranks alike."""
+SLOW_RATIO = 1.5
+"""A rank that is so many times slower than the others is reported."""
 MAX_SPIKES = 20
 """The run ends after this many updates in a row were skipped because of a loss spike."""
 
@@ -122,16 +125,50 @@ def _at_scale(scale: float | None) -> str:
     return "" if scale is None else f" at a loss scale of {scale:,.0f}"
 
 
-def check_replicas(ranks: Ranks, engine: Engine, step: int, every: int) -> None:
-    """Every `every` steps, compare the checksums of all ranks; the error names the weight and the deviating rank."""
-    if ranks.world == 1 or step % every:
-        return
-    if mismatch := find_mismatch(ranks.all_gather(engine.replica_checksums())):
-        advice = (
-            "a GPU or its memory is faulty; replace it and resume with --step from a checkpoint "
-            f"of step {max(0, step - every):,} or earlier"
-        )
-        raise TextmillError(f"step {step:,}: {mismatch}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
+class RankComparison:
+    """Every `engine.check_replicas_every` steps, compares the checksums and the speed of all ranks.
+
+    The error about a checksum names the weight and the deviating rank. All ranks wait for the slowest one in each step.
+    """
+
+    def __init__(self, engine: Engine, every: int, trackers: Trackers) -> None:
+        self.engine = engine
+        self.every = every
+        self.trackers = trackers
+        self._compared_at = time.perf_counter()
+        self._metrics: dict[str, float] = {}
+
+    def after_step(self, step: int) -> None:
+        """Compare if it is due. Timing matmuls takes a hundredth of the time since the last comparison."""
+        ranks = self.engine.ranks
+        if ranks.world == 1 or step % self.every:
+            return
+        seconds = max(0.05, (time.perf_counter() - self._compared_at) / 100)
+        rank, ratio = find_slowest(ranks.all_gather(ranks.matmul_rate(seconds)))
+        self._compared_at = time.perf_counter()
+        self._metrics = {"slowest_rank": rank, "slowest_rank_ratio": ratio}
+        if ratio > SLOW_RATIO:
+            self.trackers.note(
+                f"step {step:,}: rank {rank} computes {ratio:.1f} times more slowly than the others, who wait; "
+                "look for another program on its device, or for heat"
+            )
+        if mismatch := find_mismatch(ranks.all_gather(self.engine.replica_checksums())):
+            advice = (
+                "a GPU or its memory is faulty; replace it and resume with --step from a checkpoint "
+                f"of step {max(0, step - self.every):,} or earlier"
+            )
+            raise TextmillError(f"step {step:,}: {mismatch}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
+
+    def take_metrics(self) -> dict[str, float]:
+        """The slowest rank, once after each comparison."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+
+def find_slowest(rates: list[float]) -> tuple[int, float]:
+    """The slowest rank, and how many times as fast the median rank is; of two, the other one."""
+    slowest = min(range(len(rates)), key=rates.__getitem__)
+    return slowest, statistics.median_high(rates) / rates[slowest]
 
 
 def find_mismatch(checksums: list[dict[str, Any]]) -> str | None:

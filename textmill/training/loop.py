@@ -42,7 +42,7 @@ from textmill.track import Trackers
 from textmill.track.jsonl import METRICS_FILE, JsonLines
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.changing import data_ranges
-from textmill.training.divergence import SkippedUpdates, check_replicas
+from textmill.training.divergence import RankComparison, SkippedUpdates
 from textmill.training.run_folder import (
     INDEX_FOLDER,
     SAMPLES_FILE,
@@ -277,6 +277,7 @@ class Training:
         self.trackers = open_run_folder(self.config, self.run_length, self.start, facts) if self.first else Trackers()
         self._note_mixture(self.run_length)
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
+        self.rank_comparison = RankComparison(self.engine, self.config.engine.check_replicas_every, self.trackers)
         first = None if self.run_length.known else self.start.step + 1
         self.timer = MinutesTimer(started, evaluates, first, self.ranks, self.step_log, self.validation.costs)
 
@@ -327,7 +328,7 @@ class Training:
             if self.timer.is_news(run_length):
                 self.trackers.note(f"train: {run_length.describe()}")
                 self._note_mixture(run_length)
-        check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
+        self.rank_comparison.after_step(done)
         metrics: dict[str, float] = {}
         if self.validation.is_due(run_length, done):
             with log.paused(result):
@@ -344,7 +345,8 @@ class Training:
         values = {"loss": result.loss, **result.terms, **self.run_length.metrics_of(done), "grad_norm": result.norm}
         values |= {} if self.has_own_loss else self.validation.train_metrics(result.loss)
         values["tokens_per_second"] = tokens_per_second
-        self.trackers.log(done, values | self.skipped_updates.metrics(result))
+        values |= self.skipped_updates.metrics(result) | self.rank_comparison.take_metrics()
+        self.trackers.log(done, values)
         self.skipped_updates.check(done, result, self.trackers)
 
     def _save(self, done: int, result: Step, metrics: dict[str, float]) -> bool:
