@@ -44,11 +44,8 @@ FORMATS: dict[str, list[str]] = {
     "hf": ["fp32", "bf16", "fp16"],
     "gguf": ["fp32", "fp16", "bf16", "q8_0", "q4_0"],
     "nanogpt": ["fp32"],
-    "megatron": ["fp32", "bf16"],
-    "deepspeed": ["fp32", "bf16"],
     "onnx": ["fp32", "fp16"],
 }
-MORE = {"megatron": ["export.megatron.tensor=2"]}
 HINTS = {"nanogpt": ["--activation", "gelu_new"]}
 NOT_WRITTEN = {("nanogpt", "wide"): "no such MLP", ("nanogpt", "untied"): "tied heads only"}
 NOT_WEIGHTS = {"manifest.json", "README.md", "Modelfile"}
@@ -112,7 +109,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 def measure(name: str, kind: str, precision: str, source: Path, work: Path, ids: torch.Tensor) -> str:
     """A row of the table."""
-    settings = [f"export.kind={kind}", f"export.precision={precision}", *MORE.get(kind, []), "export.name=mill"]
+    settings = [f"export.kind={kind}", f"export.precision={precision}", "export.name=mill"]
     out, back, again = (work / f"{kind}-{precision}-{part}" for part in ("out", "back", "again"))
     own_process = name == LARGE
     seconds, memory = run("export", str(source), f"export.folder={out}", *settings, own_process=own_process)

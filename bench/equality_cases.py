@@ -165,13 +165,13 @@ EVALUATE = {
 }
 EVALUATE_BERT = "evaluate.tasks=[pseudo_perplexity,pairs:texts/good_bad.jsonl] evaluate.sample=20"
 EXPORT = {
-    "gpt2": ("hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx", "tokenizer"),
+    "gpt2": ("hf", "gguf", "nanogpt", "onnx", "tokenizer"),
     "qwen3": ("hf", "gguf"),
     "llama": ("hf", "onnx"),
     "bert": ("hf",),
 }
-EXPORT_OPTIONS = {"gguf": "export.precision=q8_0", "megatron": "export.megatron.tensor=2 export.megatron.pipeline=2"}
-IMPORTED = {"gguf": "model.gguf", "nanogpt": "", "megatron": "", "deepspeed": "", "onnx": ""}
+EXPORT_OPTIONS = {"gguf": "export.precision=q8_0"}
+IMPORTED = {"gguf": "model.gguf", "nanogpt": "", "onnx": ""}
 """The file or folder of an export that `import` reads."""
 
 

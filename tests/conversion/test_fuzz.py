@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
 from tests.conversion.test_import import flax_params
+from tests.support import megatron_net
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.conversion.formats import KINDS, open_format
@@ -22,16 +23,21 @@ from textmill.conversion.formats import KINDS, open_format
 def sound_folder(root: Path, kind: str) -> Path:
     """A small sound model in a format."""
     source = write_folder(root / "source", korean_tokenizer(vocab=270), layers=1, heads=1, width=8, positions=8)
+    if kind == "megatron":
+        return megatron_net.write(root / "sound", layers=1)
     if open_format(kind).PRECISIONS:
-        more = ["export.megatron.vocab_multiple=8"] if kind == "megatron" else []
-        assert main(["export", str(source), f"export.folder={root / 'sound'}", f"export.kind={kind}", *more]) == 0
+        assert main(["export", str(source), f"export.folder={root / 'sound'}", f"export.kind={kind}"]) == 0
         if kind == "hf":  # pickled weights next to the rest
             (root / "sound/model.safetensors").unlink()
             torch.save(AutoModelForCausalLM.from_pretrained(source).state_dict(), root / "sound/pytorch_model.bin")
     else:
         net = AutoModelForCausalLM.from_pretrained(source)
         net.config.save_pretrained(root / "sound")
-        (root / "sound" / "flax_model.msgpack").write_bytes(msgpack.packb(flax_params(net)))
+        if kind == "flax":
+            (root / "sound" / "flax_model.msgpack").write_bytes(msgpack.packb(flax_params(net)))
+        else:
+            states = {"module": net.state_dict(), "global_steps": 0}
+            torch.save(states, root / "sound" / "mp_rank_00_model_states.pt")
     return root / "sound"
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import megatron_net
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 
@@ -28,20 +27,6 @@ def logits(folder: Path) -> Any:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("untied") / "source"
     return write_folder(folder, korean_tokenizer(), layers=2, heads=2, width=32, positions=20, untied=True)
-
-
-@pytest.mark.long
-def test_ranks_of_megatron_compute_its_logits(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    more = ["export.kind=megatron", "export.megatron.tensor=2", "export.megatron.pipeline=2"]
-    assert main(["export", str(source), f"export.folder={out}", *more]) == 0
-    with torch.no_grad():
-        found = megatron_net.logits(out, 2, 2, IDS)[..., : logits(source).shape[-1]].numpy()
-    assert np.abs(found - logits(source)).max() < 1e-5
-    for name in ("config.json", "manifest.json"):
-        (out / name).unlink()  # as Megatron saves it
-    assert main(["import", str(out), str(tmp_path / "back"), "--vocab", str(korean_tokenizer().vocab)]) == 0
-    assert np.array_equal(logits(tmp_path / "back"), logits(source))
 
 
 def test_nanogpt_has_no_place_for_it(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

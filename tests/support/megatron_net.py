@@ -1,10 +1,12 @@
-"""Computes the logits of a Megatron checkpoint from the files of its ranks, as Megatron's ranks would.
+"""Writes Megatron checkpoints with random weights, and computes their logits as Megatron's ranks would.
 
 Every tensor-parallel rank has its own heads and its own part of the MLP and of the vocabulary; results are summed."""
 
 from __future__ import annotations
 
 import math
+import zlib
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,96 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def draw(name: str, *size: int) -> Tensor:
+    """Random numbers that the name decides, so that two ranks can have the same."""
+    dice = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(size, generator=dice) * 0.3
+
+
+def write(
+    folder: Path,
+    version: str = "3.0",
+    tensor: int = 1,
+    pipeline: int = 1,
+    *,
+    layers: int = 4,
+    rows: int = 320,
+    untied: bool = False,
+) -> Path:
+    """A checkpoint as Megatron's ranks save it: 4 heads, width 16, 20 positions, `rows` of a padded vocabulary."""
+    (folder / "release").mkdir(parents=True)
+    (folder / TRACKER).write_text("release")
+    for t in range(tensor):
+        for p in range(pipeline):
+            rank = folder / "release" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else ""))
+            rank.mkdir()
+            tree = {"args": args(tensor, pipeline, layers, rows, untied), "iteration": 0}
+            tree |= {} if version == "0" else {"checkpoint_version": float(version)}
+            model = rank_model(float(version), (t, tensor), (p, pipeline), layers, rows, untied)
+            torch.save({**tree, "model": model}, rank / "model_optim_rng.pt")
+    return folder
+
+
+def args(tensor: int, pipeline: int, layers: int, rows: int, untied: bool) -> Namespace:
+    return Namespace(
+        num_layers=layers,
+        hidden_size=16,
+        num_attention_heads=4,
+        max_position_embeddings=20,
+        ffn_hidden_size=64,
+        layernorm_epsilon=1e-5,
+        padded_vocab_size=rows,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        bias_gelu_fusion=True,
+        untie_embeddings_and_output_weights=untied,
+    )
+
+
+def rank_model(
+    version: float, tensor: tuple[int, int], pipeline: tuple[int, int], layers: int, rows: int, untied: bool
+) -> dict[str, Any]:
+    (t, ranks), (p, stages) = tensor, pipeline
+    part, attention = ("encoder", "self_attention") if version >= 2 else ("transformer", "attention")
+    words = {"weight": draw(f"words {t}", rows // ranks, 16)}
+    blocks: dict[str, Tensor] = {}
+    for layer in range(layers // stages):
+        number = p * layers // stages + layer
+        own: dict[str, tuple[int, ...]] = {  # cut among the ranks
+            f"{attention}.query_key_value.weight": (48 // ranks, 16),
+            f"{attention}.query_key_value.bias": (48 // ranks,),
+            f"{attention}.dense.weight": (16, 16 // ranks),
+            "mlp.dense_h_to_4h.weight": (64 // ranks, 16),
+            "mlp.dense_h_to_4h.bias": (64 // ranks,),
+            "mlp.dense_4h_to_h.weight": (16, 64 // ranks),
+        }
+        for name, size in own.items():
+            blocks[f"layers.{layer}.{name}"] = draw(f"{number} {name} {t}", *size)
+        norms = [
+            f"{norm}.{end}" for norm in ("input_layernorm", "post_attention_layernorm") for end in ("weight", "bias")
+        ]
+        for name in (*norms, f"{attention}.dense.bias", "mlp.dense_4h_to_h.bias"):
+            blocks[f"layers.{layer}.{name}"] = draw(f"{number} {name}", 16)
+    model: dict[str, Any] = {part: blocks}
+    tree: dict[str, Any] = {"language_model": model}
+    if p == 0:
+        positions = {"weight": draw("positions", 20, 16)}
+        model["embedding"] = {"word_embeddings": words, "position_embeddings": positions}
+    if p == stages - 1:
+        blocks |= {f"final_layernorm.{end}": draw(f"final {end}", 16) for end in ("weight", "bias")}
+        if untied:
+            model["output_layer"] = {"weight": draw(f"output {t}", rows // ranks, 16)}
+        elif stages > 1:
+            tree["word_embeddings_for_head"] = words
+    return tree
+
 
 def load(folder: Path, tensor: int, pipeline: int) -> list[list[dict[str, Any]]]:
     """The files by pipeline stage and tensor rank."""
-    name = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
+    name = (folder / TRACKER).read_text().strip()
 
     def path(t: int, p: int) -> Path:
         rank = f"mp_rank_{t:02d}" if pipeline == 1 else f"mp_rank_{t:02d}_{p:03d}"

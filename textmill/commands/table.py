@@ -332,12 +332,9 @@ COMMANDS = {
     ),
     "export": Command(
         "textmill.conversion:export",
-        "write a model for other tools (transformers, llama.cpp, ONNX, Megatron ...)",
+        "write a model for other tools (transformers, llama.cpp, ONNX ...)",
         sections=("export",),
-        settings=(
-            "export.folder export.kind export.precision export.name export.license export.megatron.tensor "
-            "export.megatron.pipeline"
-        ),
+        settings="export.folder export.kind export.precision export.name export.license",
         flags=(FORCE, STEP),
         opens="model",
     ),

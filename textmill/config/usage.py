@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -246,36 +246,17 @@ class EmbedConfig(Section):
     model's longest context."""
 
 
-class MegatronExport(Section):
-    """Settings of `export.kind=megatron`."""
-
-    tensor: int = Field(1, ge=1)
-    """Tensor-parallel size: as many mp_rank_NN folders; it must divide the heads and the MLP's width."""
-    pipeline: int = Field(1, ge=1)
-    """Pipeline-parallel size; it must divide the layers."""
-    version: Literal["0", "1.0", "2.0", "3.0"] = "3.0"
-    """Checkpoint version, which decides the order of queries, keys and values; 2.0 and 3.0 have the same order."""
-    vocab_multiple: int = Field(128, ge=1)
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size
-    (Megatron's make-vocab-size-divisible-by)."""
-
-    @field_validator("version", mode="before")
-    @classmethod
-    def _as_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int | float) else value  # YAML reads 2.0 as a number
-
-
 class ExportConfig(Section):
     """Write a model for other tools; what is written is read back and compared before it appears."""
 
     folder: str | None = path()
     """The folder to write; a URL such as s3://BUCKET/NAME, or hf://OWNER/NAME for the Hugging Face hub (token in
     HF_TOKEN)."""
-    kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx", "tokenizer", "dataset"] = "hf"
+    kind: Literal["hf", "gguf", "nanogpt", "onnx", "tokenizer", "dataset"] = "hf"
     """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
-    Ollama; extra: textmill[export]); nanogpt (ckpt.pt); megatron (Megatron-LM); deepspeed; onnx (with past key
-    values; extra: textmill[export]); tokenizer (only the tokenizer, in the files of other tools: vocab.txt, vocab.json
-    with merges.txt, or a sentencepiece .model); dataset (the prepared corpus as a Hugging Face dataset with a card)."""
+    Ollama; extra: textmill[export]); nanogpt (ckpt.pt); onnx (with past key values; extra: textmill[export]); tokenizer
+    (only the tokenizer, in the files of other tools: vocab.txt, vocab.json with merges.txt, or a sentencepiece .model);
+    dataset (the prepared corpus as a Hugging Face dataset with a card)."""
     precision: Literal["fp32", "bf16", "fp16", "q8_0", "q4_0"] = "fp32"
     """Precision of the written weights; q8_0 and q4_0 (8 and 4 bits in blocks of 32) with gguf only."""
     max_divergence: float | None = Field(None, gt=0)
@@ -289,8 +270,6 @@ class ExportConfig(Section):
     """The name of the model in its card and its GGUF file; default: the name of `export.folder`."""
     license: str | None = None
     """The licence that the card names, such as apache-2.0."""
-    megatron: MegatronExport = MegatronExport()
-    """Settings of Megatron's checkpoints."""
 
 
 class WandbConfig(Section):

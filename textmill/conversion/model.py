@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights, weights_of
-from textmill.models.hf_config import GELUS
 from textmill.models.pooling import Pooling
 from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named
@@ -107,12 +106,4 @@ def require_family(shape: Shape, kind: str, *families: str) -> None:
         raise TextmillError(
             f"export.kind: {kind} can hold a {' or '.join(families)}, the model is a {shape.family}; use hf, or train "
             f"another model with model.family={families[0]}"
-        )
-
-
-def require_gelu(shape: Any, kind: str) -> None:
-    """Refuse an activation that a tool does not have."""
-    if shape.activation not in GELUS:
-        raise TextmillError(
-            f"export.kind: {kind} has gelu only, the model has {shape.activation}; use hf, onnx or deepspeed"
         )

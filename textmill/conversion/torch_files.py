@@ -19,19 +19,18 @@ from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named
 
 Tree = dict[str, Any]
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def write_torch_file(path: Path, tree: Any) -> dict[str, Any]:
-    """Write a file of torch.save atomically; tensors, plain values and a Namespace only."""
+    """Write a file of torch.save atomically; tensors and plain values only."""
     stream = io.BytesIO()
     torch.save(tree, stream)
     return write_bytes(path, [stream.getbuffer()])
 
 
-def to_tensor(values: Any, precision: str) -> Tensor:
-    """A contiguous tensor in a precision, with a storage of its own."""
-    return torch.from_numpy(np.array(values, np.float32)).to(TORCH_DTYPES[precision])
+def to_tensor(values: Any) -> Tensor:
+    """A contiguous tensor with a storage of its own."""
+    return torch.from_numpy(np.array(values, np.float32))
 
 
 def to_array(value: Tensor) -> Any:

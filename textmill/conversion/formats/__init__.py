@@ -20,7 +20,7 @@ class Format(Protocol):
     """Values of `export.precision` that it can write; empty: it is only read."""
 
     def write(self, model: Model, folder: Path, config: ExportConfig) -> Files:
-        """Write the model into an empty folder."""
+        """Write the model into an empty folder; only formats with PRECISIONS have it."""
         ...
 
     def matches(self, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints: one tag with the module's weights is written, ZeRO 0 to 3 are read."""
+"""DeepSpeed's checkpoints with ZeRO 0 to 3, also of Megatron-DeepSpeed; read only."""
 
 from __future__ import annotations
 
@@ -11,75 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.config import ExportConfig
 from textmill.conversion.formats import megatron
-from textmill.conversion.formats.hf import read_hf_shape, text_files
+from textmill.conversion.formats.hf import read_hf_shape
 from textmill.conversion.formats.megatron import ParallelSizes, flatten
-from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family, write_texts
-from textmill.conversion.torch_files import read_pickle, to_array, to_tensor, write_torch_file
+from textmill.conversion.model import Hints, Model, collect_weights
+from textmill.conversion.torch_files import read_pickle, to_array
 from textmill.errors import TextmillError
-from textmill.storage.files import write_text
 from textmill.storage.remote_folders import first_line
 from textmill.storage.tensor_files import Named
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-Module = tuple[dict[str, Any], dict[str, Any]]
-"""A rank's weights, and what its file has next to them."""
-TAG = "global_step0"
+PRECISIONS: tuple[str, ...] = ()
 LATEST = "latest"
 PREFIX = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
 """What wrappers put before the name of a weight, such as module. or model."""
-
-
-def write(model: Model, folder: Path, config: ExportConfig) -> Files:
-    """Write what `engine.load_checkpoint(folder, load_module_only=True)` opens for transformers' GPT-2.
-
-    With `export.megatron.tensor` above 1, for Megatron-DeepSpeed: the modules of Megatron, one file per rank.
-    """
-    require_family(model.shape, "deepspeed", "gpt2")
-    (folder / TAG).mkdir(exist_ok=True)
-    ranks = config.megatron.tensor
-    if config.megatron.pipeline > 1:
-        raise TextmillError("export.megatron.pipeline: deepspeed is written for one pipeline stage; use megatron")
-    modules = _modules(model, config)
-    files = {}
-    for tensor, (module, more) in enumerate(modules):
-        states: dict[str, object] = {
-            "module": module,
-            "buffer_names": [],
-            "param_shapes": None,
-            "frozen_param_shapes": None,
-            "frozen_param_fragments": None,
-            "shared_params": {},
-            "optimizer": None,
-            "lr_scheduler": None,
-            "sparse_tensor_module_names": set(),
-            "skipped_steps": 0,
-            "global_steps": 0,
-            "global_samples": 0,
-            "dp_world_size": 1,
-            "mp_world_size": ranks,
-            "ds_config": {},
-            "ds_version": "0",
-            **more,
-        }
-        files[f"{TAG}/{states_name(tensor)}"] = write_torch_file(folder / TAG / states_name(tensor), states)
-    files[LATEST] = write_text(folder / LATEST, TAG)
-    texts = text_files(model.shape, model.tokenizer, config.precision)
-    return files | write_texts(folder, texts)
-
-
-def _modules(model: Model, config: ExportConfig) -> Iterator[Module]:
-    """The weights of each tensor-parallel rank, and what Megatron saves next to them."""
-    if config.megatron.tensor == 1:
-        module = {name: to_tensor(values, config.precision) for name, values in model.weights.items()}
-        module.setdefault("lm_head.weight", module["transformer.wte.weight"])
-        yield module, {}
-        return
-    megatron.check_parallel(model.shape, config)
-    for tensor in range(config.megatron.tensor):
-        tree = megatron.rank_tree(model, config, tensor, 0)
-        yield tree.pop("model"), tree
 
 
 def matches(path: Path) -> bool:

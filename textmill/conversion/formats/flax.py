@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from textmill.config import SIZES, ExportConfig
+from textmill.config import SIZES
 from textmill.conversion.formats.hf import read_hf_shape
-from textmill.conversion.model import Array, Files, Hints, Model, collect_weights
+from textmill.conversion.model import Array, Hints, Model, collect_weights
 from textmill.errors import TextmillError
 from textmill.storage.tensor_files import Named
 
@@ -28,11 +28,6 @@ CHUNKED = "__msgpack_chunked_array__"
 """Marks an array above 1 GiB, which is written in parts."""
 LAST = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 """Flax's last names of parameters, and those of transformers."""
-
-
-def write(model: Model, folder: Path, config: ExportConfig) -> Files:
-    """Not written: transformers has no Flax models since version 5."""
-    raise TextmillError("export.kind: flax is only read")
 
 
 def matches(path: Path) -> bool:

@@ -1,13 +1,11 @@
-"""Megatron-LM's checkpoints of a GPT-2: any tensor- and pipeline-parallel size, versions 0 to 3, padded vocabulary.
+"""Megatron-LM's checkpoints of a GPT-2: any tensor- and pipeline-parallel size, versions 0 to 3; read only.
 
-`write` cuts every weight into the slices of the ranks (`rank_tree`), `read` joins them again (`join_ranks`).
-The names, and which rank has which part of the model, are below.
+Nothing is written: Megatron's present tools start from a folder of `hf`.
 """
 
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,156 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from textmill.config import ExportConfig
-from textmill.conversion.formats.hf import read_hf_shape, text_files
-from textmill.conversion.model import (
-    Array,
-    Files,
-    Hints,
-    Model,
-    check_layers,
-    collect_weights,
-    require_family,
-    require_gelu,
-    write_texts,
-)
-from textmill.conversion.torch_files import read_tree, to_array, to_tensor, write_torch_file
+from textmill.conversion.formats.hf import read_hf_shape
+from textmill.conversion.model import Array, Hints, Model, check_layers, collect_weights
+from textmill.conversion.torch_files import read_tree, to_array
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
-from textmill.storage.files import write_text
 from textmill.storage.tensor_files import Named
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS: tuple[str, ...] = ()
 States = dict[tuple[int, int], dict[str, Array]]
 """The weights of each rank by Megatron's names."""
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-
-
-def write(model: Model, folder: Path, config: ExportConfig) -> Files:
-    """Write a release checkpoint (weights only, iteration 0), which Megatron's `--load` opens, one file per rank."""
-    shape = model.shape
-    settings = config.megatron
-    check_parallel(shape, config)
-    files = {}
-    for pipeline in range(settings.pipeline):
-        for tensor in range(settings.tensor):
-            rank = f"{RELEASE}/{rank_folder(tensor, pipeline, settings.pipeline)}"
-            (folder / rank).mkdir(parents=True, exist_ok=True)
-            tree = rank_tree(model, config, tensor, pipeline)
-            files[f"{rank}/{FILE}"] = write_torch_file(folder / rank / FILE, tree)
-    files[TRACKER] = write_text(folder / TRACKER, RELEASE)
-    texts = text_files(shape, model.tokenizer, config.precision)
-    return files | write_texts(folder, texts)
-
-
-def check_parallel(shape: Any, config: ExportConfig) -> None:
-    """Refuse a model that Megatron does not have, or whose sizes the ranks do not divide."""
-    settings = config.megatron
-    require_family(shape, "megatron", "gpt2")
-    require_gelu(shape, "megatron")
-    for name, size, ranks in (
-        ("heads", shape.heads, settings.tensor),
-        ("inner", shape.inner, settings.tensor),
-        ("layers", shape.layers, settings.pipeline),
-    ):
-        if size % ranks:
-            key = "pipeline" if name == "layers" else "tensor"
-            raise TextmillError(f"export.megatron.{key}: {ranks} does not divide the model's {size} {name}")
-
-
-def rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -> dict[str, Any]:
-    """What Megatron saves on one rank: its slice of the weights, nested by module, and Megatron's arguments."""
-    tree: dict[str, Any] = {"language_model": {}}
-    for name, values in model.weights.items():
-        layer, module, ending = to_megatron_name(name)
-        if keys := _place_on_stage(layer, module, ending, model.shape, config, pipeline):
-            rank_values = _slice_of_rank(values, module, ending, model, config, tensor)
-            node = tree
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = to_tensor(rank_values, config.precision)
-    number = config.megatron.version
-    version = {} if number == "0" else {"checkpoint_version": float(number)}
-    return {"args": _args_of(model.shape, config), **version, "iteration": 0, "model": tree}
-
-
-def _place_on_stage(
-    layer: int | None, module: str, ending: str, shape: Any, config: ExportConfig, pipeline: int
-) -> list[str]:
-    """The keys of a weight in the tree of a pipeline stage; none if the stage does not have it."""
-    settings = config.megatron
-    is_last_stage = pipeline == settings.pipeline - 1
-    is_new_version = settings.version in ("2.0", "3.0")
-    blocks = ["language_model", "encoder" if is_new_version else "transformer"]
-    if layer is not None:
-        stage_layers = shape.layers // settings.pipeline
-        module = module.replace("attention.", "self_attention.", 1) if is_new_version else module
-        is_here = layer // stage_layers == pipeline
-        return [*blocks, f"layers.{layer % stage_layers}.{module}.{ending}"] if is_here else []
-    if module.startswith("embedding."):
-        if pipeline == 0:
-            return ["language_model", "embedding", module.removeprefix("embedding."), ending]
-        # A tied head is the token embedding, which the last stage needs too.
-        is_head = is_last_stage and module in VOCABULARY and not shape.untied
-        return ["word_embeddings_for_head", ending] if is_head else []
-    if not is_last_stage:
-        return []
-    return ["language_model", module, ending] if module == "output_layer" else [*blocks, f"{module}.{ending}"]
-
-
-def _slice_of_rank(values: Array, module: str, ending: str, model: Model, config: ExportConfig, tensor: int) -> Array:
-    """A tensor-parallel rank's slice of a weight; matrices are turned to outputs x inputs, as Megatron has them."""
-    shape = model.shape
-    ranks = config.megatron.tensor
-    is_matrix = ending == "weight" and module in (*ROWS, *COLUMNS)
-    values = values.T if is_matrix else values
-    if module == QKV:
-        by_rank = values.reshape(3, ranks, -1, *values.shape[1:])
-        qkv = by_rank[:, tensor].reshape(-1, *values.shape[1:])
-        return to_version_order(qkv, shape.heads // ranks, ORDERS[config.megatron.version])
-    if module in VOCABULARY:
-        padding = _padded_vocab(shape, config) - len(values)
-        return np.split(np.pad(values, [(0, padding), (0, 0)]), ranks)[tensor]
-    if module in ROWS:
-        return np.split(values, ranks)[tensor]
-    return np.split(values, ranks, axis=1)[tensor] if is_matrix else values
-
-
-def _padded_vocab(shape: Any, config: ExportConfig) -> int:
-    multiple = config.megatron.vocab_multiple * config.megatron.tensor
-    return int(-(-shape.vocab // multiple) * multiple)
-
-
-def _args_of(shape: Any, config: ExportConfig) -> Namespace:
-    """The arguments that Megatron compares when it loads a checkpoint."""
-    settings = config.megatron
-    return Namespace(
-        num_layers=shape.layers,
-        hidden_size=shape.width,
-        num_attention_heads=shape.heads,
-        seq_length=shape.positions,
-        max_position_embeddings=shape.positions,
-        ffn_hidden_size=shape.inner,
-        layernorm_epsilon=shape.epsilon,
-        padded_vocab_size=_padded_vocab(shape, config),
-        make_vocab_size_divisible_by=settings.vocab_multiple,
-        tensor_model_parallel_size=settings.tensor,
-        pipeline_model_parallel_size=settings.pipeline,
-        position_embedding_type="learned_absolute",
-        tokenizer_type="GPT2BPETokenizer",
-        bias_gelu_fusion=shape.activation == "gelu_new",
-        openai_gelu=False,
-        add_position_embedding=True,
-        hidden_dropout=shape.residual_dropout,
-        attention_dropout=shape.attention_dropout,
-        params_dtype=config.precision,
-        untie_embeddings_and_output_weights=shape.untied,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        iteration=0,
-    )
 
 
 def matches(path: Path) -> bool:
@@ -305,7 +166,7 @@ def _layer_of(name: str) -> int | None:
 
 
 def _join_slices(slices: list[Array], module: str, ending: str, heads: int, order: Any, where: str) -> Array:
-    """The inverse of `_slice_of_rank`; what the ranks do not divide is the same on all."""
+    """A weight from the slices of the tensor-parallel ranks; what these do not divide is the same on all."""
     if module == QKV:
         by_rank = [from_version_order(values, heads, order, where) for values in slices]
         qkv = np.concatenate([values.reshape(3, -1, *values.shape[1:]) for values in by_rank], axis=1)
@@ -328,53 +189,40 @@ MODULES = {
     "output_layer": "lm_head",
 }
 """Megatron's modules and those of GPT-2."""
-MEGATRON_MODULES = {gpt2: megatron for megatron, gpt2 in MODULES.items()}
 ROWS = ("attention.query_key_value", "mlp.dense_h_to_4h")
 COLUMNS = ("attention.dense", "mlp.dense_4h_to_h")
 """Matrices whose outputs, and whose inputs, are divided among tensor-parallel ranks."""
 VOCABULARY = ("embedding.word_embeddings", "output_layer")
 """Matrices whose rows are tokens, padded and divided among tensor-parallel ranks."""
 QKV = "attention.query_key_value"
-ORDERS = {"0": (0, 1, 2), "1.0": (1, 2, 0), "2.0": (1, 0, 2), "3.0": (1, 0, 2)}
-"""By checkpoint version, the order of the axes [3, heads, head width] in the rows of a rank's query_key_value."""
-
-
-def to_megatron_name(name: str) -> tuple[int | None, str, str]:
-    """The layer, Megatron's module and the ending of a weight of GPT-2; the layer is None outside the blocks.
-
-    transformer.h.3.attn.c_attn.weight -> (3, "attention.query_key_value", "weight")
-    """
-    stem, _, ending = name.removeprefix("transformer.").rpartition(".")
-    block = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
-    return int(block[1]) if block else None, MEGATRON_MODULES[block[2] if block else stem], ending
 
 
 def to_gpt2_name(layer: int | None, module: str, ending: str) -> str | None:
-    """The inverse of `to_megatron_name`; None if Megatron's GPT-2 has no such module."""
+    """The name of a weight; None if Megatron's GPT-2 has no such module.
+
+    (3, "attention.query_key_value", "weight") -> transformer.h.3.attn.c_attn.weight
+    """
     block = "" if layer is None else f"h.{layer}."
     prefix = "" if module == "output_layer" else "transformer."
     return f"{prefix}{block}{MODULES[module]}.{ending}" if module in MODULES else None
 
 
 def order_of(version: Any, where: str) -> tuple[int, int, int]:
-    """The order of the axes of a checkpoint version; a checkpoint without one is of version 0."""
+    """The order of the axes [3, heads, head width] in the rows of a rank's query_key_value, by checkpoint version.
+
+    A checkpoint without a version is of version 0.
+    """
     number = 0 if version is None else version
     if type(number) in (int, float) and (number in (0, 1) or 2 <= number < 4):
-        return ORDERS["0" if number == 0 else "1.0" if number == 1 else "3.0"]
+        return (0, 1, 2) if number == 0 else (1, 2, 0) if number == 1 else (1, 0, 2)
     raise TextmillError(
         f"{where}: its checkpoint_version is {version!r}, so the order of queries, keys and values is not known; "
         "Megatron has 0, 1.0, 2.0 and 3.0"
     )
 
 
-def to_version_order(values: Array, heads: int, order: tuple[int, int, int]) -> Array:
-    """Rows [3, heads, head width] in the order of a checkpoint version."""
-    split = values.reshape(3, heads, -1, *values.shape[1:])
-    return np.ascontiguousarray(split.transpose(*order, *range(3, split.ndim))).reshape(values.shape)
-
-
 def from_version_order(values: Array, heads: int, order: tuple[int, int, int], where: str) -> Array:
-    """The inverse of `to_version_order`."""
+    """Rows [3, heads, head width] from the order of a checkpoint version."""
     if len(values) % (3 * heads):
         raise TextmillError(f"{where}: {len(values):,} rows of query_key_value are not those of {heads} heads")
     sizes = (3, heads, len(values) // (3 * heads))

@@ -9,19 +9,11 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ExportConfig
-from textmill.conversion.model import (
-    Files,
-    Hints,
-    Model,
-    check_layers,
-    collect_weights,
-    require_family,
-    require_gelu,
-    write_texts,
-)
+from textmill.conversion.model import Files, Hints, Model, check_layers, collect_weights, require_family, write_texts
 from textmill.conversion.torch_files import Tree, named_tensors, read_tree, to_tensor, write_torch_file
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
+from textmill.models.hf_config import GELUS
 from textmill.storage.tensor_files import Named
 
 PRECISIONS = ("fp32",)
@@ -37,7 +29,8 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write ckpt.pt, which nanoGPT's sample.py and train.py (init_from=resume) open, and the tokenizer's files."""
     shape = model.shape
     require_family(shape, "nanogpt", "gpt2")
-    require_gelu(shape, "nanogpt")
+    if shape.activation not in GELUS:
+        raise TextmillError(f"export.kind: nanogpt has gelu only, the model has {shape.activation}; use hf or onnx")
     if shape.untied:
         raise TextmillError("export.kind: nanogpt has a tied head only, the model's is untied; use hf, gguf or onnx")
     if shape.inner != 4 * shape.width or shape.epsilon != EPSILON:
@@ -48,9 +41,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     if shape.activation != "gelu":
         warn(f"nanoGPT computes gelu by erf, this model {shape.activation}; its logits differ slightly there")
     transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
-    state = {
-        name: to_tensor(values.T if transposed[name] else values, "fp32") for name, values in model.weights.items()
-    }
+    state = {name: to_tensor(values.T if transposed[name] else values) for name, values in model.weights.items()}
     state.setdefault("lm_head.weight", state["transformer.wte.weight"])
     args = {key: getattr(shape, name) for key, name in NUMBERS.items()}
     args |= {"bias": True, "dropout": shape.residual_dropout}
