@@ -129,8 +129,11 @@ def measure(texts: list[str], kept: Iterable[str], threshold: float) -> DedupQua
     numbers: dict[str, list[int]] = {}
     for number, text in enumerate(texts):
         numbers.setdefault(text, []).append(number)
-    clusters = Clusters(brute_force(texts, threshold))
-    members = clusters.members()
+    pairs = brute_force(texts, threshold)
+    clusters = Clusters()
+    for pair in pairs:
+        clusters.join(*pair)
+    members = set().union(*pairs)
     sizes: dict[int, int] = {}
     for number in members:
         sizes[clusters.find(number)] = sizes.get(clusters.find(number), 0) + 1

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from textmill.config import CorpusConfig
 from textmill.corpus import prepare as prepare_module
 from textmill.corpus.chunk_task import ChunkTask
-from textmill.corpus.dedup import clusters as dedup
-from textmill.corpus.dedup.clusters import exact_keep_masks, keep_one_per_cluster, smallest_members
+from textmill.corpus.dedup.clusters import find_kept_equals, keep_one_per_cluster, smallest_members
 from textmill.corpus.find_sources import find_sources, split_into_chunks
 from textmill.corpus.prepare import clean_chunk
 
@@ -31,54 +30,42 @@ def array_of(rows: list[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
 
 
-@given(st.lists(st.lists(ROW, max_size=12), max_size=6))
-def test_first_duplicate_is_kept(shards: list[list[bytes]]) -> None:
-    seen: set[bytes] = set()
-    expected = []
-    for shard in shards:
-        expected.append([row not in seen and not seen.add(row) for row in shard])  # type: ignore[func-returns-value]
-    assert [mask.tolist() for mask in exact_keep_masks([array_of(shard) for shard in shards])] == expected
+@given(st.lists(ROW, max_size=60))
+def test_first_duplicate_is_kept(rows: list[bytes]) -> None:
+    kept = find_kept_equals(array_of(rows), np.zeros(len(rows), np.int8))
+    assert kept.tolist() == [rows.index(row) for row in rows]
 
 
 def test_many_digests() -> None:
     numbers = np.random.default_rng(7).integers(0, 50_000, 200_000).astype(np.uint64)
     rows = np.stack([numbers * np.uint64(0x9E3779B97F4A7C15), numbers], axis=1).view(np.uint8).reshape(-1, 16)
-    (mask,) = exact_keep_masks([rows])
-    assert sorted(np.flatnonzero(mask)) == sorted(np.unique(numbers, return_index=True)[1])
+    kept = find_kept_equals(rows, np.zeros(len(rows), np.int8))
+    _, first, group = np.unique(numbers, return_index=True, return_inverse=True)
+    assert np.array_equal(kept, first[group])
 
 
-PAIRS = st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=8)
-
-
-@given(st.lists(PAIRS, max_size=5))
-def test_clusters_from_blocks_of_pairs(blocks: list[list[tuple[int, int]]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), max_size=30))
+def test_clusters_of_pairs(pairs: list[tuple[int, int]]) -> None:
     """Compared with sets that are merged until nothing changes."""
     groups = [{number} for number in range(15)]
-    for pair in (pair for block in blocks for pair in block):
+    for pair in pairs:
         touched = [group for group in groups if group & set(pair)]
         groups = [group for group in groups if not group & set(pair)] + [set().union(*touched)]
-    least = smallest_members(15, (np.array(block) for block in blocks))
+    least = smallest_members(15, *np.array(pairs, np.int64).reshape(-1, 2).T)
     assert least.tolist() == [min(group) for number in range(15) for group in groups if number in group]
 
 
-@given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4
-    )
-)
-def test_kept_document_of_a_cluster(chunks: list[list[tuple[int, int, int]]]) -> None:
-    rows = [row for chunk in chunks for row in chunk]
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), max_size=30))
+def test_kept_document_of_a_cluster(rows: list[tuple[int, int, int]]) -> None:
     least = [min(number for number, other in enumerate(rows) if other[0] == row[0]) for row in rows]
-    given_to = [
-        (np.array([row[1] for row in chunk], np.int64), np.array([row[2] for row in chunk], np.int8))
-        for chunk in chunks
-    ]
-    stays = keep_one_per_cluster(np.array(least, np.uint32), given_to)
+    kept = keep_one_per_cluster(
+        np.array(least, np.int64), np.array([row[1] for row in rows], np.int64), np.array([r[2] for r in rows], np.int8)
+    )
     best = {
         min((row[2] > 0, -row[1], number) for number, row in enumerate(rows) if row[0] == cluster)[2]
         for cluster, _, _ in rows
     }
-    assert set(np.flatnonzero(stays).tolist()) == best
+    assert set(np.flatnonzero(kept).tolist()) == best
 
 
 def peak_memory(function: Callable[[], Any]) -> int:
@@ -88,24 +75,6 @@ def peak_memory(function: Callable[[], Any]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.long
-def test_clusters_need_a_few_bytes_per_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every document has a duplicate: at most 24 bytes each, plus a block."""
-    count, chunks = 300_000, 15
-    monkeypatch.setattr(dedup, "BLOCK_DOCUMENTS", 1 << 14)
-    numbers = np.arange(count).reshape(chunks, -1)
-    blocks = (np.stack((part, part ^ 1), axis=1) for half in numbers for part in np.split(half, 10))
-    sizes = ((np.ones(len(part), np.int64), np.zeros(len(part), np.int8)) for part in numbers)
-    least = np.zeros(0, np.uint32)
-
-    def task() -> None:
-        nonlocal least
-        least = smallest_members(count, blocks)
-        assert keep_one_per_cluster(least, sizes).sum() == count // 2
-
-    assert peak_memory(task) < 24 * count
 
 
 @pytest.mark.long

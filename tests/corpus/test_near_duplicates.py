@@ -21,9 +21,9 @@ from bench.near_duplicates import measure, truth_set
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
 from textmill.corpus import find_sources, records
-from textmill.corpus.dedup import decisions, minhash, near_duplicates
+from textmill.corpus.dedup import minhash, near_duplicates
 from textmill.corpus.dedup import near_duplicates as near
-from textmill.corpus.dedup.clusters import Clusters, exact_keep_masks
+from textmill.corpus.dedup.clusters import Clusters, find_kept_equals
 from textmill.corpus.dedup.minhash import (
     MAX_SKETCH_SIZE,
     MIN_RECALL,
@@ -35,7 +35,7 @@ from textmill.corpus.dedup.minhash import (
     shingle_set,
     sketch,
 )
-from textmill.corpus.dedup.near_duplicates import find_candidate_pairs, merge_pairs, plan_band_tasks
+from textmill.corpus.dedup.near_duplicates import find_candidate_pairs
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.counters import mix
@@ -128,48 +128,36 @@ def test_sketch_does_not_depend_on_other_documents() -> None:
 HASH = st.integers(0, 6).map(lambda number: number * 0x9E3779B97F4A7C15 % 2**64)
 
 
-@given(st.lists(st.lists(st.tuples(HASH, HASH), max_size=8), min_size=1, max_size=4), st.sampled_from([1000, 1 << 20]))
+@given(st.lists(st.lists(st.tuples(HASH, HASH), max_size=8), min_size=1, max_size=4))
 @settings(max_examples=25, deadline=None)
-def test_all_pairs_of_all_bands(
-    tmp_path_factory: pytest.TempPathFactory, chunks: list[list[tuple[int, int]]], memory: int
-) -> None:
-    """In small buckets: every pair once, in order, for any memory limit."""
+def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, chunks: list[list[tuple[int, int]]]) -> None:
+    """In small buckets: every pair once, in order."""
     folder = tmp_path_factory.mktemp("bands")
     for number, rows in enumerate(chunks):
         np.array(rows, np.uint64).reshape(-1, 2).T.tofile(near_duplicates.band_hashes_path(folder, number))
     everything = [row for rows in chunks for row in rows]
-    bands = plan_band_tasks(folder, [len(rows) for rows in chunks], 2, memory)
-    for band in bands:
-        find_candidate_pairs(band)
-    count = merge_pairs(bands, folder / "pairs", folder / "marks")
+    pairs = find_candidate_pairs(folder, [len(rows) for rows in chunks], 2)
     expected = [
         (one, other)
         for one, other in itertools.combinations(range(len(everything)), 2)
         if any(first == second for first, second in zip(everything[one], everything[other], strict=True))
     ]
-    linked = {(pair >> 32, pair & (2**32 - 1)) for pair in np.fromfile(folder / "pairs", np.uint64).tolist()}
-    assert count == len(linked)
-    assert linked <= set(expected)
+    linked = [(pair >> 32, pair & (2**32 - 1)) for pair in pairs.tolist()]
+    assert linked == sorted(set(linked))
+    assert set(linked) <= set(expected)
     if len(everything) <= 2 * near_duplicates.BUCKET_LINKS:
-        assert linked == set(expected)
-    assert Clusters(linked).members() == Clusters(expected).members()
-    assert {Clusters(linked).find(number) for number in range(len(everything))} == {
-        Clusters(expected).find(n) for n in range(len(everything))
-    }
+        assert linked == expected
+    assert clusters_of(linked, len(everything)) == clusters_of(expected, len(everything))
+    assert np.fromfile(folder / "pairs", np.uint64).tolist() == pairs.tolist()
     marks = np.fromfile(folder / "marks", np.uint8)
     assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
 
 
-def test_pairs_are_merged_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(5)
-    rng.integers(0, 40, (3, 500)).astype(np.uint64).tofile(near_duplicates.band_hashes_path(tmp_path, 0))
-    bands = plan_band_tasks(tmp_path, [500], 3, 1 << 20)
-    for band in bands:
-        find_candidate_pairs(band)
-    merge_pairs(bands, tmp_path / "whole", tmp_path / "marks")
-    monkeypatch.setattr(near_duplicates, "MERGE_PAIRS", 10)
-    merge_pairs(bands, tmp_path / "pairs", tmp_path / "marks")
-    assert (tmp_path / "pairs").read_bytes() == (tmp_path / "whole").read_bytes() != b""
+def clusters_of(pairs: list[tuple[int, int]], count: int) -> list[int]:
+    clusters = Clusters()
+    for pair in pairs:
+        clusters.join(*pair)
+    return [clusters.find(number) for number in range(count)]
 
 
 @given(
@@ -182,25 +170,18 @@ def test_clusters(pairs: list[tuple[int, int]], rng: random.Random) -> None:
         touched = [group for group in groups if group & set(pair)]
         groups = [group for group in groups if not group & set(pair)] + [set().union(*touched)]
     shuffled = [pair[:: rng.choice((1, -1))] for pair in rng.sample(pairs, len(pairs))]
-    clusters = Clusters(shuffled)
-    assert clusters.members() == sorted({number for pair in pairs for number in pair})
-    assert all(clusters.find(number) == min(group) for group in groups for number in group)
+    assert clusters_of(shuffled, 13) == [min(group) for number in range(13) for group in groups if number in group]
 
 
-@given(
-    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4),
-    st.sampled_from([64, 200, 1 << 20]),
-)
-def test_exact_duplicate_in_train_is_kept(shards: list[list[tuple[int, int]]], memory: int) -> None:
-    rows = [np.array([[value] * 16 for value, _ in shard], np.uint8).reshape(-1, 16) for shard in shards]
-    splits = [np.array([side for _, side in shard], np.int8) for shard in shards]
-    masks = np.concatenate(exact_keep_masks(rows, splits, memory))
-    everything = [pair for shard in shards for pair in shard]
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=30))
+def test_exact_duplicate_in_train_is_kept(documents: list[tuple[int, int]]) -> None:
+    digests = np.array([[value] * 16 for value, _ in documents], np.uint8)
+    kept = find_kept_equals(digests, np.array([side for _, side in documents], np.int8))
     best = {
-        value: min((side > 0, place) for place, (one, side) in enumerate(everything) if one == value)[1]
-        for value, _ in everything
+        value: min((side > 0, place) for place, (one, side) in enumerate(documents) if one == value)[1]
+        for value, _ in documents
     }
-    assert np.flatnonzero(masks).tolist() == sorted(best.values())
+    assert kept.tolist() == [best[value] for value, _ in documents]
 
 
 def prepare_near(texts: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, **corpus: Any) -> Path:
@@ -254,7 +235,7 @@ def synthetic_texts(count: int, rng: random.Random) -> list[str]:
     return texts + [edit(text, rng) for text in rng.choices(texts, k=count - len(texts))]
 
 
-def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_order_and_blocks_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = synthetic_texts(150, random.Random(2))
     one = content(prepare_near(texts, tmp_path, monkeypatch))
     assert json.loads(one["account.json"])["dropped"]["near_duplicate"] > 20
@@ -262,9 +243,6 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
         content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"])))
         == one
     )
-    monkeypatch.setattr(near_duplicates, "SORT_BYTES_PER_DOCUMENT", 100_000)
-    monkeypatch.setattr(near_duplicates, "MAX_TASK_HASHES", 1000)
-    monkeypatch.setattr(decisions, "MEMORY", 1 << 20)
     monkeypatch.setattr(near, "BLOCK_DOCUMENTS", 7)
     assert content(prepare(config_of("little"))) == one
 
@@ -276,21 +254,13 @@ def test_words_and_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(read_kept(folder)) == ["a", "a b c d e f g h i j k m", "b", "one two three four", "물"]
 
 
-def test_longest_is_kept_and_pairs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = " ".join(f"word{number}" for number in range(100))
     texts = [base + " x", base + " and the end", base, "something else entirely"]
     folder = prepare_near(texts, tmp_path, monkeypatch, split=[1.0])
     assert set(read_kept(folder)) == {texts[1], texts[3]}
     account = json.loads((folder / "account.json").read_text())
     assert account["dropped"] == {"near_duplicate": 2}
-    rows = [json.loads(line) for line in (folder / "near_duplicates.jsonl").read_text().splitlines()]
-    assert [(row["first"]["file"], row["second"]["file"]) for row in rows] == [
-        ("texts/0.jsonl", "texts/1.jsonl"),
-        ("texts/0.jsonl", "texts/2.jsonl"),
-    ]
-    assert rows[0]["second"] == {"file": "texts/1.jsonl", "place": "line 1", "kept": True, "text": texts[1][:200]}
-    assert not rows[0]["first"]["kept"]
-    assert 0.8 <= rows[0]["jaccard"] < 1
 
 
 def test_near_duplicate_in_train_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.chunk_task import DROPPED, ChunkTask
-from textmill.corpus.clean.filters import Words, unspaced_ranges
+from textmill.corpus.clean.filters import codes_of, find_runs, unspaced_ranges
 from textmill.corpus.dedup.decisions import Decisions
-from textmill.corpus.dedup.minhash import BASE, hash_windows
+from textmill.corpus.dedup.minhash import BASE
+from textmill.corpus.dedup.near_duplicates import text_blocks
 from textmill.corpus.dropped import CONTAMINATED
 from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.records import BadRecord
 from textmill.corpus.shards import open_shard
 from textmill.errors import TextmillError
-from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer, hash_file, write_bytes
 
 Hashes = NDArray[np.uint64]
@@ -47,8 +47,6 @@ COMMON_DOCUMENTS = 10
 """An n-gram in this many documents or more is a common phrase and does not count, as in Megatron-LM."""
 BLOCK = 1000
 """Examples that are read at a time."""
-GROUP_CHARACTERS = 1 << 18
-"""Texts are hashed in groups of about this many characters, whose arrays fit into a CPU's cache."""
 MIN_BITS = 16
 MAX_BITS = 27
 SPARSE_BITS = 5
@@ -115,52 +113,30 @@ def names_of(data: Sequence[EvaluationData]) -> list[str]:
     return numbered
 
 
-@dataclass(frozen=True)
-class IndexFacts:
-    """What the index was made of."""
-
-    examples: list[int]
-    """Examples of each entry."""
-    too_short: list[int]
-    """Those that are too short to be recognised."""
-    keys: int
-    """Distinct n-grams."""
-    owners: Numbers
-    """[pairs, 2]: an n-gram and an example that has it, numbered over all entries; sorted."""
-
-
-class _EntryNgrams(NamedTuple):
+class EntryNgrams(NamedTuple):
     """The n-grams of one entry: an item for each n-gram of each text."""
 
-    keys: NDArray[np.uint64]
+    keys: NDArray[Any]
+    """The hash of each, or its number in the index."""
     lengths: NDArray[np.uint8]
     """In words."""
     examples: Numbers
-    """The number of the example, counted over all entries."""
+    """The number of the example."""
     example_count: int
 
 
-def write_index(data: Sequence[EvaluationData], folder: Path) -> IndexFacts:
-    """Read all evaluation data and write its n-grams, for the workers to open."""
-    entries: list[_EntryNgrams] = []
-    for one in data:
-        entries.append(_read_ngrams(one, sum(entry.example_count for entry in entries)))
+def write_index(data: Sequence[EvaluationData], folder: Path) -> list[EntryNgrams]:
+    """Read all evaluation data, and write its n-grams for the workers; return those of each entry, by number."""
+    entries = [_read_ngrams(one) for one in data]
     lengths = np.concatenate([entry.lengths for entry in entries])
-    examples = np.concatenate([entry.examples for entry in entries])
-    example_counts = [entry.example_count for entry in entries]
-    distinct, places, key_numbers = np.unique(
-        np.concatenate([entry.keys for entry in entries]), return_index=True, return_inverse=True
-    )
+    distinct, places = np.unique(np.concatenate([entry.keys for entry in entries]), return_index=True)
     write_bytes(folder / KEYS, [distinct.tobytes()])
     write_bytes(folder / LENGTHS, [lengths[places].tobytes()])
-    recognised = np.histogram(np.unique(examples), np.cumsum([0, *example_counts]))[0]
-    too_short = [total - int(count) for total, count in zip(example_counts, recognised, strict=True)]
-    owners = np.unique(np.stack([key_numbers, examples], axis=1), axis=0)
-    return IndexFacts(example_counts, too_short, len(distinct), owners)
+    return [entry._replace(keys=np.searchsorted(distinct, entry.keys)) for entry in entries]
 
 
-def _read_ngrams(entry: EvaluationData, first_example: int) -> _EntryNgrams:
-    """Read one entry, block by block; its examples are numbered from `first_example` on."""
+def _read_ngrams(entry: EvaluationData) -> EntryNgrams:
+    """Read one entry, block by block."""
     keys = [np.zeros(0, np.uint64)]
     lengths = [np.zeros(0, np.uint8)]
     examples = [np.zeros(0, np.int64)]
@@ -169,7 +145,7 @@ def _read_ngrams(entry: EvaluationData, first_example: int) -> _EntryNgrams:
     while block := list(islice(stream, BLOCK)):
         texts: list[str] = []
         example_of_text: list[int] = []
-        for number, example_texts in enumerate(block, first_example + example_count):
+        for number, example_texts in enumerate(block, example_count):
             different = list(dict.fromkeys(example_texts))
             texts += different
             example_of_text += [number] * len(different)
@@ -183,7 +159,7 @@ def _read_ngrams(entry: EvaluationData, first_example: int) -> _EntryNgrams:
             f"corpus.decontaminate: {entry.path}: no text has {MIN_WORDS} words or more, so none can be "
             "recognised; remove it"
         )
-    return _EntryNgrams(np.concatenate(keys), np.concatenate(lengths), np.concatenate(examples), example_count)
+    return EntryNgrams(np.concatenate(keys), np.concatenate(lengths), np.concatenate(examples), example_count)
 
 
 def find_hits(task: ChunkTask) -> None:
@@ -209,61 +185,38 @@ def _open_index(folder: Path, _written: int) -> NgramIndex:
 
 
 def drop_contaminated(
-    tasks: Sequence[ChunkTask], decisions: Decisions, data: Sequence[EvaluationData], facts: IndexFacts
+    tasks: Sequence[ChunkTask], decisions: Decisions, data: Sequence[EvaluationData], entries: Sequence[EntryNgrams]
 ) -> dict[str, Any]:
     """Drop contaminated documents from those that are kept so far.
 
     Returns for each file of evaluation data how many of its examples were found, and in how many documents. An n-gram
     in COMMON_DOCUMENTS documents or more is a common phrase and does not count.
     """
-    occurrences = np.zeros(facts.keys, np.int64)  # of each key, in documents that are kept so far
+    key_count = 1 + max(int(entry.keys.max()) for entry in entries)
+    is_in_entry = [np.bincount(entry.keys, minlength=key_count) > 0 for entry in entries]
+    occurrences = np.zeros(key_count, np.int64)  # of each key, in documents that are kept so far
     for task, split in zip(tasks, decisions.splits, strict=True):
         rows, keys = _read_hits(task)
-        occurrences += np.bincount(keys[split[rows] >= 0], minlength=len(occurrences))
+        occurrences += np.bincount(keys[split[rows] >= 0], minlength=key_count)
     is_rare = occurrences < COMMON_DOCUMENTS
-    bounds = np.cumsum([0, *facts.examples])
-    files = _files_by_key(facts, bounds)
-    documents_by_file = np.zeros(len(data), np.int64)
+    documents = [0] * len(entries)
     for task, split in zip(tasks, decisions.splits, strict=True):
         rows, keys = _read_hits(task)
         is_hit = (split[rows] >= 0) & is_rare[keys]
-        contaminated = np.unique(rows[is_hit])
-        pairs = np.unique(files.expand(rows[is_hit], keys[is_hit]), axis=0)
-        documents_by_file += np.bincount(pairs[:, 1], minlength=len(data))
-        split[contaminated] = DROPPED[CONTAMINATED]
+        rows, keys = rows[is_hit], keys[is_hit]
+        for number, has_key in enumerate(is_in_entry):
+            documents[number] += len(np.unique(rows[has_key[keys]]))
+        split[rows] = DROPPED[CONTAMINATED]
     is_found = is_rare & (occurrences > 0)
-    found_examples = np.unique(facts.owners[is_found[facts.owners[:, 0]], 1])
-    found_by_file = np.histogram(found_examples, bounds)[0]
     return {
         name: {
-            "examples": facts.examples[file],
-            "too_short": facts.too_short[file],
-            "found": int(found_by_file[file]),
-            "documents": int(documents_by_file[file]),
+            "examples": entry.example_count,
+            "too_short": entry.example_count - len(np.unique(entry.examples)),
+            "found": len(np.unique(entry.examples[is_found[entry.keys]])),
+            "documents": found_in,
         }
-        for file, name in enumerate(names_of(data))
+        for name, entry, found_in in zip(names_of(data), entries, documents, strict=True)
     }
-
-
-@dataclass(frozen=True)
-class _FilesByKey:
-    """The files that have each n-gram: those of key k are files[starts[k] : starts[k + 1]]."""
-
-    starts: NDArray[np.int64]
-    files: NDArray[np.int64]
-
-    def expand(self, rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[pairs, 2]: each row with each file of its n-gram."""
-        counts = self.starts[keys + 1] - self.starts[keys]
-        files = self.files[expand_ranges(self.starts[keys], counts)]
-        return np.stack([np.repeat(rows, counts), files], axis=1)
-
-
-def _files_by_key(facts: IndexFacts, bounds: NDArray[np.int64]) -> _FilesByKey:
-    """`bounds`: the number of the first example of each file, and the end."""
-    file_of_example = np.searchsorted(bounds, facts.owners[:, 1], "right") - 1
-    pairs = np.unique(np.stack([facts.owners[:, 0], file_of_example], axis=1), axis=0)
-    return _FilesByKey(np.searchsorted(pairs[:, 0], np.arange(facts.keys + 1)), pairs[:, 1])
 
 
 def _read_hits(task: ChunkTask) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -307,7 +260,8 @@ class NgramIndex:
     def find(self, texts: Sequence[str]) -> tuple[Numbers, Numbers]:
         """The pairs of a text and a key that it contains, without repeats: numbers of texts, numbers of keys."""
         blocks = [np.zeros((0, 2), np.int64)]
-        for first_text, group in _groups(texts):
+        first_text = 0
+        for group in text_blocks(texts):
             hashes, counts = word_hashes(group)
             text_ends = np.cumsum(counts)
             for length, windows in windows_of(hashes, list(self._tables)):
@@ -318,31 +272,16 @@ class NgramIndex:
                 is_inside_text = starts + length <= text_ends[text_numbers]
                 is_hit = (self.keys[keys] == windows[starts]) & is_inside_text
                 blocks.append(np.stack([text_numbers[is_hit] + first_text, keys[is_hit]], axis=1))
+            first_text += len(group)
         pairs = np.unique(np.concatenate(blocks), axis=0)
         return pairs[:, 0], pairs[:, 1]
 
 
-def _groups(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
-    """The texts in groups of about GROUP_CHARACTERS, each with the number of its first text."""
-    start = characters = 0
-    for number, text in enumerate(texts):
-        characters += len(text)
-        if characters >= GROUP_CHARACTERS:
-            yield start, texts[start : number + 1]
-            start = number + 1
-            characters = 0
-    if start < len(texts):
-        yield start, texts[start:]
-
-
 def windows_of(hashes: Hashes, lengths: Sequence[int]) -> Iterator[tuple[int, Hashes]]:
     """For each length, in ascending order: a hash of every run of so many words, also across the ends of texts."""
-    shortest = min(lengths, default=0)
-    windows = hash_windows(hashes, shortest) if shortest else hashes
-    for length in range(shortest, max(lengths, default=0) + 1):
-        if length > len(hashes):
-            return
-        if length > shortest:  # one word more
+    windows = hashes
+    for length in range(1, min(max(lengths, default=0), len(hashes)) + 1):
+        if length > 1:  # one word more
             windows = windows[:-1] * BASE + hashes[length - 1 :]
         if length in lengths:
             yield length, windows
@@ -351,32 +290,11 @@ def windows_of(hashes: Hashes, lengths: Sequence[int]) -> Iterator[tuple[int, Ha
 def word_hashes(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
     """A hash of each word of all texts, in order, and the number of words of each text."""
     lowered = [text.lower() for text in texts]
-    joined = "\n".join(lowered)
-    if joined.isascii():
-        codes: NDArray[np.uint8] | NDArray[np.uint32] = np.frombuffer(joined.encode(), np.uint8)
-        inside = _ascii_letters()[codes]
-        begins = inside.copy()
-        ends = inside.copy()
-        begins[1:] &= ~inside[:-1]
-        ends[:-1] &= ~inside[1:]
-    else:
-        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
-        kinds = _character_kinds()[codes]
-        inside = kinds != 0
-        alone = kinds == _OWN_WORD
-        begins = inside.copy()
-        ends = inside.copy()
-        begins[1:] &= ~inside[:-1] | alone[:-1] | alone[1:]
-        ends[:-1] &= ~inside[1:] | begins[1:]
-    starts = np.flatnonzero(begins)
-    words = Words(codes, starts, np.flatnonzero(ends) + 1 - starts)
+    codes = codes_of("\n".join(lowered))
+    kinds = _character_kinds()[codes]
+    words = find_runs(codes, kinds != 0, kinds == _OWN_WORD)
     bounds = np.cumsum([0, *(len(text) + 1 for text in lowered)])
-    return words.hashes(), np.diff(np.searchsorted(starts, bounds))
-
-
-@cache
-def _ascii_letters() -> NDArray[np.bool_]:
-    return np.array([chr(code).isalnum() or chr(code) == "_" for code in range(128)])
+    return words.hashes(), np.diff(np.searchsorted(words.starts, bounds))
 
 
 @cache

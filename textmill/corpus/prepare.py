@@ -197,9 +197,6 @@ def _build(
     files = {"account.json": write_json(folder / "account.json", counts), QUARANTINE: quarantine}
     if config.filter:  # to be read; nothing executes it
         files[FILTER_FILE] = write_bytes(folder / FILTER_FILE, [Path(config.filter).read_bytes()])
-    if config.dedup == "near":
-        lines = map(_json_line, decisions.pairs)
-        files["near_duplicates.jsonl"] = write_bytes(folder / "near_duplicates.jsonl", lines)
     files |= {path.name: manifest_entry(path) for path in list_dropped_files(folder)}
     for splits in split_counts:
         for split in splits.values():
@@ -464,10 +461,7 @@ def _read_bad_records(tasks: list[ChunkTask]) -> Iterator[BadRecord]:
 
 def _quarantine_line(bad: BadRecord) -> bytes:
     raw = bad.raw.decode(errors="backslashreplace")
-    return _json_line({"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": raw})
-
-
-def _json_line(row: dict[str, Any]) -> bytes:
+    row = {"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": raw}
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 

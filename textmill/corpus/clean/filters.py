@@ -53,7 +53,7 @@ def character_fractions(text: str) -> CharacterFractions:
         digits = len(data) - len(data.translate(None, _DIGIT_BYTES))
         symbols = len(data) - len(data.translate(None, _SYMBOL_BYTES))
     else:
-        kinds = _character_kinds()[_codes_of(text)]
+        kinds = _character_kinds()[codes_of(text)]
         blanks, digits, symbols = (int(np.count_nonzero(kinds & kind)) for kind in (_BLANK, _DIGIT, _SYMBOL))
         total = len(kinds) - blanks
     return CharacterFractions(symbols / max(total, 1), digits / max(total, 1))
@@ -82,7 +82,7 @@ def _character_kinds() -> NDArray[np.uint8]:
     return kinds
 
 
-def _codes_of(text: str) -> NDArray[np.uint8] | NDArray[np.uint32]:
+def codes_of(text: str) -> NDArray[np.uint8] | NDArray[np.uint32]:
     """The code points of a text."""
     if text.isascii():
         return np.frombuffer(text.encode(), np.uint8)
@@ -110,18 +110,20 @@ class Words:
 
 def find_words(text: str) -> Words:
     """Find the words of a text, without making a string of each."""
-    codes = _codes_of(text)
+    codes = codes_of(text)
     kinds = _character_kinds()[codes]
-    inside = (kinds & _BLANK) == 0
+    return find_runs(codes, (kinds & _BLANK) == 0, (kinds & _OWN_WORD) != 0)
+
+
+def find_runs(
+    codes: NDArray[np.uint8] | NDArray[np.uint32], inside: NDArray[np.bool_], alone: NDArray[np.bool_]
+) -> Words:
+    """The words: runs of characters that are `inside` a word; each one that is `alone` is a word of its own."""
     begins = inside.copy()
     ends = inside.copy()
     outside = ~inside
-    if codes.dtype == np.uint8 or not (alone := (kinds & _OWN_WORD) != 0).any():
-        begins[1:] &= outside[:-1]
-        ends[:-1] &= outside[1:]
-    else:
-        begins[1:] &= outside[:-1] | alone[:-1] | alone[1:]
-        ends[:-1] &= outside[1:] | begins[1:]
+    begins[1:] &= outside[:-1] | alone[:-1] | alone[1:]
+    ends[:-1] &= outside[1:] | begins[1:]
     starts = np.flatnonzero(begins)
     return Words(codes, starts, np.flatnonzero(ends) + 1 - starts)
 

@@ -148,19 +148,10 @@ def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDA
 
 
 def hash_windows(units: Hashes, n: int) -> Hashes:
-    """A polynomial hash of the n units that start at each position, built by doubling the window width."""
+    """A polynomial hash of the n units that start at each position."""
     windows = units
-    width = 1
-    base = int(BASE)
-    for bit in bin(n)[3:]:
-        # two adjacent windows give one of twice the width
-        windows = windows[:-width] * np.uint64(base) + windows[width:]
-        width = 2 * width
-        base = base * base % 2**64
-        if bit == "1":
-            windows = windows[: len(units) - width] * BASE + units[width:]
-            width = width + 1
-            base = base * int(BASE) % 2**64
+    for width in range(1, n):
+        windows = windows[:-1] * BASE + units[width:]
     return windows
 
 
