@@ -1,7 +1,7 @@
 """Files that hold one text each, such as PDF or DOCX: what a file is by its content, its text, and how it is cut.
 
-The module of each format in formats/ has a function `extract` from the bytes of a file to its text. A file with a wrong
-extension is read as what it is. The text is cut as a plain text file is: `corpus.documents` applies.
+The module of each of these formats has a function `extract` from the bytes of a file to its text, and no `read`. A file
+with a wrong extension is read as what it is. The text is cut as a plain text file is: `corpus.documents` applies.
 """
 
 from __future__ import annotations

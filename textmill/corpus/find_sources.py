@@ -27,7 +27,7 @@ from urllib.request import getproxies
 from textmill.config import CorpusConfig, NamedSource
 from textmill.corpus.archives import find_members, member_state
 from textmill.corpus.document import Document, cut_into_sections
-from textmill.corpus.document_files import describe_unread_documents, format_from_content
+from textmill.corpus.document_files import describe_unread_documents, format_from_content, read_document
 from textmill.corpus.records import RAW_BYTES, BadRecord, chunk_bytes_of
 from textmill.corpus.source import (
     EXTENSIONS,
@@ -578,7 +578,8 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
     """
     place = ""
     try:
-        for record in format_module(chunk.source).read(chunk, config):
+        read = getattr(format_module(chunk.source), "read", read_document)  # without: a document that is one text
+        for record in read(chunk, config):
             if chunk.source.part and chunk.source.part[0]:
                 record = _place_in_part(record, chunk.source.part[0])
             place = record.place if isinstance(record, BadRecord) else record.id

@@ -6,23 +6,14 @@ An EPUB is a zip with a list of XHTML pages, which the reader of HTML reads. Ebo
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
 from urllib.parse import unquote
 
-from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
-from textmill.corpus.document_files import XmlTag, ZipOfXml, parse_xml, read_document
+from textmill.corpus.document_files import XmlTag, ZipOfXml, parse_xml
 from textmill.corpus.formats.html import extract_page
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.records import UnreadableRecord
 
 _PAGES = ("application/xhtml+xml", "text/html")
 _FONT_ENCRYPTION = (b"http://www.idpf.org/2008/embedding", b"http://ns.adobe.com/pdf/enc#RC")
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the text."""
-    return read_document(chunk, config)
 
 
 def extract(raw: bytes, encoding: str) -> str:

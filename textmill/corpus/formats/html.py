@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
 
-from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
-from textmill.corpus.document_files import decode_text, read_document
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.document_files import decode_text
+from textmill.corpus.records import UnreadableRecord
 
 MIN_MAIN_SHARE = 0.25
 """If the main text is a smaller part of all text, it was not recognised, and all is taken."""
@@ -26,11 +22,6 @@ DECLARATION_BYTES = 1 << 12
 _DECLARED = re.compile(
     rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w.:-]+)|<\?xml[^>]{0,100}encoding=[\"']([\w.:-]+)", re.I
 )
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the main text."""
-    return read_document(chunk, config)
 
 
 def extract(raw: bytes, encoding: str) -> str:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 
-from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
-from textmill.corpus.document_files import decode_text, read_document
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.document_files import decode_text
+from textmill.corpus.records import UnreadableRecord
 
 _TOKEN = re.compile(
     r"(?P<verbatim>\\begin\{(?P<kind>verbatim\*?|lstlisting|minted|Verbatim)\}.*?\\end\{(?P=kind)\})"
@@ -76,11 +72,6 @@ _COLUMNS = (
 _BODY = re.compile(r"\\begin\s*\{document\}(.*?)(?:\\end\s*\{document\}|\Z)", re.DOTALL)
 _TITLE = re.compile(r"\\title\s*(?:\[[^\[\]]*\])?\s*\{((?:[^{}]|\{[^{}]*\}){0,2000})\}")
 _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+\n?")
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the text."""
-    return read_document(chunk, config)
 
 
 def extract(raw: bytes, encoding: str) -> str:

@@ -6,13 +6,8 @@ the full document, need lxml, and leave out footnotes and text boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
-from textmill.corpus.document_files import XmlTag, ZipOfXml, parse_xml, read_document
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.document_files import XmlTag, ZipOfXml, parse_xml
+from textmill.corpus.records import UnreadableRecord
 
 _DOCX = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _STRICT_DOCX = "http://purl.oclc.org/ooxml/wordprocessingml/main"
@@ -34,11 +29,6 @@ _PARAGRAPHS = ("w p", "text p", "text h")
 _CELLS = ("w tc", "table table-cell")
 _ROWS = ("w tr", "table table-row")
 _NOTES = ("word/footnotes.xml", "word/endnotes.xml")
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the text."""
-    return read_document(chunk, config)
 
 
 def extract(raw: bytes, encoding: str) -> str:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
 
-from textmill.config import CorpusConfig
 from textmill.corpus import records
-from textmill.corpus.document import READ_BYTES, Document
-from textmill.corpus.document_files import read_document
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.document import READ_BYTES
+from textmill.corpus.records import UnreadableRecord
 
 SCAN_CHARACTERS = 8
 """A file with fewer characters for each page has no text layer; a scan may have a stamp or page numbers."""
@@ -26,11 +22,6 @@ _STREAM = re.compile(rb"stream\r?\n")
 _FIRST_FILTER = re.compile(rb"/Filter\s*\[?\s*/FlateDecode")
 DICTIONARY_BYTES = 2000
 """Where a stream's filter is looked for: so many bytes before it, from the start of its object."""
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the text."""
-    return read_document(chunk, config)
 
 
 def extract(raw: bytes, encoding: str) -> str:

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
-from textmill.corpus.document_files import read_document
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the text."""
-    return read_document(chunk, config)
+from textmill.corpus.records import UnreadableRecord
 
 
 def extract(raw: bytes, encoding: str) -> str:

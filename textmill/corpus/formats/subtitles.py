@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from textmill.config import CorpusConfig
-from textmill.corpus.document import Document
-from textmill.corpus.document_files import decode_text, read_document
-from textmill.corpus.records import BadRecord, UnreadableRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.document_files import decode_text
+from textmill.corpus.records import UnreadableRecord
 
 _TIME = re.compile(r"\s*(?:\d+:)?\d\d:\d\d[,.]\d+\s+-->\s+(?:\d+:)?\d\d:\d\d[,.]\d+")
 _MARKUP = re.compile(r"</?[A-Za-z][^<>\n]{0,100}>|<[\d:.]+>|\{\\[^{}\n]{0,100}\}")
-
-
-def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Yield the parts of the text."""
-    return read_document(chunk, config)
 
 
 def extract(raw: bytes, encoding: str) -> str:
