@@ -8,7 +8,6 @@ a runner maps tasks over processes; at the end the small stores of a split are j
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -161,25 +160,19 @@ def _encode_all(
     folder: Path,
     runner: Runner,
 ) -> tuple[Tasks, dict[EncodingTask, Counts]]:
-    """Encode with the fast encoder and compare it with the reference in the background; fall back if they differ."""
+    """Encode with the fast encoder, unless it gives other ids than the reference on a sample."""
     shards = {split: list_shards(corpus, split) for split in SPLITS}
     total = sum(split["bytes"] for split in read_json(corpus / "account.json")["by_split"].values())
 
-    def plan(encoder: str) -> Tasks:
-        return _plan_tasks(shards, folder, tokenizer_folder, tokenizer.fingerprint, encoder, document_format)
-
     reference = ReferenceEncoder(tokenizer)
+    encoder = REFERENCE
     if reason := why_not_fast(tokenizer):
         print(f"tokenize: using {reference.name}, which is slower than {FAST}: {reason}")
-    else:
-        tasks = plan(FAST)
-        with ThreadPoolExecutor(1) as thread:
-            comparison = thread.submit(_compare, tokenizer_folder, reference, [*chain(*shards.values())])
-            counts = _run(tasks, total, runner, comparison)
-        if (difference := comparison.result()) is None:
-            return tasks, counts
+    elif difference := _compare(tokenizer_folder, reference, [*chain(*shards.values())]):
         warn(f"{difference}; falling back to {reference.name}, which takes longer")
-    tasks = plan(REFERENCE)
+    else:
+        encoder = FAST
+    tasks = _plan_tasks(shards, folder, tokenizer_folder, tokenizer.fingerprint, encoder, document_format)
     return tasks, _run(tasks, total, runner)
 
 
@@ -242,10 +235,8 @@ def _sample_texts(shards: list[Path]) -> Iterator[NamedText]:
             yield NamedText(f"{source}, {name},", text[start : start + WINDOW])
 
 
-def _run(
-    tasks: Tasks, total: int, runner: Runner, comparison: Future[str | None] | None = None
-) -> dict[EncodingTask, Counts]:
-    """Run all tasks on the runner; return the counts of each. Stops early if the comparison finds a difference."""
+def _run(tasks: Tasks, total: int, runner: Runner) -> dict[EncodingTask, Counts]:
+    """Run all tasks on the runner; return the counts of each."""
     counts: dict[EncodingTask, Counts] = {}
     todo = [task for split in tasks.values() for task in split]
     try:
@@ -253,8 +244,6 @@ def _run(
             for task, result in zip(todo, runner.map(encode_task, todo), strict=True):
                 counts[task] = result
                 bar.advance(result["bytes"], result["tokens"])
-                if comparison and comparison.done() and comparison.result() is not None:
-                    break
     except OSError as error:  # a full disk, a deleted file
         raise failed_work(f"tokenize: {error}; fix that and run it again: finished work is kept", error) from None
     return counts
