@@ -125,7 +125,6 @@ UNUSABLE = {
     "evaluate.tasks=[choices:broken.jsonl]": r"broken.jsonl:2: choice 2 of 2 is empty",
     "evaluate.tasks=[choices:quiz.jsonl] evaluate.shots=2": "quiz.jsonl: has 1 examples; evaluate.shots=2 needs",
     "train.tasks=[choices:broken.jsonl]": r"broken.jsonl:2: choice 2 of 2 is empty",
-    "tokenizer.compare_with=./none": "tokenizer.compare_with: .*none",
     "sample.prompts_file=none.txt": "none.txt: no such file",
 }
 """Settings of one later stage each that cannot work, and the error."""

@@ -334,10 +334,8 @@ def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a-merges.txt").write_text("a b\n")
     with pytest.raises(TextmillError, match="not a vocabulary with merges"):
         open_tokenizer(tmp_path / "a-vocab.json")
-    with pytest.raises(TextmillError, match="no such folder"):
-        open_named(str(tmp_path / "nowhere"))
-    with pytest.raises(TextmillError, match=r"tokenizer\.compare_with: \./nowhere: no such folder"):
-        open_named("./nowhere", key="tokenizer.compare_with")
+    with pytest.raises(TextmillError, match=r"tokenizer\.use: \./nowhere: no such folder"):
+        open_named("./nowhere")
 
 
 def test_a_project_is_named_for_its_tokenizer(tmp_path: Path) -> None:

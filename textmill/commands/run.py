@@ -42,7 +42,7 @@ from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
-from textmill.tokens.vocabulary.tokenizer import open_named, tokenizer_of
+from textmill.tokens.vocabulary.tokenizer import tokenizer_of
 from textmill.training.loop import train
 from textmill.training.run_folder import SUMMARY_FILE
 from textmill.training.start import check_start, use_imported_model
@@ -96,8 +96,6 @@ def check_before_work(config: RunConfig) -> RunConfig:
             check_evaluation(config.evaluate, config.corpus, shape, config.train.length)
         if config.sample.prompts_file is not None:
             find_prompts(config.sample)
-        if config.tokenizer.compare_with and not config.tokens.use:
-            open_named(config.tokenizer.compare_with, key="tokenizer.compare_with")
         if imported is not config:
             keep_folder()
     return imported

@@ -202,12 +202,11 @@ def show_tokenizer(folder: Path) -> None:
     special = {role: token for role, token in roles.items() if token is not None}
     print("  " + ", ".join(f"{role} {token} {tokenizer.inner.id_to_token(token)!r}" for role, token in special.items()))
     if (folder / REPORT).is_file():
-        for split, one in read_json(folder / REPORT).items():
-            for name, figures in one["by"].items():
-                print(
-                    f"  {split} text, {name}: {figures['bytes_per_token']:.2f} bytes per token, "
-                    f"{figures['tokens_per_word']:.2f} tokens per word, {figures['unknown']:.2%} unknown"
-                )
+        for language, figures in read_json(folder / REPORT).items():
+            print(
+                f"  {language} text: {figures['bytes_per_token']:.2f} bytes per token, "
+                f"{figures['tokens_per_word']:.2f} tokens per word, {figures['unknown']:.2%} unknown"
+            )
     lengths = Counter(len(tokenizer.decode([token])) for token in range(tokenizer.vocab))
     print_bars("entries by characters", {str(length): lengths[length] for length in sorted(lengths)})
     print("\nan example, token by token")

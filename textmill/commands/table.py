@@ -187,7 +187,7 @@ COMMANDS = {
         sections=("tokenizer", "runner"),
         settings=(
             "tokenizer.kind tokenizer.vocab tokenizer.use tokenizer.fit_on tokenizer.fit_sample "
-            "tokenizer.special_tokens tokenizer.chat tokenizer.lowercase tokenizer.compare_with runner.workers"
+            "tokenizer.special_tokens tokenizer.chat tokenizer.lowercase runner.workers"
         ),
         flags=(FORCE,),
     ),

