@@ -27,7 +27,6 @@ from textmill.conversion.model import Hints
 from textmill.conversion.readers import join_unknown
 from textmill.errors import TextmillError
 from textmill.models.nets_torch import open_net
-from textmill.tokens.vocabulary.foreign_files import add_special_around
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 
 pytest.importorskip("gguf", reason="needs the extra export")
@@ -175,66 +174,15 @@ CHATML = (
     "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-LLAMA_3 = (
-    "{% for message in messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ "
-    "message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-    "{{ message['content'] + eos_token}}{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}"
-    "{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
-)
-LAST_ONLY = "{{ messages[-1]['content'] }}{% if add_generation_prompt %}:{% endif %}"
-GO_CHATML = (
-    'TEMPLATE """{{ if ne (index .Messages 0).Role "system" }}<|im_start|>system\nYou are a mill<|im_end|>\n{{ end }}'
-    '{{ range .Messages }}{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
-    '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n'
-    '{{ else if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n{{ end }}{{ end }}'
-    '<|im_start|>assistant\n"""'
-)
-GO_LLAMA_3 = (
-    'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}<|start_header_id|>user<|end_header_id|>\n\n'
-    '{{ .Content }}<|eot_id|>{{ else if eq .Role "assistant" }}<|start_header_id|>assistant<|end_header_id|>\n\n'
-    '{{ .Content }}<|eot_id|>{{ else if eq .Role "system" }}<|start_header_id|>system<|end_header_id|>\n\n'
-    '{{ .Content }}<|eot_id|>{{ end }}{{ end }}<|start_header_id|>assistant<|end_header_id|>\n\n"""'
-)
-GO_MISTRAL = (
-    'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}[INST] {{ .Content }} [/INST]'
-    '{{ else if eq .Role "assistant" }}{{ .Content }}<|endoftext|>{{ end }}{{ end }}"""'
-)
-GO_GEMMA = (
-    'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}<start_of_turn>user\n{{ .Content }}<end_of_turn>\n'
-    '{{ else if eq .Role "assistant" }}<start_of_turn>model\n{{ .Content }}<end_of_turn>\n{{ end }}{{ end }}'
-    '<start_of_turn>model\n"""'
-)
 
 
-@pytest.mark.parametrize(
-    ("jinja", "go"),
-    [(CHATML, GO_CHATML), (LLAMA_3, GO_LLAMA_3), (MISTRAL, GO_MISTRAL), (GEMMA, GO_GEMMA), (LAST_ONLY, None)],
-)
-def test_the_modelfile_has_the_template_of_another_model(jinja: str, go: str | None) -> None:
+def test_the_modelfile_of_another_chat_model_stops_and_leaves_its_template_to_ollama() -> None:
     inner = korean_tokenizer().inner
-    inner.add_special_tokens(["<s>", "<|im_end|>", "<|eot_id|>"])
-    add_special_around(inner, "<s>", None)
-    tokenizer = TextTokenizer(inner, 0, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}, jinja=jinja)
+    inner.add_special_tokens(["<s>", "<|im_end|>"])
+    tokenizer = TextTokenizer(inner, 0, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}, jinja=CHATML)
     written = modelfile("a.gguf", SimpleNamespace(positions=96, family="llama"), tokenizer)
-    if go is None:
-        assert 'TEMPLATE "' not in written
-        assert "cannot be written" in written
-    else:
-        assert f"FROM ./a.gguf\n{go}\nPARAMETER num_ctx 96\n" in written
-    assert ('PARAMETER stop "<|im_end|>"' in written) == (jinja == CHATML)
+    stops = 'PARAMETER stop "<|endoftext|>"\nPARAMETER stop "<|im_end|>"\n'
+    assert written == f"FROM ./a.gguf\nPARAMETER num_ctx 96\n{stops}"
 
 
 @pytest.mark.parametrize(

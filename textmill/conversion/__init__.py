@@ -19,7 +19,6 @@ from textmill.conversion.formats.hf import text_files
 from textmill.conversion.gguf_models import plain_encoder
 from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import read_licences, write_card
-from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
 from textmill.models import find_run_model, read_shape
 from textmill.models.pooling import find_pooling
@@ -46,8 +45,6 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         return export_to_url(config.export, force, export_locally)
     folder = Path(config.export.folder)
     precision = config.export.precision
-    if config.export.kind == "tokenizer":
-        return export_tokenizer(config, folder, force, step)
     if config.export.kind == "dataset":
         return export_dataset(config.export, config.corpus, config.folder_of("corpus"), force)
     writer = open_format(config.export.kind)

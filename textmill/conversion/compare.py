@@ -157,7 +157,7 @@ def check_written(
 
 
 def check_tokenizer(
-    source: TextTokenizer | None, written: TextTokenizer | None, where: str, *, joins_unknown: bool = False
+    source: TextTokenizer | None, written: TextTokenizer | None, where: str, *, joins_unknown: bool
 ) -> str:
     """Raise unless both give the same ids for texts in many scripts; return the figures in words.
 

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -35,7 +35,7 @@ from textmill.errors import TextmillError, warn
 from textmill.models.pooling import Pooling
 from textmill.storage.files import manifest_entry, write_text
 from textmill.storage.tensor_files import Named
-from textmill.tokens.chat import MARK, MARKS, JinjaTemplate
+from textmill.tokens.chat import JinjaTemplate
 from textmill.tokens.vocabulary.algorithms import CONTINUATION
 from textmill.tokens.vocabulary.foreign_files import LLAMA_3, QWEN, add_special_around, new_wordpiece
 from textmill.tokens.vocabulary.sentencepiece_model import (
@@ -47,10 +47,10 @@ from textmill.tokens.vocabulary.sentencepiece_model import (
     build_tokenizer,
     is_sentencepiece,
     parse_model,
-    sentencepiece_files,
+    write_model,
 )
 from textmill.tokens.vocabulary.token_bytes import SPACE
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, TurnTemplates, open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16", "q8_0", "q4_0")
 TENSOR_TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
@@ -370,7 +370,7 @@ def _sentencepiece_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: in
     """The vocabulary and the normalizer of a tokenizer that works as sentencepiece does."""
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     try:
-        model = parse_model(sentencepiece_files(tokenizer.inner, ids)[0])
+        model = parse_model(write_model(tokenizer.inner, ids))
     except TextmillError as error:
         raise TextmillError(f"export.kind: llama.cpp would give other ids: {error}; use hf") from None
     if reason := _find_difference(model, tree):
@@ -617,101 +617,29 @@ def _is_text_list(value: Any) -> bool:
 
 
 def modelfile(file: str, shape: Any, tokenizer: TextTokenizer) -> str:
-    """FROM the file, the chat template in Go's language, the longest context and the stop tokens."""
+    """FROM the file, textmill's own chat template in Go's language, the longest context and the stop tokens.
+
+    The chat template of another model is left to Ollama, which recognises common ones in the file.
+    """
     lines = [f"FROM ./{file}"]
     if shape.family == "bert":
         return f"{lines[0]}\n"
     stops = [str(tokenizer.inner.id_to_token(id_)) for id_ in tokenizer.end_ids]
     if tokenizer.chat is not None:
-        turns = {role: (text.partition(CONTENT)[0], text.partition(CONTENT)[2]) for role, text in tokenizer.chat.turns}
-        lines.append(_go_template(Turns("", turns, tokenizer.chat.prompt)))
+        lines.append(_go_template(tokenizer.chat))
     elif tokenizer.jinja is not None:
-        template = JinjaTemplate(tokenizer, tokenizer.jinja)
-        stops += [str(tokenizer.inner.id_to_token(id_)) for id_ in template.stop_ids]
-        if (found := find_turns(template)) is not None:
-            lines.append(_go_template(found))
-        else:
-            warn("the chat template cannot be written in Ollama's language: the Modelfile has none; llama.cpp uses it")
-            lines.append("# The model's chat template, which is in the GGUF file, cannot be written as a TEMPLATE.")
+        stops += [str(tokenizer.inner.id_to_token(id_)) for id_ in JinjaTemplate(tokenizer, tokenizer.jinja).stop_ids]
     else:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     lines.append(f"PARAMETER num_ctx {shape.positions}")
     return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops))]) + "\n"
 
 
-class Turns(NamedTuple):
-    """A chat template that writes the same around every message of a role."""
-
-    start: str
-    """What stands before a conversation that does not begin with a message of the system."""
-    around: dict[str, tuple[str, str]]
-    """What stands before and after a message, by role."""
-    prompt: str
-    """What begins an answer."""
-
-    def render(self, roles: Sequence[str], *, prompt: bool) -> str:
-        """A conversation of marks in place of messages."""
-        text = "" if roles[0] == "system" else self.start
-        for number, role in enumerate(roles):
-            before, after = self.around[role]
-            text += f"{before}{MARK.format(number)}{after}"
-        return text + (self.prompt if prompt else "")
-
-
-TALKS = (["user"], ["user", "assistant", "user"], ["user", "assistant", "user", "assistant", "user"])
-SYSTEM_TALKS = (["system", "user"], ["system", "user", "assistant", "user"])
-"""Conversations on which a translated template is compared with the model's own."""
-
-
-def find_turns(template: JinjaTemplate) -> Turns | None:
-    """What a template writes around messages, if that does not depend on their place; None otherwise.
-
-    Found by rendering conversations of marks; the result is compared with the template on longer ones.
-    """
-
-    def rendered(*roles: str, prompt: bool = False) -> list[str]:
-        """What stands between the marks of these messages."""
-        messages = [{"role": role, "content": MARK.format(number)} for number, role in enumerate(roles)]
-        text = template.text(messages, prompt)
-        # llama.cpp and Ollama add the begin token themselves.
-        begin = template.tokenizer.roles.get("bos_token")
-        pieces = MARKS.split(text.removeprefix(begin) if begin and template.tokenizer.adds_bos else text)
-        if pieces[1::2] != [str(number) for number in range(len(roles))]:
-            raise ValueError("messages are joined, left out or moved")
-        return pieces[::2]
-
-    try:
-        after_user = rendered("user")[1]
-        prompt = rendered("user", prompt=True)[1].removeprefix(after_user)
-        after_answer = rendered("user", "assistant")[2]
-        first, between, again, _ = rendered("user", "assistant", "user")
-        before_user = again.removeprefix(after_answer)
-        turns = {"user": (before_user, after_user), "assistant": (between.removeprefix(after_user), after_answer)}
-        talks = list(TALKS)
-        try:
-            before_system, after_system, _ = rendered("system", "user")
-            turns["system"] = (before_system, after_system.removesuffix(before_user))
-            talks += SYSTEM_TALKS
-        except (TextmillError, ValueError):  # a template without messages of the system
-            pass
-        found = Turns(first.removesuffix(before_user), turns, prompt)
-        for roles in talks:
-            if MARKS.split(found.render(roles, prompt=True))[::2] != rendered(*roles, prompt=True):
-                return None
-    except (TextmillError, ValueError):
-        return None
-    written = [found.start, found.prompt, *(half for halves in turns.values() for half in halves)]
-    return None if any(sign in half for half in written for sign in ("{{", "}}", '"""')) else found
-
-
-def _go_template(turns: Turns) -> str:
+def _go_template(chat: TurnTemplates) -> str:
     branches = []
     keyword = "if"
-    for role, (before, after) in turns.around.items():
-        branches.append(f'{{{{ {keyword} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}')
+    for role, text in chat.turns:
+        branches.append(f'{{{{ {keyword} eq .Role "{role}" }}}}{text.replace(CONTENT, "{{ .Content }}")}')
         keyword = "else if"
-    start = turns.start
-    if start and "system" in turns.around:
-        start = f'{{{{ if ne (index .Messages 0).Role "system" }}}}{start}{{{{ end }}}}'
     loop = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"
-    return f'TEMPLATE """{start}{loop}{turns.prompt}"""'
+    return f'TEMPLATE """{loop}{chat.prompt}"""'

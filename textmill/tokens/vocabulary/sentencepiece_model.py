@@ -184,12 +184,11 @@ def is_sentencepiece(tree: dict[str, Any]) -> bool:
     return tree["model"]["type"] == "Unigram" or (tree["model"]["type"] == "BPE" and not is_byte_level(tree))
 
 
-def sentencepiece_files(inner: Tokenizer, ids: dict[str, int | None]) -> tuple[bytes, str]:
-    """The contents of the .model and the .vocab file; `ids` has the bos_token, eos_token and pad_token, if any."""
+def write_model(inner: Tokenizer, ids: dict[str, int | None]) -> bytes:
+    """The contents of the .model file; `ids` has the bos_token, eos_token and pad_token, if any."""
     tree: dict[str, Any] = json.loads(inner.to_str())
     model = tree["model"]
     pieces = _pieces_of(tree, inner)
-    vocab = "".join(f"{piece.text}\t{piece.score:g}\n" for piece in pieces)
     unknown = next(number for number, piece in enumerate(pieces) if piece.type == UNKNOWN)
     trainer = integer_field(3, UNIGRAM if model["type"] == "Unigram" else BPE) + integer_field(4, len(pieces))
     trainer += integer_field(35, bool(model.get("byte_fallback")))
@@ -202,7 +201,7 @@ def sentencepiece_files(inner: Tokenizer, ids: dict[str, int | None]) -> tuple[b
     for piece in pieces:
         data = bytes_field(1, piece.text.encode()) + fixed32_field(2, struct.pack("<f", piece.score))
         encoded.append(bytes_field(1, data if piece.type == NORMAL else data + integer_field(3, piece.type)))
-    return b"".join(encoded) + bytes_field(2, trainer) + bytes_field(3, _normalizer_fields(tree)), vocab
+    return b"".join(encoded) + bytes_field(2, trainer) + bytes_field(3, _normalizer_fields(tree))
 
 
 def _pieces_of(tree: dict[str, Any], inner: Tokenizer) -> list[SentencePiece]:
