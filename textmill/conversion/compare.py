@@ -81,8 +81,6 @@ def sample_ids(model: Model) -> NDArray[np.int64]:
 
 def logits_of(model: Model, ids: NDArray[np.int64]) -> Array:
     """Logits in fp32 on the CPU."""
-    if model.logits is not None:
-        return model.logits(ids)
     net = new_net(model.shape, torch.device("cpu"))
     fill(net, model.weights.items(), "the model")
     with torch.no_grad():

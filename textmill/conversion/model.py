@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,6 @@ class Model:
     shape: Any
     weights: dict[str, Array]
     tokenizer: TextTokenizer | None = None
-    logits: Callable[[NDArray[np.int64]], Array] | None = None
-    """What computes logits, for a format whose own program does that; default: the family's torch net."""
     card: str | None = None
     """The text of the model card, if the source says something about the model."""
     licences: dict[str, str] = field(default_factory=dict)

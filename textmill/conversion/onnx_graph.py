@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from textmill.conversion.model import Array
 from textmill.models.bert.family import ANSWERS, SEQUENCES
 from textmill.models.llama.net_torch import frequencies_of
 
@@ -282,35 +281,3 @@ def _repeat(graph: Graph, part: str, heads: int, times: int, width: int) -> str:
     column = graph.add("Unsqueeze", part, graph.constant([2], np.int64))
     repeated = graph.add("Expand", column, graph.constant([1, 1, times, 1, 1], np.int64))
     return graph.add("Reshape", repeated, graph.constant([0, heads, -1, width], np.int64))
-
-
-def run_in_two_parts(run: Any, shape: Any, ids: Any) -> Array:
-    """Logits of ids: the first half without past key values, then the second half with those of the first."""
-    samples, length = ids.shape
-    heads, width = cache_shape(shape)
-    empty = np.zeros((samples, heads, 0, width), np.float32)
-    past = [empty] * (2 * shape.layers)
-    past_names = [f"past_key_values.{layer}.{kind}" for layer in range(shape.layers) for kind in ("key", "value")]
-    logits_by_half = []
-    start = 0
-    for stop in dict.fromkeys([max(1, length // 2), length]):
-        inputs = {
-            "input_ids": ids[:, start:stop],
-            "attention_mask": np.ones((samples, stop), np.int64),
-            "position_ids": np.tile(np.arange(start, stop), (samples, 1)),
-            **dict(zip(past_names, past, strict=True)),
-        }
-        logits, *past = run(inputs)
-        logits_by_half.append(logits)
-        start = stop
-    all_logits: Array = np.concatenate(logits_by_half, axis=1)
-    return all_logits
-
-
-def run_encoder(run: Any, shape: Any, ids: Any, embedding: Array) -> Array:
-    """What our net returns as logits: those of masked tokens; without a head for these, states times embeddings."""
-    ones = np.ones(ids.shape, np.int64)
-    names = ["last_hidden_state", *(["logits"] if shape.masked_head else [])]
-    found = run(names, {"input_ids": ids, "attention_mask": ones, "token_type_ids": 0 * ones})
-    logits: Array = found[-1] if shape.masked_head else found[0] @ embedding.T
-    return logits

@@ -89,20 +89,34 @@ def open_with_llama_cpp(request: Tree) -> Tree:
 
 
 def open_with_onnxruntime(request: Tree) -> Tree:
-    """Logits by onnxruntime, from an empty cache; the states of an encoder that predicts no tokens."""
+    """Logits by onnxruntime, those of the second half with the past of the first; the states of an encoder that
+    predicts no tokens."""
     numpy: Any = import_module("numpy")
     onnxruntime: Any = import_module("onnxruntime")
     session = onnxruntime.InferenceSession(request["path"], providers=["CPUExecutionProvider"])
-    ids = numpy.array([request["prompt"]], numpy.int64)
-    ones = numpy.ones_like(ids)
-    every = {"input_ids": ids, "attention_mask": ones, "token_type_ids": 0 * ones}
-    every["position_ids"] = numpy.arange(ids.size)[None]
-    given = {one.name: every[one.name] for one in session.get_inputs() if one.name in every}
-    for one in session.get_inputs():
-        if one.name.startswith("past_key_values."):
-            given[one.name] = numpy.zeros((1, one.shape[1], 0, one.shape[3]), numpy.float32)
+    inputs = {one.name: one.shape for one in session.get_inputs()}
+    past = {
+        name: numpy.zeros((1, shape[1], 0, shape[3]), numpy.float32)
+        for name, shape in inputs.items()
+        if name.startswith("past_key_values.")
+    }
+    present = [name.replace("past_key_values", "present") for name in past]
     output = "logits" if request["has_logits"] else "last_hidden_state"
-    return {"version": onnxruntime.__version__, "values": session.run([output], given)[0][0].tolist()}
+    length = len(request["prompt"])
+    values: list[Any] = []
+    for stop in dict.fromkeys([max(1, length // 2), length]) if past else [length]:
+        ids = numpy.array([request["prompt"][len(values) : stop]], numpy.int64)
+        every = {
+            "input_ids": ids,
+            "attention_mask": numpy.ones((1, stop), numpy.int64),
+            "token_type_ids": 0 * ids,
+            "position_ids": numpy.arange(len(values), stop)[None],
+            **past,
+        }
+        outputs, *states = session.run([output, *present], {name: every[name] for name in inputs})
+        values += outputs[0].tolist()
+        past = dict(zip(past, states, strict=True))
+    return {"version": onnxruntime.__version__, "values": values}
 
 
 OPENERS = {

@@ -10,25 +10,8 @@ import numpy as np
 
 from textmill.config import ExportConfig
 from textmill.conversion.formats.hf import read_hf_shape, text_files
-from textmill.conversion.model import (
-    Array,
-    Files,
-    Hints,
-    Model,
-    check_layers,
-    collect_weights,
-    require_family,
-    write_texts,
-)
-from textmill.conversion.onnx_graph import (
-    FAMILIES,
-    IR_VERSION,
-    OPSET,
-    Graph,
-    build_nodes,
-    run_encoder,
-    run_in_two_parts,
-)
+from textmill.conversion.model import Files, Hints, Model, check_layers, collect_weights, require_family, write_texts
+from textmill.conversion.onnx_graph import FAMILIES, IR_VERSION, OPSET, Graph, build_nodes
 from textmill.errors import TextmillError
 from textmill.models import weights_of
 from textmill.models.bert.family import shape_with_weights
@@ -92,7 +75,7 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path, hints: Hints) -> Model:
-    """Read a file that textmill wrote: its weights, and logits computed by the graph itself."""
+    """Read the weights of a file that textmill wrote; onnxruntime runs the graph (readers.py)."""
     onnx = _package()
     file = path / FILE if path.is_dir() else path
     config = hints.config or file.parent
@@ -108,24 +91,7 @@ def read(path: Path, hints: Hints) -> Model:
     wanted = {weight.name for weight in weights_of(shape)}
     named = [(name, values.astype(np.float32)) for name, values in found.items() if name in wanted]
     weights = collect_weights(shape, named, str(file))
-    return Model(shape, weights, hints.open_tokenizer(file.parent), _runner(proto, shape, weights, file))
-
-
-def _runner(proto: Any, shape: Any, weights: dict[str, Array], file: Path) -> Any:
-    """A function from ids to logits, computed by the package's own evaluator."""
-
-    def run(ids: Any) -> Any:
-        try:
-            from onnx.reference import ReferenceEvaluator
-
-            evaluator = ReferenceEvaluator(proto)
-            if shape.family == "bert":
-                return run_encoder(evaluator.run, shape, ids, weights["bert.embeddings.word_embeddings.weight"])
-            return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape, ids)
-        except Exception as error:  # a damaged graph fails anywhere
-            raise TextmillError(f"{file}: its graph cannot be run ({type(error).__name__}: {error})") from None
-
-    return run
+    return Model(shape, weights, hints.open_tokenizer(file.parent))
 
 
 def _package() -> Any:
