@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,29 +92,21 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, entries_by_rank: list
     replace_folder(folder, final)
 
 
+@dataclass
 class FilePlan:
     """Distributes tensors over files below a size limit, and the files over ranks in turn.
 
     All ranks add the same tensors in the same order, so they get the same plan without talking to each other.
     """
 
-    def __init__(
-        self,
-        stem: str,
-        size_of: Callable[[str], int],
-        max_bytes: int = MAX_FILE_BYTES,
-        rank: int = 0,
-        world: int = 1,
-        first_writer: int = 0,
-    ) -> None:
-        self.stem = stem
-        self.size_of = size_of
-        self.max_bytes = max_bytes
-        self.rank = rank
-        self.world = world
-        self.first_writer = first_writer
-        self.files: list[dict[str, int]] = []
-        """For each file, its tensors and their bytes."""
+    stem: str
+    size_of: Callable[[str], int]
+    max_bytes: int = MAX_FILE_BYTES
+    rank: int = 0
+    world: int = 1
+    first_writer: int = 0
+    files: list[dict[str, int]] = field(default_factory=list, init=False)
+    """For each file, its tensors and their bytes."""
 
     def add(self, name: str) -> bool:
         """Add the next tensor; return whether this rank writes it."""

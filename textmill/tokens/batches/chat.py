@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import KW_ONLY, astuple, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ TextSpan = tuple[str, str]
 """LOSS, NO_LOSS or TRUNCATED; and the text."""
 
 
+@dataclass(eq=False)
 class ChatLayout:
     """Samples of one or more full conversations. Without a seed, conversations keep the order of the store.
 
@@ -73,47 +74,39 @@ class ChatLayout:
     Which conversations share a sample is fixed for the run; each epoch shuffles the samples.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        length: int,
-        seed: int | None,
-        pad_id: int,
-        truncate: str = "start",
-        pack: bool = True,
-        vocab: int | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        if store.loss_mask is None:
+    store: TokenStore
+    _: KW_ONLY
+    length: int
+    seed: int | None
+    pad_id: int
+    truncate: str = "start"
+    pack: bool = True
+    vocab: int | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.store.loss_mask is None:
             raise TextmillError(
-                f"{store.prefix}: has no conversations, which train.layout=chat needs; make them with corpus.chat and "
-                f"tokenizer.chat, or set train.layout=packed"
+                f"{self.store.prefix}: has no conversations, which train.layout=chat needs; make them with corpus.chat "
+                f"and tokenizer.chat, or set train.layout=packed"
             )
-        self.store = store
-        self.length = length
-        self.seed = seed
-        self.pad_id = pad_id
-        self.truncate = truncate
-        self.pack = pack
-        self.vocab = vocab
-        self.ids = np.asarray(store.ids)
-        self.loss_mask = np.asarray(store.loss_mask)
+        self.ids = np.asarray(self.store.ids)
+        self.loss_mask = np.asarray(self.store.loss_mask)
 
         self.ends = prefix_sums(
-            store,
-            lambda lengths, positions: np.clip(lengths[self._document_at(positions)] - 1, 0, length),
-            folder,
+            self.store,
+            lambda lengths, positions: np.clip(lengths[self._document_at(positions)] - 1, 0, self.length),
+            self.folder,
             0,
             "chat",
-            length,
-            "as it is" if seed is None else seed,
+            self.length,
+            "as it is" if self.seed is None else self.seed,
         )
-        self.firsts = _first_conversations(self.ends, length) if pack else np.arange(len(store))
-        store.advise(random=seed is not None)
+        self.firsts = _first_conversations(self.ends, self.length) if self.pack else np.arange(len(self.store))
+        self.store.advise(random=self.seed is not None)
         self.samples_per_epoch = len(self.firsts)
         if not self.samples_per_epoch:
-            raise TextmillError(f"{store.prefix}: has no conversations to train on; add some")
+            raise TextmillError(f"{self.store.prefix}: has no conversations to train on; add some")
 
     def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""

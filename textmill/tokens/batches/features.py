@@ -7,7 +7,7 @@ or come from files of others (tokens/existing_tokens.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -47,34 +47,27 @@ ROW_GROUP_TOKENS = 1 << 20
 """Tokens of rows in one Parquet row group; rows are built one row group at a time."""
 
 
+@dataclass(eq=False)
 class FeaturesLayout:
     """Rows, unchanged. Without a seed, in their own order. All processes share one memory-mapped int32 copy of them."""
 
-    def __init__(
-        self,
-        features: FeatureRows,
-        store: TokenStore,
-        *,
-        length: int,
-        seed: int | None,
-        vocab: int | None = None,
-        folder: Path | None = None,
-        pairs: bool = True,
-    ) -> None:
-        self.features = features
-        self.store = store
-        self.length = length
-        self.seed = seed
-        self.vocab = vocab
-        self.folder = folder
-        self.pairs = pairs
-        self.samples_per_epoch = features.table.count
+    features: FeatureRows
+    store: TokenStore
+    _: KW_ONLY
+    length: int
+    seed: int | None
+    vocab: int | None = None
+    folder: Path | None = None
+    pairs: bool = True
+
+    def __post_init__(self) -> None:
+        self.samples_per_epoch = self.features.table.count
         if not self.samples_per_epoch:
             raise TextmillError(
-                f"{store.prefix}: has no rows to train on; lower tokens.features.min_length, or add text"
+                f"{self.store.prefix}: has no rows to train on; lower tokens.features.min_length, or add text"
             )
-        self.row_array = map_rows(features.table, length, folder)
-        advise(self.row_array, random=seed is not None)
+        self.row_array = map_rows(self.features.table, self.length, self.folder)
+        advise(self.row_array, random=self.seed is not None)
 
     def build_samples(self, samples: Numbers) -> Batch:
         """The rows with these numbers."""

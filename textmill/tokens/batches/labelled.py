@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,29 +17,30 @@ WIDTH_MULTIPLE = 64
 """Batches are as wide as their longest sample, rounded up to a multiple of this, so that they have few shapes."""
 
 
+@dataclass(eq=False)
 class LabelledLayout:
     """Samples padded to the longest of a batch; padding is document 0. Without a seed, in the order of the store."""
 
-    def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, pad_id: int, sep_id: int, vocab: int | None = None
-    ) -> None:
-        if store.labels is None:
+    store: TokenStore
+    _: KW_ONLY
+    length: int
+    seed: int | None
+    pad_id: int
+    sep_id: int
+    vocab: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.store.labels is None:
             raise TextmillError(
-                f"{store.prefix}: has no labels, which train.layout=labelled needs; set corpus.labels and run: "
+                f"{self.store.prefix}: has no labels, which train.layout=labelled needs; set corpus.labels and run: "
                 "textmill prepare WHERE --force, textmill tokenize WHERE --force"
             )
-        if not len(store):
-            raise TextmillError(f"{store.prefix}: has no examples to train on; add some")
-        self.store = store
-        self.length = length
-        self.seed = seed
-        self.vocab = vocab
-        self.pad_id = pad_id
-        self.sep_id = sep_id
-        self.ids = np.asarray(store.ids)
-        self.labels = np.asarray(store.labels)
-        self.samples_per_epoch = len(store)
-        store.advise(random=seed is not None)
+        if not len(self.store):
+            raise TextmillError(f"{self.store.prefix}: has no examples to train on; add some")
+        self.ids = np.asarray(self.store.ids)
+        self.labels = np.asarray(self.store.labels)
+        self.samples_per_epoch = len(self.store)
+        self.store.advise(random=self.seed is not None)
 
     def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""

@@ -12,7 +12,7 @@ A span is a sentence pair or full sentences without a pair (sentence_pairs.py). 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +65,7 @@ class JoinedSpans:
     """The tokens of each span, special ones included."""
 
 
+@dataclass(eq=False)
 class MaskedLayout:
     """Samples of one or more spans, isolated from each other. Without a seed, in the order of the packing.
 
@@ -72,36 +73,29 @@ class MaskedLayout:
     and masks other tokens. All of it is computed from the seed, the epoch and the number of the span.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        length: int,
-        seed: int | None,
-        tokens: MaskedTokens,
-        settings: MaskedConfig,
-        folder: Path | None = None,
-        packs: bool = True,
-    ) -> None:
-        """Samples of `length` tokens; `folder` is for a cache of the packing; None: it is computed in memory.
+    store: TokenStore
+    _: KW_ONLY
+    length: int
+    seed: int | None
+    tokens: MaskedTokens
+    settings: MaskedConfig
+    folder: Path | None = None
+    """For a cache of the packing; None: it is computed in memory."""
+    packs: bool = True
+    """Whether several short samples share a row, isolated from each other, so that little padding is left."""
 
-        `packs`: several short samples share a row, isolated from each other, so that little padding is left.
-        """
-        if length < MIN_LENGTH:
+    def __post_init__(self) -> None:
+        if self.length < MIN_LENGTH:
             raise TextmillError(
-                f"train.length: {length} is too short for train.layout=masked; set at least {MIN_LENGTH}"
+                f"train.length: {self.length} is too short for train.layout=masked; set at least {MIN_LENGTH}"
             )
-        self.store = store
-        self.length = length
-        self.seed = seed
-        self.tokens = tokens
-        self.sentences = Sentences(store, tokens.bos_id, tokens.eos_id)
-        self.source = self._open_source(settings)
+        self.sentences = Sentences(self.store, self.tokens.bos_id, self.tokens.eos_id)
+        self.source = self._open_source()
         self.special_tokens = self.source.segments + 1
         """The special tokens of a span: [CLS], and a [SEP] after each segment."""
-        self.spans, self.row_starts = self._open_packing(settings, folder, packs)
+        self.spans, self.row_starts = self._open_packing()
         """The spans in the order of the samples that they are packed into, and the first span of each sample."""
-        store.advise(random=seed is not None)
+        self.store.advise(random=self.seed is not None)
         self.samples_per_epoch = len(self.row_starts) - 1
 
     def build_samples(self, samples: Numbers) -> Batch:
@@ -181,39 +175,45 @@ class MaskedLayout:
         in_store = self.sentences.starts(expand_ranges(first, sentences_per_segment))
         return in_store + np.repeat(segment_starts.ravel() - begins, sentences_per_segment)
 
-    def _open_source(self, settings: MaskedConfig) -> SentencePairs | FullSentences:
+    def _open_source(self) -> SentencePairs | FullSentences:
         """The rule that finds spans; the special tokens leave less than `length` for their text."""
-        if settings.pairs == "none":
+        if self.settings.pairs == "none":
             return FullSentences(self.sentences, self.length - FullSentences.segments - 1)
-        longest = self.length - SentencePairs.segments - 1
-        return SentencePairs(self.sentences, settings.pairs, longest, settings.short_probability, self.seed or 0)
+        return SentencePairs(
+            self.sentences,
+            self.settings.pairs,
+            self.length - SentencePairs.segments - 1,
+            self.settings.short_probability,
+            self.seed or 0,
+        )
 
-    def _open_packing(self, settings: MaskedConfig, folder: Path | None, packs: bool) -> tuple[Numbers, Numbers]:
+    def _open_packing(self) -> tuple[Numbers, Numbers]:
         """(spans in the order of the rows, the first span of each row and where the last row ends), maybe of a cache.
 
         The cache file has the number of spans, three numbers per span, and the row starts.
         """
         path = None
-        if folder is not None:
-            rules = [settings.pairs, packs, settings.short_probability, self.length, self.seed or 0]
+        if self.folder is not None:
+            rules = [self.settings.pairs, self.packs, self.settings.short_probability, self.length, self.seed or 0]
             key = cache_key(self.store, *rules, self.tokens.bos_id, self.tokens.eos_id)
-            path = folder / f"{self.store.prefix.name}-{key}.spans"
-        numbers = cached_array(path, np.int64, lambda: self._pack_spans(settings, packs))
+            path = self.folder / f"{self.store.prefix.name}-{key}.spans"
+        numbers = cached_array(path, np.int64, self._pack_spans)
         spans_end = 1 + 3 * int(numbers[0])
         return numbers[1:spans_end].reshape(-1, 3), numbers[spans_end:]
 
-    def _pack_spans(self, settings: MaskedConfig, packs: bool) -> tuple[Numbers, Numbers, Numbers]:
+    def _pack_spans(self) -> tuple[Numbers, Numbers, Numbers]:
         spans = np.concatenate([np.zeros((0, 3), np.int64), *self.source.find_spans()])
         if not len(spans):
+            pairs = self.settings.pairs
             missing = (
                 "has no text to train on; add some"
-                if settings.pairs == "none"
-                else f"no document has two sentences, which train.masked.pairs={settings.pairs} needs; make them with "
+                if pairs == "none"
+                else f"no document has two sentences, which train.masked.pairs={pairs} needs; make them with "
                 f"corpus.sentences=split and tokens.level=sentence, or set train.masked.pairs=none"
             )
             raise TextmillError(f"{self.store.prefix}: {missing}")
         row_starts = np.arange(len(spans) + 1)
-        if packs:
+        if self.packs:
             max_tokens = spans[:, 2]
             order, row_starts = pack_rows(max_tokens + self.special_tokens, self.length)
             spans = spans[order]

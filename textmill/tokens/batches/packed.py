@@ -14,7 +14,7 @@ A window is found by arithmetic: which documents it spans, from the prefix sums 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -54,34 +54,30 @@ class Spans:
     """How many tokens it has."""
 
 
+@dataclass(eq=False)
 class PackedLayout:
     """Windows of `length` inputs plus one token, the last label. Without a seed nothing is shuffled."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        length: int,
-        seed: int | None,
-        isolate_documents: bool = False,
-        last_window: str = "keep",
-        vocab: int | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        if store.tokens < 2:
-            raise TextmillError(f"{store.prefix}: has {store.tokens} tokens, too few to train on; add text")
-        self.store = store
-        self.length = length
-        self.seed = seed
-        self.isolate_documents = isolate_documents
-        self.vocab = vocab
-        self.folder = folder
-        self.ids = np.asarray(store.ids)
+    store: TokenStore
+    _: KW_ONLY
+    length: int
+    seed: int | None
+    isolate_documents: bool = False
+    last_window: str = "keep"
+    vocab: int | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.store.tokens < 2:
+            raise TextmillError(f"{self.store.prefix}: has {self.store.tokens} tokens, too few to train on; add text")
+        self.ids = np.asarray(self.store.ids)
         # "keep" fills an incomplete last window with the first tokens of the epoch, so that no token is left out.
-        self.samples_per_epoch = -(-store.tokens // length) if last_window == "keep" else (store.tokens - 1) // length
+        tokens = self.store.tokens
+        keeps = self.last_window == "keep"
+        self.samples_per_epoch = -(-tokens // self.length) if keeps else (tokens - 1) // self.length
         if not self.samples_per_epoch:
             raise TextmillError(
-                f"{store.prefix}: {store.tokens} tokens are less than one window of {length}; "
+                f"{self.store.prefix}: {tokens} tokens are less than one window of {self.length}; "
                 f"set train.packed.last_window=keep or add text"
             )
         self.document_ends = lru_cache(maxsize=2)(self._document_ends)

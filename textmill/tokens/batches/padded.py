@@ -8,6 +8,7 @@ The documents [1 2 3 0], [4 5 0] and [6 7 8 9 0] as samples of length 4 (- is -1
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,46 +29,40 @@ _SAMPLES_KEY = 3
 """Key of the shuffle of samples."""
 
 
+@dataclass(eq=False)
 class PaddedLayout:
     """Samples that never contain two documents. Without a seed, in the order of the store.
 
     `eos_id`, if given, replaces the last token of a sample whose document was truncated.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        length: int,
-        seed: int | None,
-        pad_id: int,
-        long_documents: str = "split",
-        eos_id: int | None = None,
-        vocab: int | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        self.store = store
-        self.length = length
-        self.seed = seed
-        self.pad_id = pad_id
-        self.eos_id = eos_id
-        self.vocab = vocab
-        self.ids = np.asarray(store.ids)
+    store: TokenStore
+    _: KW_ONLY
+    length: int
+    seed: int | None
+    pad_id: int
+    long_documents: str = "split"
+    eos_id: int | None = None
+    vocab: int | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = np.asarray(self.store.ids)
 
         self.ends = prefix_sums(
-            store,
-            lambda lengths, documents: _count_samples(lengths[documents], length, long_documents),
-            folder,
+            self.store,
+            lambda lengths, documents: _count_samples(lengths[documents], self.length, self.long_documents),
+            self.folder,
             0,
             "padded",
-            length,
-            long_documents,
+            self.length,
+            self.long_documents,
         )
-        store.advise(random=seed is not None)
+        self.store.advise(random=self.seed is not None)
         self.samples_per_epoch = int(self.ends[-1]) if len(self.ends) else 0
         if not self.samples_per_epoch:
             raise TextmillError(
-                f"{store.prefix}: no document has two tokens, so there is nothing to train on; add text"
+                f"{self.store.prefix}: no document has two tokens, so there is nothing to train on; add text"
             )
 
     def build_samples(self, samples: Numbers) -> Batch:
