@@ -164,9 +164,9 @@ EVALUATE = {
     "wikitext-transformers": "evaluate.tasks=[wikitext:texts/wiki.txt] evaluate.wikitext.protocol=transformers",
 }
 EVALUATE_BERT = "evaluate.tasks=[pseudo_perplexity,pairs:texts/good_bad.jsonl] evaluate.sample=20"
-EXPORT = {"gpt2": ("hf", "gguf", "nanogpt", "onnx"), "qwen3": ("hf", "gguf"), "llama": ("hf", "onnx"), "bert": ("hf",)}
+EXPORT = {"gpt2": ("hf", "gguf", "onnx"), "qwen3": ("hf", "gguf"), "llama": ("hf", "onnx"), "bert": ("hf",)}
 EXPORT_OPTIONS = {"gguf": "export.precision=q8_0"}
-IMPORTED = {"gguf": "model.gguf", "nanogpt": "", "onnx": ""}
+IMPORTED = {"gguf": "model.gguf", "onnx": ""}
 """The file or folder of an export that `import` reads."""
 
 

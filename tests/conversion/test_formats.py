@@ -67,16 +67,6 @@ def test_precisions_that_a_format_does_not_have(tmp_path: Path, capsys: pytest.C
     assert "export.precision: hf has fp32, bf16, fp16, found q8_0" in capsys.readouterr().err
 
 
-def test_nanogpt_opens_the_checkpoint(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source", korean_tokenizer(), activation="gelu")
-    assert export(source, tmp_path / "out", "export.kind=nanogpt") == 0
-    saved = torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)
-    net = NanoGPT(saved["model_args"])
-    net.load_state_dict(saved["model"], strict=True)
-    with torch.no_grad():
-        assert np.abs(net(torch.from_numpy(IDS)).numpy() - their_logits(source)).max() < 1e-5
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_checkpoint_of_nanogpt_is_read(tmp_path: Path, bias: bool) -> None:
     """As its train.py saves it: compiled names, a padded vocabulary, an optimizer next to the weights."""

@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 from tests.conversion.test_import import flax_params
 from tests.support import megatron_net
 from tests.support.model_folders import korean_tokenizer, write_folder
+from tests.support.nanogpt_net import NanoGPT
 from textmill.cli import main
 from textmill.conversion.formats import KINDS, open_format
 
@@ -25,6 +26,19 @@ def sound_folder(root: Path, kind: str) -> Path:
     source = write_folder(root / "source", korean_tokenizer(vocab=270), layers=1, heads=1, width=8, positions=8)
     if kind == "megatron":
         return megatron_net.write(root / "sound", layers=1)
+    if kind == "nanogpt":
+        args = {
+            "n_layer": 1,
+            "n_head": 1,
+            "n_embd": 8,
+            "block_size": 8,
+            "bias": True,
+            "vocab_size": 270,
+            "dropout": 0.0,
+        }
+        (root / "sound").mkdir()
+        torch.save({"model": NanoGPT(args).state_dict(), "model_args": args}, root / "sound" / "ckpt.pt")
+        return root / "sound"
     if open_format(kind).PRECISIONS:
         assert main(["export", str(source), f"export.folder={root / 'sound'}", f"export.kind={kind}"]) == 0
         if kind == "hf":  # pickled weights next to the rest

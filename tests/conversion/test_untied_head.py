@@ -29,12 +29,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(folder, korean_tokenizer(), layers=2, heads=2, width=32, positions=20, untied=True)
 
 
-def test_nanogpt_has_no_place_for_it(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(source), f"export.folder={tmp_path / 'out'}", "export.kind=nanogpt"]) == 2
-    assert "nanogpt has a tied head only, the model's is untied; use hf, gguf or onnx" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_greedy_texts_are_those_of_transformers(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer, prompt = korean_tokenizer(), "물레방아"
     ids = torch.tensor([tokenizer.encode(prompt)])

@@ -113,7 +113,7 @@ def test_a_family_through_its_life(root: Path, tmp_path: Path, name: str, capsys
         assert textmill.open(tmp_path / "lora", settings).generate("KING", **greedy)
 
     capsys.readouterr()
-    for kind in ("gguf", "onnx", "megatron", "nanogpt"):
+    for kind in ("gguf", "onnx"):
         export = ["export", str(tmp_path / "run"), family, f"export.kind={kind}", f"export.folder={tmp_path / kind}"]
         assert main(export) == 2
         assert name in capsys.readouterr().err

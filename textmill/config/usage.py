@@ -252,10 +252,10 @@ class ExportConfig(Section):
     folder: str | None = path()
     """The folder to write; a URL such as s3://BUCKET/NAME, or hf://OWNER/NAME for the Hugging Face hub (token in
     HF_TOKEN)."""
-    kind: Literal["hf", "gguf", "nanogpt", "onnx", "dataset"] = "hf"
+    kind: Literal["hf", "gguf", "onnx", "dataset"] = "hf"
     """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
-    Ollama; extra: textmill[export]); nanogpt (ckpt.pt); onnx (with past key values; extra: textmill[export]);
-    dataset (the prepared corpus as a Hugging Face dataset with a card)."""
+    Ollama; extra: textmill[export]); onnx (with past key values; extra: textmill[export]); dataset (the prepared corpus
+    as a Hugging Face dataset with a card)."""
     precision: Literal["fp32", "bf16", "fp16", "q8_0", "q4_0"] = "fp32"
     """Precision of the written weights; q8_0 and q4_0 (8 and 4 bits in blocks of 32) with gguf only."""
     max_divergence: float | None = Field(None, gt=0)

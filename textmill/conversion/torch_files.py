@@ -1,8 +1,7 @@
-"""Files of torch.save: written whole, and read as plain arrays without running the code that they name."""
+"""Files of torch.save, read as plain arrays without running the code that they name."""
 
 from __future__ import annotations
 
-import io
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -15,22 +14,9 @@ import torch
 from torch import Tensor
 
 from textmill.errors import TextmillError
-from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named
 
 Tree = dict[str, Any]
-
-
-def write_torch_file(path: Path, tree: Any) -> dict[str, Any]:
-    """Write a file of torch.save atomically; tensors and plain values only."""
-    stream = io.BytesIO()
-    torch.save(tree, stream)
-    return write_bytes(path, [stream.getbuffer()])
-
-
-def to_tensor(values: Any) -> Tensor:
-    """A contiguous tensor with a storage of its own."""
-    return torch.from_numpy(np.array(values, np.float32))
 
 
 def to_array(value: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt: model_args, and weights under GPT-2's names with matrices as outputs x inputs."""
+"""nanoGPT's ckpt.pt: model_args, and weights under GPT-2's names with matrices as outputs x inputs; read only."""
 
 from __future__ import annotations
 
@@ -8,46 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from textmill.config import ExportConfig
-from textmill.conversion.model import Files, Hints, Model, check_layers, collect_weights, require_family, write_texts
-from textmill.conversion.torch_files import Tree, named_tensors, read_tree, to_tensor, write_torch_file
-from textmill.errors import TextmillError, warn
+from textmill.conversion.model import Hints, Model, check_layers, collect_weights
+from textmill.conversion.torch_files import Tree, named_tensors, read_tree
+from textmill.errors import TextmillError
 from textmill.models import open_family, weights_of
-from textmill.models.hf_config import GELUS
 from textmill.storage.tensor_files import Named
 
-PRECISIONS = ("fp32",)
+PRECISIONS: tuple[str, ...] = ()
 FILE = "ckpt.pt"
-NUMBERS = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "block_size": "positions", "vocab_size": "vocab"}
-"""nanoGPT's numbers and ours."""
+NUMBERS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 COMPILED = "_orig_mod."
 """What torch.compile puts before every name."""
 EPSILON = 1e-5
-
-
-def write(model: Model, folder: Path, config: ExportConfig) -> Files:
-    """Write ckpt.pt, which nanoGPT's sample.py and train.py (init_from=resume) open, and the tokenizer's files."""
-    shape = model.shape
-    require_family(shape, "nanogpt", "gpt2")
-    if shape.activation not in GELUS:
-        raise TextmillError(f"export.kind: nanogpt has gelu only, the model has {shape.activation}; use hf or onnx")
-    if shape.untied:
-        raise TextmillError("export.kind: nanogpt has a tied head only, the model's is untied; use hf, gguf or onnx")
-    if shape.inner != 4 * shape.width or shape.epsilon != EPSILON:
-        raise TextmillError(
-            f"export.kind: nanogpt has an MLP of 4 x width and epsilon {EPSILON}; the model has an MLP of "
-            f"{shape.inner:,} for width {shape.width:,}, and epsilon {shape.epsilon}"
-        )
-    if shape.activation != "gelu":
-        warn(f"nanoGPT computes gelu by erf, this model {shape.activation}; its logits differ slightly there")
-    transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
-    state = {name: to_tensor(values.T if transposed[name] else values) for name, values in model.weights.items()}
-    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
-    args = {key: getattr(shape, name) for key, name in NUMBERS.items()}
-    args |= {"bias": True, "dropout": shape.residual_dropout}
-    files = {FILE: write_torch_file(folder / FILE, {"model": state, "model_args": args, "iter_num": 0, "config": {}})}
-    texts = model.tokenizer.files(shape.positions) if model.tokenizer else {}
-    return files | write_texts(folder, texts)
 
 
 def matches(path: Path) -> bool:
