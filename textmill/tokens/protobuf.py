@@ -55,19 +55,9 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     raise BrokenMessage(f"a number without end, before byte {position:,}")
 
 
-def integer_field(field: int, value: int) -> bytes:
-    """A field with an integer; a negative one takes ten bytes."""
-    return _varint(field << 3 | VARINT) + _varint(int(value) & (1 << 64) - 1)
-
-
 def bytes_field(field: int, data: bytes) -> bytes:
     """A field with bytes, a text or a message."""
     return _varint(field << 3 | DELIMITED) + _varint(len(data)) + data
-
-
-def fixed32_field(field: int, data: bytes) -> bytes:
-    """A field with four bytes, such as a float."""
-    return _varint(field << 3 | FIXED32) + data
 
 
 def _varint(value: int) -> bytes:

@@ -45,9 +45,8 @@ from textmill.tokens.vocabulary.sentencepiece_model import (
     SentencePiece,
     SpmModel,
     build_tokenizer,
+    describe_tokenizer,
     is_sentencepiece,
-    parse_model,
-    write_model,
 )
 from textmill.tokens.vocabulary.token_bytes import SPACE
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, TurnTemplates, open_tokenizer
@@ -368,9 +367,8 @@ def _wordpiece_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) -
 
 def _sentencepiece_keys(tokenizer: TextTokenizer, tree: dict[str, Any], rows: int) -> dict[str, Any]:
     """The vocabulary and the normalizer of a tokenizer that works as sentencepiece does."""
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     try:
-        model = parse_model(write_model(tokenizer.inner, ids))
+        model = describe_tokenizer(tokenizer.inner)
     except TextmillError as error:
         raise TextmillError(f"export.kind: llama.cpp would give other ids: {error}; use hf") from None
     if reason := _find_difference(model, tree):

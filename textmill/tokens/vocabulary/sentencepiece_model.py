@@ -1,7 +1,7 @@
-"""Reads and writes sentencepiece .model files: opens one as an equal tokenizer, and writes a tokenizer as one.
+"""Reads sentencepiece .model files as equal tokenizers, and describes a tokenizer by such a model, for GGUF.
 
 Without the sentencepiece library: its processor encodes on its own, while here a tokenizer of the tokenizers library is
-built or written, and reading the fields of a file takes fewer lines than its generated classes and protobuf need.
+built, and reading the fields of a file takes fewer lines than its generated classes and protobuf need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from textmill.errors import TextmillError
-from textmill.tokens.protobuf import bytes_field, fixed32_field, integer_field, read_fields
+from textmill.tokens.protobuf import read_fields
 from textmill.tokens.vocabulary.algorithms import split_reserved
 from textmill.tokens.vocabulary.token_bytes import BYTE_TOKEN, SPACE, is_byte_level
 
@@ -184,24 +184,21 @@ def is_sentencepiece(tree: dict[str, Any]) -> bool:
     return tree["model"]["type"] == "Unigram" or (tree["model"]["type"] == "BPE" and not is_byte_level(tree))
 
 
-def write_model(inner: Tokenizer, ids: dict[str, int | None]) -> bytes:
-    """The contents of the .model file; `ids` has the bos_token, eos_token and pad_token, if any."""
+def describe_tokenizer(inner: Tokenizer) -> SpmModel:
+    """The model that encodes as a tokenizer does, without the roles of its special tokens."""
     tree: dict[str, Any] = json.loads(inner.to_str())
-    model = tree["model"]
-    pieces = _pieces_of(tree, inner)
-    unknown = next(number for number, piece in enumerate(pieces) if piece.type == UNKNOWN)
-    trainer = integer_field(3, UNIGRAM if model["type"] == "Unigram" else BPE) + integer_field(4, len(pieces))
-    trainer += integer_field(35, bool(model.get("byte_fallback")))
-    for role, field in ROLES.items():
-        id_ = unknown if role == "unk_token" else ids[role]
-        trainer += integer_field(field, -1 if id_ is None else id_)
-        if id_ is not None:
-            trainer += bytes_field(field + 5, pieces[id_].text.encode())
-    encoded = []
-    for piece in pieces:
-        data = bytes_field(1, piece.text.encode()) + fixed32_field(2, struct.pack("<f", piece.score))
-        encoded.append(bytes_field(1, data if piece.type == NORMAL else data + integer_field(3, piece.type)))
-    return b"".join(encoded) + bytes_field(2, trainer) + bytes_field(3, _normalizer_fields(tree))
+    charsmap, prefix, remove, escape = _normalizer_of(tree)
+    return SpmModel(
+        pieces=_pieces_of(tree, inner),
+        type=UNIGRAM if tree["model"]["type"] == "Unigram" else BPE,
+        byte_fallback=bool(tree["model"].get("byte_fallback")),
+        suffix=False,
+        roles={},
+        charsmap=charsmap,
+        dummy_prefix=prefix,
+        remove_extra=remove,
+        escape=escape,
+    )
 
 
 def _pieces_of(tree: dict[str, Any], inner: Tokenizer) -> list[SentencePiece]:
@@ -231,8 +228,8 @@ def _pieces_of(tree: dict[str, Any], inner: Tokenizer) -> list[SentencePiece]:
     return [piece(text) for text in sorted(ids, key=lambda text: ids[text])]
 
 
-def _normalizer_fields(tree: dict[str, Any]) -> bytes:
-    """The normalizer's fields; a step that sentencepiece does not have is an error that names it."""
+def _normalizer_of(tree: dict[str, Any]) -> tuple[bytes, bool, bool, bool]:
+    """(charsmap, dummy_prefix, remove_extra, escape); a step that sentencepiece does not have is an error."""
     charsmap = b""
     prefix = False
     remove = False
@@ -256,10 +253,7 @@ def _normalizer_fields(tree: dict[str, Any]) -> bytes:
         if step["type"] == "Metaspace":
             escape = True
             prefix = prefix or step.get("prepend_scheme") in ("first", "always")
-    name = bytes_field(1, b"identity")
-    if charsmap:
-        name = bytes_field(1, b"nmt_nfkc") + bytes_field(2, charsmap)
-    return name + integer_field(3, prefix) + integer_field(4, remove) + integer_field(5, escape)
+    return charsmap, prefix, remove, escape
 
 
 def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
