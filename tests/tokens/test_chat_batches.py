@@ -55,20 +55,20 @@ def test_conversations_are_packed_into_a_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "length", "inputs", "labels", "cut_question", "cut_answer"),
+    ("cut", "length", "inputs", "labels", "cut_question"),
     [
-        ("start", 15, LONG[0][:-1], [X, X, X, X, X, 41, 42, 9, X, X, X, X, 43, 44, 9], 0, 0),
-        ("start", 6, [1, 34, 9, 2, 43, 44], [X, X, X, 43, 44, 9], 0, 0),
-        ("end", 12, LONG[0][:8], [X, X, X, X, X, 41, 42, 9], 0, 0),
+        ("start", 15, LONG[0][:-1], [X, X, X, X, X, 41, 42, 9, X, X, X, X, 43, 44, 9], 0),
+        ("start", 6, [1, 34, 9, 2, 43, 44], [X, X, X, 43, 44, 9], 0),
+        ("end", 12, LONG[0][:8], [X, X, X, X, X, 41, 42, 9], 0),
         # One question with its answer is too long: the question's middle goes, then the answer's end.
-        ("start", 5, [1, 34, 2, 43, 44], [X, X, 43, 44, 9], 1, 0),
-        ("end", 7, [1, 31, 32, 9, 2, 41, 42], [X, X, X, X, 41, 42, 9], 1, 0),
-        ("start", 2, [1, 43], [43, 44], 1, 1),
-        ("end", 3, [1, 41, 42], [41, 42, 9], 1, 0),
+        ("start", 5, [1, 34, 2, 43, 44], [X, X, 43, 44, 9], 1),
+        ("end", 7, [1, 31, 32, 9, 2, 41, 42], [X, X, X, X, 41, 42, 9], 1),
+        ("start", 2, [1, 43], [43, 44], 1),
+        ("end", 3, [1, 41, 42], [41, 42, 9], 1),
     ],
 )
 def test_truncation_against_hand_written_labels(
-    tmp_path: Path, cut: str, length: int, inputs: list[int], labels: list[int], cut_question: int, cut_answer: int
+    tmp_path: Path, cut: str, length: int, inputs: list[int], labels: list[int], cut_question: int
 ) -> None:
     store = new_store(tmp_path, [LONG, SHORT])
     layout = ChatLayout(store, length=length, seed=None, pad_id=PAD, truncate=cut, pack=False)
@@ -77,17 +77,14 @@ def test_truncation_against_hand_written_labels(
     assert rows.inputs.tolist() == [inputs + [PAD] * padding]
     assert rows.labels.tolist() == [labels + [X] * padding]
     (tmp_path / "one").mkdir()
-    counts = count_conversations(new_store(tmp_path / "one", [LONG]), length, cut, STOP)
+    one = ChatLayout(new_store(tmp_path / "one", [LONG]), length=length, seed=None, pad_id=PAD, truncate=cut)
     kept = sum(label != X for label in labels)
-    assert counts == ChatCounts(
+    assert count_conversations(one, STOP) == ChatCounts(
         conversations=1,
         tokens=16,
-        loss_tokens=6,
-        kept_loss_tokens=kept,
+        loss_tokens=kept,
         truncated=int(length < 15),
         cut_questions=cut_question,
-        cut_answers=cut_answer,
-        with_answer=1,
         with_stop=int(STOP in labels),
         longest=16,
     )

@@ -26,7 +26,7 @@ from textmill.server.app import new_app
 from textmill.server.lifecycle import open_service
 from textmill.server.served_models import ServedModels
 from textmill.storage.tensor_files import read_model
-from textmill.tokens.batches.chat import example_conversations, print_conversation
+from textmill.tokens.batches.chat import ChatLayout, example_conversations, print_conversation
 from textmill.tokens.store import loss_mask_path, open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.training.loop import train
@@ -149,7 +149,7 @@ def test_long_questions_and_answers_are_cut(tmp_path: Path, capsys: pytest.Captu
     prepare_and_tokenize(config)
     train(config)
     output = capsys.readouterr()
-    assert "middle of a question cut out 100.0%, end of an answer cut off 11.1%" in output.out
+    assert "middle of a question cut out 100.0%; stop token" in output.out
     assert "9 conversations have a question and an answer that together are longer than train.length=16" in output.err
 
 
@@ -200,9 +200,8 @@ def test_on_a_terminal_the_samples_are_coloured(
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     capsys.readouterr()
-    (pieces,) = example_conversations(
-        open_store(folder / "train"), open_tokenizer(tmp_path / "out" / "tokenizer"), 16, "end"
-    )
+    layout = ChatLayout(open_store(folder / "train"), length=16, seed=None, pad_id=0, truncate="end")
+    (pieces,) = example_conversations(layout, open_tokenizer(tmp_path / "out" / "tokenizer"))
     print_conversation("sample 1", pieces)
     assert [kind for kind, _ in pieces] == ["no loss", "truncated", "no loss", "loss", "truncated"]
     assert (

@@ -111,12 +111,10 @@ class ChatLayout:
     def build_samples(self, samples: Numbers) -> Batch:
         """The samples with these numbers."""
         rows, conversations = self.find_documents(samples)
-        edges = self.store.document_starts(np.stack([conversations, conversations + 1]))
-        starts, counts, of_conversation = self._spans(edges)
+        starts, counts, of_conversation = self.find_spans(conversations)
         kept = np.bincount(of_conversation, counts, len(conversations)).astype(np.int64)
-        ids = gather_ranges(self.ids, starts, counts)
+        ids, targets = self.read(starts, counts)
         check_ids(ids, self.vocab, self.store.prefix)
-        targets = np.where(gather_ranges(self.loss_mask, starts, counts) > 0, ids, np.int32(IGNORED))
         ends = np.cumsum(kept)[kept > 0]
         lengths = np.maximum(kept - 1, 0)
         used = np.bincount(rows, lengths, len(samples)).astype(np.int64)
@@ -131,8 +129,9 @@ class ChatLayout:
         documents[filled] = np.repeat(number_spans(rows), lengths)
         return Batch(inputs, labels, samples, documents)
 
-    def _spans(self, edges: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """The kept ranges of conversations: where each starts, its tokens, and the number of its conversation."""
+    def find_spans(self, conversations: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """The kept ranges of conversations: where each starts, its tokens, and the place of its conversation here."""
+        edges = self.store.document_starts(np.stack([conversations, conversations + 1]))
         counts = edges[1] - edges[0]
         numbers = np.arange(len(counts))
         too_long = np.flatnonzero(counts > self.length + 1)
@@ -144,6 +143,11 @@ class ChatLayout:
             parts[number] = kept_spans(self.loss_mask[first:last], self.length + 1, self.truncate, first)
         spans = np.array([span for part in parts for span in part])
         return spans[:, 0], spans[:, 1] - spans[:, 0], np.repeat(numbers, [len(part) for part in parts])
+
+    def read(self, starts: Numbers, counts: Numbers) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The ids of these ranges, and the same where they have loss, else -100."""
+        ids = gather_ranges(self.ids, starts, counts)
+        return ids, np.where(gather_ranges(self.loss_mask, starts, counts) > 0, ids, np.int32(IGNORED))
 
     def _document_at(self, positions: Numbers) -> Numbers:
         return positions if self.seed is None else permute(len(self.store), positions, self.seed, _CONVERSATIONS_KEY)
@@ -190,11 +194,13 @@ def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: 
         return
     tokenizer = data.tokenizer
     _check_special_tokens(tokenizer, vectors)
-    counts = sum(
-        (count_conversations(store, length, train.chat.truncate, tokenizer.eos_id) for store in stores), ChatCounts()
-    )
-    for store in stores[:1]:
-        for number, spans in enumerate(example_conversations(store, tokenizer, length, train.chat.truncate), 1):
+    layouts = [
+        ChatLayout(store, length=length, seed=None, pad_id=0, truncate=train.chat.truncate, pack=False)
+        for store in stores
+    ]
+    counts = sum((count_conversations(layout, tokenizer.eos_id) for layout in layouts), ChatCounts())
+    for layout in layouts[:1]:
+        for number, spans in enumerate(example_conversations(layout, tokenizer), 1):
             print_conversation(f"sample {number}", spans)
     print(_format_counts(counts, length, tokenizer), flush=True)
     _check_counts(counts, length, tokenizer)
@@ -209,19 +215,13 @@ class ChatCounts:
     conversations: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    """Tokens with loss before truncation."""
-    kept_loss_tokens: int = 0
     """Tokens with loss after truncation."""
     truncated: int = 0
     """Conversations longer than a sample."""
     cut_questions: int = 0
     """Conversations of which one question with its answer does not fit, so that the question's middle is cut out."""
-    cut_answers: int = 0
-    """Of these, those whose answer loses its end too."""
     without_loss: int = 0
     """Conversations without loss tokens after truncation."""
-    with_answer: int = 0
-    """Conversations with loss tokens before truncation."""
     with_stop: int = 0
     """Conversations in which a stop token has loss."""
     longest: int = 0
@@ -232,44 +232,27 @@ class ChatCounts:
         return replace(sums, longest=max(self.longest, other.longest))
 
 
-def count_conversations(store: TokenStore, length: int, truncate: str, stop: int) -> ChatCounts:
-    """The counts of a store in samples of `length` tokens; `stop` is the id of the stop token."""
+def count_conversations(layout: ChatLayout, stop: int) -> ChatCounts:
+    """The counts of a store, cut to the length of a sample; `stop` is the id of the stop token."""
     counts = ChatCounts()
-    for begin in range(0, len(store) if store.loss_mask is not None else 0, BLOCK):
-        edges = store.document_starts(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
-        block = slice(edges[0], edges[-1])
-        loss = np.asarray(store.loss_mask[block]) > 0 if store.loss_mask is not None else np.zeros(0, np.bool_)
-        stops = loss & (np.asarray(store.ids[block]) == stop)
-        loss_before, stops_before = (np.concatenate([[0], np.cumsum(one)]) for one in (loss, stops))
-        firsts = edges[:-1] - edges[0]
-        lasts = edges[1:] - edges[0]
-        loss_tokens = loss_before[lasts] - loss_before[firsts]
-        # The first token of a conversation is never a label.
-        kept = loss_before[lasts] - loss_before[np.minimum(firsts + 1, lasts)]
-        has_stop = stops_before[lasts] > stops_before[np.minimum(firsts + 1, lasts)]
-        lengths = lasts - firsts
-        too_long = np.flatnonzero(lengths > length + 1)
-        cut_questions = 0
-        cut_answers = 0
-        for number in too_long.tolist():
-            first, last = int(firsts[number]), int(lasts[number])
-            spans = kept_spans(loss[first:last], length + 1, truncate, first)
-            kept[number] = sum(int(loss_before[stop] - loss_before[start]) for start, stop in spans)
-            kept[number] -= int(loss[spans[0][0]])
-            has_stop[number] = any(stops[start:stop].any() for start, stop in spans)
-            cut_questions += len(spans) > 1
-            cut_answers += bool(spans[-1][1] < last and loss[spans[-1][1]] and loss[spans[-1][1] - 1])
+    for begin in range(0, len(layout.store), BLOCK):
+        numbers = np.arange(begin, min(begin + BLOCK, len(layout.store)))
+        lengths = np.diff(layout.store.document_starts(np.append(numbers, numbers[-1] + 1)))
+        starts, sizes, owners = layout.find_spans(numbers)
+        of_token = np.repeat(owners, sizes)
+        targets = layout.read(starts, sizes)[1]
+        targets[np.flatnonzero(np.diff(of_token, prepend=-1))] = IGNORED  # the first token is never a label
+        loss_tokens, stops = (
+            np.bincount(of_token[found], minlength=len(numbers)) for found in (targets != IGNORED, targets == stop)
+        )
         counts += ChatCounts(
-            conversations=len(lengths),
+            conversations=len(numbers),
             tokens=int(lengths.sum()),
             loss_tokens=int(loss_tokens.sum()),
-            kept_loss_tokens=int(kept.sum()),
-            truncated=len(too_long),
-            cut_questions=cut_questions,
-            cut_answers=cut_answers,
-            without_loss=int((kept == 0).sum()),
-            with_answer=int((loss_tokens > 0).sum()),
-            with_stop=int(has_stop.sum()),
+            truncated=int((lengths > layout.length + 1).sum()),
+            cut_questions=int((np.bincount(owners) > 1).sum()),
+            without_loss=int((loss_tokens == 0).sum()),
+            with_stop=int((stops > 0).sum()),
             longest=int(lengths.max()),
         )
     return counts
@@ -307,25 +290,19 @@ def kept_spans(loss: NDArray[Any], most: int, truncate: str, offset: int = 0) ->
     return [head, (offset + answer - tail, offset + stop)]
 
 
-def example_conversations(
-    store: TokenStore, tokenizer: TextTokenizer, length: int, truncate: str
-) -> Iterator[list[TextSpan]]:
+def example_conversations(layout: ChatLayout, tokenizer: TextTokenizer) -> Iterator[list[TextSpan]]:
     """A few conversations as text spans; the last one is truncated if any is."""
+    store = layout.store
     numbers = list(dict.fromkeys(len(store) * number // EXAMPLES for number in range(EXAMPLES)))
-    too_long = np.flatnonzero(store.document_lengths() > length + 1)
+    too_long = np.flatnonzero(store.document_lengths() > layout.length + 1)
     if len(too_long) and not set(numbers) & set(too_long.tolist()):
         numbers[-1] = int(too_long[0])
-    if not len(store) or store.loss_mask is None:
-        return
     for number in numbers:
         begin, end = store.document_starts(np.array([number, number + 1])).tolist()
-        loss_mask = np.asarray(store.loss_mask[begin:end])
-        is_kept = np.ones(end - begin, np.bool_)
-        if end - begin > length + 1:
-            is_kept[:] = False
-            for start, stop in kept_spans(loss_mask, length + 1, truncate):
-                is_kept[start:stop] = True
-        pairs = zip(loss_mask.tolist(), is_kept.tolist(), strict=True)
+        is_kept = np.zeros(end - begin, np.bool_)
+        starts, counts, _ = layout.find_spans(np.array([number]))
+        is_kept[expand_ranges(starts - begin, counts)] = True
+        pairs = zip(layout.loss_mask[begin:end].tolist(), is_kept.tolist(), strict=True)
         kinds = [(LOSS if loss else NO_LOSS) if kept else TRUNCATED for loss, kept in pairs]
         runs = groupby(zip(kinds, store.ids[begin:end].tolist(), strict=True), key=lambda pair: pair[0])
         yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
@@ -355,11 +332,10 @@ def _format_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) ->
     stop = tokenizer.inner.id_to_token(tokenizer.eos_id)
     return (
         f"chat: {counts.conversations:,} conversations, {counts.tokens:,} tokens, "
-        f"{counts.kept_loss_tokens / max(1, counts.tokens):.1%} with loss; "
+        f"{counts.loss_tokens / max(1, counts.tokens):.1%} with loss; "
         f"truncated {counts.truncated / total:.1%} (longer than {length + 1:,}), "
         f"without loss {counts.without_loss / total:.1%}, "
-        f"middle of a question cut out {counts.cut_questions / total:.1%}, "
-        f"end of an answer cut off {counts.cut_answers / total:.1%}; "
+        f"middle of a question cut out {counts.cut_questions / total:.1%}; "
         f"stop token {stop} has loss in {counts.with_stop / total:.1%}"
     )
 
@@ -413,15 +389,16 @@ def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> N
     if counts.cut_questions:
         warn(
             f"{counts.cut_questions:,} conversations have a question and an answer that together are longer than "
-            f"train.length={length:,}: the middle of the question is cut out, and in {counts.cut_answers:,} the end of "
-            f"the answer too; raise train.length"
+            f"train.length={length:,}: the middle of the question is cut out, then the end of the answer; "
+            f"raise train.length"
         )
     if counts.without_loss > WARN_WITHOUT_LOSS * counts.conversations:
         warn(
             f"{counts.without_loss:,} conversations have no loss tokens, so nothing is learned from them; "
             f"look for conversations without an answer, or raise train.length"
         )
-    if (without_stop := counts.with_answer - counts.with_stop) > WARN_WITHOUT_LOSS * counts.with_answer:
+    with_loss = counts.conversations - counts.without_loss
+    if (without_stop := with_loss - counts.with_stop) > WARN_WITHOUT_LOSS * with_loss:
         warn(
             f"in {without_stop:,} conversations the stop token has no loss, so the model may not learn to stop; "
             f"raise train.length"
