@@ -50,8 +50,13 @@ def sound_folder(root: Path, kind: str) -> Path:
         if kind == "flax":
             (root / "sound" / "flax_model.msgpack").write_bytes(msgpack.packb(flax_params(net)))
         else:
-            states = {"module": net.state_dict(), "global_steps": 0}
+            weights = {name: value for name, value in net.state_dict().items() if name != "lm_head.weight"}
+            states = {"module": weights, "param_shapes": [{name: value.shape for name, value in weights.items()}]}
             torch.save(states, root / "sound" / "mp_rank_00_model_states.pt")
+            flat = torch.cat([value.flatten() for value in weights.values()])
+            masters = {"partition_count": 1, "single_partition_of_fp32_groups": [flat]}
+            file = root / "sound" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": masters}, file)
     return root / "sound"
 
 
@@ -64,7 +69,7 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
     assert 0 < int(found[1]) < count
 
 
-@pytest.mark.parametrize("kind", ["gguf", "nanogpt"])
+@pytest.mark.parametrize("kind", ["gguf", "deepspeed"])
 def test_a_few_damaged_files(kind: str, tmp_path: Path) -> None:
     fuzz(sound_folder(tmp_path, kind), kind, 6)
 
