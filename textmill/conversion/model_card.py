@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -55,9 +55,10 @@ def write_card(
     """
     base = find_base_model(checkpoint)
     source = read_card(checkpoint.folder if not checkpoint.step else base.folder if base and base.folder else None)
-    use = _use_of(shape, tokenizer, pooling)
+    tag = _tag_of(shape, pooling)
     license_ = export.license or source.head.get("license")
-    head: dict[str, Any] = {"library_name": use.library, "pipeline_tag": use.tag}
+    library = "sentence-transformers" if pooling is not None and shape.family == "bert" else "transformers"
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": tag}
     if not checkpoint.step and source.body:
         head = {**head, **source.head, **({"license": license_} if license_ else {})}
         return format_card(head, source.body)
@@ -73,14 +74,14 @@ def write_card(
     parts = [
         f"---\n{format_yaml(head)}---",
         f"# {name}",
-        _describe(shape, use, checkpoint, base),
+        _describe(shape, NOUNS[tag], checkpoint, base),
         _table("Model", _model_rows(shape, tokenizer)),
         _table("Data", _data_rows(corpus.sources, tokens)) if checkpoint.step else "",
         _table(training, _training_rows(checkpoint)),
         _curve(checkpoint),
         _scores(checkpoint),
         f"## Licence\n\n{license_ or 'Not stated by whoever exported this model.'}",
-        f"## Usage\n\n{use.code}",
+        f"## Usage\n\n```python\n{_code_of(tag, tokenizer)}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -154,67 +155,56 @@ def read_licences(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in small}
 
 
-class Use(NamedTuple):
-    """What a model is for, by its head."""
+NOUNS = {
+    "text-generation": "language model",
+    "sentence-similarity": "text encoder",
+    "text-classification": "text classifier",
+    "token-classification": "token classifier",
+    "question-answering": "question-answering model",
+    "fill-mask": "masked language model",
+    "feature-extraction": "text encoder",
+}
+"""What a model is, by the pipeline of the hub that it is for."""
+EMBED = """from sentence_transformers import SentenceTransformer
 
-    library: str
-    tag: str
-    """The pipeline of the hub and, but for embeddings, of transformers."""
-    noun: str
-    code: str
-    """Python that uses it."""
-
-
-def _use_of(shape: Any, tokenizer: TextTokenizer, pooling: Pooling | None) -> Use:
-    if shape.family != "bert":
-        call = 'model("Once", max_new_tokens=50)'
-        if tokenizer.has_template:
-            call = 'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
-        return Use("transformers", "text-generation", "language model", _pipeline("text-generation", call))
-    if pooling is not None:
-        code = (
-            "from sentence_transformers import SentenceTransformer\n\n"
-            'model = SentenceTransformer("FOLDER")\nprint(model.encode(["a text", "another one"]))'
-        )
-        return Use("sentence-transformers", "sentence-similarity", "text encoder", f"```python\n{code}\n```")
-    if head := label_head_of(shape):
-        return LABEL_USES[head[0]]
-    if has_masked_head(shape):
-        mask = str(tokenizer.roles.get("mask_token", "[MASK]"))
-        call = f'model("a text with a {mask}")'
-        return Use("transformers", "fill-mask", "masked language model", _pipeline("fill-mask", call))
-    return Use("transformers", "feature-extraction", "text encoder", _pipeline("feature-extraction", 'model("a text")'))
-
-
-def _pipeline(tag: str, call: str) -> str:
-    return f'```python\nfrom transformers import pipeline\n\nmodel = pipeline("{tag}", "FOLDER")\nprint({call})\n```'
-
-
-QUESTION_ANSWERING = """```python
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+model = SentenceTransformer("FOLDER")
+print(model.encode(["a text", "another one"]))"""
+ANSWER = """from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoModelForQuestionAnswering.from_pretrained("FOLDER")
 inputs = tokenizer("Where is the mill?", "The mill is by the river.", return_tensors="pt")
 outputs = model(**inputs)
 first, last = int(outputs.start_logits.argmax()), int(outputs.end_logits.argmax())
-print(tokenizer.decode(inputs["input_ids"][0][first : last + 1]))
-```"""
+print(tokenizer.decode(inputs["input_ids"][0][first : last + 1]))"""
 """Without a pipeline: transformers 5 has none for it."""
-LABEL_USES = {
-    "sequence-classification": Use(
-        "transformers", "text-classification", "text classifier", _pipeline("text-classification", 'model("a text")')
-    ),
-    "token-classification": Use(
-        "transformers", "token-classification", "token classifier", _pipeline("token-classification", 'model("a text")')
-    ),
-    "question-answering": Use("transformers", "question-answering", "question-answering model", QUESTION_ANSWERING),
-}
-"""How each finetuned head is used."""
 
 
-def _describe(shape: Any, use: Use, checkpoint: Checkpoint, base: BaseModel | None) -> str:
-    what = f"A {shape.family} {use.noun} with {shape.parameters:,} parameters"
+def _tag_of(shape: Any, pooling: Pooling | None) -> str:
+    """The pipeline of the hub that a model is for, by its head."""
+    if shape.family != "bert":
+        return "text-generation"
+    if pooling is not None:
+        return "sentence-similarity"
+    if head := label_head_of(shape):
+        return "text-classification" if head[0] == "sequence-classification" else head[0]
+    return "fill-mask" if has_masked_head(shape) else "feature-extraction"
+
+
+def _code_of(tag: str, tokenizer: TextTokenizer) -> str:
+    """Python that uses a model."""
+    if tag in (own := {"sentence-similarity": EMBED, "question-answering": ANSWER}):
+        return own[tag]
+    given = {"text-generation": '"Once"', "fill-mask": f'"a text with a {tokenizer.roles.get("mask_token", "[MASK]")}"'}
+    call = given.get(tag, '"a text"')
+    if tag == "text-generation" and tokenizer.has_template:
+        call = '[{"role": "user", "content": "Hello"}]'
+    more = ", max_new_tokens=50" if tag == "text-generation" else ""
+    return f'from transformers import pipeline\n\nmodel = pipeline("{tag}", "FOLDER")\nprint(model({call}{more}))'
+
+
+def _describe(shape: Any, noun: str, checkpoint: Checkpoint, base: BaseModel | None) -> str:
+    what = f"A {shape.family} {noun} with {shape.parameters:,} parameters"
     if base is not None and is_adapter(checkpoint.folder):
         return f"{what}: {base.name} with a LoRA adapter merged into it. The adapter was trained with textmill."
     if base is not None:
