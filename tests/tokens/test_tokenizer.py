@@ -291,7 +291,6 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
         ({"special_tokens": ["<|>"]}, "could be plain text"),
         ({"special_tokens": ["<a b>"]}, "could be plain text"),
         ({"special_tokens": ["<a>", "<a>"]}, "twice"),
-        ({"fit_sample": 1.5}, "whole number"),
         ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
         ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"),
         ({"end_token": "nothing"}, "tokenizer.end_token"),

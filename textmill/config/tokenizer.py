@@ -139,9 +139,9 @@ class TokenizerConfig(Section):
     fit_on: Literal["corpus", "sources"] = "corpus"
     """corpus: the train split that `prepare` wrote; sources: `corpus.sources`, read and cleaned, without deduplication
     and without a split."""
-    fit_sample: float = Field(1.0, gt=0)
-    """Fit on this fraction of the documents (up to 1) or on this many (above 1), chosen by a hash of the text. A
-    document above 128,000 characters counts as several of 64,000."""
+    fit_sample: float = Field(1.0, gt=0, le=1)
+    """Fit on this fraction of the documents, chosen by a hash of the text. A document above 128,000 characters counts
+    as several of 64,000."""
     vocab: int = Field(32000, ge=260, le=2_000_000)
     """Vocabulary size, including special tokens and bytes."""
     character_coverage: float = Field(0.9995, gt=0.5, le=1)
@@ -208,11 +208,6 @@ class TokenizerConfig(Section):
             raise TextmillError(
                 f"tokenizer.byte_fallback: is for unigram, and {self.kind} {why}; remove it, or set "
                 "tokenizer.kind=unigram"
-            )
-        if self.fit_sample > 1 and self.fit_sample != int(self.fit_sample):
-            raise TextmillError(
-                f"tokenizer.fit_sample: found {self.fit_sample}; give a fraction up to 1, or a whole number "
-                "of documents"
             )
         tokens = special_tokens_of(self)
         if self.kind != "bpe" and UNKNOWN_TOKENS.isdisjoint(tokens):

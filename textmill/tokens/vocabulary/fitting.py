@@ -10,15 +10,13 @@ import hashlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
@@ -42,7 +40,7 @@ from textmill.corpus.records import BadRecord
 from textmill.corpus.shards import list_shards, open_shard
 from textmill.corpus.source import Source, SourceChunk
 from textmill.errors import TextmillError, warn
-from textmill.runners import Result, Runner, open_runner
+from textmill.runners import Runner, open_runner
 from textmill.storage.files import format_path, hash_file, hash_json, manifest_entry, write_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
@@ -248,35 +246,13 @@ def find_fit_sources(corpus: CorpusConfig, folders: list[Path]) -> list[Source]:
 def count_words(parts: Sequence[TextPart], section: TokenizerConfig, runner: Runner) -> Iterator[Counter[str]]:
     """How often each word occurs in the sampled documents of each part, counted on the runner.
 
-    Documents, or pieces of long ones, with a hash below a limit are in the sample; a sample of N documents needs all
-    hashes first.
+    Documents, or pieces of long ones, with a hash below a limit are in the sample.
     """
-    sample = section.fit_sample
-    limit = 2**64
-    if sample <= 1:
-        limit = int(sample * 2**64)
-    else:
-        found = _map_parts(hash_part, parts, runner, "fit-tokenizer: choose the sample")
-        hashes = np.concatenate([np.zeros(0, np.uint64), *found])
-        count = int(sample)
-        if count < len(hashes):
-            limit = int(np.partition(hashes, count - 1)[count - 1]) + 1
-    count_one = partial(count_part, config=section, limit=limit)
-    yield from _map_parts(count_one, parts, runner, "fit-tokenizer: read and count")
-
-
-def _map_parts(
-    function: Callable[[TextPart], Result], parts: Sequence[TextPart], runner: Runner, name: str
-) -> Iterator[Result]:
-    with progress(name, total=sum(part.size for part in parts), unit="bytes") as bar:
-        for part, result in zip(parts, runner.map(function, parts), strict=True):
-            yield result
+    count_one = partial(count_part, config=section, limit=int(section.fit_sample * 2**64))
+    with progress("fit-tokenizer: read and count", total=sum(part.size for part in parts), unit="bytes") as bar:
+        for part, counts in zip(parts, runner.map(count_one, parts), strict=True):
+            yield counts
             bar.advance(part.size)
-
-
-def hash_part(part: TextPart) -> NDArray[np.uint64]:
-    """The hashes of the documents of a part, or of their pieces."""
-    return np.array([hash_text(piece) for text in part.texts() for piece in cut_text(text)], np.uint64)
 
 
 def count_part(part: TextPart, config: TokenizerConfig, limit: int) -> Counter[str]:
