@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from textmill.storage.progress import PlainLines, format_amount, format_duration, progress
+from textmill.storage.progress import Bar, format_amount, format_duration, progress
 
 
 def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 4.0, 11.0, 15.0, 21.0, 22.0])
     monkeypatch.setattr("textmill.storage.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
-    lines = PlainLines("read", 100e6, "bytes", stream)
+    lines = Bar("read", 100e6, "bytes", stream)
     for _ in range(4):
         lines.advance(22e6)
     lines.end()
@@ -44,7 +44,7 @@ def test_a_second_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 20.0, 40.0])
     monkeypatch.setattr("textmill.storage.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
-    lines = PlainLines("read", 100e6, "bytes", stream, second_unit="tokens")
+    lines = Bar("read", 100e6, "bytes", stream, second_unit="tokens")
     lines.advance(50e6, 10_000_000)
     lines.end()
     assert stream.getvalue().splitlines() == [
@@ -85,12 +85,14 @@ def test_bar_on_a_terminal(root: Path) -> None:
     ours, theirs = pty.openpty()
     code = (
         "from textmill.storage.progress import progress\n"
-        "with progress('weigh', total=4, unit='bytes') as bar: bar.advance(4)"
+        "with progress('weigh', total=4e6, unit='bytes') as bar:\n"
+        "    bar.last_line = 0\n"
+        "    bar.advance(2e6)"
     )
     environment = {**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "COLUMNS": "120"}
     subprocess.run([sys.executable, "-c", code], stderr=theirs, env=environment, check=True, timeout=300)
     os.close(theirs)
     shown = "".join(iter(lambda: _read(ours), ""))
     os.close(ours)
-    assert "weigh" in shown
-    assert "100%" in shown
+    assert "\rweigh: ━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌ 2.0 MB of 4.0 MB (50%), " in shown
+    assert "\rweigh: 2.0 MB in " in shown

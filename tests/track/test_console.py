@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from xml.etree import ElementTree
+from types import SimpleNamespace
 
 import pytest
 
-from textmill.storage.progress import progress
 from textmill.track.console import LiveConsole, PlainConsole, Throughput, format_time, format_valid, new_console
 
 
@@ -122,8 +121,8 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     console.log(21, {"valid_loss": 3.25})
     console.close()
     seen = stream.getvalue()
-    last = seen[seen.rindex("/1000") - 2 :]
-    assert last.startswith("21/1000"), "the bar moves with every step"
+    last = seen.split("\n")[-2].rpartition("\r")[2]
+    assert last.startswith("step   21/1000"), "the line that stays has the last step"
     assert "loss 4.2500  valid 3.2500" in last, "the last line has the last valid loss"
     for words in (
         "21/1000",
@@ -153,56 +152,21 @@ def test_remaining_time_with_a_growing_batch() -> None:
     assert growing.seconds_left(10) == pytest.approx(30.0), "the ten steps to come have three times the tokens"
 
 
-class Cell:
-    """What a Jupyter kernel's IPython offers, as far as it is used: a display that is updated."""
-
-    def __init__(self) -> None:
-        self.shown: list[str] = []
-        self.kernel = self
-
-    def get_ipython(self) -> Cell:
-        return self
-
-    def HTML(self, text: str) -> str:
-        return text
-
-    def display(self, text: str, *, display_id: bool) -> Cell:
-        assert display_id
-        self.shown.append(text)
-        return self
-
-    def update(self, text: str) -> None:
-        self.shown[-1] = text
-
-
-@pytest.fixture
-def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
-    cell = Cell()
-    monkeypatch.setitem(sys.modules, "IPython", cell)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "IPython.display", cell)  # type: ignore[arg-type]
-    return cell
-
-
-def test_a_bar_in_a_notebook(cell: Cell) -> None:
-    """One bar that is updated, at most twice a second; notes and valid losses are lines below the cell."""
+def test_a_line_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell goes back to the start of the line at a carriage return; the line is replaced at most five times a
+    second, and notes and valid losses are lines of their own."""
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=True))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)  # type: ignore[arg-type]
     clock, stream = Clock(), io.StringIO()
     console = new_console(throughput(clock), stream)
     clock.now = 10.0
     console.log(100, {"loss": 4.5})
     console.advance(101)  # too early to be shown
-    (bar,) = cell.shown
-    assert ElementTree.fromstring(bar).find("progress").attrib == {"value": "100", "max": "1000"}  # type: ignore[union-attr]
-    assert "step  100/1000  loss 4.5000" in "".join(ElementTree.fromstring(bar).itertext())
+    assert "100/1000" in stream.getvalue()
+    assert "101/1000" not in stream.getvalue()
     console.log(500, {"valid_loss": 3.9})
     console.note("saved <best>")
     console.close()
-    assert "step  500/1000  loss 4.5000  valid 3.9000" in cell.shown[0]
-    assert stream.getvalue().splitlines() == ["step 500: valid loss 3.9000", "saved <best>"]
-
-
-def test_the_progress_of_other_commands_in_a_notebook(cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("tokenize <a>", total=10, unit="documents") as bar:
-        bar.advance(10)
-    assert ElementTree.fromstring(cell.shown[0]).find("progress").attrib == {"value": "10", "max": "10"}  # type: ignore[union-attr]
-    assert "tokenize &lt;a&gt;: 10 documents in 0.0 s" in cell.shown[0]
-    assert capsys.readouterr().err == ""
+    lines = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")]
+    assert lines[:2] == ["step 500: valid loss 3.9000", "saved <best>"]
+    assert lines[2].startswith("step  500/1000 ━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌  loss 4.5000  valid 3.9000")

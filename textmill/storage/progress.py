@@ -1,27 +1,21 @@
-"""Progress of long work: a bar on a terminal (stderr) or in a notebook, a plain line every few seconds elsewhere."""
+"""Progress of long work on stderr: a line that is replaced on a terminal or in a notebook, else a line every few
+seconds."""
 
 from __future__ import annotations
 
-import html
+import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Protocol, TextIO
+from typing import TextIO
 
 LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
-NOTEBOOK_SECONDS = 0.5
-"""Seconds between two updates of a bar in a notebook."""
-
-
-class Bar(Protocol):
-    """What the work calls as it advances."""
-
-    def advance(self, amount: float = 1, second_amount: float = 0) -> None:
-        """Add to the work done, and to the amount in the second unit."""
-        ...
+LIVE_SECONDS = 0.2
+"""Seconds between two updates of a line that is replaced."""
+BAR_WIDTH = 20
 
 
 @contextmanager
@@ -32,41 +26,39 @@ def progress(
 
     `is_short`: work that is usually done at once, so that nothing of it stays on the screen unless it takes long.
     """
-    if sys.stderr.isatty():
-        with _rich_bar(name, total, unit, second_unit, is_short) as bar:
-            yield bar
-        return
-    cell = notebook_cell()
-    lines = (
-        NotebookLines(name, total, unit, cell, second_unit)
-        if cell
-        else PlainLines(name, total, unit, sys.stderr, second_unit)
-    )
-    yield lines
-    if not is_short or lines.last_line > lines.start:
-        lines.end()
+    bar = Bar(name, total, unit, sys.stderr, second_unit)
+    try:
+        yield bar
+    finally:
+        if bar.is_live:
+            replace_line(sys.stderr, "")
+    if not is_short or time.monotonic() - bar.start >= LINE_SECONDS:
+        bar.end()
 
 
-def notebook_cell() -> Callable[[str], None] | None:
-    """In a Jupyter notebook, a function that shows HTML below the cell in place of what it showed before."""
+def can_replace_lines(stream: TextIO) -> bool:
+    """Whether a carriage return goes back to the start of the line: on terminals, and in the cells of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if not hasattr(shell, "kernel"):
-        return None
-    ipython = import_module("IPython.display")
-    handle = ipython.display(ipython.HTML(""), display_id=True)
-    return lambda text: handle.update(ipython.HTML(text))
+    return hasattr(shell, "kernel") or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
-def html_bar(done: float, total: float | None, text: str) -> str:
-    """A progress bar, for `notebook_cell`, and text next to it."""
-    bar = f'<progress value="{done:.10g}" max="{total:.10g}"></progress> ' if total else ""
-    return f'<div style="font-family: monospace">{bar}{html.escape(text)}</div>'
+def replace_line(stream: TextIO, text: str) -> None:
+    """Write a text over the current line, and go back to its start."""
+    width = shutil.get_terminal_size((120, 24)).columns - 1
+    stream.write(f"\r{text[:width]:<{width}}\r")
+    stream.flush()
 
 
-class PlainLines:
-    """Progress as lines of text, at most one every `between` seconds and one at the end."""
+def draw_bar(done: float, total: float | None) -> str:
+    """A bar of the part that is done, and a space; nothing if the total is not known."""
+    if not total:
+        return ""
+    filled = round(BAR_WIDTH * min(1.0, done / total))
+    return "━" * filled + "╌" * (BAR_WIDTH - filled) + " "
 
-    between = LINE_SECONDS
+
+class Bar:
+    """Progress as a line that is replaced, or as lines, at most one every LINE_SECONDS and one at the end."""
 
     def __init__(self, name: str, total: float | None, unit: str, stream: TextIO, second_unit: str = "") -> None:
         self.name = name
@@ -74,88 +66,41 @@ class PlainLines:
         self.unit = unit
         self.stream = stream
         self.second_unit = second_unit
+        self.is_live = can_replace_lines(stream)
         self.done = self.second_done = 0.0
         self.start = self.last_line = time.monotonic()
 
     def advance(self, amount: float = 1, second_amount: float = 0) -> None:
+        """Add to the work done, and to the amount in the second unit."""
         self.done += amount
         self.second_done += second_amount
         now = time.monotonic()
-        if now - self.last_line >= self.between:
-            self.last_line = now
-            self._print(now - self.start, ended=False)
-
-    def end(self) -> None:
-        self._print(time.monotonic() - self.start, ended=True)
-
-    def _print(self, seconds: float, *, ended: bool) -> None:
-        rate = self.done / max(seconds, 1e-9)
+        if now - self.last_line < (LIVE_SECONDS if self.is_live else LINE_SECONDS):
+            return
+        self.last_line = now
+        rate = self.done / max(now - self.start, 1e-9)
         text = format_amount(self.done, self.unit)
-        if ended:
-            text = f"{text} in {format_duration(seconds)}"
-        elif self.total:
+        if self.total:
             left = format_duration((self.total - self.done) / rate) if rate else "?"
             text = f"{text} of {format_amount(self.total, self.unit)} ({self.done / self.total:.0%}), {left} left"
-        rates = [format_amount(rate, self.unit)]
-        if self.second_unit:
-            rates.append(format_amount(self.second_done / max(seconds, 1e-9), self.second_unit))
-        self._show(f"{self.name}: {text}, {', '.join(f'{one}/s' for one in rates)}")
+        text = f"{text}, {self._format_rates(now - self.start)}"
+        if self.is_live:
+            replace_line(self.stream, f"{self.name}: {draw_bar(self.done, self.total)}{text}")
+        else:
+            self._print(text)
 
-    def _show(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+    def end(self) -> None:
+        """Print the last line."""
+        seconds = time.monotonic() - self.start
+        amount = format_amount(self.done, self.unit)
+        self._print(f"{amount} in {format_duration(seconds)}, {self._format_rates(seconds)}")
 
+    def _format_rates(self, seconds: float) -> str:
+        amounts = [(self.done, self.unit)] + [(self.second_done, self.second_unit)] * bool(self.second_unit)
+        return ", ".join(f"{format_amount(amount / max(seconds, 1e-9), unit)}/s" for amount, unit in amounts)
 
-class NotebookLines(PlainLines):
-    """Progress as a bar in a notebook."""
-
-    between = NOTEBOOK_SECONDS
-
-    def __init__(
-        self, name: str, total: float | None, unit: str, cell: Callable[[str], None], second_unit: str = ""
-    ) -> None:
-        super().__init__(name, total, unit, sys.stderr, second_unit)
-        self.cell = cell
-
-    def _show(self, text: str) -> None:
-        self.cell(html_bar(self.done, self.total, text))
-
-
-@contextmanager
-def _rich_bar(name: str, total: float | None, unit: str, second_unit: str, transient: bool) -> Iterator[Bar]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class RateColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            # The average since the start: a recent rate is misleading for work that advances in few large chunks.
-            elapsed = max(task.finished_time or task.elapsed or 0, 1e-3)
-            text = f"{format_amount(task.completed, unit)}, {format_amount(task.completed / elapsed, unit)}/s"
-            if second_unit:
-                text += f", {format_amount(task.fields['second_done'] / elapsed, second_unit)}/s"
-            return Text(text)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), RateColumn())
-    remaining = TimeRemainingColumn(elapsed_when_finished=True)
-    with Progress(*columns, remaining, console=Console(stderr=True), transient=transient) as display:
-        task = display.add_task(name, total=total, second_done=0.0)
-        second_done = 0.0
-
-        class RichBar:
-            def advance(self, amount: float = 1, second_amount: float = 0) -> None:
-                nonlocal second_done
-                second_done += second_amount
-                display.update(task, advance=amount, second_done=second_done)
-
-        yield RichBar()
+    def _print(self, text: str) -> None:
+        print(f"{self.name}: {text}", file=self.stream, flush=True)
 
 
 def format_amount(amount: float, unit: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError, warn
-from textmill.track.console import Console, Throughput, new_console
+from textmill.track.console import PlainConsole, Throughput, new_console
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, JsonLines, NoteLines, truncate_after
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
@@ -28,7 +28,7 @@ class Tracker(Protocol):
 class Trackers:
     """All trackers of a run; one that fails is switched off with a warning and does not stop training."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: PlainConsole | None = None) -> None:
         self._console = console
         self._open: dict[str, Tracker] = {"console": console} if console else {}
         self._notes: NoteLines | None = None
@@ -56,23 +56,18 @@ class Trackers:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send the metrics of one step to every tracker."""
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.log(step, values)
-            except Exception as error:
-                self._switch_off(name, error)
+        for name in self.names:
+            self._call(name, lambda tracker: tracker.log(step, values))
 
     def mark(self, step: int, text: str) -> None:
         """Mark a step in the curves of every tracker: settings have changed from there on."""
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.mark(step, text)
-            except Exception as error:
-                self._switch_off(name, error)
+        for name in self.names:
+            self._call(name, lambda tracker: tracker.mark(step, text))
 
     def note(self, text: str) -> None:
         """Print a line on the console, and keep it in the file of notes."""
-        self._call_console(lambda console: console.note(text))
+        if (console := self._console) is not None:
+            self._call("console", lambda _: console.note(text))
         if self._notes is not None:
             try:
                 self._notes.write(text)
@@ -82,14 +77,20 @@ class Trackers:
 
     def advance(self, step: int) -> None:
         """Show that a step is done; it may be logged or not."""
-        self._call_console(lambda console: console.advance(step))
+        if (console := self._console) is not None:
+            self._call("console", lambda _: console.advance(step))
 
-    def _call_console(self, call: Callable[[Console], None]) -> None:
-        if self._console is not None and "console" in self._open:
-            try:
-                call(self._console)
-            except Exception as error:
-                self._switch_off("console", error)
+    def _call(self, name: str, call: Callable[[Tracker], object]) -> None:
+        """Call a tracker if it is open; one that fails is switched off."""
+        if (tracker := self._open.get(name)) is None:
+            return
+        try:
+            call(tracker)
+        except Exception as error:
+            del self._open[name]
+            with suppress(Exception):
+                tracker.close()
+            _warn(name, error)
 
     def set_steps(self, steps: int) -> None:
         """Tell the console the number of steps of the run, if it was not known at the start."""
@@ -107,12 +108,6 @@ class Trackers:
                 tracker.close()
             except Exception as error:
                 _warn(name, error)
-
-    def _switch_off(self, name: str, error: Exception) -> None:
-        tracker = self._open.pop(name)
-        with suppress(Exception):
-            tracker.close()
-        _warn(name, error)
 
 
 def open_trackers(

@@ -1,27 +1,16 @@
-"""Training progress on the console: a live line on a terminal, a bar in a notebook, plain lines elsewhere."""
+"""Training progress on the console: a live line on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from typing import TextIO
 
-from textmill.storage.progress import NOTEBOOK_SECONDS, html_bar, notebook_cell
+from textmill.storage.progress import LIVE_SECONDS, can_replace_lines, draw_bar, replace_line
 
 Values = dict[str, float]
-
-
-class Console(Protocol):
-    """A tracker that also prints notes."""
-
-    def log(self, step: int, values: Values) -> None: ...
-    def mark(self, step: int, text: str) -> None: ...
-    def advance(self, step: int) -> None: ...
-    def note(self, text: str) -> None: ...
-    def set_steps(self, steps: int) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -132,14 +121,15 @@ class PlainConsole:
         print(text, file=self._stream, flush=True)
 
 
-class LiveLine:
+class LiveConsole(PlainConsole):
     """A line that is replaced as training goes on: the last loss, the last valid loss, and what else was logged."""
 
-    def __init__(self, throughput: Throughput) -> None:
-        self._throughput = throughput
+    def __init__(self, throughput: Throughput, stream: TextIO) -> None:
+        super().__init__(throughput, stream)
         self._valid: float | None = None
         self._texts: list[str] = []
-        self._text = ""
+        self._step = throughput.start
+        self._shown = -math.inf
 
     def log(self, step: int, values: Values) -> None:
         """Update the line; it keeps showing the last loss and the last valid loss."""
@@ -150,99 +140,35 @@ class LiveLine:
             self.note(f"step {step}: {line}")
         if "loss" in values:
             self._texts = self._throughput.format_values(step, values)
-        valid = [] if self._valid is None else [f"valid {self._valid:.4f}"]
-        self._text = "  ".join([*self._texts[:1], *valid, *self._texts[1:]])
+        self._shown = -math.inf
         self.advance(step)
-
-    def mark(self, step: int, text: str) -> None:
-        """Changed settings were printed when the run resumed."""
 
     def advance(self, step: int) -> None:
         """Show how many steps are done."""
-        raise NotImplementedError
-
-    def note(self, text: str) -> None:
-        """Print a line above the live one."""
-        raise NotImplementedError
-
-
-class LiveConsole(LiveLine):
-    """A live line at the bottom of a terminal."""
-
-    def __init__(self, throughput: Throughput, stream: TextIO) -> None:
-        super().__init__(throughput)
-        # Imported here: rich loads slowly, and plain lines do not need it.
-        from rich.console import Console as Terminal
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = (
-            TextColumn("step {task.fields[place]}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.description}", markup=False),
-        )
-        self._bar = Progress(*columns, console=Terminal(file=stream, highlight=False), refresh_per_second=4)
-        self._task = self._bar.add_task(
-            "", total=throughput.steps, completed=throughput.start, place=throughput.format_step(throughput.start)
-        )
-        self._bar.start()
-
-    def advance(self, step: int) -> None:
-        place = self._throughput.format_step(step)
-        self._bar.update(self._task, completed=step, place=place, description=self._text)
-
-    def note(self, text: str) -> None:
-        """Print a line above the live one."""
-        self._bar.console.print(text, markup=False, soft_wrap=True)
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of steps of the run."""
-        self._throughput.steps = steps
-        self._bar.update(self._task, total=steps)
-
-    def close(self) -> None:
-        """Stop updating; the last line stays visible."""
-        self._bar.stop()
-
-
-class NotebookConsole(LiveLine):
-    """A bar in a notebook; notes and valid losses are lines of the cell's output."""
-
-    def __init__(self, throughput: Throughput, stream: TextIO, cell: Callable[[str], None]) -> None:
-        super().__init__(throughput)
-        self._plain = PlainConsole(throughput, stream)
-        self._cell = cell
-        self._step = throughput.start
-        self._shown = 0.0
-
-    def advance(self, step: int) -> None:
         self._step = step
-        now = self._throughput.clock()
-        if now - self._shown >= NOTEBOOK_SECONDS or step == self._throughput.steps:
+        if (now := self._throughput.clock()) - self._shown >= LIVE_SECONDS:
             self._shown = now
-            self._show()
+            replace_line(self._stream, self._line())
 
     def note(self, text: str) -> None:
-        self._plain.note(text)
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of steps of the run."""
-        self._throughput.steps = steps
+        """Print a line above the live one."""
+        replace_line(self._stream, "")
+        self._print(text)
 
     def close(self) -> None:
-        """The bar stays visible, as it was last."""
-        self._show()
+        """The last line stays visible."""
+        self.note(self._line())
 
-    def _show(self) -> None:
-        text = f"step {self._throughput.format_step(self._step)}  {self._text}"
-        self._cell(html_bar(self._step, self._throughput.steps, text))
+    def _line(self) -> str:
+        place = f"step {self._throughput.format_step(self._step)}"
+        valid = [] if self._valid is None else [f"valid {self._valid:.4f}"]
+        bar = draw_bar(self._step, self._throughput.steps)
+        return "  ".join([f"{place} {bar}".rstrip(), *self._texts[:1], *valid, *self._texts[1:]])
 
 
-def new_console(throughput: Throughput, stream: TextIO) -> Console:
-    """A live console for a terminal, a bar in a notebook, else a plain console."""
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
-        return LiveConsole(throughput, stream)
-    cell = notebook_cell()
-    return NotebookConsole(throughput, stream, cell) if cell else PlainConsole(throughput, stream)
+def new_console(throughput: Throughput, stream: TextIO) -> PlainConsole:
+    """A live line where lines can be replaced, else plain lines."""
+    return (LiveConsole if can_replace_lines(stream) else PlainConsole)(throughput, stream)
 
 
 OF_SOURCE = "valid_loss_"
