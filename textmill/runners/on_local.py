@@ -6,7 +6,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -24,9 +24,7 @@ POLL_SECONDS = 1.0
 """The main thread receives signals only between waits, so it never waits longer than this."""
 SHARDS_PER_WORKER = 4
 """Shards in flight per worker: enough to keep all workers busy, few enough for any number of shards."""
-MAX_POOL_CRASHES = 2
-"""Pool crashes after which the shards in flight run one at a time, to find the one that crashes."""
-MAX_SOLO_CRASHES = 2
+MAX_CRASHES = 2
 """Crashes of one shard on its own before the map fails."""
 
 
@@ -83,70 +81,53 @@ class ProcessRunner:
             shard_map.pool.finish()
 
 
-@dataclass
-class _Task(Generic[Shard, Result]):
-    shard: Shard
-    future: Future[Result]
-
-
 class _ShardMap(Generic[Shard, Result]):
     """One map: the shards in flight, and recovery when a worker dies; the caller owns the pool afterwards."""
 
     def __init__(self, function: Callable[[Shard], Result], workers: int, pool: _Pool) -> None:
         self.function = function
         self.workers = workers
-        self.in_flight: deque[_Task[Shard, Result]] = deque()
-        self.crashes = 0
-        self.suspects = 0  # how many shards at the front were in flight at the last crash
+        self.in_flight: deque[tuple[Shard, Future[Result]]] = deque()
         self.pool = pool
 
     def results(self, shards: Iterator[Shard]) -> Iterator[Result]:
         try:
             while self._fill(shards):
+                shard, future = self.in_flight.popleft()
                 try:
-                    result = _wait_for_result(self.in_flight[0].future)
-                except BrokenProcessPool:
-                    self._restart_pool()
-                    continue
-                self.in_flight.popleft()
-                self._clear_front_shard()
+                    result = _wait_for_result(future)
+                except (BrokenProcessPool, CancelledError):
+                    self.pool.stop()
+                    result = self._run_alone(shard)
                 yield result
         except BaseException:  # also when the caller stops iterating
             self.pool.stop()
             raise
 
     def _fill(self, shards: Iterator[Shard]) -> bool:
-        if not self.suspects:
+        """Submit shards; after a crash only when no shard of before is left, in a new pool."""
+        if self.pool.is_stopped and not self.in_flight:
+            self.pool = _Pool(self.workers)
+        if not self.pool.is_stopped:
             for shard in islice(shards, SHARDS_PER_WORKER * self.workers - len(self.in_flight)):
-                self.in_flight.append(_Task(shard, self.pool.submit(self.function, shard)))
+                self.in_flight.append((shard, self.pool.submit(self.function, shard)))
         return bool(self.in_flight)
 
-    def _restart_pool(self) -> None:
-        """Start a new pool and submit the unfinished shards again."""
-        self.pool.stop()
-        self.crashes += 1
-        if self.crashes >= MAX_POOL_CRASHES + MAX_SOLO_CRASHES:
-            raise TextmillError(
-                f"runner: the worker died on {self.in_flight[0].shard!r}, even when it ran alone "
-                f"(killed, or out of memory?); use a machine with more memory, or remove that input"
-            )
-        self.pool = _Pool(self.workers if self.crashes < MAX_POOL_CRASHES else 1)
-        self.suspects = len(self.in_flight)
-        for task in self.in_flight:
-            if task.future.cancelled() or isinstance(task.future.exception(), BrokenProcessPool):
-                task.future = self.pool.submit(self.function, task.shard)
-
-    def _clear_front_shard(self) -> None:
-        """Mark the front shard as finished; when all suspects are, use the full pool again."""
-        if not self.suspects:
-            return
-        self.suspects -= 1
-        self.crashes = min(self.crashes, MAX_POOL_CRASHES)
-        if not self.suspects:
-            if self.crashes == MAX_POOL_CRASHES:
-                self.pool.finish()
-                self.pool = _Pool(self.workers)
-            self.crashes = 0
+    def _run_alone(self, shard: Shard) -> Result:
+        """The result of a shard that was in flight when a worker died, which may have killed it."""
+        for _ in range(MAX_CRASHES):
+            pool = _Pool(1)
+            try:
+                result: Result = _wait_for_result(pool.submit(self.function, shard))
+                return result
+            except BrokenProcessPool:
+                continue
+            finally:
+                pool.stop()
+        raise TextmillError(
+            f"runner: the worker died on {shard!r}, even when it ran alone (killed, or out of memory?); "
+            "use a machine with more memory, or remove that input"
+        )
 
 
 def _wait_for_result(future: Future[Result]) -> Result:
@@ -165,6 +146,7 @@ class _Pool:
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")  # fork copies locks that another thread may hold
         self._reader, self._writer = context.Pipe(duplex=False)
+        self.is_stopped = False
         self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(self._reader,))
 
     def submit(self, function: Callable[[Any], Any], shard: Any) -> Future[Any]:
@@ -182,6 +164,7 @@ class _Pool:
 
     def stop(self) -> None:
         """Stop the workers immediately."""
+        self.is_stopped = True
         self._writer.close()
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
