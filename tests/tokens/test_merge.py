@@ -11,7 +11,7 @@ from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import manifest_entry, read_json, write_json
-from textmill.storage.stages import Stage, open_manifest
+from textmill.storage.stages import open_manifest
 from textmill.tokens.lineage import Lineage, lineage_path, new_lineage
 from textmill.tokens.merge import merge
 from textmill.tokens.store import StoreWriter, open_store
@@ -92,19 +92,6 @@ def test_stores_that_do_not_match_are_an_error(tmp_path: Path) -> None:
         merge(str(tmp_path / "out"), [str(wide), str(tmp_path / "nowhere")])
     assert main(["merge"]) == main(["merge", "x"]) == main(["merge", "x", "y"]) == 2
     assert not (tmp_path / "out").exists()
-
-
-def test_damage_in_a_long_file_is_located(tmp_path: Path) -> None:
-    path = tmp_path / "long"
-    with open(path, "wb") as stream:
-        stream.truncate(200 << 20)
-    Stage("x", tmp_path, {}, "folder: .\n").write_manifest(tmp_path, {"long": manifest_entry(path)}, {})
-    assert len(read_json(tmp_path / "manifest.json")["files"]["long"]["parts"]) == 4
-    with open(path, "r+b") as stream:
-        stream.seek(150 << 20)
-        stream.write(b"\x01")
-    with pytest.raises(TextmillError, match="between bytes 134,217,728 and 201,326,592"):
-        check(str(tmp_path))
 
 
 def test_a_changed_manifest_is_found(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import glob
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +17,6 @@ from textmill.errors import TextmillError
 from textmill.storage.faults import on_disk_access
 
 BLOCK_BYTES = 1 << 20
-PART_BYTES = 1 << 26
-"""A longer file also gets one checksum per this many bytes, so that damage can be located."""
 
 
 def hash_file(path: Path | str) -> str:
@@ -126,21 +123,8 @@ def read_json(path: Path) -> Any:
 
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """A file's length and SHA-256 as a manifest stores them; a long file also gets a short checksum per part."""
-    file_digest = hashlib.sha256()
-    part_digests = [hashlib.sha256()]
-    with open(path, "rb") as stream:
-        for number in itertools.count(1):
-            if not (block := stream.read(BLOCK_BYTES)):
-                break
-            file_digest.update(block)
-            part_digests[-1].update(block)
-            if number * BLOCK_BYTES % PART_BYTES == 0:
-                part_digests.append(hashlib.sha256())
-    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": file_digest.hexdigest()}
-    if len(part_digests) > 1:
-        entry["parts"] = [digest.hexdigest()[:16] for digest in part_digests]
-    return entry
+    """A file's length and SHA-256 as a manifest stores them."""
+    return {"bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
 def find_damage(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = True) -> list[str]:
@@ -152,18 +136,9 @@ def find_damage(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = 
             problems.append(f"{name} is missing")
         elif (length := path.stat().st_size) != entry["bytes"]:
             problems.append(f"{name} has {length:,} bytes instead of {entry['bytes']:,}")
-        elif deep and (actual := manifest_entry(path))["sha256"] != entry["sha256"]:
-            damaged_range = _format_damaged_range(actual.get("parts", []), entry.get("parts", []))
-            problems.append(f"{name} does not match its checksum{damaged_range}")
+        elif deep and hash_file(path) != entry["sha256"]:
+            problems.append(f"{name} does not match its checksum")
     return problems
-
-
-def _format_damaged_range(actual: list[str], recorded: list[str]) -> str:
-    """The first byte range whose checksum changed, in brackets; empty for a short file."""
-    for number, (actual_part, recorded_part) in enumerate(zip(actual, recorded, strict=False)):
-        if actual_part != recorded_part:
-            return f" (between bytes {number * PART_BYTES:,} and {(number + 1) * PART_BYTES:,})"
-    return ""
 
 
 @contextmanager
