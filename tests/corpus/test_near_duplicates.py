@@ -70,11 +70,6 @@ def test_shingles_against_their_definition(unit: Any, n: int, texts: list[str]) 
         assert jaccard(distinct(one), distinct(other)) == plain_jaccard(first, second)
 
 
-def test_white_space_is_that_of_python() -> None:
-    points = np.arange(0x3100, dtype=np.uint32)
-    assert minhash._is_space(points).tolist() == [chr(point).isspace() for point in range(0x3100)]
-
-
 def test_long_text_is_shingled_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"söz{number}" for number in range(3000))
     complete = shingle_set(text, "characters", 5)

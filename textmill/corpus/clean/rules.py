@@ -457,8 +457,6 @@ _PHRASES = r"""
 | (?:[隐隱]私政策|用户协议|免责声明|联系我们|关于我们|返回顶部|阅读更多|查看更多|点击这里|分享到|登录|注册)$
 """
 _PHRASE = re.compile(rf"[^\w©(]*+(?:{_PHRASES})", re.IGNORECASE | re.VERBOSE)
-_PHRASE_OR_SPACES = re.compile(rf"[^\w©(]*+(?:{_PHRASES})".replace("$", r"\s*+$"), re.IGNORECASE | re.VERBOSE)
-"""Also matches before the white space of a line is removed."""
 _NAVIGATION = re.compile(r"[^|»›·•>\n]{1,24}(?:[ \t]*[|»›·•>][ \t]*[^|»›·•>\n]{1,24}){2,}\s*")
 _SEPARATOR = re.compile(r"[|»›·•>]")
 _ENDS = (".", "!", "?", "。", "！", "？", "…")
@@ -478,28 +476,9 @@ def drop_boilerplate(text: str) -> str:
     end. A table row, which starts with |, is kept.
     """
     lines = text.split("\n")
-    harmless_letters = _other_first_letters()
     may_navigate = _SEPARATOR.search(text) is not None
-    match_phrase = _PHRASE_OR_SPACES.match
-    find_separator = _SEPARATOR.search
-    kept = []
-    for line in lines:
-        if line and len(line) <= MAX_BOILERPLATE_CHARACTERS:
-            # Two cheap tests rule out nearly all lines before the exact one.
-            may_have_phrase = line[0] not in harmless_letters and match_phrase(line)
-            may_be_boilerplate = may_have_phrase or (may_navigate and find_separator(line))
-            if may_be_boilerplate and is_boilerplate(line, may_navigate):
-                continue
-        kept.append(line)
+    kept = [line for line in lines if len(line) > MAX_BOILERPLATE_CHARACTERS or not is_boilerplate(line, may_navigate)]
     return text if len(kept) == len(lines) else "\n".join(kept)
-
-
-@cache
-def _other_first_letters() -> frozenset[str]:
-    """Letters of the Basic Multilingual Plane that are nowhere in the known phrases, so that none begins with them."""
-    letters = "".join(filter(str.isalpha, map(chr, range(0x10000))))
-    used = "".join(set(filter(str.isalpha, _PHRASES)))
-    return frozenset(letters) - set(re.findall(f"[{used}]", letters, re.IGNORECASE))
 
 
 def is_boilerplate(line: str, may_navigate: bool = True) -> bool:

@@ -91,37 +91,13 @@ def jaccard(first_set: Hashes, second_set: Hashes) -> float:
 
 def _normalise(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """The concatenated code points of all normalised texts, and the length of each."""
-    folded = [_fold(text) for text in texts]
-    lengths = np.array([len(text) + 1 for text in folded], dtype=np.int64)
-    # Each text gets a final line end. A run of white space becomes one space, and the last one is then removed.
-    points = np.frombuffer("".join([text + "\n" for text in folded]).encode("utf-32-le", "surrogatepass"), np.uint32)
-    is_space = _is_space(points)
-    keep = np.ones(len(points), dtype=np.bool_)
-    np.logical_not(is_space[1:] & is_space[:-1], out=keep[1:])
-    keep[0] = not is_space[0]
-    lengths = np.add.reduceat(keep, np.cumsum(lengths) - lengths, dtype=np.int64)
-    points = np.where(is_space, np.uint32(32), points)[keep]
-    last = np.zeros(len(points), dtype=np.bool_)
-    last[np.cumsum(lengths)[lengths > 0] - 1] = True
-    return points[~last], np.maximum(lengths - 1, 0)
+    folded = [" ".join(_fold(text).split()) for text in texts]
+    points = np.frombuffer("".join(folded).encode("utf-32-le", "surrogatepass"), np.uint32)
+    return points, np.array([len(text) for text in folded], dtype=np.int64)
 
 
 def _fold(text: str) -> str:
     return text.lower() if text.isascii() else unicodedata.normalize("NFC", text).casefold()
-
-
-def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """White space as `str.isspace` defines it; the unsigned subtraction makes each range test one comparison."""
-    is_space = (points - np.uint32(0x09) <= 4) | (points - np.uint32(0x1C) <= 4)
-    if points.max(initial=0) > 0x7E:
-        is_space |= (points == 0xA0) | (points == 0x3000) | (points == 0x85) | (points == 0x1680)
-        is_space |= (
-            (points - np.uint32(0x2000) <= 0xA)
-            | (points - np.uint32(0x2028) <= 1)
-            | (points == 0x202F)
-            | (points == 0x205F)
-        )
-    return is_space
 
 
 def _words(points: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
