@@ -108,7 +108,8 @@ def open_source(source: Source) -> io.BufferedReader:
     stream = decompress(reopen(), source.address, reopen)
     if source.damage is None:
         return stream
-    return io.BufferedReader(_BlockStream(_IntactPart(stream, source.damage).read1, stream), BUFFER_BYTES)
+    intact = _FirstBytes(stream, source.damage.intact_bytes, BrokenStream(source.damage.reason))
+    return io.BufferedReader(_BlockStream(intact.read1, stream), BUFFER_BYTES)
 
 
 def _open_small_file(source: Source) -> io.BufferedReader | None:
@@ -135,7 +136,9 @@ def _open_part(address: str, start: int, stop: int) -> BinaryIO:
     """The first bytes of a file, or the complete lines between two places of it."""
     if not start:
         raw = open_raw(address)
-        first = _FirstBytes(raw, stop, is_compressed=stored_name(address).endswith(COMPRESSIONS))
+        # Of compressed data the end is missing, of other data a part of the last line.
+        is_compressed = stored_name(address).endswith(COMPRESSIONS)
+        first = _FirstBytes(raw, stop, None if is_compressed else EOFError("the part ends here"))
         return io.BufferedReader(_BlockStream(first.read1, raw), BUFFER_BYTES)
     try:
         with open_seekable(address) as stream:
@@ -287,33 +290,16 @@ class _BlockStream(io.RawIOBase):
 
 
 class _FirstBytes:
-    """The first bytes of a stream, which then ends like a truncated file: compressed data without its end, other data
-    with an error, since its last line is incomplete."""
+    """The first bytes of a stream, then an error; without one the stream ends, as that of a truncated file."""
 
-    def __init__(self, stream: BinaryIO, size: int, *, is_compressed: bool) -> None:
+    def __init__(self, stream: BinaryIO, size: int, error: Exception | None) -> None:
         self.stream = stream
         self.left = size
-        self.is_compressed = is_compressed
+        self.error = error
 
     def read1(self, size: int) -> bytes:
-        block = self.stream.read(min(size, self.left))
-        if not self.left and not self.is_compressed and self.stream.read(1):
-            raise EOFError("the part ends here")
-        self.left -= len(block)
-        return block
-
-
-class _IntactPart:
-    """What is before the damage of a stream; then BrokenStream."""
-
-    def __init__(self, stream: BinaryIO, damage: Damage) -> None:
-        self.stream = stream
-        self.left = damage.intact_bytes
-        self.reason = damage.reason
-
-    def read1(self, size: int) -> bytes:
-        if not self.left:
-            raise BrokenStream(self.reason)
+        if not self.left and self.error:
+            raise self.error
         block = self.stream.read(min(size, self.left))
         self.left -= len(block)
         return block
