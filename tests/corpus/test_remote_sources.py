@@ -16,14 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import textmill.corpus.formats
 from textmill.config import CorpusConfig, RunConfig
 from textmill.config.load import resolve_paths
 from textmill.corpus.document import Document
 from textmill.corpus.find_sources import find_sources, portable_names, read_records, source_state, split_into_chunks
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import BadRecord
-from textmill.corpus.source import Source, SourceChunk
 from textmill.errors import TextmillError
 
 LINES = [f"{number} satır" for number in range(200)]
@@ -159,56 +157,6 @@ def test_hub_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         find_sources(["hf:wikitext"])
 
 
-# MongoDB
-
-
-@pytest.fixture
-def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pymongo")
-    from textmill.corpus.formats import mongo
-
-    snapshot = (mongo.CollectionRange("a", 0, 30), mongo.CollectionRange("b", 30, 220))
-
-    def find(entry: str) -> list[Source]:
-        return [Source(entry, entry.removeprefix("mongo:"), "mongo", snapshot=snapshot)]
-
-    def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-        assert chunk.source.address.endswith("db_config.json")
-        assert chunk.source.snapshot == snapshot
-        for number in range(chunk.start, chunk.stop):
-            yield (
-                BadRecord("c", f"idx {number}", "gone", b"")
-                if number == 3
-                else Document(f"document {number}", "c", f"idx {number}")
-            )
-
-    monkeypatch.setattr(mongo, "find", find)
-    monkeypatch.setattr(mongo, "read", read)
-    monkeypatch.setattr(mongo, "state", lambda source: (250, "mark"))
-    monkeypatch.setattr(mongo, "DOCUMENTS_PER_CHUNK", 100)
-
-
-def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["mongo:conf/db_config.json"]
-    chunks = split_into_chunks(find_sources(words), "section")
-    assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 100), (100, 200), (200, 250)]
-    found = read(words)
-    assert [one.place if isinstance(one, BadRecord) else one.id for one in found] == [
-        f"idx {number}" for number in range(250)
-    ]
-    config = RunConfig.model_validate({"folder": "out", "corpus": {"sources": words}, "runner": {"workers": 1}})
-    account = json.loads((prepare(config) / "account.json").read_text())
-    assert account["by_source"]["mongo:conf/db_config.json"]["quarantined"] == 1
-    assert account["kept"] == 249
-    assert resolve_paths({"corpus": {"sources": words}}, tmp_path)["corpus"]["sources"] == [
-        f"mongo:{tmp_path}/conf/db_config.json"
-    ]
-
-
-def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pymongo", None)
-    monkeypatch.delitem(sys.modules, "textmill.corpus.formats.mongo", raising=False)
-    monkeypatch.delattr(textmill.corpus.formats, "mongo", raising=False)
-    with pytest.raises(TextmillError, match=r"a MongoDB corpus needs pymongo; run: pip install 'textmill\[mongo\]'"):
-        find_sources(["mongo:x.json"])
+def test_a_mongo_entry_is_a_path() -> None:
+    resolved = resolve_paths({"corpus": {"sources": ["mongo:conf/db_config.json"]}}, Path("/project"))
+    assert resolved["corpus"]["sources"] == ["mongo:/project/conf/db_config.json"]
