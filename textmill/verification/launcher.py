@@ -16,9 +16,8 @@ from typing import Any
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.storage.files import read_json
+from textmill.storage.files import read_json, write_text
 from textmill.storage.tensor_files import Named, read_tensors
-from textmill.verification.small_config import write_config
 
 TIMEOUT = 900
 """Seconds that a trial may take."""
@@ -86,7 +85,7 @@ def _start(configs: list[RunConfig], folder: Path, processes: int) -> Iterator[l
     """Start the processes for a list of configs, each with a file for its output; all are killed at the end."""
     for number, config in enumerate(configs):
         (folder / str(number)).mkdir(parents=True)
-        write_config(config, folder / str(number))
+        write_text(folder / str(number) / "config.json", config.model_dump_json())
     command = [
         sys.executable,
         "-m",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,14 +16,12 @@ from textmill.config.deepspeed_json import read_user_config
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.config.own_files import is_own_file
 from textmill.engines.deepspeed_config import fill_unset
-from textmill.engines.distillation.teachers import check_teachers
 from textmill.engines.meshes import mesh_of
 from textmill.errors import TextmillError
-from textmill.models import Shape, initial_weights, open_family, read_shape
+from textmill.models import Shape, open_family, read_shape
 from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import matches
-from textmill.storage.files import read_json, write_bytes, write_text
-from textmill.storage.tensor_files import encode_safetensors
+from textmill.storage.files import read_json
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 STEPS = 8
@@ -58,8 +55,6 @@ REPLACED_KEYS = (
     "scheduler",
 )
 """Keys of a user's DeepSpeed JSON that a small copy replaces."""
-MOST_TEACHERS = 2
-"""Most teachers of a small copy."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,6 @@ class VerificationPlan:
 
 def build_plan(config: RunConfig) -> VerificationPlan:
     """The small copies of a config, for one process and for the mesh, in each precision."""
-    check_teachers(config.train.distil, config.engine, config.model)
     engine = _inline_user_config(config.engine)
     config = config.model_copy(update={"engine": engine})
     full = _full_shape(config.model)
@@ -206,7 +200,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
         "tokens": None,
         "batch_rampup": [],
         "freeze": frozen,
-        "distil": shrink_distil(config.train.distil),
+        "distil": DistilConfig(),  # the mesh does not change what teachers predict
     }
     engine = {
         "device": "cpu",
@@ -242,22 +236,11 @@ def _full_shape(model: ModelConfig) -> Shape:
     return family.shape_of(model, vocab=VOCAB, eos_id=0)
 
 
-def write_config(config: RunConfig, folder: Path) -> None:
-    """Write a small copy for the processes of a trial, and its teachers.
-
-    `model.lora` has a file of its own: here adapters are on random weights, which the config's validation rejects.
-    """
-    distil = write_teachers(config.train.distil, config.model, config.train.seed, folder)
-    train = config.train.model_copy(update={"distil": distil})
-    model = config.model.model_copy(update={"lora": None})
-    write_text(folder / "config.json", config.model_copy(update={"model": model, "train": train}).model_dump_json())
-    write_text(folder / "lora.json", config.model.lora.model_dump_json() if config.model.lora else "null")
-
-
-def read_config(folder: Path) -> RunConfig:
-    """Read what `write_config` wrote."""
-    config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
-    lora = read_json(folder / "lora.json")
+def read_config(path: Path) -> RunConfig:
+    """Read a small copy; its adapters are on random weights, which the config's validation rejects."""
+    tree = read_json(path)
+    lora = tree["model"].pop("lora")
+    config = RunConfig.model_validate(tree)
     model = config.model.model_copy(update={"lora": lora and LoraConfig(**lora)})
     return config.model_copy(update={"model": model})
 
@@ -283,30 +266,3 @@ def build_batches(rows: int, *, isolate_documents: bool) -> Iterator[Batch]:
         if isolate_documents:
             documents = 1 + (np.arange(LENGTH)[None] >= random.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
         yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)
-
-
-def shrink_distil(distil: DistilConfig) -> DistilConfig:
-    """The same terms for a small copy."""
-    if not distil.teachers:
-        return distil
-    update = {
-        "teachers": [f"teacher-{number}" for number in range(min(MOST_TEACHERS, len(distil.teachers)))],
-        "student_layers": [],
-        "teacher_layers": [],
-    }
-    return distil.model_copy(update=update)
-
-
-def write_teachers(distil: DistilConfig, model: ModelConfig, seed: int, folder: Path) -> DistilConfig:
-    """Write the teachers of a small copy, of the model's own shape; return the section with their folders."""
-    family = open_family(model.family)
-    shape = trial_shape(model)
-    folders = []
-    for number, name in enumerate(distil.teachers):
-        teacher = folder / name
-        teacher.mkdir()
-        write_text(teacher / "config.json", json.dumps(family.hf_config_of(shape)))
-        weights = [*initial_weights(shape, seed + 1 + number)]
-        write_bytes(teacher / "model.safetensors", encode_safetensors(weights))
-        folders.append(str(teacher.absolute()))
-    return distil.model_copy(update={"teachers": folders})

@@ -65,7 +65,7 @@ def run_trial(engine: Engine, train: TrainConfig, learning_rate: float, folder: 
 def main(arguments: list[str]) -> int:
     """Run the config of each folder, one after the other, on the processes that were started together."""
     folders = [Path(argument) for argument in arguments]
-    configs = [read_config(folder) for folder in folders]
+    configs = [read_config(folder / "config.json") for folder in folders]
     ranks = open_ranks(configs[0].engine)
     for config, folder in zip(configs, folders, strict=True):
         shape = trial_shape(config.model)
