@@ -35,7 +35,7 @@ from torch import Tensor
 from textmill.config import DistilConfig, ModelConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.engines import open_engine
-from textmill.engines.distillation.loss_torch import Prediction, distillation_loss
+from textmill.engines.distillation_torch import Prediction, distillation_loss
 from textmill.engines.losses_torch import WeightedLabels
 from textmill.models import initial_weights, open_family
 from textmill.storage.tensor_files import encode_safetensors

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LAYERS = "textmill.models.layers_torch"
+LAYERS = "textmill.models.base_torch"
 VOCABS = {"bert": 30522}
 VOCAB = 50257
 Patches = dict[str, Any]

@@ -20,8 +20,8 @@ from textmill import corpora
 from textmill.config import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import EvalSums, open_engine, open_ranks
 from textmill.models import initial_weights, open_family
-from textmill.schedules import lr_at
 from textmill.tokens.batches.batch import Batch
+from textmill.training.run_length import lr_at
 
 BATCH, LENGTH, LAYERS, WIDTH, VALID, SEED = 32, 64, 2, 64, 512, 1
 

@@ -21,7 +21,7 @@ import torch
 from time_to_loss import SETTINGS, TICKS, batch_at, evaluate, open_initial_engine, shuffle_windows
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from textmill.schedules import lr_at
+from textmill.training.run_length import lr_at
 
 CHARACTERS, VOCAB, VALID = 8e6, 4096, 40_000
 SMALL = {

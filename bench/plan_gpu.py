@@ -27,7 +27,7 @@ from train_gpu import make_batch
 from textmill.commands.plan import probe_speed, target_of
 from textmill.config import RunConfig
 from textmill.engines import open_engine
-from textmill.engines.memory.estimate import Estimator
+from textmill.engines.memory import Estimator
 from textmill.models import initial_weights, open_family
 from textmill.models.lora import initial_adapters
 

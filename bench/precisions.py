@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bench.time_to_loss import SETTINGS, batch_at, evaluate, open_initial_engine, read_tokens, shuffle_windows
-from textmill.schedules import lr_at
+from textmill.training.run_length import lr_at
 
 DEFAULTS: dict[str, Any] = {
     "size": "medium",

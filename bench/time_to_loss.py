@@ -46,8 +46,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from textmill.config import ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, EvalSums, open_engine
 from textmill.models import initial_weights, open_family
-from textmill.schedules import lr_at
 from textmill.tokens.batches.batch import Batch
+from textmill.training.run_length import lr_at
 
 END = 50256
 TICKS = 100_000

@@ -26,11 +26,11 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights
-from textmill.schedules import lr_at
 from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.training import loop
+from textmill.training.run_length import lr_at
 from textmill.training.start import choose_start
 from textmill.where import open_where
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.config import ModelConfig
-from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.family import BaseShape
-from textmill.models.layers_torch import (
+from textmill.models.base_torch import (
+    BaseBlock,
+    BaseNet,
     Context,
     Dropout,
     attention,
@@ -25,6 +25,7 @@ from textmill.models.layers_torch import (
     split_heads,
     token_positions,
 )
+from textmill.models.family import Shape as BaseShape
 from textmill.models.weights import Weight
 
 NAME = "mixture_of_experts"

@@ -7,7 +7,6 @@ Copy it to begin a family of your own; docs/own-model.md says what each part is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,9 +16,18 @@ from torch import Tensor, nn
 
 from textmill.config import ModelConfig
 from textmill.errors import TextmillError
-from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.layers_torch import Context, Dropout, attention, linear, new_embedding, token_positions
-from textmill.models.weights import Weight, count_flops, count_parameters
+from textmill.models.base_torch import (
+    BaseBlock,
+    BaseNet,
+    Context,
+    Dropout,
+    attention,
+    linear,
+    new_embedding,
+    token_positions,
+)
+from textmill.models.family import Shape as BaseShape
+from textmill.models.weights import Weight
 
 NAME = "mynet"
 """The `model_type` in config.json."""
@@ -30,30 +38,15 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(BaseShape):
     """The numbers that a net is built from; they decide whether a run may resume."""
 
-    layers: int
-    heads: int
     kv_heads: int
-    width: int
-    inner: int
-    positions: int
-    vocab: int
-    eos_id: int
     dropout: float = 0.0
     family: str = NAME
-    attention_dropout = 0.0
 
-    padded_vocab = property(lambda self: -(-self.vocab // 64) * 64)
-    uses_dropout = property(lambda self: self.dropout > 0)
-    parameters = property(lambda self: count_parameters(weights_of(self)))
-
-    def with_dropout(self, fraction: float) -> Shape:
-        return replace(self, dropout=fraction)
-
-    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        return count_flops(weights_of(self), self.layers, self.width, length, trained)
+    def weights(self) -> list[Weight]:
+        return weights_of(self)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {"kv_heads": self.kv_heads, "inner": self.inner}

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.config import ModelConfig
-from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.family import BaseShape
-from textmill.models.layers_torch import (
+from textmill.models.base_torch import (
+    BaseBlock,
+    BaseNet,
     Context,
     Dropout,
     StateCache,
@@ -28,6 +28,7 @@ from textmill.models.layers_torch import (
     new_embedding,
     split_heads,
 )
+from textmill.models.family import Shape as BaseShape
 from textmill.models.weights import Weight
 
 NAME = "recurrent"

@@ -15,7 +15,7 @@ from textmill.commands.plan import OLD_GPUS, communication_of, trained_weights
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.devices import GPUS, peak_flops_by_name
-from textmill.engines.memory.estimate import Device, Estimator
+from textmill.engines.memory import Device, Estimator
 from textmill.models import open_family
 from textmill.storage.tensor_files import read_model
 

@@ -8,9 +8,11 @@ from torch import nn
 
 from tests.support.kernel_devices import DEVICES
 from textmill.config import TrainConfig
-from textmill.engines.optimizers.adamw_torch import AdamW
+from textmill.engines.optimizers import AdamW, Member
+from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
+WEIGHT = Weight("any", (1,))
 SIZES = ((3,), (70, 130), (5000,), (2, 4096))
 
 
@@ -23,7 +25,8 @@ def test_updates_match_torch(betas: tuple[float, float], device: str) -> None:
     exact = [nn.Parameter(torch.randn(size, generator=dice, dtype=torch.float64)) for size in SIZES]
     ours = [nn.Parameter(parameter.detach().float().to(device)) for parameter in exact]
     rules = [Rule(trained=True, rate=1.0 + number % 2, decay=0.1 * (number > 1)) for number in range(len(SIZES))]
-    adam, done = AdamW(zip(ours, rules, strict=True), train), torch.zeros((), dtype=torch.int64, device=device)
+    members = [Member(WEIGHT, *one) for one in zip(ours, rules, strict=True)]
+    adam, done = AdamW(members, train), torch.zeros((), dtype=torch.int64, device=device)
     groups = [
         {"params": [one], "lr": 0.01 * rule.rate, "weight_decay": rule.decay}
         for one, rule in zip(exact, rules, strict=True)
@@ -40,7 +43,7 @@ def test_updates_match_torch(betas: tuple[float, float], device: str) -> None:
         if not skipped:
             oracle.step()
         if step == 3:  # another begins where the first one was
-            other = AdamW(zip(ours, rules, strict=True), train)
+            other = AdamW(members, train)
             for parameter in ours:
                 for name, state in adam.state().items():
                     other.load_state(name, parameter, state[parameter])

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.support.engine_runs import VOCAB, batch_of, config_of, rows_of, started
 from tests.support.teachers import distilling, write_teacher
 from textmill.config import DistilConfig, TorchEngine, TrainConfig
-from textmill.engines.distillation.loss_torch import Prediction, distillation_loss
-from textmill.engines.distillation.teachers import matched_layers
+from textmill.engines.distillation import matched_layers
+from textmill.engines.distillation_torch import Prediction, distillation_loss
 from textmill.engines.losses_torch import WeightedLabels
 from textmill.errors import TextmillError
 from textmill.models import open_family

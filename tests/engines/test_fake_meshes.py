@@ -13,8 +13,7 @@ from torch import Tensor
 from tests.support.fake_meshes import PASSES, Collectives, batch_of_rank, config_of, shape_of, started
 from textmill.commands.plan import communication_of, trained_weights
 from textmill.engines import parallel_torch
-from textmill.engines.memory.estimate import Device, Estimator
-from textmill.engines.memory.state_torch import fake_ranks
+from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.errors import TextmillError
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

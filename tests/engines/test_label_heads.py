@@ -13,7 +13,7 @@ from tests.support.engine_runs import MAKE
 from tests.support.weights import noisy_weights
 from textmill.config import CorpusConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.engines import Engine, open_engine
-from textmill.engines.heads_torch import forward_heads
+from textmill.engines.losses_torch import forward_heads
 from textmill.engines.micro_batches import micro_batches, token_weights
 from textmill.errors import TextmillError
 from textmill.models import open_family, with_label_head

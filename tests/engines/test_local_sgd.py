@@ -20,8 +20,7 @@ from tests.support.together import run_together
 from textmill.cli import main
 from textmill.commands.plan import communication_of, trained_weights
 from textmill.config.engines import MeshConfig, TorchEngine
-from textmill.engines.memory.estimate import Device, Estimator
-from textmill.engines.memory.state_torch import fake_ranks
+from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.engines.meshes import mesh_of
 from textmill.errors import TextmillError
 

@@ -18,10 +18,19 @@ from tests.support.memory_process import MESHES, OPTIMIZERS, config_with, held_b
 from tests.support.together import run_together
 from textmill.config import JaxEngine, JaxMesh, ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
-from textmill.engines.memory import state_deepspeed, state_jax
-from textmill.engines.memory.estimate import Device, Estimate, Estimator, saved_bytes, saved_per_sample
-from textmill.engines.memory.parts import State, largest_on_gpu, sample_activations
-from textmill.engines.memory.state_torch import state_on_mesh
+from textmill.engines.memory import (
+    Device,
+    Estimate,
+    Estimator,
+    State,
+    largest_on_gpu,
+    sample_activations,
+    saved_bytes,
+    saved_per_sample,
+    state_on_deepspeed,
+    state_on_jax,
+    state_on_torch,
+)
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.models import open_family
 from textmill.models.nets_torch import new_net
@@ -42,7 +51,7 @@ def shape_of(config: RunConfig, vocab: int = VOCAB) -> Any:
 )
 def test_one_process_holds_the_estimated_bytes(settings: dict[str, Any]) -> None:
     config = layout_config({}, **settings)
-    state = state_on_mesh(config.train, shape_of(config), None, Mesh())
+    state = state_on_torch(config.train, shape_of(config), None, Mesh())
     assert parts_of(state) == held_bytes(layout_started(config))
     assert state.buffers == 0
 
@@ -63,7 +72,7 @@ def test_each_rank_holds_at_most_the_estimated_bytes(
     config = config_with(mesh, optimizer)
     shape = shape_of(config)
     first, second = (rank[f"{mesh} {optimizer}"] for rank in two_ranks)
-    state = parts_of(state_on_mesh(config.train, shape, None, mesh_of(config.engine, config.train, shape, 2)))
+    state = parts_of(state_on_torch(config.train, shape, None, mesh_of(config.engine, config.train, shape, 2)))
     assert state == first
     assert all(state[kind] >= second[kind] for kind in KINDS)
 
@@ -74,7 +83,7 @@ def test_deepspeed_holds_the_estimated_bytes() -> None:
     engine: Any = started(config)
     _ = engine.train_step(batch_of(0), 0, 1e-3).loss
     zero = engine.engine.optimizer
-    state = state_deepspeed.state_on_ranks(config.engine, config.train, engine.net.shape, None, 1, 4)
+    state = state_on_deepspeed(config.engine, config.train, engine.net.shape, None, 1, 4)
     moments = [values for one in zero.optimizer.state.values() for values in one.values() if values.dim()]
     masters = sum(values.nbytes for values in zero.single_partition_of_fp32_groups)
     assert state.weights == sum(parameter.nbytes for parameter in engine.net.parameters())
@@ -85,9 +94,7 @@ def test_a_sharded_jax_mesh_divides_the_state_of_one_device() -> None:
     config = config_of("jax", lora=LORA)
     config = config.model_copy(update={"engine": JaxEngine(mesh=JaxMesh(shard=2), micro_batch=4)})
     shape = shape_of(config)
-    one, two = (
-        state_jax.state_on_mesh(config.train, shape, config.model.lora, Mesh(shard=shards)) for shards in (1, 2)
-    )
+    one, two = (state_on_jax(config.train, shape, config.model.lora, Mesh(shard=shards)) for shards in (1, 2))
     assert one.weights / 2 <= two.weights < 0.51 * one.weights, "all but a few biases are divided"
     assert two.gradients == one.gradients / 2
     assert two.optimizer == 2 * two.gradients

@@ -191,7 +191,7 @@ def momentum_of(stack: Any) -> dict[nn.Parameter, Tensor]:
 @pytest.mark.parametrize("sizes", [*SIZES[:3], on_gpu_only(SIZES[3])])
 def test_muon_kernels_match_torch(sizes: tuple[int, ...]) -> None:
     """The same gradients through both, and the same steps back, thrice; and again, to the same bits."""
-    fused = pytest.importorskip("textmill.engines.optimizers.muon_triton")
+    fused = pytest.importorskip("textmill.engines.optimizers.muon_torch")
     heads, D, width, inner = sizes
     plain, ours, again = (two_layers(heads, D, width, inner, DEVICE) for _ in range(3))
     for numbers in ([0, 1, 4, 5], [2, 3, 6, 7]):  # attention's and the MLP's

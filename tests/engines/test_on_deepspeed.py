@@ -19,7 +19,7 @@ from tests.support.deepspeed_job import do_run
 from tests.support.engine_runs import LORA, batch_of, config_of, run, started
 from tests.support.together import run_together
 from textmill.errors import TextmillError
-from textmill.processes.ranks import SingleProcess
+from textmill.processes.ranks import Ranks
 
 STEPS, HALF_STEPS, EACH = 12, 5, 4
 """Steps in fp32, in half precision, and between two changes of the engine."""
@@ -53,7 +53,7 @@ def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[di
 @pytest.mark.long_with(0, 2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_one_process_matches_the_torch_engine(zero: int, straight: list[float]) -> None:
-    found = do_run({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, SingleProcess())
+    found = do_run({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, Ranks())
     assert worst(found["losses"], straight[:STEPS]) <= FP32
     assert found["updates"] == STEPS
 
@@ -112,7 +112,7 @@ def test_fp16_is_refused_if_deepspeed_does_not_support_it(monkeypatch: pytest.Mo
         TextmillError,
         match=r"engine\.precision: DeepSpeed does not support fp16 on cpu; set bf16, fp32, or engine\.kind=torch",
     ):
-        do_run({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, SingleProcess())
+        do_run({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, Ranks())
 
 
 @pytest.mark.long
@@ -129,8 +129,7 @@ def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) ->
 @pytest.mark.long
 def test_two_processes_divide_a_batch_ramp_up(two: dict[str, dict[str, Any]]) -> None:
     torch = do_run(
-        {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}},
-        SingleProcess(),
+        {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}}, Ranks()
     )
     assert worst(two["ramp"]["losses"], torch["losses"]) <= FP32
 
@@ -157,8 +156,8 @@ def test_a_checkpoint_of_two_processes_resumes_on_one_and_three(two: dict[str, d
     saved = two["saved"]["at"]
     assert np.load(saved)["updates"] == STEPS
     again = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [STEPS, STEPS + 6], "start": saved, "rows": 6}
-    torch = do_run({**again, "engine": {"kind": "torch", "micro_batch": 6}}, SingleProcess())
-    for found in (do_run(again, SingleProcess()), *launched([again], 3, tmp_path)):
+    torch = do_run({**again, "engine": {"kind": "torch", "micro_batch": 6}}, Ranks())
+    for found in (do_run(again, Ranks()), *launched([again], 3, tmp_path)):
         assert found["same"], "weights and moments by name, bit for bit"
         assert found["updates"] == STEPS + 6
         assert worst(found["losses"], torch["losses"]) <= FP32
@@ -170,8 +169,7 @@ def test_a_run_resumes_on_deepspeed_and_back_on_torch(tmp_path: Path, straight: 
         save = str(tmp_path / f"{number}.npz")
         engine = {"kind": kind, "micro_batch": 4, **({"zero": 3} if kind == "deepspeed" else {})}
         found = do_run(
-            {"engine": engine, "steps": [EACH * number, EACH * (number + 1)], "start": start, "save": save},
-            SingleProcess(),
+            {"engine": engine, "steps": [EACH * number, EACH * (number + 1)], "start": start, "save": save}, Ranks()
         )
         assert found["same"], "weights and moments by name, bit for bit"
         losses, start = [*losses, *found["losses"]], save
@@ -188,7 +186,7 @@ def test_frozen_weights_are_saved_unrounded_in_bf16(zero: int, tmp_path: Path) -
     for name, engine in runs.items():
         save = str(tmp_path / f"{name}.npz")
         losses[name] = do_run(
-            {"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, SingleProcess()
+            {"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, Ranks()
         )["losses"]
         states[name] = np.load(save)
     assert worst(losses["fp32"], losses["torch"]) <= FP32
@@ -215,7 +213,7 @@ def test_settings_that_deepspeed_rejects_are_a_one_line_error(zero: int, tree: d
             TextmillError,
             match=r"(ds_config.json|engine.deepspeed_overrides): DeepSpeed rejects these settings \(.*\); fix them",
         ) as refused:
-            do_run({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, SingleProcess())
+            do_run({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, Ranks())
         assert "\n" not in str(refused.value)
 
 
@@ -223,7 +221,7 @@ def test_keys_without_an_effect_are_printed(tmp_path: Path, capsys: pytest.Captu
     tree = {"activation_checkpointing": {"cpu_checkpointing": True}, "steps_per_print": 7}
     (tmp_path / "ds_config.json").write_text(json.dumps(tree))
     engine = {"zero": 0, "micro_batch": 4, "deepspeed_config": str(tmp_path / "ds_config.json")}
-    do_run({"engine": engine, "steps": [0, 1]}, SingleProcess())
+    do_run({"engine": engine, "steps": [0, 1]}, Ranks())
     assert "ds_config.json: ignored: activation_checkpointing, because" in capsys.readouterr().out
 
 

@@ -21,8 +21,7 @@ from tests.support.layout_process import VOCAB, batch_of, config_of, shape_of
 from tests.support.together import run_together
 from textmill.commands.plan import communication_of, trained_weights
 from textmill.config import DistilConfig, ModelConfig, ShapeConfig
-from textmill.engines.memory.estimate import Device, Estimator
-from textmill.engines.memory.state_torch import fake_ranks
+from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.engines.meshes import Mesh, check_pipeline, mesh_of, stage_blocks
 from textmill.engines.on_torch import decide_compile
 from textmill.engines.parallel_torch import Parallel
@@ -118,8 +117,9 @@ def test_what_a_pipeline_does_not_work_with_is_refused(
 
 def test_a_net_of_ones_own_is_refused() -> None:
     config = config_of({"pipeline": 2}, "llama")
-    shape = replace(shape_of(config), family="./mynet.py")
-    with pytest.raises(TextmillError, match=r"engine\.mesh\.pipeline: does not work with model\.family=\./mynet\.py"):
+    family = open_family("./examples/mynet.py")
+    shape = replace(shape_of(config), family=family.NAME)
+    with pytest.raises(TextmillError, match=r"engine\.mesh\.pipeline: does not work with model\.family=mynet"):
         check_pipeline(config.engine, config.train, shape, Mesh(pipeline=2))
 
 

@@ -20,13 +20,13 @@ from textmill.errors import AlreadyReported, TextmillError
 from textmill.evaluation import scorer_torch
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer, token_log_likelihoods
 from textmill.evaluation.task import Share
-from textmill.processes.ranks import SingleProcess, run_on_all
+from textmill.processes.ranks import Ranks, run_on_all
 from textmill.tokens.store import open_store
 
 WORLD = 3
 
 
-class ThreadRanks(SingleProcess):
+class ThreadRanks(Ranks):
     """Ranks that are threads of this process."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, board: list[Any]) -> None:

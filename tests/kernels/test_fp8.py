@@ -36,7 +36,7 @@ from textmill.kernels.fp8_torch import (
     quantize_rows,
 )
 from textmill.models import initial_weights, open_family
-from textmill.models.layers_torch import ACTIVATIONS
+from textmill.models.base_torch import ACTIVATIONS
 from textmill.models.nets_torch import fill, new_net
 
 
@@ -424,7 +424,7 @@ def test_berts_mlp_is_the_same_with_fp8_matmuls(norm: str, monkeypatch: pytest.M
     for fp8 in (False, True):
         if fp8:
             monkeypatch.setattr(
-                "textmill.models.layers_torch.fp8_mlp",
+                "textmill.models.base_torch.fp8_mlp",
                 lambda x, fc, bias, proj, tanh: F.linear(F.gelu(F.linear(x, fc, bias)), proj),
             )
             net.use_fp8()

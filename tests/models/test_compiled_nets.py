@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from textmill.config import LoraConfig
 from textmill.kernels import matmul_torch
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.models import layers_torch
+from textmill.models import base_torch
 from textmill.models.base_torch import CompiledParts, compile_parts
 from textmill.models.gpt2 import family as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
@@ -86,7 +86,7 @@ def test_a_compiled_net_matches_and_compiles_one_block(case: str) -> None:
 @pytest.mark.long
 def test_a_compiled_block_uses_block_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with block masks; a batch with other documents does not compile again."""
-    monkeypatch.setattr(layers_torch, "use_block_mask", lambda documents, width: torch.compiler.is_compiling())
+    monkeypatch.setattr(base_torch, "use_block_mask", lambda documents, width: torch.compiler.is_compiling())
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
     for parameter in net.parameters():
@@ -131,7 +131,7 @@ def test_a_net_with_tuned_matmuls_has_the_same_gradients(
     device: str, backend: str, recompute: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, for any size: one graph, and the eager gradients. fp8 is replaced: its rounding hides errors."""
-    monkeypatch.setattr(layers_torch, "fp8_mlp", _mlp)
+    monkeypatch.setattr(base_torch, "fp8_mlp", _mlp)
     torch.manual_seed(3)
     net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, eos_id=0))
     net.activation_checkpointing = recompute

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from textmill.models import initial_weights, layers_torch
+from textmill.models import base_torch, initial_weights
+from textmill.models.base_torch import document_block_mask, document_mask
 from textmill.models.gpt2.family import Shape
 from textmill.models.gpt2.net_torch import Net
-from textmill.models.layers_torch import document_block_mask, document_mask
 from textmill.models.nets_torch import fill, new_net
 
 N, T = 2, 256
@@ -48,7 +48,7 @@ def test_states_and_gradients_are_the_same(net: Net, monkeypatch: pytest.MonkeyP
     ids = torch.randint(0, 90, (N, T), generator=torch.Generator().manual_seed(1))
     wanted, slopes = states_and_gradients(net, ids)
     used = []
-    monkeypatch.setattr(layers_torch, "use_block_mask", lambda documents_NT, width: used.append(width) or True)
+    monkeypatch.setattr(base_torch, "use_block_mask", lambda documents_NT, width: used.append(width) or True)
     # On a CPU torch has the gradient and refuses it, since it is slow there.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *given: None)
     found, gradients = states_and_gradients(net, ids)
@@ -60,6 +60,6 @@ def test_states_and_gradients_are_the_same(net: Net, monkeypatch: pytest.MonkeyP
 
 def test_a_cpu_uses_the_explicit_mask(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        layers_torch, "document_block_mask", lambda documents_NT, causal: pytest.fail("blocks do not pay here")
+        base_torch, "document_block_mask", lambda documents_NT, causal: pytest.fail("blocks do not pay here")
     )
     net(torch.zeros(N, T, dtype=torch.long), documents_NT=documents())

@@ -13,8 +13,8 @@ from torch import nn
 from textmill.config import LoraConfig, ModelConfig
 from textmill.kernels import matmul_torch
 from textmill.models import open_family
+from textmill.models.base_torch import AdaptedLinear, Context, linears
 from textmill.models.bert.net_torch import SelfAttention
-from textmill.models.layers_torch import AdaptedLinear, Context, linears
 
 
 @pytest.mark.parametrize(("bias", "sizes"), list(product((True, False), ((8, 8, 8), (8, 4, 4), (12, 12)))))

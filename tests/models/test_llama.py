@@ -11,12 +11,11 @@ import torch
 
 from tests.support.weights import noisy_weights
 from textmill.config import SIZES, ModelConfig, TrainConfig
-from textmill.engines.memory.estimate import saved_bytes
+from textmill.engines.memory import saved_bytes
 from textmill.errors import TextmillError
 from textmill.models import open_family, to_memory, weights_of
-from textmill.models.base_torch import BaseNet
+from textmill.models.base_torch import BaseNet, Context
 from textmill.models.decode_torch import NetSlots
-from textmill.models.layers_torch import Context
 from textmill.models.nets_torch import fill, new_net
 from textmill.models.parameter_groups import rules_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,10 +12,9 @@ from tests.support.weights import noisy_weights
 from textmill.config import LoraConfig, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family, read_shape, weights_of
-from textmill.models.decode_torch import NetSlots
 from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.lora import target_weights
-from textmill.models.nets_torch import checkpoint_tensors, fill, new_net
+from textmill.models.nets_torch import fill, new_net
 
 MYNET = str(Path(__file__).parents[2] / "examples" / "mynet.py")
 CPU = torch.device("cpu")
@@ -82,31 +80,6 @@ def llama_weights(named: Any) -> Any:
                 yield f"{block}self_attn.{part}_proj.weight", rows
         else:
             yield f"{block}{names[words[-2]]}.weight", tensor
-
-
-def test_decoding_gives_the_logits_of_a_full_pass() -> None:
-    shape = shape_of()
-    net = filled(shape, noisy_weights(shape))
-    texts = torch.randint(0, 100, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
-    slots, lengths = NetSlots(net, 3, 32), [9, 4]
-    slots.prefill(0, [text[:length] for text, length in zip(texts, lengths, strict=True)])
-    with torch.no_grad():
-        wanted = [net.logits(net(torch.tensor([text])))[0] for text in texts]
-    for step in range(6):
-        places = [length + step for length in lengths]
-        found = slots.decode(torch.tensor([text[place] for text, place in zip(texts, places, strict=True)]), places)
-        for row, place in enumerate(places):
-            assert (found[row] - wanted[row][place]).abs().max() < 1e-4
-
-
-def test_weights_read_back_exactly() -> None:
-    shape = shape_of()
-    named = noisy_weights(shape)
-    net = filled(shape, named)
-    back = dict(checkpoint_tensors(net, {parameter: parameter for _, parameter in net.named_parameters()}))
-    for name, values in named:
-        assert np.array_equal(back[name], values), name
-    assert {weight.parameter for weight in weights_of(shape)} == {name for name, _ in net.named_parameters()}
 
 
 def test_a_slice_of_a_grouped_matrix_has_complete_heads() -> None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import cuda_torch  # noqa: F401 - before textmill's modules
 from textmill.config import SIZES, ModelConfig, SampleConfig, TrainConfig
 from textmill.engines.losses_torch import LossFormula, WeightedLabels, loss_and_correct, summed_loss
-from textmill.engines.optimizers.adamw_torch import AdamW
+from textmill.engines.optimizers import AdamW, Member
 from textmill.engines.optimizers.muon_torch import Muon
 from textmill.generation import sampling
 from textmill.kernels import matmul_torch
@@ -157,7 +157,7 @@ def update(net: Any, optimizer: str) -> None:
     rules = rules_of(net.shape, train)
     muon = [name for name, (weight, _) in members.items() if optimizer == "muon" and weight.muon]
     Muon([(*members[name], rules[name]) for name in muon], 0.95, compiled=False).step(1e-3, one, one.bool())
-    rest = [(parameter, rules[name]) for name, (_, parameter) in members.items() if name not in muon]
+    rest = [Member(*member, rules[name]) for name, member in members.items() if name not in muon]
     AdamW(rest, train).step(1e-3, one, one.bool(), one.long())
 
 

@@ -27,7 +27,7 @@ from textmill.config.engines import MeshConfig
 from textmill.engines import on_torch, open_ranks, ranks_torch
 from textmill.engines.parallel_torch import DataParallel, Parallel
 from textmill.kernels import matmul_torch
-from textmill.processes.ranks import SingleProcess
+from textmill.processes.ranks import Ranks
 from textmill.processes.signals import run_and_exit
 from textmill.tokens.batches.batch import Batch
 
@@ -95,7 +95,7 @@ def open_one() -> Any:
     wait = timedelta(seconds=60)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
     on_torch.Parallel = OneProcessMesh  # type: ignore[misc]
-    return SingleProcess()
+    return Ranks()
 
 
 def main(path: Path, device: str, names: list[str]) -> int:

@@ -15,13 +15,13 @@ from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, Tr
 from textmill.config.engines import MeshConfig
 from textmill.engines.on_torch import OnTorch, new_engine
 from textmill.models import initial_weights, open_family
-from textmill.processes.ranks import SingleProcess
+from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.batch import Batch
 
 VOCAB, LENGTH, PASSES, MICRO_BATCH = 512, 32, 2, 2
 
 
-class FakeRanks(SingleProcess):
+class FakeRanks(Ranks):
     """Rank 0 of a mesh whose other ranks do not exist."""
 
     def __init__(self, world: int) -> None:

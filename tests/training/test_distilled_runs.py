@@ -14,7 +14,7 @@ from tests.support.model_folders import korean_tokenizer, write_folder
 from tests.support.small_runs import config_for
 from tests.support.together import run_together
 from textmill.checkpoints.folders import open_model
-from textmill.engines.distillation.teachers import teacher_flops
+from textmill.engines.distillation import teacher_flops
 from textmill.errors import TextmillError
 from textmill.planning.project_file import second_generation
 from textmill.training.loop import train

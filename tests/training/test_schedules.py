@@ -8,7 +8,7 @@ import pytest
 
 from textmill.config import StableConfig, TrainConfig
 from textmill.errors import TextmillError
-from textmill.schedules import lr_at
+from textmill.training.run_length import lr_at
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

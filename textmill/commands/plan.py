@@ -30,8 +30,8 @@ from textmill.config import (
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.devices import GPUS, memory_of, name_of, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Engine, open_engine
-from textmill.engines.distillation.teachers import teacher_flops
-from textmill.engines.memory.estimate import DTYPES, Device, Estimate, Estimator, is_compiled
+from textmill.engines.distillation import teacher_flops
+from textmill.engines.memory import DTYPES, Device, Estimate, Estimator, is_compiled
 from textmill.engines.meshes import Mesh, stage_blocks, stages_of
 from textmill.engines.optimizers import state_sizes
 from textmill.engines.speed import Cluster, Layout, StepTime, cluster_of, step_time

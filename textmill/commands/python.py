@@ -16,7 +16,7 @@ from textmill.generation import generate
 from textmill.models import find_run_model
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
-from textmill.processes.ranks import SingleProcess
+from textmill.processes.ranks import SINGLE_PROCESS
 from textmill.reports.curves import Curves
 from textmill.reports.run_files import find_run, read_run
 from textmill.reports.texts import draw_losses
@@ -66,7 +66,7 @@ class Run:
 
     def batch(self, step: int) -> Batch:
         """The whole batch of a training step, counted from 1, in numpy."""
-        config = loop.complete_config(self.config, "no", SingleProcess())
+        config = loop.complete_config(self.config, "no", SINGLE_PROCESS)
         _, _, batches, _ = loop.prepare_run(config, "no", "latest")
         return batches.batch_at(step - 1)
 

@@ -215,8 +215,8 @@ class DistilConfig(Section):
 
 
 OPTIMIZER_FILES = (Path(__file__).parents[1] / "engines/optimizers").glob("*_torch.py")
-OPTIMIZERS = tuple(sorted(path.name.removesuffix("_torch.py") for path in OPTIMIZER_FILES))
-"""The optimizers are the files NAME_torch.py of engines/optimizers."""
+OPTIMIZERS = ("adamw", *sorted(path.name.removesuffix("_torch.py") for path in OPTIMIZER_FILES))
+"""AdamW, and the files NAME_torch.py of engines/optimizers."""
 if TYPE_CHECKING:
     OptimizerName = str
 else:
@@ -406,6 +406,18 @@ class TrainConfig(Section):
     def unit(self) -> str:
         """The key that sets the run's length."""
         return next((name for name in UNITS[1:] if getattr(self, name) is not None), "steps")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Warm-up in steps; `warmup` below 1 is a fraction of the run."""
+        return round(self.warmup * self.steps) if self.warmup < 1 else int(self.warmup)
+
+    @property
+    def decay_end(self) -> float:
+        """The step at which the decay ends, in steps of `batch` samples."""
+        if self.decay_steps:
+            return self.decay_steps
+        return self.decay_samples / self.batch if self.decay_samples else self.steps
 
     @property
     def tasks_interval(self) -> int | Literal["epoch"]:

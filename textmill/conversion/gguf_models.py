@@ -220,7 +220,8 @@ def shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
     if family == "bert":
         types = tensors[TYPES].shape[-1] if TYPES in tensors else 0
         hf |= {"architectures": ["BertModel"], "tie_word_embeddings": True, "type_vocab_size": int(types)}
-        return replace(open_family(family).shape_of_hf(hf, str(path)), pooler=False)
+        encoder: Any = open_family(family).shape_of_hf(hf, str(path))
+        return replace(encoder, pooler=False)
     hf |= {"attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     hf["rope_scaling"] = _scaling_of(keys, kind, tensors, hf, path)
     shape: Any = open_family(family).shape_of_hf(hf, str(path))

@@ -1,24 +1,25 @@
 """Engine: the interface between the training loop and torch, DeepSpeed or JAX.
 
 on_torch.py, on_deepspeed.py and on_jax.py implement it; `engine.kind` names the file. The torch engine consists of
-micro_batches.py, heads_torch.py and losses_torch.py (the objective), optimizers/ (the update), parallel_torch.py and
+micro_batches.py and losses_torch.py (the objective), optimizers/ (the update), parallel_torch.py and
 tensor_parallel_torch.py (FSDP, data and tensor parallelism), pipeline_torch.py, local_sgd_torch.py (slow networks),
-memory/ (`engine.micro_batch: auto`) and ranks_torch.py (processes).
+memory.py (`engine.micro_batch: auto`) and ranks_torch.py (processes).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from textmill.config import EngineConfig, LoraConfig, TrainConfig
 from textmill.config.own_files import is_own_file
 from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.processes.ranks import Ranks, SingleProcess
+from textmill.processes.ranks import SINGLE_PROCESS, Ranks
 from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
@@ -29,6 +30,7 @@ __all__ = [
     "EvalSums",
     "NameFilter",
     "Step",
+    "StepValues",
     "all_names",
     "check_engine",
     "format_compile_time",
@@ -59,48 +61,59 @@ def format_compile_time(seconds: float) -> str:
     return f"took {seconds:.1f} s to start, including compilation"
 
 
-class Step(Protocol):
-    """The result of one optimizer step. Reading a value waits until the device has computed it."""
+class StepValues(NamedTuple):
+    """The numbers of a step, on the host."""
+
+    loss: float
+    norm: float
+    loss_tokens: int
+    terms: dict[str, float]
+    scale: float | None = None
+
+
+class Step:
+    """The result of one optimizer step. Reading a value waits for this step, but not for later ones."""
+
+    def __init__(self, is_ready: Callable[[], bool], read: Callable[[], StepValues], note: str | None = None) -> None:
+        """`note` is a line for the log, if something was compiled for this step."""
+        self._is_ready = is_ready
+        self._read = read
+        self.note = note
 
     @property
     def ready(self) -> bool:
         """Whether the values can be read without waiting."""
-        ...
+        return self._is_ready()
 
     @property
     def loss(self) -> float:
         """The loss of the global batch, before the update: the mean of its loss tokens."""
-        ...
+        return self._read().loss
 
     @property
     def terms(self) -> dict[str, float]:
         """Other terms that the update minimises together with the loss, by their names in the log: pair_loss."""
-        ...
+        return self._read().terms
 
     @property
     def norm(self) -> float:
         """The global gradient norm, before clipping."""
-        ...
+        return self._read().norm
 
     @property
     def loss_tokens(self) -> int:
         """Tokens with a label in the global batch."""
-        ...
+        return self._read().loss_tokens
 
     @property
     def skipped(self) -> bool:
         """Whether the update was skipped because loss or gradient was not finite."""
-        ...
+        return not math.isfinite(self.norm)
 
     @property
     def scale(self) -> float | None:
         """The loss scale of fp16, None in other precisions; it does not fall below 1."""
-        ...
-
-    @property
-    def note(self) -> str | None:
-        """A line for the log, if something was compiled for this step."""
-        ...
+        return self._read().scale
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,7 @@ def open_engine(
     engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None = None, ranks: Ranks | None = None
 ) -> Engine:
     """The engine of `engine.kind` on these processes; calls `new_engine` of engines/on_KIND.py."""
-    ranks = ranks or SingleProcess()
+    ranks = ranks or SINGLE_PROCESS
     check_engine(engine, train, shape, ranks.world)
     opened: Engine = _import_engine(engine.kind).new_engine(engine, train, shape, lora, ranks)
     return opened

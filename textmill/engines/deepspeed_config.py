@@ -23,7 +23,6 @@ from textmill.config.deepspeed_json import (
 from textmill.config.engines import DeepSpeedEngine
 from textmill.config.yaml_text import format_yaml_value
 from textmill.errors import TextmillError
-from textmill.schedules import decay_end, warmup_steps
 
 
 @contextmanager
@@ -116,8 +115,8 @@ def _check_conflicts(
     ours: Tree = {
         "engine.micro_batch": micro_batch,
         "engine.precision": precision,
-        "train.warmup": warmup_steps(train),
-        "train.decay_steps": decay_end(train),
+        "train.warmup": train.warmup_steps,
+        "train.decay_steps": train.decay_end,
         "train.batch / processes / engine.micro_batch": passes,
         **{f"engine.{name}": getattr(engine, name) for name in ("zero", "offload_optimizer", "offload_weights")},
     }

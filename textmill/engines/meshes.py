@@ -9,9 +9,7 @@ from textmill.config.engines import MeshConfig
 from textmill.config.own_files import is_own_file
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight
-
-PIPELINED = ("gpt2", "llama", "bert")
-"""Families with pipeline parallelism: their nets can compute some blocks only (`BaseNet.block_context`)."""
+from textmill.models.family_files import find_family_file
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def stages_of(mesh: Mesh, layers: int, weight: Weight) -> list[int]:
 def check_pipeline(engine: TorchEngine, train: TrainConfig, shape: Shape, mesh: Mesh) -> None:
     """Refuse what pipeline parallelism does not work with, or was not tested with."""
     wrong = {
-        f"model.family={shape.family}": shape.family not in PIPELINED,
+        f"model.family={shape.family}": find_family_file(shape.family) is not None,
         "a model without a head for tokens": not getattr(shape, "masked_head", True),
         f"train.optimizer={train.optimizer}": is_own_file(train.optimizer),
         f"train.loss={train.loss}": is_own_file(train.loss),

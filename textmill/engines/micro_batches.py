@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from textmill.devices import copy_to_device
 from textmill.engines import EvalSums
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import Shape, open_family
 from textmill.models.base_torch import BaseNet, CompiledParts
 from textmill.models.lora import uses_dropout

@@ -26,11 +26,11 @@ from textmill.config import EngineConfig, LoraConfig, TrainConfig
 from textmill.config.deepspeed_json import explain_json, read_user_config
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import attention_order, autocast, open_device, peak_flops_of, torch_dtype
-from textmill.engines import EvalSums, NameFilter, all_names
+from textmill.engines import EvalSums, NameFilter, Step, all_names
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset
-from textmill.engines.distillation.teachers_torch import Teachers, open_teachers
-from textmill.engines.heads_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
-from textmill.engines.memory.parts import deepspeed_micro_batch
+from textmill.engines.distillation_torch import Teachers, open_teachers
+from textmill.engines.losses_torch import forward_heads, join_sums, new_report, split_loss_terms, term_names
+from textmill.engines.memory import deepspeed_micro_batch
 from textmill.engines.micro_batches import (
     MicroBatch,
     check_fields,
@@ -41,9 +41,8 @@ from textmill.engines.micro_batches import (
     sums_of_all_ranks,
     token_weights,
 )
-from textmill.engines.on_torch import TorchStep, checksum_tensors
-from textmill.engines.optimizers import trained_of
-from textmill.engines.optimizers.adamw_torch import STATE, TORCH_NAMES, groups_of
+from textmill.engines.on_torch import checksum_tensors, new_step
+from textmill.engines.optimizers import TORCH_NAMES, groups_of, trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
@@ -141,7 +140,7 @@ def new_engine(
 
 def _build_adam(net: BaseNet, train: TrainConfig) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps."""
-    groups = groups_of((parameter, rule) for _, parameter, rule in trained_of(net, train))
+    groups = groups_of(trained_of(net, train))
     return torch.optim.AdamW(
         groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True
     )
@@ -210,7 +209,7 @@ class OnDeepSpeed:
         rows = batch // self.ranks.world
         return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
-    def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
+    def train_step(self, batch: Batch, step: int, lr: float) -> Step:
         """Gradient accumulation over micro-batches, then DeepSpeed's step, unless a spike or NaN skips it."""
         check_fields(batch, self.net.shape)
         for group in self.adam.param_groups:
@@ -251,7 +250,7 @@ class OnDeepSpeed:
             finite = torch.isfinite(norm)
             self.guard.state = self.guard.next_state(self.guard.state, label_loss, spike, finite, step + 1)
         logged_scale = torch.tensor(loss_scale) if self.precision == torch.float16 else None
-        return TorchStep(label_loss, norm, loss_tokens, logged_scale, terms=terms)
+        return new_step(label_loss, norm, loss_tokens, logged_scale, terms)
 
     def _update_or_skip(self) -> Tensor:
         """DeepSpeed's step, which skips the update if the gradient is not finite; returns the gradient norm."""
@@ -286,7 +285,7 @@ class OnDeepSpeed:
 
     def optimizer_state(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of Adam's moments; none before the first update."""
-        for kind in STATE if self.updates() else ():
+        for kind in TORCH_NAMES if self.updates() else ():
             yield from self._host_copies(kind, f"{kind}/", wanted)
 
     def _host_copies(self, kind: str | None, prefix: str, wanted: NameFilter) -> Iterator[Named]:

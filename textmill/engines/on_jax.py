@@ -24,13 +24,13 @@ from jax.experimental.multihost_utils import process_allgather
 from textmill.config import EngineConfig, JaxEngine, LoraConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_by_name
-from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time
+from textmill.engines import EvalSums, NameFilter, Step, all_names, format_compile_time
 from textmill.engines.losses_jax import chunk_tokens, loss_and_correct, summed_loss, token_weights
-from textmill.engines.memory.parts import GPU_FRACTION, JAX_ACTIVATION_BYTES, largest_divisor, largest_on_cpu
+from textmill.engines.memory import GPU_FRACTION, JAX_ACTIVATION_BYTES, largest_divisor, largest_on_cpu
 from textmill.engines.mesh_jax import Shardings, open_mesh
 from textmill.engines.meshes import check_batch
 from textmill.engines.micro_batches import PAIR_LOSS, check_fields, count_pairs, label_arrays, named_sums, part_of
-from textmill.engines.optimizers.step_jax import JaxStep, Optimizer, check_optimizer
+from textmill.engines.optimizers.step_jax import Optimizer, check_optimizer, new_step
 from textmill.engines.ranks_torch import open_ranks
 from textmill.engines.spikes import State, new_spike_guard
 from textmill.errors import TextmillError
@@ -188,7 +188,7 @@ class OnJax:
         rows = batch // self.ranks.world
         return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
-    def train_step(self, batch: Batch, step: int, lr: float) -> JaxStep:
+    def train_step(self, batch: Batch, step: int, lr: float) -> Step:
         """One compiled step; returns as soon as the arrays are sent to the devices."""
         start = time.perf_counter()
         dropout = uses_dropout(self.shape, self.options.lora)
@@ -206,7 +206,7 @@ class OnJax:
         note = format_compile_time(time.perf_counter() - start) if compiles else None
         loss, pair_loss = losses if self.heads.has_pairs else (losses, None)
         terms = {} if batch.pair_labels is None else {PAIR_LOSS: pair_loss}
-        return JaxStep(loss, norm, tokens, note=note, term_values=terms)
+        return new_step(loss, norm, tokens, terms, note)
 
     def eval_step(self, batch: Batch) -> EvalSums:
         """Loss of a batch by micro-batches, without dropout."""

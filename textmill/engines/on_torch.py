@@ -8,7 +8,6 @@ scale, the decision to compile and the largest micro-batch that fits.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -23,30 +22,48 @@ from torch import Tensor
 
 from textmill.config import EngineConfig, LoraConfig, TorchEngine, TrainConfig
 from textmill.config.own_files import is_own_file
-from textmill.devices import attention_order, autocast, check_fp8, open_device, peak_flops_of, torch_dtype
-from textmill.engines import EvalSums, NameFilter, all_names, format_compile_time, shortest_compiled_run
-from textmill.engines.distillation.teachers import teacher_bytes
-from textmill.engines.distillation.teachers_torch import open_teachers
+from textmill.devices import (
+    PendingCopy,
+    PinnedBuffers,
+    attention_order,
+    autocast,
+    check_fp8,
+    copy_to_device,
+    open_device,
+    peak_flops_of,
+    torch_dtype,
+)
+from textmill.engines import (
+    EvalSums,
+    NameFilter,
+    Step,
+    StepValues,
+    all_names,
+    format_compile_time,
+    shortest_compiled_run,
+)
+from textmill.engines.distillation import teacher_bytes
+from textmill.engines.distillation_torch import open_teachers
 from textmill.engines.ema_torch import RAW, Average
-from textmill.engines.heads_torch import (
+from textmill.engines.local_sgd_torch import LocalSgd
+from textmill.engines.losses_torch import (
     AUXILIARY_LOSS,
     forward_heads,
     join_sums,
     new_report,
     split_loss_terms,
     term_names,
+    tokens_of_chunk,
 )
-from textmill.engines.local_sgd_torch import LocalSgd
-from textmill.engines.losses_torch import tokens_of_chunk
-from textmill.engines.memory.parts import (
+from textmill.engines.memory import (
     ACTIVATION_BYTES,
     ATTENTION_BYTES,
+    count_state,
     largest_on_cpu,
     largest_on_gpu,
     rank_samples,
     sample_activations,
 )
-from textmill.engines.memory.state_torch import count_state
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.engines.micro_batches import (
     MicroBatch,
@@ -65,7 +82,6 @@ from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
 from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
 from textmill.kernels.graphs_torch import GraphedFunction
-from textmill.kernels.transfer_torch import PendingCopy, PinnedBuffers, copy_to_device
 from textmill.kernels.triton_support import missing_requirement
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet, CompiledParts, compile_parts
@@ -119,76 +135,52 @@ def new_engine(
 ) -> OnTorch:
     """The engine with an uninitialised net; `load` sets its weights."""
     assert isinstance(engine, TorchEngine)
-    mesh = mesh_of(engine, train, shape, ranks.world)
-    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
-    precision = torch_dtype(engine.precision, device)
-    if engine.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    torch.set_float32_matmul_precision("highest")
-    compiled, compile_note = decide_compile(engine, train, shape, device, mesh)
-    if ranks.any(not compiled) and compiled:
-        compiled = False
-        compile_note = "not compiled, since another process cannot compile"
-    parallel = Parallel(mesh, ranks.rank, device)
-    net = new_net(shape, device, lora, parallel.shard_net)
-    micro_batch = engine.micro_batch
-    compile_requested = engine.compile != "auto"
-    if micro_batch == "auto":
-        micro_batch = largest_micro_batch(
-            train,
-            net,
-            parallel,
-            device,
-            precision,
-            activation_checkpointing=engine.activation_checkpointing,
-            compiled=compiled,
-            compile_requested=compile_requested,
-        )
-    net.activation_checkpointing = engine.activation_checkpointing
-    if engine.precision == "fp8":
-        net.use_fp8()
-    return OnTorch(net, train, parallel, ranks, micro_batch, precision, compiled, compile_note, compile_requested)
+    return OnTorch(engine, train, shape, lora, ranks)
 
 
 class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
     def __init__(
-        self,
-        net: BaseNet,
-        train: TrainConfig,
-        parallel: Parallel,
-        ranks: Ranks,
-        micro_batch: int,
-        precision: torch.dtype,
-        compiled: bool,
-        compile_note: str,
-        compile_requested: bool,
+        self, engine: TorchEngine, train: TrainConfig, shape: Shape, lora: LoraConfig | None, ranks: Ranks
     ) -> None:
-        """`compile_note` tells the log whether the net is compiled; `compile_requested` is true unless
-        `engine.compile` is auto: then a compile error ends the run instead of making it eager."""
-        self.compile_note = compile_note
-        self.compile_requested = compile_requested
-        self.net = net
+        mesh = mesh_of(engine, train, shape, ranks.world)
         self.train = train
-        self.parallel = parallel
         self.ranks = ranks
         self.first = ranks.first
-        self.micro_batch = micro_batch
-        self.precision = precision
+        device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
+        self.precision = torch_dtype(engine.precision, device)
+        if engine.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
+        compiled, self.compile_note = decide_compile(engine, train, shape, device, mesh)
+        if ranks.any(not compiled) and compiled:
+            compiled = False
+            self.compile_note = "not compiled, since another process cannot compile"
+        self.compile_requested = engine.compile != "auto"
+        """If it was not, a compile error makes the net eager; else it ends the run."""
+        self.parallel = parallel = Parallel(mesh, ranks.rank, device)
+        self.net = net = new_net(shape, device, lora, parallel.shard_net)
+        self.micro_batch = (
+            largest_micro_batch(engine, train, net, parallel, self.precision, compiled)
+            if engine.micro_batch == "auto"
+            else engine.micro_batch
+        )
         self.device = next(parameter.device for name, parameter in net.named_parameters() if name not in net.absent)
-        self.teachers = open_teachers(train, net.shape, self.device, precision)
+        net.activation_checkpointing = engine.activation_checkpointing
+        if engine.precision == "fp8":
+            net.use_fp8()
+        self.teachers = open_teachers(train, shape, self.device, self.precision)
         self.terms = term_names(net, train.distil)
         """The names of the terms of the objective besides the loss of the labels."""
         self.compiled: CompiledParts | None = compile_parts() if compiled else None
-        self.optimizer = Optimizer(net, train, parallel, compiled=compiled and compile_requested)
+        self.optimizer = Optimizer(net, train, parallel, compiled=compiled and self.compile_requested)
         parallel.sum_gradients(self.optimizer.parameters)
-        self.pipeline = Pipeline(net, parallel, self.device, precision) if parallel.mesh.pipeline > 1 else None
+        self.pipeline = Pipeline(net, parallel, self.device, self.precision) if mesh.pipeline > 1 else None
         self.average = Average(self.optimizer.local_parts, train.ema_window)
-        local = parallel.mesh.local
-        self.local_sgd = LocalSgd(self.optimizer.parameters, local, parallel) if local else None
-        self.scaler = LossScaler(self.device) if precision == torch.float16 else None
+        self.local_sgd = LocalSgd(self.optimizer.parameters, mesh.local, parallel) if mesh.local else None
+        self.scaler = LossScaler(self.device) if self.precision == torch.float16 else None
         self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         self.graphs = StepGraphs(self) if self._is_small() else None
         """Set if passes and updates are launched as CUDA graphs; None once a caller has computed a step itself."""
@@ -204,7 +196,7 @@ class OnTorch:
         rows = batch // self.parallel.mesh.data_ranks
         return slice(self.parallel.data_rank * rows, (self.parallel.data_rank + 1) * rows)
 
-    def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
+    def train_step(self, batch: Batch, step: int, lr: float) -> Step:
         """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
         with self._open_step(batch, step, lr) as passes:
             if self.pipeline:
@@ -552,7 +544,7 @@ class Passes:
         total = total if self.loss_scale is None else total / self.loss_scale
         loss, terms = split_loss_terms(total, engine.terms, self.pairs)
         norm = engine._update_or_skip(loss, self.loss_scale, self.step, lr)
-        self.result = TorchStep(loss, norm, self.loss_tokens, self.loss_scale, terms=terms)
+        self.result = new_step(loss, norm, self.loss_tokens, self.loss_scale, terms)
 
 
 class StepGraphs:
@@ -572,54 +564,17 @@ class StepGraphs:
         return self._run_update(copy_to_device([lr], engine.device, torch.float32)[0], None, spike)
 
 
-class TorchStep:
-    """Reading a value waits for this step, but not for later ones."""
+def new_step(loss: Tensor, norm: Tensor, loss_tokens: int, scale: Tensor | None, terms: dict[str, Tensor]) -> Step:
+    """The result of a step from numbers on the device, which are copied to the host without waiting for them."""
+    numbers = [loss, norm, *terms.values(), *([] if scale is None else [scale])]
+    copy = PendingCopy(torch.stack([number.to(loss) for number in numbers]))
 
-    def __init__(
-        self,
-        loss: Tensor,
-        norm: Tensor,
-        loss_tokens: int,
-        scale: Tensor | None = None,
-        note: str | None = None,
-        terms: dict[str, Tensor] | None = None,
-    ) -> None:
-        self._terms = list(terms or {})
-        self._scaled = scale is not None
-        numbers = [loss, norm, *(terms or {}).values(), *([] if scale is None else [scale])]
-        self.loss_tokens = loss_tokens
-        self.note = note
-        self._numbers = PendingCopy(torch.stack([number.to(loss) for number in numbers]))
+    def read() -> StepValues:
+        loss, norm, *others = copy.values()
+        named = dict(zip(terms, others, strict=False))
+        return StepValues(loss, norm, loss_tokens, named, None if scale is None else others[-1])
 
-    @property
-    def ready(self) -> bool:
-        """Whether the values can be read without waiting."""
-        return self._numbers.ready
-
-    @property
-    def loss(self) -> float:
-        """The step's loss before the update."""
-        return float(self._numbers.values()[0])
-
-    @property
-    def norm(self) -> float:
-        """The global gradient norm before clipping."""
-        return float(self._numbers.values()[1])
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """Other terms of the objective."""
-        return dict(zip(self._terms, self._numbers.values()[2:], strict=False))
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the update was skipped, because loss or gradient was not finite."""
-        return not math.isfinite(self.norm)
-
-    @property
-    def scale(self) -> float | None:
-        """The loss scale in fp16."""
-        return self._numbers.values()[-1] if self._scaled else None
+    return Step(lambda: copy.ready, read)
 
 
 FIRST_SCALE = 2.0**32
@@ -773,15 +728,7 @@ def flip_bit(tensor: Tensor) -> None:
 
 
 def largest_micro_batch(
-    train: TrainConfig,
-    net: BaseNet,
-    parallel: Parallel,
-    device: torch.device,
-    precision: torch.dtype,
-    *,
-    activation_checkpointing: int,
-    compiled: bool,
-    compile_requested: bool,
+    engine: TorchEngine, train: TrainConfig, net: BaseNet, parallel: Parallel, precision: torch.dtype, compiled: bool
 ) -> int:
     """The largest divisor of a rank's samples that the memory estimate allows.
 
@@ -791,9 +738,9 @@ def largest_micro_batch(
     mesh = parallel.mesh
     length = train.length or shape.positions
     samples = rank_samples(train, mesh, compiled=compiled)
-    if device.type != "cuda":
+    if parallel.device.type != "cuda":
         return largest_on_cpu(samples, shape, length)
-    stays_compiled = compiled and compile_requested
+    stays_compiled = compiled and engine.compile != "auto"
     sample = sample_activations(
         shape,
         length,
@@ -801,8 +748,8 @@ def largest_micro_batch(
         ATTENTION_BYTES[stays_compiled],
         precision.itemsize,
         mesh,
-        activation_checkpointing,
+        engine.activation_checkpointing,
     )
     state = count_state(net, train, parallel)
     state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))
-    return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)
+    return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(parallel.device).total_memory)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from textmill.devices import attention_order, autocast
-from textmill.engines.heads_torch import HeadStates, LabelStates, forward_heads, join_sums
+from textmill.engines.losses_torch import HeadStates, LabelStates, forward_heads, join_sums
 from textmill.engines.micro_batches import MicroBatch
 from textmill.engines.parallel_torch import Parallel
 from textmill.models.base_torch import BaseNet
@@ -169,7 +169,7 @@ class Chunk(nn.Module):
     def heads(self, states_NTE: Tensor, number: int) -> HeadStates | LabelStates:
         """The heads of a micro-batch after the last block."""
         with autocast(self.device, self.precision):
-            return forward_heads(self.net, self.micro_batches[number], self.precision, states=states_NTE)
+            return forward_heads(self.net, self.micro_batches[number], self.precision, states_NTE=states_NTE)
 
     def loss(self, states_NTE: Tensor, number: Tensor) -> Tensor:
         """The loss of a micro-batch after the last block."""

@@ -20,7 +20,7 @@ from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.processes import heartbeat
 from textmill.processes.launch import Launch, read_launch
-from textmill.processes.ranks import Ranks, SingleProcess
+from textmill.processes.ranks import SINGLE_PROCESS, Ranks
 from textmill.processes.signals import default_signals
 
 CONNECTION_ERRORS = ("gloo", "NCCL", "Connection closed")
@@ -31,7 +31,7 @@ def open_ranks(device: str, timeout: float) -> Ranks:
     """Connect the processes that a launcher started; `device` and `timeout` are those of the config's engine."""
     launch = read_launch(os.environ)
     if launch is None or launch.world == 1:
-        return SingleProcess()
+        return SINGLE_PROCESS
     chosen = choose_device(device, launch)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
@@ -89,7 +89,7 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local)
 
 
-class TorchRanks:
+class TorchRanks(Ranks):
     """Ranks with a gloo group of their own, separate from the collectives of a training step."""
 
     def __init__(self, launch: Launch, device: torch.device, watchdog: heartbeat.Watchdog) -> None:
@@ -100,16 +100,7 @@ class TorchRanks:
         self.watchdog = watchdog
         self.group = dist.new_group(backend="gloo")
 
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def any(self, flag: bool) -> bool:
-        """True if the flag is true on any rank; one all-reduce."""
-        return self.all_reduce([int(flag)])[0] > 0
-
     def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
         self.report_progress()
@@ -117,7 +108,6 @@ class TorchRanks:
         return found
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, as JSON padded to the longest."""
         text = json.dumps(value).encode()
         lengths = self._gather_tensors(torch.tensor([len(text)], dtype=torch.int64))
         longest = int(max(int(length) for length in lengths))
@@ -142,11 +132,9 @@ class TorchRanks:
         return count / (now - start)
 
     def new_group(self) -> TorchRanks:
-        """The same ranks with another group."""
         return TorchRanks(self.launch, self.device, self.watchdog)
 
     def report_progress(self, place: str | None = None) -> None:
-        """Tell the watchdog that this rank is alive."""
         self.watchdog.report_progress(place)
 
     @contextmanager

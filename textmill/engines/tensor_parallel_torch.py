@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from textmill.errors import TextmillError
 from textmill.models import Weight, weights_of
-from textmill.models.base_torch import BaseNet
-from textmill.models.layers_torch import AdaptedLinear
+from textmill.models.base_torch import AdaptedLinear, BaseNet
 
 # Torch 2.13 renames these two and deprecates the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -26,19 +26,17 @@ from torch import Tensor
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig
-from textmill.devices import autocast, open_device, torch_dtype
+from textmill.devices import PendingCopy, autocast, copy_to_device, open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.measured_task import warn_if_foreign_tokenizer
 from textmill.evaluation.metrics import check_finite
 from textmill.evaluation.packing import CONTEXT, Rows, Tree, build_trees, fill_rows, pack
 from textmill.evaluation.task import ALL_BATCHES, LossPart, Numbered, Pair, Score, Share, StoreLoss
 from textmill.kernels.cross_entropy_triton import cross_entropy_and_correct
-from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
 from textmill.models import check_masked_head, check_next_token, open_family
-from textmill.models.base_torch import BaseNet
+from textmill.models.base_torch import BaseNet, Cache
 from textmill.models.decode_torch import net_slots
-from textmill.models.layers_torch import Cache
 from textmill.models.nets_torch import open_net
 from textmill.ranges import expand_ranges
 from textmill.storage.progress import progress

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from textmill.devices import PendingCopy, copy_to_device
 from textmill.generation.constraints import TokenTable
 from textmill.generation.incremental_text import StopStringFilter, TextDecoder
 from textmill.generation.prefix_cache import PrefixCache, count_common
@@ -34,7 +35,6 @@ from textmill.generation.sampling import (
     collect_rules,
     new_state,
 )
-from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
+from textmill.devices import copy_to_device
 from textmill.generation.constraints import Constraint
 from textmill.kernels import sampling_triton
 from textmill.kernels.sampling_triton import RowSettings
-from textmill.kernels.transfer_torch import copy_to_device
 from textmill.kernels.triton_support import can_run_kernels
 
 MASKED = -math.inf

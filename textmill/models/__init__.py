@@ -3,8 +3,8 @@
 family.py        the interface of a family: `Shape` (the numbers of a net) and `Family` (functions over a shape)
 weights.py       `Weight`: all that engines, optimizers, LoRA and conversion know of one parameter
 gpt2/ llama/ bert/    the families: family.json (sizes), family.py, net_torch.py, net_jax.py, decode_torch.py
-layers_torch.py  the calls that torch nets are written with: linear, attention, Dropout; and their `Context`
-base_torch.py    `BaseNet` and `BaseBlock`: what all torch nets share; nets_torch.py builds and fills them
+base_torch.py    what torch nets are written with: `BaseNet`, `BaseBlock`, linear, attention, and their `Context`
+nets_torch.py    builds and fills torch nets
 decode_torch.py  generation with a KV cache for any causal net, on a GPU with CUDA graphs
 """
 

@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.devices import copy_to_device
 from textmill.kernels import decode_cpu, decode_triton
 from textmill.kernels.graphs_torch import capture_graph
-from textmill.kernels.transfer_torch import copy_to_device
 from textmill.kernels.triton_support import HAS_TRITON
 from textmill.models import find_family_module
-from textmill.models.base_torch import BaseNet
-from textmill.models.layers_torch import Cache
+from textmill.models.base_torch import BaseNet, Cache
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens, including padding, that one prefill reads, unless a single prompt has more."""

@@ -1,10 +1,10 @@
-"""What a model family offers: Shape (the numbers of a net) and Family (functions over a shape), as Protocols."""
+"""What a model family offers: Shape (the numbers of a net) and Family (functions over a shape)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,74 +14,74 @@ from textmill.models.hf_config import pad_vocab
 from textmill.models.weights import Weight, count_flops, count_parameters
 
 
-class Shape(Protocol):
-    """Every number that a net is built from: a frozen dataclass; a run resumes only if its fields are unchanged."""
+@dataclass(frozen=True)
+class Shape:
+    """Every number that a net is built from; a run resumes only if they are unchanged. These are what every net has: a
+    family's Shape extends it with its own numbers, its name, and the list of its weights."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    layers: int
+    heads: int
+    """Attention heads (of queries)."""
+    width: int
+    """Channels of the residual stream."""
+    inner: int
+    positions: int
+    """The longest context in tokens."""
+    vocab: int
+    """Vocabulary size without padding."""
+    eos_id: int
+    """The end-of-text token; of a BERT, the token after each segment, [SEP]."""
 
     @property
     def family(self) -> str:
         """The NAME of its family."""
-        ...
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def width(self) -> int:
-        """Channels of the residual stream."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """Attention heads (of queries)."""
-        ...
-
-    @property
-    def positions(self) -> int:
-        """The longest context in tokens."""
-        ...
-
-    @property
-    def vocab(self) -> int:
-        """Vocabulary size without padding."""
-        ...
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding in memory."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The end-of-text token."""
-        ...
+        raise NotImplementedError
 
     @property
     def attention_dropout(self) -> float:
         """Dropout rate of attention weights; above 0 they must be kept for the backward pass."""
-        ...
+        return 0.0
+
+    def weights(self) -> list[Weight]:
+        """Every weight of the net."""
+        raise NotImplementedError
 
     @property
-    def uses_dropout(self) -> bool:
-        """True if training uses dropout anywhere."""
-        ...
+    def attention_width(self) -> int:
+        """The width of all heads together."""
+        return self.width
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding in memory."""
+        return pad_vocab(self.vocab)
 
     @property
     def parameters(self) -> int:
         """The number of parameters in a checkpoint."""
-        ...
+        return count_parameters(self.weights())
 
-    def with_dropout(self, fraction: float) -> Shape:
+    @property
+    def uses_dropout(self) -> bool:
+        """True if training uses dropout anywhere."""
+        return any(getattr(self, name) for name in self._dropouts())
+
+    def with_dropout(self, fraction: float) -> Self:
         """The same shape with this dropout rate everywhere."""
-        ...
+        rates: dict[str, Any] = dict.fromkeys(self._dropouts(), fraction)
+        return replace(self, **rates)
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
         """FLOPs of the forward and backward pass for one token of a sample of this length."""
-        ...
+        return count_flops(self.weights(), self.layers, self.attention_width, length, trained)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Sizes that the tensor-parallel ranks must divide, by the key under `model.shape`: heads, inner."""
-        ...
+        """Sizes that the tensor-parallel ranks must divide, by the key under `model.shape`."""
+        return {"heads": self.heads, "inner": self.inner}
+
+    def _dropouts(self) -> list[str]:
+        """The fields with dropout rates."""
+        return [field.name for field in fields(self) if field.name.endswith("dropout")]
 
 
 class Family(Protocol):
@@ -124,58 +124,3 @@ class Family(Protocol):
     def small_shape(self, shape: Any, tensor: int) -> dict[str, Any]:
         """Keys of `model.shape` for a tiny net of the same kind, for `verify`; `tensor` ranks can divide its sizes."""
         ...
-
-
-@dataclass(frozen=True)
-class BaseShape:
-    """The numbers that every net has. A family's Shape adds its own numbers, and the list of its weights."""
-
-    layers: int
-    heads: int
-    width: int
-    inner: int
-    positions: int
-    vocab: int
-    eos_id: int
-    """The end-of-text token; of a BERT, the token after each segment, [SEP]."""
-
-    def weights(self) -> list[Weight]:
-        """Every weight of the net."""
-        raise NotImplementedError
-
-    @property
-    def attention_width(self) -> int:
-        """The width of all heads together."""
-        return self.width
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding in memory."""
-        return pad_vocab(self.vocab)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters in a checkpoint."""
-        return count_parameters(self.weights())
-
-    @property
-    def uses_dropout(self) -> bool:
-        """True if training uses dropout anywhere."""
-        return any(getattr(self, name) for name in self._dropouts())
-
-    def with_dropout(self, fraction: float) -> Self:
-        """The same shape with this dropout rate everywhere."""
-        rates: dict[str, Any] = dict.fromkeys(self._dropouts(), fraction)
-        return replace(self, **rates)
-
-    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        """FLOPs of the forward and backward pass for one token."""
-        return count_flops(self.weights(), self.layers, self.attention_width, length, trained)
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Attention heads and the MLP's inner width."""
-        return {"heads": self.heads, "inner": self.inner}
-
-    def _dropouts(self) -> list[str]:
-        """The fields with dropout rates."""
-        return [field.name for field in fields(self) if field.name.endswith("dropout")]

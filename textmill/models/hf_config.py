@@ -85,6 +85,17 @@ class HfConfig:
             raise TextmillError(f"{self.where}: {key} is {name!r}; textmill knows {', '.join(SAME_ACTIVATION)}")
         return SAME_ACTIVATION[name]
 
+    def eos_id(self) -> int:
+        """The end-of-text token, the first if there are several; default: the last of the vocabulary."""
+        end = self.hf.get("eos_token_id")
+        end = end[0] if isinstance(end, list) and end else end
+        if end is not None and type(end) is not int:
+            raise TextmillError(
+                f"{self.where}: eos_token_id is {end!r}; a {self.kind} config.json has the number of a token there, "
+                "or null"
+            )
+        return int(self.hf["vocab_size"]) - 1 if end is None else end
+
 
 def open_hf_config(hf: Any, where: str, kind: str) -> HfConfig:
     """A config.json that is an object."""

@@ -22,8 +22,7 @@ from textmill.models import (
     read_shape,
     to_checkpoint,
 )
-from textmill.models.base_torch import BaseNet
-from textmill.models.layers_torch import AdaptedLinear
+from textmill.models.base_torch import AdaptedLinear, BaseNet
 from textmill.models.lora import dropout_sites, lora_config_of, target_weights, weights_with_adapters
 from textmill.storage.tensor_files import Named
 

@@ -5,92 +5,58 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from textmill.errors import EXIT_BUG, EXIT_STOPPED, AlreadyReported, TextmillError
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The processes of a run. All of them call each method in the same order; no method waits for a GPU."""
+class Ranks:
+    """The processes of a run: here a single one, so that every exchange returns its own value; `TorchRanks` are
+    several. All of them call each method in the same order; no method waits for a GPU."""
 
-    rank: int
-    world: int
+    rank = 0
+    world = 1
 
     @property
     def first(self) -> bool:
         """True on rank 0, which prints, locks the run folder and commits checkpoints."""
-        ...
+        return self.rank == 0
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank."""
-        ...
+        return self.all_reduce([int(flag)])[0] > 0
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Each number summed over all ranks, in double precision."""
-        ...
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in order of rank."""
-        ...
-
-    def matmul_rate(self, seconds: float) -> float:
-        """Matmuls per second on this process's device, measured for so long: how fast the device is now."""
-        ...
-
-    def new_group(self) -> Ranks:
-        """The same ranks over a separate process group, for use in another thread."""
-        ...
-
-    def report_progress(self, place: str | None = None) -> None:
-        """Report progress to the watchdog and, if given, where this process is, such as 'step 12'."""
-        ...
-
-    def under_watchdog(self, on_end: Callable[[str], None]) -> AbstractContextManager[None]:
-        """While open, a rank that dies or hangs ends all; each prints its stack and calls `on_end` with the reason."""
-        ...
-
-    def close(self) -> None:
-        """Leave the process group."""
-        ...
-
-
-class SingleProcess:
-    """The ranks of a run with one process: every exchange returns its own value."""
-
-    rank = 0
-    world = 1
-    first = True
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
         return list(values)
 
     def all_gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in order of rank."""
         return [value]
 
     def matmul_rate(self, seconds: float) -> float:
-        """There is no other device to compare with."""
+        """Matmuls per second on this process's device, measured for so long: how fast the device is now, next to those
+        of other ranks."""
         return 0.0
 
-    def new_group(self) -> SingleProcess:
+    def new_group(self) -> Ranks:
+        """The same ranks over a separate process group, for use in another thread."""
         return self
 
     def report_progress(self, place: str | None = None) -> None:
-        """There is no watchdog."""
+        """Report progress to the watchdog and, if given, where this process is, such as 'step 12'."""
 
     def under_watchdog(self, on_end: Callable[[str], None]) -> AbstractContextManager[None]:
-        """There is no watchdog."""
+        """While open, a rank that dies or hangs ends all; each prints its stack and calls `on_end` with the reason."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Leave the process group."""
 
 
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = Ranks()
 
 
 def run_on_all(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -24,7 +24,7 @@ from textmill.checkpoints.folders import BEST_LINK, StepChoice, list_checkpoints
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.own_files import is_own_file, last_own_file
 from textmill.engines import Engine, Step, open_engine, open_ranks
-from textmill.engines.distillation.teachers import check_teachers, resolve_teachers
+from textmill.engines.distillation import check_teachers, resolve_teachers
 from textmill.errors import TextmillError
 from textmill.generation import sample_prompts
 from textmill.models import open_family

@@ -26,7 +26,7 @@ from textmill.checkpoints.folders import find_checkpoint_damage, link_best, list
 from textmill.checkpoints.writing import FilePlan, Snapshot, prune, remove_leftovers, write_checkpoint
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.config.own_files import OwnFile
-from textmill.engines.distillation.teachers import teacher_flops
+from textmill.engines.distillation import teacher_flops
 from textmill.errors import AlreadyReported, Interrupted, TextmillError, warn
 from textmill.models import hf_config_of, open_family, tokenizer_files
 from textmill.models.lora import peft_config_of, weights_with_adapters

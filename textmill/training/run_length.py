@@ -4,20 +4,24 @@ and their number is corrected while it lasts (timing.py).
 With a batch of 8 samples of 1,024 tokens and 100 samples in an epoch, `train.epochs=2` is 25 steps (200 samples / 8),
 `train.tokens=100_000` is 12 steps (97 full samples, 12 full batches), and `train.epochs=1` is 13 steps, of which the
 last one reaches into the second epoch.
+
+`lr_at` is the learning rate of a step. `learning_rate` 1.0, `warmup` 10 steps and cosine over 110 steps: 0.1 in step 0,
+1.0 in steps 9 and 10, 0.5 in step 60 (half of the 100 decay steps), then towards `min_learning_rate`.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 from textmill.config import TrainConfig
+from textmill.config.own_files import is_own_file, load_part
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.schedules import lr_at, warmup_steps
 from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.batches.loader import Batches
 
@@ -114,7 +118,7 @@ class RunLength:
         if not self.known:
             _check_warmup(self.train, steps)
         train = self.train.model_copy(update={"steps": steps})
-        start: float = max(warmup_steps(train), done)
+        start: float = max(train.warmup_steps, done)
         if self.decay_start is not None and self.decay_start < done == start:
             decayed = (done - self.decay_start) / (self.steps - self.decay_start)
             start = (done - decayed * steps) / (1 - decayed)
@@ -199,3 +203,60 @@ def _check_warmup(train: TrainConfig, steps: int) -> None:
             f"train.{train.unit}={getattr(train, train.unit)}{limit}; lower it, or set a fraction of the "
             "run, such as 0.1"
         )
+
+
+def lr_at(
+    step: int, train: TrainConfig, decay_start: float | None = None, samples_before: Callable[[int], int] | None = None
+) -> float:
+    """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule.
+
+    A decay that ends with the run starts at `decay_start`, without it after the warm-up. `samples_before` returns how
+    many samples are before a step; without it, all steps have `train.batch`.
+    """
+    if is_own_file(train.schedule):
+        return _own_rate(step, train)
+    warmup = train.warmup_steps
+    low = train.min_learning_rate
+    high = train.learning_rate
+    if train.schedule == "range_test":  # DeepSpeed's: the rate only rises, to find the largest one that still trains
+        return low * (1 + (step + 1) / train.range_test_steps)
+    if step < warmup and train.warmup_shape == "linear":
+        return high * (step + 1) / warmup
+    if step < warmup:
+        risen = math.log(step + 1) / math.log(max(2, warmup))  # DeepSpeed's, from 0 in the first step to 1
+        return low + (high - low) * risen
+    if train.schedule == "inverse_sqrt":
+        return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
+    start = warmup if decay_start is None or train.decay_steps or train.decay_samples else decay_start
+    if step < start:
+        return high
+    decayed = float(step - start)
+    decay_length = train.decay_end - start
+    if train.decay_samples and samples_before:  # counted in samples, since steps have different batch sizes
+        decayed = samples_before(step) - samples_before(warmup)
+        decay_length = train.decay_samples - samples_before(warmup)
+    return low + (high - low) * _remaining(decayed, decay_length, train)
+
+
+def _own_rate(step: int, train: TrainConfig) -> float:
+    """What the user's own file computes from the step and the settings, in which `steps` is the length of the run."""
+    rate = load_part(train.schedule, "train.schedule", "learning_rate")(step, train)
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise TextmillError(
+            f"train.schedule: learning_rate(step={step}, ...) in {train.schedule} returns {rate!r}; a learning rate is "
+            "a finite number of at least 0"
+        )
+    return float(rate)
+
+
+def _remaining(step: float, steps: float, train: TrainConfig) -> float:
+    """The remaining fraction of (max - min) learning rate after `step` of `steps` decay steps, or samples."""
+    if train.schedule == "constant":
+        return 1.0
+    if train.schedule == "stable":  # constant, then linear over the last part of the run (warmup-stable-decay)
+        whole = train.decay_samples or train.decay_end
+        decay_steps = min(steps, max(1, round(train.stable.decay_fraction * whole)))
+        step = max(0, step - (steps - decay_steps))
+        steps = decay_steps
+    fraction = min(1.0, step / max(1, steps))
+    return (1 + math.cos(math.pi * fraction)) / 2 if train.schedule == "cosine" else 1 - fraction

@@ -45,7 +45,7 @@ from textmill.config.section import results_of
 from textmill.config.tokenizer import turns_of
 from textmill.config.training import UNITS
 from textmill.engines import check_engine
-from textmill.engines.distillation.teachers import (
+from textmill.engines.distillation import (
     check_teacher,
     check_teachers,
     fingerprint_teachers,
@@ -414,7 +414,7 @@ def check_own_code(model: ModelConfig, train: TrainConfig, shape: Shape, engine:
     """Refuse a family or a loss in the user's own file that breaks its contract."""
     check_own_family(model, shape, engine)
     if is_own_file(train.loss):  # other engines than torch take none
-        from textmill.engines.heads_torch import check_own_loss
+        from textmill.engines.losses_torch import check_own_loss
 
         check_own_loss(train, shape.vocab)
 

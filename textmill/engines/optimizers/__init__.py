@@ -1,9 +1,10 @@
 """The optimizer step in torch. `train.optimizer: NAME` is NAME_torch.py in this folder, and nothing else names it.
+`AdamW` is below, since it updates what others leave.
 
 Such a file has
 
     STATE             the names of its state, one tensor of a weight's shape each, as checkpoints have them: momentum
-    takes             whether it updates a weight; AdamW updates those that it does not take
+    takes             whether it updates a weight
     adamw_rate        AdamW's learning rate for these, as a factor of `train.learning_rate`
     state_bytes       bytes of the state of its weights on this rank
     new_optimizer     builds a `WeightsOptimizer` for its weights
@@ -16,12 +17,13 @@ models/parameter_groups.py. The JAX engine has its own in step_jax.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from textmill.config import TrainConfig
 from textmill.config.own_files import is_own_file, last_own_file
@@ -35,6 +37,8 @@ from textmill.models.parameter_groups import Rule, rules_of
 
 ADAMW = "adamw"
 """The optimizer of all weights that `train.optimizer` does not take."""
+TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
+"""Torch's names of AdamW's first and second moment."""
 MOST_UNCHANGED = 3
 """Updates of the user's own optimizer that may change no weight; SOAP's first one does not."""
 
@@ -65,7 +69,9 @@ class WeightsOptimizer(Protocol):
 
 
 def open_optimizer(name: str) -> Any:
-    """The module NAME_torch.py, or the user's own file."""
+    """`AdamW`, the module NAME_torch.py, or the user's own file."""
+    if name == ADAMW:
+        return AdamW
     if is_own_file(name):
         return OwnOptimizer(last_own_file(name, "train.optimizer", "update").module)
     return import_module(f"textmill.engines.optimizers.{name}_torch")
@@ -102,6 +108,93 @@ def state_sizes(weight: Weight, train: TrainConfig) -> list[int]:
         state = optimizer.new_state(torch.empty(weight.memory_shape, device="meta"))
         return [weight.size if name in optimizer.STATE else tensor.numel() for name, tensor in state.items()]
     return [weight.size] * len(optimizer.STATE)
+
+
+class AdamW:
+    """AdamW by torch's fused kernel, with gradients that are scaled and updates that are skipped on the device.
+
+    It is not torch.optim.AdamW, whose import of the compiler takes a third of the start-up time.
+    """
+
+    STATE = tuple(TORCH_NAMES)
+
+    @staticmethod
+    def takes(weight: Weight) -> bool:
+        """AdamW updates any weight."""
+        return True
+
+    @staticmethod
+    def adamw_rate(train: TrainConfig) -> float:
+        """It is AdamW itself."""
+        return 1.0
+
+    @staticmethod
+    def state_bytes(members: list[Member], parallel: Parallel) -> int:
+        """Two moments of this rank's parts."""
+        return 2 * sum(parallel.local(parameter).nbytes for _, parameter, _ in members)
+
+    @classmethod
+    def new_optimizer(cls, members: list[Member], train: TrainConfig, *_: Any, compiled: bool) -> AdamW:
+        """AdamW needs no more than this rank's parts."""
+        return cls(members, train)
+
+    def __init__(self, members: list[Member], train: TrainConfig) -> None:
+        self.groups = groups_of(members)
+        self.betas = train.betas
+        self.epsilon = train.epsilon
+        self.moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, lr: float | Tensor, gradient_factor: Tensor, updated: Tensor, done: Tensor) -> None:
+        """One update by torch's fused kernel."""
+        scale = gradient_factor.reciprocal()
+        skipped = (~updated).float()
+        for group in self.groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            moments = [self._moments_of(parameter) for parameter in parameters]
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                [one["m"] for one in moments],
+                [one["v"] for one in moments],
+                [],
+                # Torch increments each, so they are separate tensors.
+                list(done.float().repeat(len(parameters)).unbind()),
+                fused=True,
+                grad_scale=scale,
+                found_inf=skipped,
+                amsgrad=False,
+                maximize=False,
+                eps=self.epsilon,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=lr * group["rate"],
+                weight_decay=group["weight_decay"],
+            )
+
+    def _moments_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if parameter not in self.moments:
+            self.moments[parameter] = {
+                name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in self.STATE
+            }
+        return self.moments[parameter]
+
+    def state(self) -> dict[str, dict[nn.Parameter, Tensor]]:
+        """The moments of each parameter."""
+        return {name: {parameter: moments[name] for parameter, moments in self.moments.items()} for name in self.STATE}
+
+    def load_state(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set a parameter's moment."""
+        moment = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
+        self.moments.setdefault(parameter, {})[name] = moment
+
+
+def groups_of(members: Iterable[Member]) -> list[dict[str, Any]]:
+    """Parameter groups by learning-rate factor (`rate`) and weight decay."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for _, parameter, rule in members:
+        groups.setdefault((rule.rate, rule.decay), []).append(parameter)
+    return [{"params": groups[key], "weight_decay": key[1], "rate": key[0]} for key in sorted(groups, reverse=True)]
 
 
 class OwnOptimizer:

@@ -7,7 +7,6 @@ The state is `count`, and `m`, `v` and `momentum` by weight name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import optax
 from jax import Array
 
 from textmill.config import LoraConfig, TrainConfig
+from textmill.engines import Step, StepValues
 from textmill.engines.optimizers.muon_torch import ADAM_SCALE, MIN_NORM
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight
@@ -26,46 +26,14 @@ from textmill.models.parameter_groups import rules_of
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class JaxStep:
-    """The results of one optimizer step, on the device; reading a value waits for it."""
+def new_step(loss: Array, norm: Array, loss_tokens: Array, terms: dict[str, Array], note: str | None) -> Step:
+    """The result of a step from arrays on the device; reading a value waits for it."""
 
-    loss_value: Array
-    norm_value: Array
-    loss_tokens_value: Array
-    scale: float | None = None
-    note: str | None = None
-    term_values: dict[str, Array] = field(default_factory=dict)
+    def read() -> StepValues:
+        named = {name: float(value) for name, value in terms.items()}
+        return StepValues(float(loss), float(norm), int(loss_tokens), named)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the values can be read without waiting."""
-        return bool(self.norm_value.is_ready())
-
-    @property
-    def loss(self) -> float:
-        """The step's loss before the update."""
-        return float(self.loss_value)
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """Other terms of the objective."""
-        return {name: float(value) for name, value in self.term_values.items()}
-
-    @property
-    def norm(self) -> float:
-        """The global gradient norm before clipping."""
-        return float(self.norm_value)
-
-    @property
-    def loss_tokens(self) -> int:
-        """Tokens with a label in the global batch."""
-        return int(self.loss_tokens_value)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the update was skipped because loss or gradient was not finite."""
-        return not math.isfinite(self.norm)
+    return Step(lambda: bool(norm.is_ready()), read, note)
 
 
 def check_optimizer(train: TrainConfig) -> None:

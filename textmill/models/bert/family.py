@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.family import BaseShape
+from textmill.models.family import Shape as BaseShape
 from textmill.models.hf_config import open_hf_config, read_config_file
 from textmill.models.weights import Weight, count_flops
 

@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop
-from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.bert.family import ANSWERS, PAIR_CLASSES, SEQUENCES, Shape
-from textmill.models.hf_config import GELUS
-from textmill.models.layers_torch import (
+from textmill.models.base_torch import (
     ACTIVATIONS,
     AttentionDropout,
+    BaseBlock,
+    BaseNet,
     Context,
     Dropout,
     Residual,
@@ -25,6 +24,8 @@ from textmill.models.layers_torch import (
     to_matmul_dtype,
     token_positions,
 )
+from textmill.models.bert.family import ANSWERS, PAIR_CLASSES, SEQUENCES, Shape
+from textmill.models.hf_config import GELUS
 
 
 class Embeddings(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from textmill.models.base_torch import Context, linear_and_activation
 from textmill.models.decode_torch import CapturedSlots, has_no_adapter
 from textmill.models.gpt2.net_torch import MLP, Net
-from textmill.models.layers_torch import Context, linear_and_activation
 
 
 class Layer(NamedTuple):

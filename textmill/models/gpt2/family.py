@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.family import BaseShape
+from textmill.models.family import Shape as BaseShape
 from textmill.models.hf_config import open_hf_config, read_config_file
 from textmill.models.weights import Weight
 
@@ -79,22 +79,12 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         inner=hf.get("n_inner") or 4 * hf["n_embd"],
         positions=hf["n_positions"],
         vocab=hf["vocab_size"],
-        eos_id=_eos_id_of(hf, where),
+        eos_id=config.eos_id(),
         activation=config.activation("activation_function", "gelu_new"),
         epsilon=hf.get("layer_norm_epsilon", 1e-5),
         untied=not hf.get("tie_word_embeddings", True),
         **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
     )
-
-
-def _eos_id_of(hf: dict[str, Any], where: str) -> int:
-    end = hf.get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
-    if end is not None and type(end) is not int:
-        raise TextmillError(
-            f"{where}: eos_token_id is {end!r}; a GPT-2 config.json has the number of a token there, or null"
-        )
-    return hf["vocab_size"] - 1 if end is None else end
 
 
 def hf_config_of(shape: Shape) -> dict[str, Any]:

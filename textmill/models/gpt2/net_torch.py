@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.gpt2.family import Shape
-from textmill.models.hf_config import GELUS
-from textmill.models.layers_torch import (
+from textmill.models.base_torch import (
     AttentionDropout,
+    BaseBlock,
+    BaseNet,
     Context,
     Dropout,
     Residual,
@@ -23,6 +22,8 @@ from textmill.models.layers_torch import (
     to_matmul_dtype,
     token_positions,
 )
+from textmill.models.gpt2.family import Shape
+from textmill.models.hf_config import GELUS
 
 
 class Attention(nn.Module):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.models.base_torch import ACTIVATIONS
 from textmill.models.decode_torch import CapturedSlots, has_no_adapter, join_rows
-from textmill.models.layers_torch import ACTIVATIONS
 from textmill.models.llama.net_torch import Net, frequencies_of
 
 

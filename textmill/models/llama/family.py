@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.family import BaseShape
+from textmill.models.family import Shape as BaseShape
 from textmill.models.hf_config import open_hf_config, read_config_file
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
 from textmill.models.weights import Weight
@@ -167,7 +167,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     return Shape(
         kv_heads=kv_heads,
         head_width=head_width,
-        eos_id=_eos_id_of(hf, where),
+        eos_id=config.eos_id(),
         activation=config.activation("hidden_act", "silu"),
         **_read_options(hf, kind),
         untied=not hf.get("tie_word_embeddings", False),
@@ -190,14 +190,6 @@ def _as_llama(hf: dict[str, Any], where: str) -> dict[str, Any]:
             "the model has no window"
         )
     return {"num_key_value_heads": 8, "max_position_embeddings": positions, **hf, "model_type": NAME}
-
-
-def _eos_id_of(hf: dict[str, Any], where: str) -> int:
-    end = hf.get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
-    if end is not None and type(end) is not int:
-        raise TextmillError(f"{where}: eos_token_id is {end!r}; a config.json has the number of a token there, or null")
-    return hf["vocab_size"] - 1 if end is None else end
 
 
 def hf_config_of(shape: Shape, kind: str | None = None) -> dict[str, Any]:

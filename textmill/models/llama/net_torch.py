@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from textmill.errors import TextmillError
 from textmill.kernels.fp8_torch import FP8_GATES, fp8_gated_mlp
-from textmill.models.base_torch import BaseBlock, BaseNet
-from textmill.models.layers_torch import (
+from textmill.models.base_torch import (
     ACTIVATIONS,
     AttentionDropout,
+    BaseBlock,
+    BaseNet,
     Context,
     Dropout,
     attention,

@@ -1,1 +1,0 @@
-"""Distillation: teachers, and the terms of the loss that compare a net with them."""
