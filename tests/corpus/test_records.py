@@ -62,6 +62,7 @@ def test_json_lines(tmp_path: Path) -> None:
     [
         (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
         (b"plain words", "not JSON: Expecting value at column 1"),
+        (b'{"text": "a"}{"text": "b"}', "not JSON: Extra data at column 14"),
         (b'{"text": "a\tb"}', "not JSON: Invalid control character at column 12"),
         (b'{"text": "\xff\xfe"}', "not UTF-8: byte 0xff at 10"),
         (b"\xff\xfe{\x00", "it looks like UTF-16"),
