@@ -14,7 +14,6 @@ that are in train and valid.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, astuple, dataclass, replace
 from itertools import groupby
@@ -54,7 +53,6 @@ MAX_CHARACTERS = 600
 LOSS = "loss"
 NO_LOSS = "no loss"
 TRUNCATED = "truncated"
-STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
 MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
 QUESTION_FRACTION = 0.25
 """The fraction of a sample that a question keeps if its answer is too long for the rest."""
@@ -309,17 +307,9 @@ def example_conversations(layout: ChatLayout, tokenizer: TextTokenizer) -> Itera
 
 
 def print_conversation(name: str, spans: list[TextSpan]) -> None:
-    """Print one conversation: in colour on a terminal, else with markers: {+loss+}, [-truncated-]."""
-    short = [(kind, _shorten(text.replace("\n", "\\n"))) for kind, text in spans]
-    if not sys.stdout.isatty():
-        print(f"{name}: {''.join(text.join(MARKERS[kind]) for kind, text in short)}")
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(highlight=False).print(
-        Text.assemble(f"{name}: ", *((text, STYLES[kind]) for kind, text in short)), soft_wrap=True
-    )
+    """Print one conversation with markers: {+loss+}, [-truncated-]."""
+    marked = (_shorten(text.replace("\n", "\\n")).join(MARKERS[kind]) for kind, text in spans)
+    print(f"{name}: {''.join(marked)}")
 
 
 def _shorten(text: str) -> str:
