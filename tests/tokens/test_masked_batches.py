@@ -21,7 +21,7 @@ from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.batches.loader import Batches
 from textmill.tokens.batches.masked import MaskedLayout, pack_rows
 from textmill.tokens.batches.masking import MaskedTokens, MaskingRule, choose_tokens
-from textmill.tokens.batches.sentence_pairs import SentencePairs, Sentences, search_sorted, truncate
+from textmill.tokens.batches.sentence_pairs import SentencePairs, Sentences, truncate
 from textmill.tokens.store import StoreWriter, TokenStore, open_store
 
 PAD, UNKNOWN, CLS, SEP, MASK, ORDINARY = 0, 1, 2, 3, 4, 5
@@ -322,15 +322,6 @@ def test_rows_are_packed_without_losing_items(lengths: list[int]) -> None:
             rows.remove(max(space))
         rows.append(max(space, default=0) + length)
     assert sorted(used.tolist()) == sorted(rows)
-
-
-@settings(max_examples=30, deadline=None)
-@given(values=st.lists(st.integers(0, 40), max_size=70), wanted=st.lists(st.integers(-3, 44), max_size=20))
-def test_searching_equals_that_of_numpy(values: list[int], wanted: list[int]) -> None:
-    ordered, targets = np.array(sorted(values), np.int64), np.array(wanted, np.int64)
-    unaligned = np.frombuffer(b"x" + ordered.tobytes(), np.uint8)[1:].view(np.int64)
-    for side in ("left", "right"):
-        assert search_sorted(unaligned, targets, side).tolist() == np.searchsorted(ordered, targets, side).tolist()  # type: ignore[arg-type]
 
 
 def test_documents_of_a_step_are_found(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def _split_into_rows(values: NDArray[np.int32], is_text: NDArray[np.bool_], padd
 
 def has_spans(store: TokenStore, settings: MaskedConfig) -> bool:
     """True if a store gives at least one sample."""
-    sentences_per_document = np.diff(Sentences(store).first_of(np.arange(len(store) + 1)))
+    sentences_per_document = np.diff(store.index.documents[store.first_document :][: len(store) + 1])
     needed = 1 if settings.pairs == "none" else 2
     return bool((sentences_per_document >= needed).any())
 

@@ -245,7 +245,7 @@ def _is_wrong(keys: Keys) -> NDArray[np.bool_]:
 
 
 class Sentences:
-    """The sentences (sequences) of a store's documents, numbered from 0; nothing is loaded into memory.
+    """The sentences (sequences) of a store's documents, numbered from 0; where they start is held in memory.
 
     `bos_id` and `eos_id`: tokens that a document of the store may begin or end with, and that are not part of its text.
     """
@@ -255,33 +255,23 @@ class Sentences:
         self.documents = len(store)
         self._bos_id = bos_id
         self._eos_id = eos_id
-        index = store.index
         first = store.first_document
-        stop = store.first_document + store.document_count
-        self._documents = np.asarray(index.documents[first : stop + 1])
-        self._first = int(self._documents[0])
-        self.count = int(self._documents[-1]) - self._first
-        self._offsets = np.asarray(index.offsets[self._first : self._first + self.count])
-        self._divisor = index.offset_divisor
-        self._tokens = store.tokens
-        self._begin = int(self._offsets[0]) if self.count else 0
+        edges = np.array(store.index.documents[first : first + len(store) + 1])
+        offsets = np.array(store.index.offsets[edges[0] : edges[-1]]) // store.index.offset_divisor
+        self._firsts: Numbers = edges - edges[0]
+        self._starts: Numbers = np.append(offsets - offsets[:1], store.tokens)
 
     def starts(self, numbers: Numbers) -> Numbers:
-        """The token at which each sentence starts; number `count` gives the end of the last one."""
-        if not self.count:
-            return np.zeros_like(numbers)
-        inside = np.minimum(numbers, self.count - 1)
-        starts: Numbers = (self._offsets[inside] - self._begin) // self._divisor
-        return np.where(numbers == inside, starts, self._tokens)
+        """The token at which each sentence starts; the number after the last one gives its end."""
+        return self._starts[numbers]
 
     def count_before(self, tokens: Numbers, side: Literal["left", "right"]) -> Numbers:
         """How many sentences start before each token (left), or at or before it (right)."""
-        return search_sorted(self._offsets, tokens * self._divisor + self._begin, side)
+        return np.searchsorted(self._starts[:-1], tokens, side)
 
     def first_of(self, documents: Numbers) -> Numbers:
-        """The first sentence of each document; the number after the last document gives `count`."""
-        found: Numbers = self._documents[documents] - self._first
-        return found
+        """The first sentence of each document; the number after the last document gives that of all sentences."""
+        return self._firsts[documents]
 
     def blocks(self) -> Iterator[Numbers]:
         """For each block of documents: the first sentence of each document, and the end of the last document."""
@@ -290,7 +280,7 @@ class Sentences:
 
     def document_of(self, numbers: Numbers) -> Numbers:
         """The document of each sentence."""
-        return search_sorted(self._documents, numbers + self._first, "right") - 1
+        return np.searchsorted(self._firsts, numbers, "right") - 1
 
     def skip_begin(self, starts: Numbers) -> Numbers:
         """Where text starts if documents, or parts of them, start at these tokens."""
@@ -305,16 +295,3 @@ class Sentences:
             return stops
         is_end: NDArray[np.bool_] = self.ids[np.maximum(stops - 1, 0)] == self._eos_id
         return stops - is_end
-
-
-def search_sorted(values: Numbers, wanted: Numbers, side: Literal["left", "right"]) -> Numbers:
-    """np.searchsorted without a copy: numpy would copy all of an index file, whose numbers are not aligned."""
-    low = np.zeros(wanted.shape, np.int64)
-    high = np.full(wanted.shape, len(values), np.int64)
-    for _ in range(len(values).bit_length()):
-        middle = (low + high) // 2
-        found = values[np.minimum(middle, len(values) - 1)]
-        goes_right = (low < high) & ((found < wanted) if side == "left" else (found <= wanted))
-        low = np.where(goes_right, middle + 1, low)
-        high = np.where(goes_right, high, middle)
-    return low
