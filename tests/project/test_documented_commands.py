@@ -38,6 +38,8 @@ NOT_RUN = {
     "textmill evaluate B": "another one",
     "textmill compare A B": "both",
     "--text papers/": "documents of the reader's own; tests/corpus/test_documents.py has some",
+    "import nano/ckpt.pt": "needs a checkpoint of nanoGPT; tests/conversion/test_formats.py has one",
+    "import megatron": "needs a checkpoint of Megatron; tests/conversion/test_megatron.py has some",
     "export.kind=dataset": "needs a prepared corpus; tests/conversion/test_dataset_folder.py has one",
     "corpus.sources=mongo:db_config.json": "needs a MongoDB server; tests/corpus/test_mongo_server.py has one",
 }
@@ -187,7 +189,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             eos_token_id=tokenizer.eos_id,
         )
     )
-    for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files", "SmolLM2-135M"):
+    for name in ("pretrained", "gpt2", "some/gpt2-folder", "SmolLM2-135M"):
         (folder / name).mkdir(parents=True)
         tokenizer.save(folder / name)
         (llama if name == "SmolLM2-135M" else net).save_pretrained(folder / name)
