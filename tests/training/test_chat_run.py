@@ -205,31 +205,6 @@ def test_the_samples_show_what_is_truncated(tmp_path: Path, capsys: pytest.Captu
     assert "{+a tale" in out
 
 
-@pytest.mark.long_with(8)
-@pytest.mark.parametrize("copies", [8, 2])
-def test_valid_is_part_of_train(tmp_path: Path, copies: int, capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = list(PAIRS.items())
-    write_pairs(tmp_path, "pairs.jsonl", pairs)
-    others = [(f"another question {number}", "another answer") for number in range(8 - copies)]
-    held = write_pairs(tmp_path, "held.jsonl", pairs[:copies] + others)
-    corpus = {
-        "sources": [str(tmp_path / "pairs.jsonl"), str(held)],
-        "source_splits": {"held.jsonl": "valid"},
-        "dedup": "none",
-    }
-    config = config_of(tmp_path, corpus=corpus)
-    prepare_and_tokenize(config)
-    if copies == 2:
-        train(config)
-        assert "2 of 8 valid conversations are in train too; set corpus.dedup=exact" in capsys.readouterr().err
-        return
-    with pytest.raises(
-        TextmillError,
-        match="8 of 8 valid conversations are in train too, so the valid loss would mean nothing; set corpus",
-    ):
-        train(config)
-
-
 def test_conversations_trained_on_as_plain_text_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

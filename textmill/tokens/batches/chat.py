@@ -7,13 +7,11 @@ padding token):
     labels     [- 3 0 5 0 -]
     documents  [1 1 1 2 2 0]
 
-`check_training_data` looks at the data before the first step: loss tokens, truncation, stop tokens, and conversations
-that are in train and valid.
+`check_training_data` looks at the data before the first step: loss tokens, truncation, stop tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, astuple, dataclass, replace
 from itertools import groupby
@@ -203,7 +201,6 @@ def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: 
     print(_format_counts(counts, length, tokenizer), flush=True)
     _check_counts(counts, length, tokenizer)
     _warn_about_counts(counts, train, length)
-    _check_overlap(stores, data.stores("valid"))
 
 
 @dataclass(frozen=True)
@@ -393,29 +390,3 @@ def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> N
             f"in {without_stop:,} conversations the stop token has no loss, so the model may not learn to stop; "
             f"raise train.length"
         )
-
-
-def _check_overlap(train: list[TokenStore], valid: list[TokenStore]) -> None:
-    """Warn of valid conversations that are in train too; raise an error if it is half of them or more."""
-    digests = {digest for store in valid for digest in _digests(store)}
-    if not digests:
-        return
-    both = len({digest for store in train for digest in _digests(store) if digest in digests})
-    if 2 * both >= len(digests):
-        raise TextmillError(
-            f"{both:,} of {len(digests):,} valid conversations are in train too, so the valid loss would mean nothing; "
-            f"set corpus.dedup=exact, and remove duplicates from corpus.source_splits and tokens.use"
-        )
-    if both:
-        warn(
-            f"{both:,} of {len(digests):,} valid conversations are in train too; set corpus.dedup=exact to prevent that"
-        )
-
-
-def _digests(store: TokenStore) -> Iterator[bytes]:
-    for begin in range(0, len(store), BLOCK):
-        edges = store.document_starts(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
-        ids = np.ascontiguousarray(store.ids[edges[0] : edges[-1]]).astype(np.int32)
-        edges = edges - edges[0]
-        for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            yield hashlib.blake2b(ids[first:last].data, digest_size=16).digest()
