@@ -101,15 +101,6 @@ def test_examples_equal_those_of_protobuf(numbers: list[int], floats: list[float
     assert decode_varints(encode_varints(np.array([numbers], np.int64))[0]).tolist() == numbers
 
 
-def test_lists_that_are_not_packed_are_read() -> None:
-    tagged = b"".join(b"\x08" + encode_varints(np.array([[number]]))[0] for number in (5, 300, 70000))
-    feature = bytes([3 << 3 | 2, len(tagged)]) + tagged
-    entry = b"\x0a\x01a" + bytes([2 << 3 | 2, len(feature)]) + feature
-    message = bytes([0x0A, len(entry) + 2, 0x0A, len(entry)]) + entry
-    assert list(example_pb2.Example.FromString(message).features.feature["a"].int64_list.value) == [5, 300, 70000]
-    assert decode_varints(split_example(message)["a"].data).tolist() == [5, 300, 70000]
-
-
 def test_files_of_the_package_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textmill.tokens.bert_examples.ROWS", 4)
     path = tmp_path / "train.tfrecord"

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
-from textmill.tokens.protobuf import DELIMITED, VARINT, BrokenMessage, bytes_field, read_fields
+from textmill.tokens.protobuf import DELIMITED, BrokenMessage, bytes_field, read_fields
 
 LENGTH = struct.Struct("<Q")
 CHECKSUM = struct.Struct("<I")
@@ -152,19 +152,12 @@ def split_example(data: bytes) -> dict[str, Feature]:
 
 
 def _packed_values(kind: int, data: bytes) -> bytes:
-    """The values of a list; a list that is not packed has a tag before each value, which is removed."""
+    """The values of a list; TensorFlow declares its lists of numbers as packed."""
     if kind == BYTES or not data:
         return data
-    if data[0] == 1 << 3 | DELIMITED:
-        return b"".join(read_fields(data)[1].get(1, []))
-    if kind == FLOATS:
-        if len(data) % 5:
-            raise BrokenMessage("a list of floats is cut short")
-        return np.frombuffer(data, np.uint8).reshape(-1, 5)[:, 1:].tobytes()
-    numbers = decode_varints(data)
-    if len(numbers) % 2 or (numbers[::2] != 1 << 3 | VARINT).any():
-        raise BrokenMessage("a list of integers is not readable")
-    return encode_varints(numbers[None, 1::2])[0]
+    if data[0] != 1 << 3 | DELIMITED:
+        raise BrokenMessage("a list of numbers is not packed")
+    return b"".join(read_fields(data)[1].get(1, []))
 
 
 def decode_varints(data: bytes) -> NDArray[np.int64]:
