@@ -104,7 +104,7 @@ OPTIONS = {
     "recompute": "engine.activation_checkpointing=1 model.shape.dropout=0.1",
     "losses": "train.z_loss=1e-3 train.label_smoothing=0.1 train.loss=sample_mean",
     "average": "train.ema_window=10",
-    "rates": "train.layer_decay=0.8 train.embedding_rate_factor=0.5 train.freeze=[wpe] train.no_weight_decay=[wte] "
+    "rates": "train.layer_decay=0.8 train.embedding_rate_factor=0.5 train.freeze=[wpe] "
     "train.clip=0.5 train.schedule=stable train.warmup_shape=log",
     "rampup": "engine.micro_batch=2 train.batch_rampup=4,2,40 train.schedule=inverse_sqrt",
     "long": "train.steps=200 train.decay_steps=200 train.save_every=200 train.log_every=20 train.optimizer=muon "
@@ -150,14 +150,14 @@ PARALLEL = {
 GENERATE = {
     "greedy": "sample.temperature=0 sample.max_tokens=80",
     "sampled": "sample.temperature=0.9 sample.top_k=50 sample.top_p=0.95 sample.max_tokens=40 sample.count=3",
-    "penalties": "sample.temperature=0.8 sample.min_p=0.01 sample.typical_p=0.95 sample.repetition_penalty=1.2 "
+    "penalties": "sample.temperature=0.8 sample.min_p=0.01 sample.repetition_penalty=1.2 "
     "sample.presence_penalty=0.2 sample.frequency_penalty=0.1 sample.max_tokens=40 sample.seed=7",
     "beams": "sample.beams=3 sample.length_penalty=0.8 sample.max_tokens=20",
 }
 EVALUATE = {
     "perplexity": "evaluate.tasks=[perplexity] evaluate.stride=16",
-    "sampled": "evaluate.tasks=[perplexity] evaluate.sample=20 evaluate.split=test evaluate.count_end=false",
-    "text": "evaluate.tasks=[perplexity] evaluate.text=[texts/wiki.txt] evaluate.first_token=context",
+    "sampled": "evaluate.tasks=[perplexity] evaluate.sample=20 evaluate.split=test",
+    "text": "evaluate.tasks=[perplexity] evaluate.text=[texts/wiki.txt]",
     "choices": "evaluate.tasks=[lambada:texts/lambada.jsonl,choices:texts/choices.jsonl,pairs:texts/good_bad.jsonl]",
     "wikitext": "evaluate.tasks=[wikitext:texts/wiki.txt]",
     "wikitext-megatron": "evaluate.tasks=[wikitext:texts/wiki.txt] evaluate.wikitext.protocol=megatron",

@@ -108,8 +108,7 @@ def compare_lm_eval(model: Path, folder: Path) -> None:
 
 
 def compare_streams(model: Path, net: Any) -> None:
-    """The file as one text, in windows: Megatron's protocol, that of transformers' page on perplexity, and one with
-    every other choice: first token predicted, end-of-text counted, not detokenised."""
+    """The file as one text, in windows: Megatron's protocol, and that of transformers' page on perplexity."""
     tokenizer, text = open_tokenizer(model), WIKITEXT.read_text(encoding="utf-8")
     positions = int(net.config.n_positions)
     words = len(text.strip().split(" ")) - 1
@@ -123,11 +122,6 @@ def compare_streams(model: Path, net: Any) -> None:
         # A window of Megatron has one token more: the last one is only predicted.
         loss, _ = window_losses(net, detokenised, positions + 1, stride)
         show(f"wikitext, megatron, stride {stride}, word_perplexity", found["word_perplexity"], math.exp(loss / words))
-    other = WikitextConfig(protocol="transformers")
-    choices = {"stride": 50, "window": 101, "first_token": "predicted", "count_end": True}
-    found = measure(model, f"wikitext:{WIKITEXT}", wikitext=other, **choices)
-    loss, counted = window_losses(net, [tokenizer.eos_id, *plain, tokenizer.eos_id], 101, 50)
-    show("wikitext, window 100, stride 50, all tokens and the end, loss", found["loss"], loss / counted)
 
 
 def window_losses(net: Any, ids: list[int], window: int, stride: int) -> tuple[float, int]:

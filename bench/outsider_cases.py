@@ -120,14 +120,13 @@ def random_config(dice: random.Random) -> dict[str, Any]:
     train |= dice.choice([{}, {"layout": "padded"}, {"packed": {"isolate_documents": True}}])
     extras: list[dict[str, Any]] = [
         {"ema_window": 20.0},
-        {"spikes": {"threshold": 6.0, "window": 2}},
+        {"spike_threshold": 6.0},
         {"freeze": ["wpe"]},
         {"layer_decay": 0.8},
         {"label_smoothing": 0.1},
         {"z_loss": 1e-4},
         {"loss": "sample_mean"},
         {"checkpoints": {"keep": 1}},
-        {"no_weight_decay": ["wte"]},
         {"sample_prompts": ["The mill"]},
     ]
     for extra in dice.sample(extras, dice.randint(0, 3)):

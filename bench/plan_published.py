@@ -36,10 +36,8 @@ PRECISIONS = {
 
 def cluster_in(numbers: dict[str, Any]) -> Cluster:
     """A cluster of the file."""
-    known = cluster_of(
-        numbers["gpu"], 1e12 * numbers["tflops"], numbers["per_node"], 1e9 * numbers["link"], 1e9 * numbers["network"]
-    )
-    return replace(known, memory=1e12 * numbers["memory_tb_s"])
+    known = cluster_of(numbers["gpu"], 1e12 * numbers["tflops"], numbers["per_node"], 1e9 * numbers["network"])
+    return replace(known, link=1e9 * numbers["link"], memory=1e12 * numbers["memory_tb_s"])
 
 
 def shape_in(numbers: dict[str, Any], length: int) -> Shape:

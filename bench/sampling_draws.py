@@ -35,12 +35,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 7},
     "top_p": {"temperature": 1.3, "top_p": 0.8},
     "min_p": {"min_p": 0.1},
-    "typical_p": {"typical_p": 0.6},
     "repetition_penalty": {"repetition_penalty": 1.8},
     "presence_penalty": {"presence_penalty": 2.0},
     "frequency_penalty": {"frequency_penalty": 1.0},
     "min_tokens": {"min_tokens": 9},
-    "all but typical_p": {
+    "all": {
         "temperature": 1.2,
         "top_k": 60,
         "top_p": 0.97,
@@ -51,7 +50,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "min_tokens": 9,
     },
 }
-SETTINGS["all"] = {**SETTINGS["all but typical_p"], "typical_p": 0.9}
 
 
 def reference(logits_V: Tensor, sample: SampleConfig) -> Tensor:
@@ -71,8 +69,6 @@ def reference(logits_V: Tensor, sample: SampleConfig) -> Tensor:
         warpers.append(theirs.TopPLogitsWarper(sample.top_p))
     if sample.min_p:
         warpers.append(theirs.MinPLogitsWarper(sample.min_p))
-    if sample.typical_p < 1:
-        warpers.append(theirs.TypicalLogitsWarper(sample.typical_p))
     for warper in warpers:
         scores_1V = warper(ids_1T, scores_1V)
     return scores_1V[0].double().softmax(0)

@@ -117,7 +117,6 @@ UNUSABLE = {
     "train.layout=labelled tokenizer.kind=wordpiece evaluate.text=[empty.csv]": "empty.csv has no examples",
     "evaluate.tasks=[wikitext:texts/english.txt] evaluate.window=33": "evaluate.window: 33 is more than the model's 32",
     "evaluate.tasks=[wikitext:texts/english.txt] evaluate.stride=33": "evaluate.stride: 33 is more than the window",
-    "evaluate.tasks=[wikitext:texts/english.txt] evaluate.first_token=context": "evaluate.first_token: articles",
     "train.tasks=[wikitext:texts/english.txt] evaluate.window=33": "evaluate.window: 33 is more than the model's 32",
     "evaluate.window=33": "evaluate.window: 33 is more than the model's 32 positions",
     "evaluate.stride=33": "evaluate.stride: 33 is more than the window of 32",

@@ -100,7 +100,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "jax-lm-train": {
         "track.kinds": ["wandb"],
-        "track.wandb.offline": None,
         "tokens.use_valid": ["dataset/wikitext.test**"],
         "model.size": "small",
         "model.shape.dropout": 0.1,
@@ -244,7 +243,7 @@ NANOGPT = "python train.py --wandb_project=p --batch_size=8"
 LITGPT_LORA = "litgpt finetune_lora some/model --train.micro_batch_size 2 --data JSON --data.json_path a.json"
 QUANTITIES: list[tuple[str, dict[str, Any]]] = [
     (NANOGPT, {"track.kinds": [], "train.evaluate_batches": 200, "train.evaluate_batch": 8, "train.warmup": 2000}),
-    (f"{NANOGPT} --wandb_log=True", {"track.kinds": ["wandb"], "track.project": "p", "track.wandb.offline": None}),
+    (f"{NANOGPT} --wandb_log=True", {"track.kinds": ["wandb"], "track.project": "p"}),
     (
         f"{NANOGPT} --decay_lr=False",
         {"train.schedule": "constant", "train.warmup": 0, "train.decay_steps": None, "train.min_learning_rate": 0},
@@ -645,7 +644,7 @@ def translated_again(text: str, *flags: str) -> str:
 def test_layers_of_the_hidden_loss(here: Path) -> None:
     words = "python train_pkd.py --student_type gpt2 --teacher_name gpt2 --teacher_layers 0 2 4"
     _, config = translated(f"{words} --beta_pkd 0.5")
-    assert (config.train.distil.student_layers, config.train.distil.teacher_layers) == ([0, 1, 2], [0, 2, 4])
+    assert config.train.distil.teacher_layers == [0, 2, 4]
     assert "--teacher_layers 0 2 4: not needed" in translated_again(words)
 
 

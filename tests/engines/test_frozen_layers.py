@@ -69,14 +69,7 @@ def test_learning_rates_and_decay_match_torchs_parameter_groups() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     decay, lr, steps = 0.6, 1e-2, 4
-    settings = {
-        "layer_decay": decay,
-        "freeze": ["wpe", "h.0.mlp"],
-        "no_weight_decay": ["wte"],
-        "weight_decay": 0.2,
-        "clip": 0.0,
-        "epsilon": 1e-3,
-    }
+    settings = {"layer_decay": decay, "freeze": ["wpe", "h.0.mlp"], "weight_decay": 0.2, "clip": 0.0, "epsilon": 1e-3}
     engine = started(config_of("torch", **settings))
     theirs = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(engine.net.shape))).eval()  # type: ignore[attr-defined]
     theirs.load_state_dict(
@@ -86,7 +79,7 @@ def test_learning_rates_and_decay_match_torchs_parameter_groups() -> None:
     groups = []
     for name, parameter in theirs.transformer.named_parameters():
         power = 3 if name.startswith(("wte", "wpe")) else 0 if name.startswith("ln_f") else 2 - int(name.split(".")[1])
-        decays = name != "wte.weight" and parameter.ndim == 2
+        decays = parameter.ndim == 2
         if name == "wpe.weight" or name.startswith("h.0.mlp"):
             parameter.requires_grad_(False)
         else:

@@ -19,9 +19,14 @@ from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch, corrupt_labels
 
-SETTINGS: dict[str, Any] = {"spikes": {"threshold": 50.0, "window": 8}}
+SETTINGS: dict[str, Any] = {"spike_threshold": 50.0}
 BAD = 30
 """The step whose labels are garbage: by then the net knows better."""
+
+
+@pytest.fixture(autouse=True)
+def _few_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.engines.spikes.WINDOW", 8)
 
 
 def by_the_formula(losses: list[float], deviations: float, window: int) -> list[int]:
@@ -144,5 +149,5 @@ def test_every_stage_of_zero(zero: int) -> None:
 def test_unsupported_deepspeed_settings_are_refused() -> None:
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     section = DeepSpeedEngine(device="cpu", zero=1, precision="fp16")
-    with pytest.raises(TextmillError, match=r"train\.spikes\.threshold: in fp16 .* set engine\.precision=bf16"):
+    with pytest.raises(TextmillError, match=r"train\.spike_threshold: in fp16 .* set engine\.precision=bf16"):
         started(config_of("torch", **SETTINGS).model_copy(update={"engine": section}))

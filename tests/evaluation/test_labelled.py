@@ -140,7 +140,7 @@ def test_the_best_answer_of_all_windows(seed: int) -> None:
         samples.append(Sample(np.zeros(14, np.int32), np.zeros(14, np.int32), spans=spans.astype(np.int32)))
         logits.append(dice.normal(size=(2, 14)).astype(np.float32))
     score, start, end = best_by_trial(samples, logits, 4)
-    rule = AnswersConfig(n_best=20, max_tokens=4)
+    rule = AnswersConfig(max_tokens=4)
     found = find_best_answer(context, samples, logits, rule, no_answer=False)
     assert (found.text, found.score) == (context[start:end], pytest.approx(score))
     none = min(one[0, 0] + one[1, 0] for one in logits)

@@ -100,15 +100,6 @@ def test_wikitext_as_megatron_counts(
     assert found["wikitext"]["word_perplexity"] == pytest.approx(math.exp(loss / words), rel=1e-4)
 
 
-def test_end_tokens_of_articles_can_count(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
-    without, with_end = (
-        run(f"wikitext:{tmp_path / 'wiki.txt'}", count_end=count)["wikitext"] for count in (False, True)
-    )
-    assert with_end["card"]["counted"] == without["card"]["counted"] + 3
-    assert with_end["word_perplexity"] > without["word_perplexity"]
-
-
 def test_a_lambada_loss_beyond_all_perplexities_has_none() -> None:
     """e to the power of 1,000 is no double."""
     found = lambada._measured([Score(-1000.0, 1, False, -1000.0, False)] * 3, 9, {})
@@ -141,15 +132,10 @@ def test_text_without_a_project(
     shutil.copytree(checkpoint.folder, bare, ignore=lambda *_: ["progress.json", "manifest.json"])
     text = "the mill stands by a river\n\nand its wheel turns\n"
     (tmp_path / "other.txt").write_text(text, encoding="utf-8")
-    settings = [
-        "engine.device=cpu",
-        "engine.precision=fp32",
-        "evaluate.count_end=false",
-        "evaluate.first_token=context",
-    ]
+    settings = ["engine.device=cpu", "engine.precision=fp32"]
     assert main(["evaluate", str(bare), f"evaluate.text={tmp_path / 'other.txt'}", "--json", *settings]) == 0
     result = json.loads(capsys.readouterr().out)
-    ids = tokenizer.encode(text)
+    ids = [tokenizer.first_id, *tokenizer.encode(text), tokenizer.eos_id]
     loss, counted = window_losses(model, ids, 25, 24)
     assert (result["tokens"], result["words"], result["bytes"]) == (counted, 10, len(text))
     assert result["model"]["loss"] == pytest.approx(loss / counted, rel=1e-5)

@@ -69,7 +69,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 7},
     "top_p": {"temperature": 1.3, "top_p": 0.8},
     "min_p": {"min_p": 0.1},
-    "typical_p": {"typical_p": 0.6},
     "repetition_penalty": {"repetition_penalty": 1.8},
     "presence_penalty": {"presence_penalty": 2.0},
     "frequency_penalty": {"frequency_penalty": 1.0},
@@ -100,14 +99,11 @@ def reference_probabilities(scores: torch.Tensor, option: str, prompt: list[int]
         z[end] = float("-inf")
     chances = (torch.tensor(z, dtype=torch.double) / values["temperature"]).softmax(0).tolist()
     order = sorted(range(len(z)), key=lambda id_: -chances[id_])
-    if option == "typical_p":
-        entropy = -sum(chance * torch.tensor(chance).log().item() for chance in chances if chance)
-        order.sort(key=lambda id_: abs(-torch.tensor(chances[id_], dtype=torch.double).log().item() - entropy))
     kept, mass = [], 0.0
     for rank, id_ in enumerate(order):
         out = (
             (option == "top_k" and rank >= 7)
-            or (option in ("top_p", "typical_p") and mass >= values[option])
+            or (option == "top_p" and mass >= values[option])
             or (option == "min_p" and chances[id_] < 0.1 * max(chances))
         )
         mass += chances[id_]

@@ -124,12 +124,9 @@ def test_rules_apply_in_the_order_of_transformers(seed: int) -> None:
             theirs.TopKLogitsWarper(20),
             theirs.TopPLogitsWarper(0.83),
             theirs.MinPLogitsWarper(0.02),
-            theirs.TypicalLogitsWarper(0.9),
         ]
     )
-    sample = SampleConfig(
-        repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02, typical_p=0.9
-    )
+    sample = SampleConfig(repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02)
     assert_same(apply_rules(logits, states_of(seen, sample, number=1, bias=((7, 1.5), (9, -2.0)))), rules(seen, logits))
 
 
@@ -172,7 +169,7 @@ MANY = [
     SampleConfig(temperature=0),
     SampleConfig(seed=5, top_p=0.9, repetition_penalty=1.2),
     SampleConfig(seed=6, top_k=5, min_p=0.1),
-    SampleConfig(seed=7, typical_p=0.5, temperature=2.0),
+    SampleConfig(seed=7, temperature=2.0),
     SampleConfig(seed=8, presence_penalty=1.0, frequency_penalty=0.5, top_k=7),
     SampleConfig(temperature=0, repetition_penalty=1.5, min_tokens=100),
 ]
@@ -193,13 +190,6 @@ def test_choice_in_a_row_does_not_depend_on_other_rows(seed: int) -> None:
 def test_min_p_equals_transformers(seed: int, p: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(sampling.keep_min_p(logits, column(p)), theirs.MinPLogitsWarper(p)(seen, logits))
-
-
-@settings(max_examples=30, deadline=None)
-@given(seeds, st.floats(0.01, 0.99), st.floats(0.1, 6.0))
-def test_typical_p_equals_transformers(seed: int, p: float, spread: float) -> None:
-    logits, seen = logits_of(seed, spread)
-    torch.testing.assert_close(sampling.keep_typical(logits, column(p)), theirs.TypicalLogitsWarper(p)(seen, logits))
 
 
 def test_presence_and_frequency_penalties_count_new_text_only() -> None:

@@ -90,7 +90,6 @@ def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
             top_k=dice.choice([0, 20]),
             top_p=dice.choice([1.0, 0.9]),
             min_p=dice.choice([0.0, 0.1]),
-            typical_p=dice.choice([1.0, 0.8]),
             min_tokens=dice.choice([0, 9]),
             repetition_penalty=dice.choice([1.0, 1.2]),
             presence_penalty=dice.choice([0.0, 0.5]),

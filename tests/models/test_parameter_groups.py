@@ -34,13 +34,6 @@ def test_matrices_and_embeddings_are_decayed() -> None:
         assert rule == Rule(trained=True, decay=0.3 if matrix else 0.0, rate=1.0), name
 
 
-def test_decay_follows_the_patterns() -> None:
-    decayed = {name for name, rule in rules().items() if rule.decay}
-    found = {name for name, rule in rules(no_weight_decay=["*.bias", "wte"]).items() if rule.decay}
-    assert found == decayed - {"wte.weight"}
-    assert {name for name, rule in rules(no_weight_decay=["wte", "wpe", "h.*"]).items() if rule.decay} == set()
-
-
 @pytest.mark.parametrize(
     ("patterns", "frozen"),
     [
@@ -65,13 +58,12 @@ def test_deeper_layers_learn_slower() -> None:
         assert rule.rate == 0.5 ** (4 - levels[part]), name
 
 
-@pytest.mark.parametrize("key", ["freeze", "no_weight_decay"])
-def test_a_pattern_that_matches_nothing_suggests_near_names(key: str) -> None:
+def test_a_pattern_that_matches_nothing_suggests_near_names() -> None:
     with pytest.raises(
         TextmillError,
-        match=rf"train\.{key}: 'h\.0\.mlp\.c_fcc' matches no weight of this model; the nearest are .*c_fc",
+        match=r"train\.freeze: 'h\.0\.mlp\.c_fcc' matches no weight of this model; the nearest are .*c_fc",
     ):
-        rules(**{key: ["h.0.mlp.c_fcc"]})
+        rules(freeze=["h.0.mlp.c_fcc"])
 
 
 def test_nothing_to_train_is_refused() -> None:

@@ -44,7 +44,8 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
 
     from textmill.track.on_wandb import new_tracker, read_or_create_id
 
-    wandb = WandbConfig(entity="millers", offline=True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb = WandbConfig(entity="millers")
     tracker = new_tracker(TrackConfig(project="mill", wandb=wandb), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
@@ -64,12 +65,12 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
 
 
 @pytest.mark.parametrize(
-    ("key", "offline", "mode", "line"),
+    ("key", "given_mode", "mode", "line"),
     [
-        ("x" * 40, None, "online", "wandb: online, project textmill; track.wandb.offline=true keeps the metrics here"),
-        ("x" * 40, True, "offline", "wandb: offline (track.wandb.offline=true); send it later: wandb sync "),
+        ("x" * 40, None, "online", "wandb: online, project textmill; WANDB_MODE=offline keeps the metrics here"),
+        ("x" * 40, "offline", "offline", "wandb: offline (WANDB_MODE=offline); send it later: wandb sync "),
         (None, None, "offline", "wandb: offline (no key: set WANDB_API_KEY or run wandb login); send it later: "),
-        (None, False, "online", "wandb: online, project textmill"),
+        (None, "online", "online", "wandb: online, project textmill"),
         ("file", None, "online", "wandb: online, project textmill"),
     ],
 )
@@ -78,7 +79,7 @@ def test_a_run_is_online_if_there_is_a_key(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     key: str | None,
-    offline: bool | None,
+    given_mode: str | None,
     mode: str,
     line: str,
 ) -> None:
@@ -103,7 +104,11 @@ def test_a_run_is_online_if_there_is_a_key(
         (tmp_path / "netrc").chmod(0o600)
     elif key:
         monkeypatch.setenv("WANDB_API_KEY", key)
-    config = TrackConfig(kinds=["wandb"], wandb=WandbConfig(offline=offline))
+    if given_mode:
+        monkeypatch.setenv("WANDB_MODE", given_mode)
+    else:
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = TrackConfig(kinds=["wandb"])
     facts = {"steps": 1, "start": 0, "tokens": lambda step: step, "flops_per_token": 1.0, "peak_flops": None}
     open_trackers(config, tmp_path, **facts, settings={}).close()
     assert given["mode"] == mode

@@ -15,13 +15,7 @@ from textmill.errors import TextmillError
 from textmill.storage import faults
 from textmill.training.loop import train
 
-GUARDED = (
-    "train.spikes.threshold=4",
-    "train.spikes.window=8",
-    "train.checkpoints.keep=9",
-    "train.evaluate_batches=1",
-    "train.log_every=4",
-)
+GUARDED = ("train.spike_threshold=4", "train.checkpoints.keep=9", "train.evaluate_batches=1", "train.log_every=4")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +24,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
+def disarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("textmill.engines.spikes.WINDOW", 8)
     yield
     faults.arm("")
 

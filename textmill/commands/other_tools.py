@@ -649,7 +649,7 @@ def _teacher_layers(pasted: Pasted, name: str) -> Settings | str:
     layers = pasted.texts(name)
     if not pasted.number("beta_pkd"):
         return "not needed: only --beta_pkd, the loss of hidden states, uses them"
-    return {"train.distil.teacher_layers": ",".join(layers), "train.distil.student_layers": list(range(len(layers)))}
+    return {"train.distil.teacher_layers": ",".join(layers)}
 
 
 def _deepspeed(pasted: Pasted, name: str) -> Settings | str:

@@ -214,9 +214,8 @@ def _cluster(name: str, peak: float | None, plan: PlanConfig) -> Cluster | None:
     known = next((gpu for gpu in GPUS if gpu in name), None)
     if known is None or peak is None:
         return None
-    link = 1e9 * plan.link_gb_s if plan.link_gb_s else None
     network = plan.network_gbit_s * 1e9 / 8 / plan.per_node if plan.network_gbit_s else None
-    return cluster_of(known, peak, plan.per_node, link, network)
+    return cluster_of(known, peak, plan.per_node, network)
 
 
 def _known_gpu(name: str) -> str:

@@ -22,7 +22,6 @@ from textmill.config.training import (
     MuonConfig,
     PackedConfig,
     PaddedConfig,
-    SpikesConfig,
     StableConfig,
     TrainConfig,
 )
@@ -68,7 +67,6 @@ __all__ = [
     "Section",
     "ServeConfig",
     "ShapeConfig",
-    "SpikesConfig",
     "StableConfig",
     "TokenizerConfig",
     "TokensConfig",
@@ -180,7 +178,7 @@ class RunConfig(Section):
         return Path(named) if named else Path(self.folder) / STAGE_FOLDERS[stage]
 
     def results(self, *sections: str) -> dict[str, Any]:
-        """The settings of these sections that decide the result, flat: 'train.packed.last_window' -> 'keep'."""
+        """The settings of these sections that decide the result, flat: 'train.chat.pack' -> True."""
         flat: dict[str, Any] = {}
         for name in sections:
             flat |= results_of(getattr(self, name), name)

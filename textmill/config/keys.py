@@ -48,9 +48,9 @@ def suggest_key(key: str) -> str:
     leaf = key.rpartition(".")[2].replace("-", "_")
     same_leaf = [name for name in keys if name.rpartition(".")[2] == leaf]
     inside = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
-    if (target := target_of(leaf)) and not set(same_leaf) & set(inside):
-        return describe_target(target)
     typing_error = difflib.get_close_matches(key, inside, n=1, cutoff=0.92)  # likelier than a wrong section
+    if not typing_error and (target := target_of(leaf)) and not set(same_leaf) & set(inside):
+        return describe_target(target)
     near = typing_error or same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=MIN_LIKENESS)
     if not near:
         by_leaf = {name.rpartition(".")[2]: name for name in reversed(keys)}

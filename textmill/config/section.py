@@ -55,7 +55,7 @@ def field_markers(field: FieldInfo) -> dict[str, Any]:
 
 
 def results_of(section: Section, name: str) -> dict[str, Any]:
-    """The settings of a section that decide the result, flat: 'train.packed.last_window' -> 'keep'."""
+    """The settings of a section that decide the result, flat: 'train.chat.pack' -> True."""
     flat: dict[str, Any] = {}
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)

@@ -85,10 +85,8 @@ class MaskedConfig(Section):
     short_probability: float = Field(0.1, ge=0, le=1)
     """Pairs: the fraction of samples that are cut to a random shorter length."""
     counts: str | None = source()
-    """Mask rare tokens more often: a file of token counts, written by `textmill show WHERE --counts FILE`; default:
-    all tokens are equally likely."""
-    counts_power: float = Field(0.7, gt=0, le=1)
-    """With `train.masked.counts`: a token seen n times has the weight n to the power of minus this."""
+    """Mask rare tokens more often: a file of token counts, written by `textmill show WHERE --counts FILE`. A token seen
+    n times has the weight n to the power of -0.7; default: all tokens are equally likely."""
 
 
 class MuonConfig(Section):
@@ -108,16 +106,6 @@ class StableConfig(Section):
     """The last fraction of all steps, in which the learning rate falls."""
 
 
-class SpikesConfig(Section):
-    """Skip the optimizer step when the loss spikes."""
-
-    threshold: float | None = changeable(None, gt=0)
-    """Skip the update of a step whose loss is this many robust deviations above the median of the last
-    `train.spikes.window` losses, such as 6; default: skip none."""
-    window: int = changeable(128, ge=2)
-    """How many past losses give the median; no update is skipped before there are this many."""
-
-
 VALID_METRICS = ("valid_loss", "valid_accuracy", "valid_bits_per_byte", "valid_pair_loss", "valid_pair_accuracy")
 """What is measured on the valid split; the last two with labels of sentence pairs."""
 
@@ -127,9 +115,7 @@ class BestConfig(Section):
 
     metric: str = changeable("valid_loss")
     """The metric of metrics.jsonl that chooses the best checkpoint: valid_loss, valid_accuracy ..., or one of
-    `train.tasks`, such as lambada/accuracy."""
-    direction: Literal["auto", "lowest", "highest"] = changeable("auto")
-    """Which value is the best one. auto: the highest of an accuracy (acc...), else the lowest."""
+    `train.tasks`, such as lambada/accuracy. Of losses, perplexities, bits and errors the lowest is the best."""
     patience: int | None = changeable(None, ge=1)
     """Early stopping: end the run after this many measurements of the metric without a better one; default: never."""
 
@@ -147,8 +133,7 @@ class BestConfig(Section):
     def highest(self) -> bool:
         """Whether the highest value is the best."""
         name = self.metric.rpartition("/")[2]
-        is_accuracy = name.startswith("acc") or name.endswith("accuracy")
-        return is_accuracy if self.direction == "auto" else self.direction == "highest"
+        return not any(word in name for word in ("loss", "perplexity", "bits", "error"))
 
 
 class CheckpointsConfig(Section):
@@ -183,12 +168,11 @@ class DistilConfig(Section):
     cosine: float = Field(0.0, ge=0)
     """Weight of 1 - cosine between the last hidden states; needs teachers of the model's width."""
     hidden: float = Field(0.0, ge=0)
-    """Weight of the mean squared difference between hidden states after `train.distil.student_layers` and
+    """Weight of the mean squared difference between hidden states after the model's blocks and those of
     `train.distil.teacher_layers`; needs teachers of the model's width."""
-    student_layers: list[int] = []
-    """Blocks of the model, counted from 0, for `train.distil.hidden`; default: all."""
     teacher_layers: list[int] = []
-    """The teachers' block for each of `train.distil.student_layers`; default: evenly spaced, the last to the last."""
+    """For `train.distil.hidden`: the teachers' block, counted from 0, for each of the model's first blocks; default:
+    for all of them, evenly spaced, the last to the last."""
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -204,13 +188,8 @@ class DistilConfig(Section):
         changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if changed and not self.teachers:
             raise TextmillError(f"train.distil.{changed[0]}: there are no teachers; set train.distil.teachers")
-        if (self.student_layers or self.teacher_layers) and not self.hidden:
-            raise TextmillError("train.distil.student_layers: only train.distil.hidden uses layers; set it above 0")
-        if self.teacher_layers and len(self.teacher_layers) != len(self.student_layers):
-            raise TextmillError(
-                f"train.distil.teacher_layers: has {len(self.teacher_layers)} blocks, train.distil.student_layers "
-                f"{len(self.student_layers)}; give as many of both"
-            )
+        if self.teacher_layers and not self.hidden:
+            raise TextmillError("train.distil.teacher_layers: only train.distil.hidden uses layers; set it above 0")
         return self
 
 
@@ -341,8 +320,6 @@ class TrainConfig(Section):
     """Adam's epsilon, added to the denominator."""
     weight_decay: float = Field(0.1, ge=0)
     """Weight decay of matrices and embeddings."""
-    no_weight_decay: list[str] = []
-    """Matrices and embeddings that get no weight decay: patterns as in `train.freeze`, such as wte, wpe."""
     freeze: list[str] = []
     """Weights that are not trained: patterns for names in the checkpoint, without the model's prefix, such as wpe,
     "h.0.*", "*.mlp"."""
@@ -353,8 +330,9 @@ class TrainConfig(Section):
     """Learning rate of token embeddings that are not also the head, as a multiple of that of the other weights."""
     clip: float = Field(1.0, ge=0)
     """Gradient clipping: largest global gradient norm; 0: no clipping."""
-    spikes: SpikesConfig = SpikesConfig()
-    """Skipping updates when the loss spikes."""
+    spike_threshold: float | None = changeable(None, gt=0)
+    """Skip the update of a step whose loss is this many robust deviations above the median of the last 128 losses, such
+    as 6; default: skip none."""
     ema_window: float | None = Field(None, gt=0)
     """Evaluate and save an exponential moving average (EMA) of the weights instead of the weights themselves, over
     about this many epochs, such as 0.15; from 10 on: over this many steps, a decay of 1 - 1 / steps. Default: no

@@ -39,21 +39,17 @@ class WikitextConfig(Section):
     protocol: Literal["lm-eval", "megatron", "transformers"] = "lm-eval"
     """lm-eval: each article alone, detokenised, first token predicted; megatron: the file as one detokenised text, a
     window every 32 tokens, first token not predicted; transformers: the file as it is, a window every 512 tokens, first
-    token not predicted. `evaluate.window`, `evaluate.stride`, `evaluate.first_token` and `evaluate.count_end` override
-    the protocol."""
+    token not predicted. `evaluate.window` and `evaluate.stride` override the protocol."""
 
 
 class AnswersConfig(Section):
     """How answers to questions are chosen."""
 
-    n_best: int = Field(20, ge=1)
-    """The most likely first and last tokens of each window that are combined."""
     max_tokens: int = Field(30, ge=1)
     """Most tokens of an answer."""
-    no_answer: bool | None = None
-    """Whether a question may have no answer (SQuAD 2.0); default: whether one of the examples has none."""
     no_answer_margin: float = 0.0
-    """How much higher no answer must score than the best answer to be chosen."""
+    """If one of the examples has no answer (SQuAD 2.0): how much higher no answer must score than the best answer to be
+    chosen."""
 
 
 class EvaluateConfig(Section):
@@ -85,11 +81,6 @@ class EvaluateConfig(Section):
     stride: int | None = Field(None, ge=1)
     """Tokens between the starts of two windows; default: the window's length. A smaller stride gives each token more
     context."""
-    first_token: Literal["predicted", "context"] | None = None
-    """predicted: the first token is predicted from the tokenizer's begin token, or from its end-of-text token if it has
-    none; context: it is only read. Default: predicted; in the task wikitext as the protocol does."""
-    count_end: bool | None = None
-    """Whether end-of-text tokens are predicted and counted; default: true, but false in the task wikitext."""
     sample: int | None = Field(None, ge=2)
     """Measure only this many examples (windows, for perplexity), a random sample; default: all."""
     baselines: bool = True
@@ -192,9 +183,6 @@ class SampleConfig(Section):
     """Sample from the most likely tokens that together reach this probability (nucleus sampling)."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens at least this fraction as likely as the most likely one; 0: no limit."""
-    typical_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the tokens closest to the expected information that together reach this probability (locally
-    typical)."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Above 1: tokens that already occur, in the prompt too, become less likely."""
     presence_penalty: float = Field(0.0, ge=-100, le=100)
@@ -276,9 +264,6 @@ class WandbConfig(Section):
 
     entity: str | None = changeable(None)
     """User or team on W&B; default: that of your login."""
-    offline: bool | None = changeable(None)
-    """Write to the run folder and send nothing; `wandb sync` sends it later. Default: false if there is a key
-    (WANDB_API_KEY, or `wandb login`), else true."""
 
 
 class TrackConfig(Section):
@@ -309,9 +294,6 @@ class PlanConfig(Section):
     `plan.gpu`."""
     per_node: int = per_call(8, ge=1)
     """Devices of one machine."""
-    link_gb_s: float | None = per_call(None, gt=0)
-    """Bandwidth between two devices of one machine, in GB/s and one direction; default: NVLink of `plan.gpu`, else
-    PCIe."""
     network_gbit_s: float | None = per_call(None, gt=0)
     """Network of one machine in Gbit/s; default: for each device a ninth of its link, as in a DGX H100 (400 Gbit/s for
     each)."""

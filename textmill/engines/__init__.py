@@ -142,7 +142,7 @@ class Engine(Protocol):
     first: bool
     """Whether this is rank 0, which prints and writes."""
     guard: SpikeGuard | None
-    """Skips the update of a loss spike, if `train.spikes.threshold` is set."""
+    """Skips the update of a loss spike, if `train.spike_threshold` is set."""
 
     def samples_of(self, batch: int) -> slice:
         """The samples of a global batch that this process computes, equal inside a tensor-parallel group."""

@@ -130,17 +130,15 @@ def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[li
     numbers of blocks. By default a student of 3 blocks and a teacher of 6: [0, 1, 2] and [1, 3, 5]."""
     if not distil.hidden:
         return [], []
-    student_layers = distil.student_layers or list(range(student))
     teacher_layers = distil.teacher_layers
     if not teacher_layers:
-        teacher_layers = [max(0, round((layer + 1) * teacher / student) - 1) for layer in student_layers]
-    for key, layers, count in (
-        ("student_layers", student_layers, student),
-        ("teacher_layers", teacher_layers, teacher),
-    ):
-        if wrong := [layer for layer in layers if not 0 <= layer < count]:
-            raise TextmillError(f"train.distil.{key}: there is no block {wrong[0]}; give numbers from 0 to {count - 1}")
-    return student_layers, teacher_layers
+        teacher_layers = [max(0, round((layer + 1) * teacher / student) - 1) for layer in range(student)]
+    key = "train.distil.teacher_layers"
+    if len(teacher_layers) > student:
+        raise TextmillError(f"{key}: names {len(teacher_layers)} blocks, the model has {student}; name fewer")
+    if wrong := [layer for layer in teacher_layers if not 0 <= layer < teacher]:
+        raise TextmillError(f"{key}: there is no block {wrong[0]}; give numbers from 0 to {teacher - 1}")
+    return list(range(len(teacher_layers))), teacher_layers
 
 
 class Terms(NamedTuple):

@@ -92,9 +92,9 @@ def _choose_settings(
     user = read_user_config(engine.deepspeed_config)
     section = fill_unset(engine, user)
     precision = torch_dtype(section.precision, device)
-    if train.spikes.threshold and precision == torch.float16:
+    if train.spike_threshold and precision == torch.float16:
         raise TextmillError(
-            "train.spikes.threshold: in fp16 DeepSpeed would treat a spike as an overflow; "
+            "train.spike_threshold: in fp16 DeepSpeed would treat a spike as an overflow; "
             "set engine.precision=bf16, or remove it"
         )
     if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():

@@ -85,15 +85,13 @@ class Cluster:
     per_node: int
 
 
-def cluster_of(
-    gpu: str, flops: float, per_node: int, link: float | None = None, network: float | None = None
-) -> Cluster:
-    """The cluster of a known GPU; `link` and `network` in bytes per second.
+def cluster_of(gpu: str, flops: float, per_node: int, network: float | None = None) -> Cluster:
+    """The cluster of a known GPU; `network` in bytes per second.
 
     The network of a GPU is a ninth of its link unless given, as in a DGX H100.
     """
     rates = GPUS[gpu]
-    link = link or 1e9 * rates.link_gb_s
+    link = 1e9 * rates.link_gb_s
     exponentials = EXPONENTIALS * rates.multiprocessors * rates.mhz * 1e6
     best = BEST_MATMUL.get(gpu, HOPPER_BEST)
     memory = 1e9 * rates.memory_gb_s

@@ -1,7 +1,7 @@
 """Loss spikes: the update of a step whose loss is far above the recent ones is skipped, in every engine.
 
-A loss is a spike if loss > level + train.spikes.threshold x spread, where w are the losses of the last
-train.spikes.window updates and
+A loss is a spike if loss > level + train.spike_threshold x spread, where w are the losses of the last 128
+updates and
 
     level = median(w)
     spread = 1.4826 x median(|w - level|)
@@ -19,6 +19,8 @@ import numpy as np
 
 from textmill.config import TrainConfig
 
+WINDOW = 128
+"""How many losses give the median."""
 MAD_TO_STD = 1.4826
 """The standard deviation of a normal distribution, divided by its median absolute deviation."""
 
@@ -78,5 +80,5 @@ class SpikeGuard:
 
 
 def new_spike_guard(train: TrainConfig, xp: Any, put: Callable[[Any], Any]) -> SpikeGuard | None:
-    """The guard, if `train.spikes.threshold` is set."""
-    return None if train.spikes.threshold is None else SpikeGuard(xp, train.spikes.threshold, train.spikes.window, put)
+    """The guard, if `train.spike_threshold` is set."""
+    return None if train.spike_threshold is None else SpikeGuard(xp, train.spike_threshold, WINDOW, put)

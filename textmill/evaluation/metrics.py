@@ -113,11 +113,12 @@ def describe_windows(result: dict[str, Any]) -> str:
     origin = f"Text {', '.join(result['text'])}" if "text" in result else f"Split {result['split']}"
     each = " of each store" if result.get("stores", 1) > 1 else ""
     begin = result.get("card", {}).get("first_context", "the end-of-text token")
-    first = "is only read" if result.get("first_token") == "context" else f"is predicted from {begin}"
     lines = [
         f"{origin}: {sizes}.",
         f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and "
-        "cross documents;" + (context if stride < window else "") + f" the first token{each} {first}.",
+        "cross documents;"
+        + (context if stride < window else "")
+        + f" the first token{each} is predicted from {begin}.",
     ]
     if sample := result.get("sample"):
         lines.append(
@@ -140,8 +141,6 @@ def describe_windows(result: dict[str, Any]) -> str:
 def _describe_ends(result: dict[str, Any]) -> str:
     if not result["append_end"]:
         return "The tokens have no end-of-text tokens between documents."
-    if result.get("count_end") is False:
-        return "End-of-text tokens are read, but not predicted or counted."
     return "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or bytes."
 
 

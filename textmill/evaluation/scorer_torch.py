@@ -171,14 +171,13 @@ class TextScorer(ABC):
         length: int,
         stride: int,
         predict_first: bool = True,
-        count_end: bool = True,
         sample: int | None = None,
         seed: int = 0,
     ) -> StoreLoss:
         """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
 
-        The first token is predicted from the tokenizer's first token, or is only context. End-of-text tokens may be
-        left out of the sum. With `sample`, only so many random windows are read.
+        The first token is predicted from the tokenizer's first token, or is only context. With `sample`, only so many
+        random windows are read.
         """
         self._refuse()
 
@@ -328,12 +327,10 @@ class TorchScorer(TextScorer):
         length: int,
         stride: int,
         predict_first: bool = True,
-        count_end: bool = True,
         sample: int | None = None,
         seed: int = 0,
     ) -> StoreLoss:
         """Sum the loss of every token of a store once; `window_batches` says which window predicts what."""
-        end = self.tokenizer.eos_id
         first_input = self.tokenizer.first_id if predict_first else None
         count = count_windows(store, length=length, stride=stride, first_input=first_input)
         windows = _sample_windows(count, sample, seed)
@@ -353,7 +350,7 @@ class TorchScorer(TextScorer):
             def compute() -> Numbered:
                 results: Numbered = []
                 for number, batch in zip(own_batches, batches, strict=True):
-                    labels = np.where((batch.labels == end) & (not count_end), IGNORED, batch.labels)
+                    labels = batch.labels
                     # A short text does not fill its window, which can have tens of thousands of tokens.
                     used = 1 + int(np.flatnonzero((labels != IGNORED).any(0)).max(initial=0))
                     starts = windows[number * self.batch :][: len(labels)] * stride + (first_input is None)

@@ -50,8 +50,7 @@ def open_tokens(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
     """The tokens of `evaluate.text`, or else of `evaluate.split`."""
     split = config.evaluate.split
     if config.evaluate.text:
-        append_end = config.evaluate.count_end is not False
-        with _open_text(scorer.tokenizer, config.evaluate.text, config.corpus, append_end) as tokens:
+        with _open_text(scorer.tokenizer, config.evaluate.text, config.corpus) as tokens:
             yield tokens
     elif config.tokens.use:
         yield _open_used(open_splits(config, scorer.tokenizer), split)
@@ -93,12 +92,10 @@ class _Texts:
 
 
 @contextmanager
-def _open_text(
-    tokenizer: TextTokenizer, names: list[str], corpus: CorpusConfig, append_end: bool
-) -> Iterator[SplitTokens]:
+def _open_text(tokenizer: TextTokenizer, names: list[str], corpus: CorpusConfig) -> Iterator[SplitTokens]:
     """Any files, tokenised into a temporary folder."""
     texts = _find_texts(names, corpus)
-    with temporary_store(texts, tokenizer, append_end=append_end) as store:
+    with temporary_store(texts, tokenizer, append_end=True) as store:
         if not store.tokens:
             raise _no_text(names)
         files = {source.name: _fingerprint(source) for source in texts.sources}
@@ -107,7 +104,7 @@ def _open_text(
             "text": list(names),
             "files": len(files),
             "sha256": sha256,
-            "append_end": append_end,
+            "append_end": True,
             "document_unit": texts.config.documents,
         }
         counts = {"documents": texts.counts["documents"], "tokens": store.tokens}

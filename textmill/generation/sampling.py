@@ -10,7 +10,6 @@ tokens with the probabilities 0.5, 0.3, 0.15 and 0.05:
     top_k=3          0.5  0.3  0.15       the three most likely
     top_p=0.7        0.5  0.3             0.5 is less than 0.7, 0.5 + 0.3 is not
     min_p=0.2        0.5  0.3  0.15       at least 0.2 x 0.5
-    typical_p=0.2         0.3             its surprise, -ln 0.3 = 1.20, is nearest to the mean surprise, 1.14
 
 Shapes in names: N texts (rows), V vocabulary, S steps, K candidates.
 """
@@ -151,7 +150,7 @@ class SamplingRules:
     sampled_N: Tensor | None
     """Which rows are sampled; None if all or none are. The others take the most likely token."""
     settings: RowSettings | None
-    """What the kernels need; None if no row is sampled, or if one uses typical_p, which they lack."""
+    """What the kernels need; None if no row is sampled."""
     uniforms: UniformNumbers
     adjusted: tuple[int, ...]
     """Rows with a logit bias, a penalty or a constraint."""
@@ -174,8 +173,7 @@ def collect_rules(states: Sequence[SamplingState], device: torch.device) -> Samp
     any_sampled = any(is_sampled)
     all_sampled = all(is_sampled)
     sampled_N = copy_to_device(is_sampled, device) if any_sampled and not all_sampled else None
-    in_kernels = any_sampled and all(warper.key != "typical_p" for warper in warpers)
-    settings = new_row_settings([state.sample for state in states], device) if in_kernels else None
+    settings = new_row_settings([state.sample for state in states], device) if any_sampled else None
     adjusted = tuple(row for row, state in enumerate(states) if state.is_adjusted)
     below = tuple(row for row, state in enumerate(states) if state.new_tokens < state.sample.min_tokens)
     uniforms = UniformNumbers(states, device)
@@ -402,18 +400,6 @@ def keep_min_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
     return logits_NV.masked_fill(probabilities_NV < p_N1 * probabilities_NV.amax(1, keepdim=True), MASKED)
 
 
-def keep_typical(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
-    """Typical sampling: keep the tokens nearest to the expected surprise whose probabilities add up to p."""
-    logprobs_NV = logits_NV.log_softmax(1)
-    probabilities_NV = logprobs_NV.exp()
-    entropy_N1 = -(logprobs_NV * probabilities_NV).nansum(1, keepdim=True)
-    distance_NV, order_NV = (-logprobs_NV - entropy_N1).abs().sort(dim=1, stable=True)
-    is_below_p_NV = probabilities_NV.gather(1, order_NV).cumsum(1) < p_N1
-    last_kept_N1 = is_below_p_NV.sum(1, keepdim=True).clamp(max=logits_NV.shape[1] - 1)
-    is_far_NV = distance_NV > distance_NV.gather(1, last_kept_N1)
-    return logits_NV.masked_fill(is_far_NV.scatter(1, order_NV, is_far_NV), MASKED)
-
-
 Warper = Callable[[Tensor, Tensor], Tensor]
 """From the logits of some rows and the setting of each row to the changed logits."""
 WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
@@ -421,6 +407,5 @@ WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
     ("top_k", 0, keep_top_k),
     ("top_p", 1.0, keep_top_p),
     ("min_p", 0.0, keep_min_p),
-    ("typical_p", 1.0, keep_typical),
 ]
 """Setting, its neutral value, and the function; in the order of transformers."""

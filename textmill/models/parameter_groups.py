@@ -31,13 +31,10 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
     Layer-wise learning rate: a weight uses the step's rate times `train.layer_decay` to the power of its depth: 0 after
     the blocks, 1 in the last block, `layers` in the first, `layers + 1` in the embeddings (and so in a tied head).
     Embeddings that are not also the head use `train.embedding_rate_factor` times that.
-    Weight decay applies to matrices and embeddings, except for what `train.no_weight_decay` names. With LoRA, only the
-    adapters and a head for labels are trained.
+    Weight decay applies to matrices and embeddings. With LoRA, only the adapters and a head for labels are trained.
     """
     weights = {weight.parameter: weight for weight in weights_with_adapters(shape, lora)}
-    frozen, undecayed = (
-        matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "no_weight_decay")
-    )
+    frozen = matching(train.freeze, weights, "train.freeze")
     if lora is not None:
         frozen |= weights.keys() - {weight.parameter for weight in trained_with_adapters(shape, lora)}
     if len(frozen) == len(weights):
@@ -45,7 +42,7 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
     rules = {}
     for short, weight in weights.items():
         trained = short not in frozen
-        decays = trained and weight.decay and short not in undecayed
+        decays = trained and weight.decay
         rate = train.layer_decay**weight.depth * (train.embedding_rate_factor if weight.looked_up else 1.0)
         rules[weight.name] = Rule(trained, train.weight_decay * decays, rate)
     return rules

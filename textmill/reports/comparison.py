@@ -24,7 +24,7 @@ DIGITS = 6
 SEED = "train.seed"
 OF_THE_MODEL = ("tokenizer", "vocabulary", "positions", "precision", "first_context", "begin_token")
 """What a protocol card says about the model: two models may differ in it and still be compared."""
-PERPLEXITY_PROTOCOL = ("split", "text", "sha256", "window", "stride", "first_token", "count_end", "append_end")
+PERPLEXITY_PROTOCOL = ("split", "text", "sha256", "window", "stride", "append_end")
 """What must be equal for the losses of documents to be compared."""
 
 

@@ -106,8 +106,6 @@ class SamplingBody(Body):
     """Sample from the k most likely tokens only; 0: no limit."""
     min_p: Probability | None = None
     """Exclude tokens less likely than this fraction of the most likely token's probability."""
-    typical_p: Probability | None = None
-    """Typical sampling: sample from the most typical tokens whose probabilities add up to this."""
     repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
     """Above 1: tokens that are already in the text become less likely."""
     presence_penalty: Penalty | None = None

@@ -32,7 +32,7 @@ MAX_STOP_LENGTH = 200
 """Characters of a stop string."""
 MAX_BIASES = 1024
 MIN_PROBABILITY = 1e-6
-"""Replaces a top_p or typical_p of 0, which would leave no token."""
+"""Replaces a top_p of 0, which would leave no token."""
 LONG_TEXT = 20_000
 """Texts of this many characters or tokens are processed in a thread, so that they do not block the event loop."""
 SAMPLING_FIELDS = (
@@ -40,7 +40,6 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
-    "typical_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
@@ -338,9 +337,8 @@ def _read_grammar(body: SamplingBody) -> str:
 def sampling_settings(service: Service, body: SamplingBody, max_tokens: int | None) -> SampleConfig:
     """Return the sampling settings of a request; what it leaves out comes from the server's settings."""
     settings = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
-    for name in ("top_p", "typical_p"):
-        if name in settings:
-            settings[name] = max(settings[name], MIN_PROBABILITY)
+    if "top_p" in settings:
+        settings["top_p"] = max(settings["top_p"], MIN_PROBABILITY)
     limit = service.config.max_tokens
     if max_tokens is not None and max_tokens > limit:
         message = f"max_tokens: {quote_value(max_tokens)} is above the server's limit of {limit}"

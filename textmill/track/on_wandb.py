@@ -22,7 +22,7 @@ class WeightsAndBiases:
     """One W&B run; a resumed training continues it."""
 
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> None:
-        offline = is_offline(config)
+        offline = is_offline()
         self._run = wandb.init(
             project=config.project,
             entity=config.wandb.entity,
@@ -51,16 +51,17 @@ class WeightsAndBiases:
         wandb.teardown()
 
 
-def is_offline(config: TrackConfig) -> bool:
-    """Whether nothing is sent: as `track.wandb.offline` says, else if there is no key."""
-    return not _has_key() if config.wandb.offline is None else config.wandb.offline
+def is_offline() -> bool:
+    """Whether nothing is sent: as WANDB_MODE says, else if there is no key."""
+    return not _has_key() if "WANDB_MODE" not in os.environ else os.environ["WANDB_MODE"] != "online"
 
 
 def describe_mode(config: TrackConfig, folder: Path) -> str:
     """One line about where the metrics go, and why."""
-    if not is_offline(config):
-        return f"wandb: online, project {config.project}; track.wandb.offline=true keeps the metrics here"
-    why = "track.wandb.offline=true" if config.wandb.offline else "no key: set WANDB_API_KEY or run wandb login"
+    if not is_offline():
+        return f"wandb: online, project {config.project}; WANDB_MODE=offline keeps the metrics here"
+    mode = os.environ.get("WANDB_MODE")
+    why = f"WANDB_MODE={mode}" if mode else "no key: set WANDB_API_KEY or run wandb login"
     return f"wandb: offline ({why}); send it later: wandb sync {format_path(folder / 'wandb')}/offline-run-*"
 
 

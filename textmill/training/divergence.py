@@ -91,7 +91,7 @@ class SkippedUpdates:
         if spikes and spikes["streak"] >= MAX_SPIKES:
             self._end(
                 f"step {done}: loss spikes: the last {spikes['streak']} updates were skipped; check the data at this "
-                "step, or resume from an earlier checkpoint with --step and a higher train.spikes.threshold or a lower "
+                "step, or resume from an earlier checkpoint with --step and a higher train.spike_threshold or a lower "
                 "train.learning_rate"
             )
         self._count_until(done)

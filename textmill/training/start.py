@@ -127,7 +127,7 @@ class Start:
     loss_scale: dict[str, float] = field(default_factory=dict)
     """fp16: the state of the loss scale."""
     spikes: dict[str, Any] = field(default_factory=dict)
-    """`train.spikes.threshold`: the state of the spike guard."""
+    """`train.spike_threshold`: the state of the spike guard."""
     best: dict[str, Any] = field(default_factory=dict)
     """`train.best`: the best value of the metric so far, and how often it was measured since."""
     run_length: dict[str, Any] = field(default_factory=dict)

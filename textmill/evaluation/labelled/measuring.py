@@ -140,16 +140,14 @@ def measure_labels(
 ) -> Result:
     """Predict all examples, write the predictions, and return the metrics with how they were measured.
 
-    Whether questions may have no answer is found in the examples, unless it is set.
+    Whether questions may have no answer is found in the examples.
     """
     start = time.monotonic()
     task = predictor.task
     read = partial(open_examples, evaluate, corpus, folder, task)
     measure: Measure
     if task == ANSWERS:
-        no_answer = evaluate.answers.no_answer
-        if no_answer is None:
-            no_answer = any(example.answers == () for example in read())
+        no_answer = any(example.answers == () for example in read())
         measure = AnswerMeasure(evaluate.answers, no_answer)
     else:
         measure = WordMeasure(predictor.names) if task == WORDS else SequenceMeasure(predictor.names)

@@ -82,6 +82,10 @@ class Answer:
     """The lowest such sum of [CLS] over all windows."""
 
 
+N_BEST = 20
+"""The most likely first and last tokens of each window that are combined."""
+
+
 def find_best_answer(
     context: str, samples: Sequence[Sample], logits: Sequence[Logits], rule: AnswersConfig, *, no_answer: bool
 ) -> Answer:
@@ -97,7 +101,7 @@ def find_best_answer(
         places = np.flatnonzero(sample.spans[:, 0] != NO_SPAN)
         if not len(places):
             continue
-        firsts, lasts = (places[np.argsort(-one[side, places], kind="stable")[: rule.n_best]] for side in (0, 1))
+        firsts, lasts = (places[np.argsort(-one[side, places], kind="stable")[:N_BEST]] for side in (0, 1))
         lengths = lasts[None, :] - firsts[:, None] + 1
         scores = np.where(
             (lengths >= 1) & (lengths <= rule.max_tokens), one[0, firsts][:, None] + one[1, lasts][None, :], -np.inf

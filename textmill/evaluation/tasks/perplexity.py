@@ -44,7 +44,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 FILES = "none: a split of the run, or evaluate.text"
 PROTOCOL_KEYS = (
     *("split", "text", "sha256", "documents", "tokens", "window", "stride", "truncate"),
-    *("first_token", "count_end", "append_end", "document_unit"),
+    *("append_end", "document_unit"),
 )
 """What a result says about how it was measured, beside its card."""
 ROWS = ("model", "unigram", "bigram")
@@ -65,7 +65,7 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
             result = _measure_answers(scorer, tokens, window, settings.split, config.train.chat.truncate)
         else:
             result = _measure_windows(scorer, settings, tokens, window, stride)
-        with_baselines = settings.baselines and tokens.train and settings.count_end is not False
+        with_baselines = settings.baselines and tokens.train
         baselines = _measure_baselines(tokens, scorer.tokenizer.first_id, is_chat) if with_baselines else {}
     warn_if_untrained(scorer, result["model"]["loss"])
     card = {**model_card(scorer), "seconds": time.monotonic() - start}
@@ -89,15 +89,7 @@ def find_windows(settings: EvaluateConfig, positions: int, trained_length: int |
 
 def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitTokens, window: int, stride: int) -> Result:
     store_losses = [
-        scorer.sum_losses(
-            store,
-            length=window,
-            stride=stride,
-            predict_first=settings.first_token != "context",
-            count_end=settings.count_end is not False,
-            sample=settings.sample,
-            seed=SAMPLE_SEED,
-        )
+        scorer.sum_losses(store, length=window, stride=stride, sample=settings.sample, seed=SAMPLE_SEED)
         for store in tokens.stores
     ]
     predicted = sum(measured.tokens for measured in store_losses)
@@ -120,10 +112,6 @@ def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitToke
             "tokens": predicted,
             "seed": SAMPLE_SEED,
         }
-    if settings.first_token:
-        result["first_token"] = settings.first_token
-    if settings.count_end is not None:
-        result["count_end"] = settings.count_end
     result |= {"precision": scorer.precision, "device": scorer.device, **tokens.facts}
     result["model"] = compute_metrics(mean_loss * counts["tokens"], counts, str(scorer.checkpoint.folder))
     result["intervals"] = {name: list(ends) for name, ends in intervals.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from textmill.config import EvaluateConfig
@@ -56,7 +56,7 @@ WORDS_ARE = {
 def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
     data = open_data_file(entry)
-    protocol = _choose_protocol(settings)
+    protocol = PROTOCOLS[settings.wikitext.protocol]
     original = _read(data)
     originals = split_articles(original) if protocol.articles else [original]
     texts = [detokenize(text) for text in originals] if protocol.detokenize else originals
@@ -79,7 +79,7 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
         "window": window + protocol.shorter,
         "stride": stride,
         "first_token": protocol.first_token,
-        "count_end": bool(settings.count_end),
+        "count_end": False,
         "examples": measured.windows,
         **counts,
         "counted": measured.tokens,
@@ -88,18 +88,6 @@ def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measu
         "interval": interval_method,
     }
     return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
-
-
-def _choose_protocol(settings: EvaluateConfig) -> Protocol:
-    """The protocol, with `evaluate.first_token`."""
-    protocol = PROTOCOLS[settings.wikitext.protocol]
-    first_token = settings.first_token or protocol.first_token
-    if protocol.articles and first_token == "context":
-        raise TextmillError(
-            "evaluate.first_token: articles that are read alone have their first token predicted; set "
-            "evaluate.wikitext.protocol=megatron or transformers too"
-        )
-    return replace(protocol, first_token=first_token)
 
 
 def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
@@ -117,7 +105,7 @@ def _read(data: DataFile) -> str:
 
 def find_windows(settings: EvaluateConfig, positions: int) -> tuple[int, int]:
     """The tokens of a window, and those between the starts of two, by default as the protocol has them."""
-    protocol = _choose_protocol(settings)
+    protocol = PROTOCOLS[settings.wikitext.protocol]
     window, stride = perplexity.find_windows(settings, positions, None)
     if settings.stride is None and protocol.stride is not None:
         stride = min(protocol.stride, window)
@@ -128,7 +116,7 @@ def _score_stream(
     scorer: Scorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
 ) -> tuple[StoreLoss, int]:
     """The file as one text, and how many tokens it has to predict."""
-    with temporary_store(texts, scorer.tokenizer, append_end=bool(settings.count_end)) as store:
+    with temporary_store(texts, scorer.tokenizer, append_end=False) as store:
         measured = scorer.sum_losses(
             store, length=window, stride=stride, predict_first=predict_first, sample=settings.sample, seed=SAMPLE_SEED
         )
@@ -140,8 +128,7 @@ def _score_articles(
 ) -> tuple[StoreLoss, int]:
     """Every article alone, and how many tokens they have; the first token of each is predicted from the tokenizer's
     first token."""
-    end = [scorer.tokenizer.eos_id] if settings.count_end else []
-    articles = [[*ids.tolist(), *end] for ids in scorer.tokenizer.encode_many(texts)]
+    articles = [ids.tolist() for ids in scorer.tokenizer.encode_many(texts)]
     pairs: list[Pair] = []
     article_of_pair: list[int] = []
     for number, ids in enumerate(sample(articles, settings)):

@@ -30,6 +30,8 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 MASKED_FRACTION = 0.8
 KEPT_FRACTION = 0.1
 """Of the chosen tokens, 80 % become the mask token, 10 % stay, 10 % become a random token."""
+COUNTS_POWER = 0.7
+"""With counts, a token seen n times is chosen with the weight n to the power of minus this."""
 _ORDER = 1 << 24
 _REPLACE = 1 << 26
 _RANDOM = 1 << 27
@@ -92,7 +94,7 @@ def _masking_rule(tokenizer: TextTokenizer, mask_id: int, settings: MaskedConfig
     weights = None
     if settings.counts is not None:
         counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint, tokenizer.vocab)
-        weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
+        weights = np.maximum(counts, 1).astype(np.float64) ** -COUNTS_POWER
     return MaskingRule(
         mask_id=mask_id,
         special=special,
