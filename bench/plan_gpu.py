@@ -100,7 +100,7 @@ def measure(name: str, steps: int, small: bool, lock: Path) -> dict[str, Any]:
     del engine
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        found["probed"] = probe_speed(config, shape, estimate).step_seconds
+        found["probed"] = probe_speed(config.engine, config.train, None, shape, estimate, 20).step_seconds
     return found
 
 

@@ -10,11 +10,11 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import open_model
 from textmill.config import (
@@ -55,7 +55,12 @@ from textmill.training.start import choose_shape, shape_of_checkpoint
 def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[str, Any]:
     """Print and return what the run takes; writes nothing. `best`: also the fastest settings that fit."""
     data = open_data(config)
-    config = complete(config, data)
+    if config.train.preset == "auto" and config.train.open_settings and data.splits is None:
+        raise TextmillError(
+            f"train.preset: auto computes {', '.join(config.train.open_settings)} from the tokens, and there are none "
+            "yet; run textmill tokenize first, or set these keys"
+        )
+    config = fill_auto_preset(config)
     shape = open_shape(config.model, config.train.length, data)
     trained = trained_weights(shape, config.train, config.model.lora)
     target = target_of(config.plan, config.engine)
@@ -69,13 +74,11 @@ def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[s
         "trained": _count(trained),
         "memory": _describe_memory(config.engine.activation_checkpointing, shape, estimate),
         "fits": fits,
-        "settings_that_fit": [
-            {"settings": one.settings, "total": one.estimate.memory.total, "host": one.estimate.host} for one in near
-        ],
+        "settings_that_fit": near,
         **_describe_work(config, shape, trained, data, target, estimate),
     }
     if best:
-        figures["fastest"] = [asdict(one) for one in fastest_fitting(config, shape, trained, estimator, target)]
+        figures["fastest"] = fastest_fitting(config.engine, config.train, shape, trained, estimator, target)
     saved = _count(saved_weights(shape, config.model.lora))
     figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"], estimate.mesh)
     print(json.dumps(figures, indent=2, ensure_ascii=False) if as_json else format_plan(figures))
@@ -119,7 +122,9 @@ def _describe_work(
     flops_per_token += teacher_flops(config.train.distil, sample_length)
     step_tokens = config.train.batch * sample_length
     if target.here and estimate.memory.total <= target.usable and config.plan.probe_steps:
-        speed: Speed | None = probe_speed(config, shape, estimate)
+        speed: Speed | None = probe_speed(
+            config.engine, config.train, config.model.lora, shape, estimate, config.plan.probe_steps
+        )
     else:
         speed = forecast_speed(config.engine, config.train, shape, trained, target, estimate)
         speed = speed or stated_speed(config.engine.activation_checkpointing, target, flops_per_token * step_tokens)
@@ -261,16 +266,6 @@ def open_shape(model: ModelConfig, length: int | None, data: Data) -> Shape:
     if init_model is not None:
         return shape_of_checkpoint(init_model, model.shape)
     return open_family(model.family).shape_of(model, vocab=data.vocab, eos_id=data.end, length=length)
-
-
-def complete(config: RunConfig, data: Data) -> RunConfig:
-    """The config with the values of `train.preset=auto`, which depend on the tokens."""
-    if config.train.preset == "auto" and config.train.open_settings and data.splits is None:
-        raise TextmillError(
-            f"train.preset: auto computes {', '.join(config.train.open_settings)} from the tokens, and there are none "
-            "yet; run textmill tokenize first, or set these keys"
-        )
-    return fill_auto_preset(config)
 
 
 def run_length_of(train: TrainConfig, plan_tokens: int | None, shape: Shape, data: Data) -> RunLength | None:
@@ -452,60 +447,46 @@ def stated_speed(activation_checkpointing: int, target: Target, flops_per_step: 
     return Speed(factor * flops_per_step / rate, source)
 
 
-def probe_speed(config: RunConfig, shape: Shape, estimate: Estimate) -> Speed:
+def probe_speed(
+    engine: EngineConfig, train: TrainConfig, lora: LoraConfig | None, shape: Shape, estimate: Estimate, steps: int
+) -> Speed:
     """Time real steps of one and of two passes on random tokens: their difference is the time of a pass."""
-    wanted = max(2, config.plan.probe_steps)
     passes = 2 if estimate.passes > 1 else 1
-    engine = _open_probe(config.engine, config.train, shape, config.model.lora, estimate.micro_batch, passes)
-    try:
-        end = time.perf_counter() + MAX_SECONDS
-        _step(engine, shape, config.train, estimate.micro_batch, 0)  # the first step compiles
-        one = _fastest(engine, shape, config.train, estimate.micro_batch, wanted // passes, end)
-        seconds = one
-        if passes == 2:
-            _step(engine, shape, config.train, 2 * estimate.micro_batch, 0)
-            two = _fastest(engine, shape, config.train, 2 * estimate.micro_batch, wanted // 2, end)
-            seconds += max(0.0, two - one) * (estimate.passes - 1)
-    finally:
-        engine.close()
-    return Speed(seconds, f"timed here: {config.plan.probe_steps} steps of this net on random tokens")
-
-
-def _open_probe(
-    engine: EngineConfig, train: TrainConfig, shape: Shape, lora: LoraConfig | None, micro_batch: int, passes: int
-) -> Engine:
-    train = train.model_copy(update={"batch": passes * micro_batch, "batch_rampup": []})
-    opened = open_engine(engine.model_copy(update={"micro_batch": micro_batch}), train, shape, lora)
+    rows = estimate.micro_batch
+    train = train.model_copy(update={"batch": passes * rows, "batch_rampup": []})
+    opened = open_engine(engine.model_copy(update={"micro_batch": rows}), train, shape, lora)
     weights: Any = initial_weights(shape, 0)
     opened.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "a probe")
-    return opened
 
+    def fastest(rows: int, end: float) -> float:
+        """Seconds of the fastest step: other programs only make steps slower."""
+        _step(opened, shape, train, rows, 0)  # the first step compiles
+        found = [_step(opened, shape, train, rows, 1)]
+        while len(found) < max(2, steps) // passes and time.perf_counter() < end:
+            found.append(_step(opened, shape, train, rows, len(found) + 1))
+        return min(found)
 
-def _fastest(engine: Engine, shape: Shape, train: TrainConfig, rows: int, steps: int, end: float) -> float:
-    """Seconds of the fastest step: other programs only make steps slower."""
-    found = [_step(engine, shape, train, rows, 1)]
-    for step in range(1, max(1, steps)):
-        if time.perf_counter() > end:
-            break
-        found.append(_step(engine, shape, train, rows, step + 1))
-    return min(found)
-
-
-def _labels(ids: NDArray[np.int32], shape: Shape, masked: float, step: int) -> NDArray[np.int32]:
-    """A label for every token, or for the fraction `masked` that a masked language model predicts; two for a finetuned
-    head."""
-    if label_head_of(shape):
-        return np.where(np.arange(ids.shape[1]) < 2, np.zeros_like(ids), np.int32(IGNORED))
-    if open_family(shape.family).OBJECTIVE == "next_token":
-        return ids
-    predicted = np.random.default_rng(step).random(ids.shape) < masked
-    return np.where(predicted, ids, np.int32(IGNORED))
+    try:
+        end = time.perf_counter() + MAX_SECONDS
+        seconds = one = fastest(rows, end)
+        if passes == 2:
+            seconds += max(0.0, fastest(2 * rows, end) - one) * (estimate.passes - 1)
+    finally:
+        opened.close()
+    return Speed(seconds, f"timed here: {steps} steps of this net on random tokens")
 
 
 def _step(engine: Engine, shape: Shape, train: TrainConfig, rows: int, step: int) -> float:
-    length = train.length or shape.positions
-    ids = np.random.default_rng(step).integers(0, shape.vocab, (rows, length + 1)).astype(np.int32)
-    batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, train.masked.probability, step), np.arange(rows))
+    """Seconds of a step whose loss is on every token, on the fraction that a masked language model predicts, or on the
+    two labels of a finetuned head."""
+    dice = np.random.default_rng(step)
+    ids = dice.integers(0, shape.vocab, (rows, (train.length or shape.positions) + 1)).astype(np.int32)
+    labels = ids[:, 1:]
+    if label_head_of(shape):
+        labels = np.where(np.arange(labels.shape[1]) < 2, np.int32(0), np.int32(IGNORED)) + np.zeros_like(labels)
+    elif open_family(shape.family).OBJECTIVE != "next_token":
+        labels = np.where(dice.random(labels.shape) < train.masked.probability, labels, np.int32(IGNORED))
+    batch = Batch(ids[:, :-1], labels, np.arange(rows))
     began = time.perf_counter()
     _ = engine.train_step(batch, step, 1e-4).loss
     return time.perf_counter() - began
@@ -649,193 +630,157 @@ WANTED = 3
 """How many settings are offered."""
 MORE_DEVICES = (1, 2, 4, 8, 16)
 """Times the devices."""
+OFFLOADED = {"engine.kind": "deepspeed", "engine.zero": 3, "engine.offload_optimizer": "cpu"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """Changed settings, and how far they are from the user's own."""
+    """Changed settings, the engine that they make, and how far they are from the user's own."""
 
     settings: dict[str, Any]
     devices: int
-    distance: float
     engine: EngineConfig
+    distance: float = 0.0
+
+    def estimate(self, estimator: Estimator, target: Target, *, exact: bool) -> Estimate | None:
+        """What the run takes; None if it does not fit, or if this batch, net or mesh cannot be divided so."""
+        try:
+            found = estimator.estimate(self.engine, self.devices, target.device, exact=exact)
+        except TextmillError:
+            return None
+        return found if found.memory.total <= target.usable else None
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """Changed settings with which the run fits."""
-
-    settings: dict[str, Any]
-    estimate: Estimate
-
-
-def nearest_fitting(engine: EngineConfig, train: TrainConfig, estimator: Estimator, target: Target) -> list[Fitting]:
+def nearest_fitting(
+    engine: EngineConfig, train: TrainConfig, estimator: Estimator, target: Target
+) -> list[dict[str, Any]]:
     """Up to three settings that fit, the nearest first; none is another one with further changes."""
-    found: list[Fitting] = []
+    found: list[dict[str, Any]] = []
     micro_batch = estimator.estimate(engine, target.devices, target.device, exact=False).micro_batch
     for option in sorted(_options(engine, train, target.devices, micro_batch), key=lambda option: option.distance):
-        if any(one.settings.items() <= option.settings.items() or _only_more(one, option) for one in found):
+        if any(_is_more(option.settings, one["settings"]) for one in found):
             continue
-        fitting = _estimate(option, estimator, target.device, exact=False)
-        if fitting is None or fitting.memory.total > target.usable:
-            continue
-        exact = _estimate(option, estimator, target.device, exact=True)
-        if exact is not None and exact.memory.total <= target.usable:
-            found.append(Fitting(option.settings, exact))
+        if option.estimate(estimator, target, exact=False) and (
+            exact := option.estimate(estimator, target, exact=True)
+        ):
+            found.append({"settings": option.settings, "total": exact.memory.total, "host": exact.host})
         if len(found) == WANTED:
             break
     return found
 
 
-def _only_more(one: Fitting, option: Option) -> bool:
-    """Whether an option differs from one that fits only in a smaller micro-batch or in more devices."""
-    loose = ("engine.micro_batch", "plan.devices")
-    return {key: value for key, value in one.settings.items() if key not in loose}.items() == {
-        key: value for key, value in option.settings.items() if key not in loose
-    }.items()
-
-
-def _estimate(option: Option, estimator: Estimator, device: Device, *, exact: bool) -> Estimate | None:
-    try:
-        return estimator.estimate(option.engine, option.devices, device, exact=exact)
-    except TextmillError:
-        return None  # this batch, net or mesh cannot be divided so
+def _is_more(settings: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether settings are others with further changes, or differ only in a smaller micro-batch or more devices."""
+    loose = {"engine.micro_batch", "plan.devices"}
+    firm, other_firm = ({key: value for key, value in one.items() if key not in loose} for one in (settings, other))
+    return other.items() <= settings.items() or firm == other_firm
 
 
 def _options(own: EngineConfig, train: TrainConfig, own_devices: int, micro_batch: int) -> Iterator[Option]:
-    """More devices, activation checkpointing, smaller micro-batches, other meshes: all combinations."""
+    """More devices, activation checkpointing, smaller micro-batches, other meshes, offload: all combinations."""
     can_offload = train.optimizer == "adamw" and train.ema_window is None and not isinstance(own, JaxEngine)
-    for times in MORE_DEVICES:
-        devices = own_devices * times
-        for checkpointing in dict.fromkeys((own.activation_checkpointing, 1)):
-            for micro in _halvings(micro_batch):
-                changed: dict[str, Any] = {"plan.devices": devices} if times > 1 else {}
-                if checkpointing != own.activation_checkpointing:
-                    changed["engine.activation_checkpointing"] = checkpointing
-                distance = 2.0 * math.log2(times) + 0.4 * math.log2(micro_batch / micro)
-                distance += checkpointing != own.activation_checkpointing
-                if micro != own.micro_batch:  # named even if it stays: `auto` might choose another one
-                    changed["engine.micro_batch"] = micro
-                values = {"activation_checkpointing": checkpointing, "micro_batch": micro}
-                for settings, further, engine in _meshes(own, values, devices, can_offload):
-                    yield Option({**changed, **settings}, devices, distance + further, engine)
+    for times, checkpointing, micro in product(
+        MORE_DEVICES, dict.fromkeys((own.activation_checkpointing, 1)), _halvings(micro_batch)
+    ):
+        changed: dict[str, Any] = {"plan.devices": own_devices * times} if times > 1 else {}
+        distance = 2.0 * math.log2(times) + 0.4 * math.log2(micro_batch / micro)
+        if checkpointing != own.activation_checkpointing:
+            changed["engine.activation_checkpointing"] = checkpointing
+            distance += 1
+        if micro != own.micro_batch:  # named even if it stays: `auto` might choose another one
+            changed["engine.micro_batch"] = micro
+        values: dict[str, Any] = {"activation_checkpointing": checkpointing, "micro_batch": micro}
+        for mesh in _meshes(own, own_devices * times):
+            settings = {key: value for key, value in _mesh_settings(mesh).items() if value != _value(own, key)}
+            further = sum(1.0 + 0.2 * abs(math.log2(value / _value(own, key))) for key, value in settings.items())
+            further += 0.5 * ("engine.mesh.tensor" in settings)
+            update = values | ({"mesh": mesh} if mesh else {})
+            engine = own.model_copy(update=update)
+            yield Option({**changed, **settings}, own_devices * times, engine, distance + further)
+        if can_offload:
+            already = isinstance(own, DeepSpeedEngine) and own.zero == 3
+            engine = DeepSpeedEngine(zero=3, offload_optimizer="cpu", **values)
+            yield Option({**changed, **OFFLOADED}, own_devices * times, engine, distance + (2.0 if already else 4.0))
 
 
-def _meshes(
-    own: EngineConfig, values: dict[str, Any], devices: int, can_offload: bool
-) -> Iterator[tuple[dict[str, Any], float, EngineConfig]]:
-    """The user's own mesh, other meshes of the torch engine, and DeepSpeed with offload."""
-    if isinstance(own, TorchEngine):
-        for shard, tensor in _axes(devices):
-            changed = {
-                f"engine.mesh.{name}": value
-                for name, value in (("shard", shard), ("tensor", tensor))
-                if value != getattr(own.mesh, name)
-            }
-            mesh = MeshConfig(**{**own.mesh.model_dump(), "replicate": None, "shard": shard, "tensor": tensor})
-            distance = sum(
-                1.0 + 0.2 * abs(math.log2(value / getattr(own.mesh, key.rpartition(".")[2])))
-                for key, value in changed.items()
-            )
-            distance += 0.5 * ("engine.mesh.tensor" in changed)
-            yield changed, distance, own.model_copy(update={**values, "mesh": mesh})
-    else:
-        yield {}, 0.0, own.model_copy(update=values)
-    if can_offload:
-        settings = {"engine.kind": "deepspeed", "engine.zero": 3, "engine.offload_optimizer": "cpu"}
-        already = isinstance(own, DeepSpeedEngine) and own.zero == 3
-        yield settings, 2.0 if already else 4.0, DeepSpeedEngine(zero=3, offload_optimizer="cpu", **values)
-
-
-def _axes(devices: int) -> Iterator[tuple[int, int]]:
-    """Shards and tensor-parallel ranks: powers of two, and the number of devices itself."""
+def _meshes(own: EngineConfig, devices: int) -> Iterator[MeshConfig | None]:
+    """Meshes of the torch engine: powers of two, and the number of devices itself, as shards and tensor-parallel ranks;
+    other engines keep their own."""
+    if not isinstance(own, TorchEngine):
+        yield None
+        return
     sizes = sorted({devices, *(1 << power for power in range(devices.bit_length()))})
-    for tensor in (1, 2, 4, 8):
-        for shard in sizes:
-            if devices % (shard * tensor) == 0:
-                yield shard, tensor
+    for tensor, shard in product((1, 2, 4, 8), sizes):
+        if devices % (shard * tensor) == 0:
+            yield own.mesh.model_copy(update={"replicate": None, "shard": shard, "tensor": tensor})
 
 
-def _halvings(micro: int) -> Iterator[int]:
-    while True:
-        yield micro
-        if micro % 2:
-            break
-        micro //= 2
-    if micro > 1:
-        yield 1
+def _mesh_settings(mesh: MeshConfig | None) -> dict[str, int]:
+    return {"engine.mesh.shard": mesh.shard, "engine.mesh.tensor": mesh.tensor} if mesh else {}
 
 
-@dataclass(frozen=True)
-class Fast:
-    """Settings with which the run fits, and its forecast speed."""
+def _value(engine: EngineConfig, key: str) -> int:
+    value: int = getattr(engine.mesh, key.rpartition(".")[2]) if isinstance(engine, TorchEngine) else 1
+    return value
 
-    settings: dict[str, Any]
-    tokens_per_second: float
-    total: int
-    """Bytes of one device."""
+
+def _halvings(micro: int) -> list[int]:
+    """A number, its half, a quarter ... as long as they are whole, and 1."""
+    found = [micro]
+    while found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return list(dict.fromkeys([*found, 1]))
 
 
 def fastest_fitting(
-    config: RunConfig, shape: Shape, trained: list[Weight], estimator: Estimator, target: Target
-) -> list[Fast]:
+    own: EngineConfig, train: TrainConfig, shape: Shape, trained: list[Weight], estimator: Estimator, target: Target
+) -> list[dict[str, Any]]:
     """The fastest meshes that fit, each with its fastest micro-batch, with or without activation checkpointing."""
-    own = config.engine
     if not isinstance(own, TorchEngine):
         raise TextmillError(f"--best: searches settings of engine.kind=torch, found {own.kind}; set engine.kind=torch")
     if target.cluster is None:
         raise TextmillError(
             f"--best: the rates of '{target.name}' are not known; set plan.gpu to one of {', '.join(GPUS)}"
         )
-    found: list[tuple[float, dict[str, Any], TorchEngine]] = []
-    step_tokens = config.train.batch * estimator.length
-    for shard, tensor in _axes(target.devices):
-        for keep in (False, True) if shard > 1 else (False,):
-            mesh = own.mesh.model_copy(
-                update={"replicate": None, "shard": shard, "tensor": tensor, "keep_gathered": keep}
+    found: list[tuple[float, Option]] = []
+    step_tokens = train.batch * estimator.length
+    for mesh, keep, checkpointing in product(_meshes(own, target.devices), (False, True), (0, 1)):
+        if mesh is None or (keep and mesh.shard == 1):
+            continue
+        mesh = mesh.model_copy(update={"keep_gathered": keep})
+        rates = []
+        for micro in _doublings(train.batch // (target.devices // mesh.tensor)):
+            engine = own.model_copy(
+                update={"mesh": mesh, "micro_batch": micro, "activation_checkpointing": checkpointing}
             )
-            for checkpointing in (0, 1):
-                rates = []
-                for micro in _doublings(config.train.batch // (target.devices // tensor)):
-                    values = {"mesh": mesh, "micro_batch": micro, "activation_checkpointing": checkpointing}
-                    engine = own.model_copy(update=values)
-                    estimate = _estimate(Option({}, target.devices, 0.0, engine), estimator, target.device, exact=False)
-                    if estimate is None or estimate.memory.total > target.usable:
-                        break
-                    speed = forecast_speed(engine, config.train, shape, trained, target, estimate)
-                    if speed is None:
-                        raise TextmillError(
-                            "--best: there is no forecast for fp32 and for a family in a file of your own; "
-                            f"set engine.precision={target.device.precision}, or another model.family"
-                        )
-                    rates.append((step_tokens / speed.step_seconds, _settings_of(engine, shard, tensor), engine))
-                found += [max(rates, key=lambda one: one[0])] if rates else []
-    fastest: list[Fast] = []
-    for rate, settings, engine in sorted(found, key=lambda one: -one[0]):
-        exact = _estimate(Option({}, target.devices, 0.0, engine), estimator, target.device, exact=True)
-        if exact is not None and exact.memory.total <= target.usable:
-            fastest.append(Fast(settings, rate, exact.memory.total))
+            settings = {  # all that the search chooses, so that none of the user's own stays
+                **_mesh_settings(mesh),
+                **({"engine.mesh.keep_gathered": keep} if mesh.shard > 1 else {}),
+                "engine.micro_batch": micro,
+                "engine.activation_checkpointing": checkpointing,
+            }
+            option = Option(settings, target.devices, engine)
+            if (estimate := option.estimate(estimator, target, exact=False)) is None:
+                break
+            speed = forecast_speed(engine, train, shape, trained, target, estimate)
+            if speed is None:
+                raise TextmillError(
+                    "--best: there is no forecast for fp32 and for a family in a file of your own; "
+                    f"set engine.precision={target.device.precision}, or another model.family"
+                )
+            rates.append((step_tokens / speed.step_seconds, option))
+        found += [max(rates, key=lambda one: one[0])] if rates else []
+    fastest: list[dict[str, Any]] = []
+    for rate, option in sorted(found, key=lambda one: -one[0]):
+        if exact := option.estimate(estimator, target, exact=True):
+            total = exact.memory.total
+            fastest.append({"settings": option.settings, "tokens_per_second": rate, "total": total})
         if len(fastest) == WANTED:
             break
     return fastest
 
 
-def _settings_of(engine: TorchEngine, shard: int, tensor: int) -> dict[str, Any]:
-    """What to add to a command line: every setting that the search chooses, so that none of the user's own stays."""
-    settings: dict[str, Any] = {"engine.mesh.shard": shard, "engine.mesh.tensor": tensor}
-    if shard > 1:
-        settings["engine.mesh.keep_gathered"] = engine.mesh.keep_gathered
-    settings["engine.micro_batch"] = engine.micro_batch
-    settings["engine.activation_checkpointing"] = engine.activation_checkpointing
-    return settings
-
-
-def _doublings(most: int) -> Iterator[int]:
+def _doublings(most: int) -> list[int]:
     """1, 2, 4 ... as far as they divide a rank's samples, and all of them."""
-    micro = 1
-    while micro < most:
-        if most % micro == 0:
-            yield micro
-        micro *= 2
-    if most:
-        yield most
+    powers = [1 << power for power in range(most.bit_length()) if most % (1 << power) == 0]
+    return list(dict.fromkeys([*powers, most])) if most else []
