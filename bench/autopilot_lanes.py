@@ -31,7 +31,7 @@ from autopilot import CELLS, write_text
 
 from textmill.config import RunConfig
 from textmill.planning.trials import candidates
-from textmill.planning.tuning import current_settings
+from textmill.planning.tuning import net_numbers
 from textmill.where import open_where
 
 OPTIONS = {
@@ -114,7 +114,7 @@ class Lanes:
         shape = {"model.shape.layers": 0, "model.shape.heads": 0}
         found = [
             ladder[0]  # the nearest value of a setting in one direction
-            for candidate in candidates(current_settings(config.train, config.model, config.engine))
+            for candidate in candidates(config.train, net_numbers(config.model), averages=True)
             for ladder in candidate.ladders
             if candidate.same_speed or not self.on_gpu
         ]

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.commands.tune import table_row
-from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, needed_minutes, search, trial_minutes
+from textmill.config import TrainConfig
+from textmill.planning.trials import Lengths, Outcome, Result, Trial, needed_minutes, search, trial_minutes
 
-CURRENT = Current(learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1)
+TRAIN = TrainConfig(learning_rate=0.01, weight_decay=1.0, batch=32, optimizer="muon")
+NET = {"width": 256, "dropout": 0.1}
 BEST = {"train.learning_rate": 0.02, "train.weight_decay": 0.5, "train.batch": 16.0, "model.shape.width": 384.0}
 START = {"train.learning_rate": 0.01, "train.weight_decay": 1.0, "train.batch": 32.0, "model.shape.width": 256.0}
 
@@ -24,13 +26,14 @@ def loss_of(trial: Trial) -> float:
 
 
 def run_all(lengths: Lengths, outcome: Outcome, loss: Any = loss_of, steps: int = 100) -> list[Trial]:
-    trials = search(CURRENT, lengths, outcome)
-    seen = [next(trials)]
-    while True:
-        try:
-            seen.append(trials.send(Result(loss(seen[-1]), steps, 1.0)))
-        except StopIteration:
-            return seen
+    seen: list[Trial] = []
+
+    def run(trial: Trial) -> Result:
+        seen.append(trial)
+        return Result(loss(trial), steps, 1.0)
+
+    search(TRAIN, NET, True, lengths, outcome, run)
+    return seen
 
 
 def test_the_lowest_point_is_found_and_each_setting_is_worth_its_share() -> None:
@@ -96,17 +99,14 @@ def test_large_batches_are_left_out_by_name_if_their_trials_would_be_too_short()
 def test_a_trial_with_fewer_steps_than_expected_is_not_compared(full_minutes: float, is_compared: bool) -> None:
     """Half the batch promises 120 steps, but the machine is slow: of a long run the 24 that it did show nothing."""
     outcome = Outcome()
-    trials = search(CURRENT, Lengths(0.5, full_minutes=full_minutes), outcome)
-    trial = next(trials)
-    rows = []
-    while True:
-        result = Result(0.5, 24, 30.0) if trial.setting == "train.batch" else Result(1.0, 60, 30.0)
-        try:
-            following = trials.send(result)
-        except StopIteration:
-            break
-        rows.append(table_row(1, trial, result, outcome))
-        trial = following
+    seen: list[tuple[Trial, Result]] = []
+
+    def run(trial: Trial) -> Result:
+        seen.append((trial, Result(0.5, 24, 30.0) if trial.setting == "train.batch" else Result(1.0, 60, 30.0)))
+        return seen[-1][1]
+
+    search(TRAIN, NET, True, Lengths(0.5, full_minutes=full_minutes), outcome, run)
+    rows = [table_row(1, trial, result, outcome) for trial, result in seen]
     assert outcome.changes.get("train.batch") == (16 if is_compared else None)
     assert outcome.skipped == ({} if is_compared else {"train.batch=16": 24, "train.batch=64": 30})
     assert any(row.endswith("0.5000  not compared: too few steps") for row in rows) != is_compared

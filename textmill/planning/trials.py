@@ -1,7 +1,6 @@
 """Which trials `textmill tune` runs: one setting at a time around the plan, keeping what helps. Pure arithmetic.
 
-The search is a generator: it yields a trial and is sent its result. The same results give the same trials, so a
-command that was killed continues by sending the stored results again.
+The same results give the same trials, so a command that was killed continues with the stored results.
 
 A search that starts from a learning rate of 0.01 tries 0.02; if that is better by more than noise, also 0.04, and the
 best of these is kept; if 0.02 is not better, it tries 0.005 and perhaps 0.0025. Then comes the weight decay, and so on.
@@ -10,10 +9,11 @@ best of these is kept; if 0.02 is not better, it tries 0.005 and perhaps 0.0025.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from textmill.config import TrainConfig
 from textmill.planning.plan import WIDTHS, heads_of, layers_of
 from textmill.training.auto_preset import round_setting
 
@@ -29,25 +29,6 @@ FULL_FRACTION = 0.5
 """Settings whose best value depends on the length are tried if a trial has at least this fraction of the run's."""
 MIN_STEPS = 50
 """A trial of fewer steps shows nothing about a run that is more than twice as long."""
-
-
-@dataclass(frozen=True)
-class Current:
-    """The settings of the project that trials change."""
-
-    learning_rate: float
-    weight_decay: float
-    batch: int
-    seed: int
-    dropout: float = 0.0
-    ema_window: float | None = None
-    """`train.ema_window`."""
-    adamw_rate_factor: float | None = None
-    """None: the optimizer has none."""
-    width: int | None = None
-    """None: the shape is fixed, by given weights or by a family's file."""
-    averages: bool = True
-    """Whether the engine can average weights."""
 
 
 @dataclass(frozen=True)
@@ -114,35 +95,39 @@ def needed_minutes(lengths: Lengths, first: Result) -> float:
     return min(needed, FULL_TRIALS * (lengths.full_minutes or math.inf))
 
 
-Search = Generator[Trial, Result, None]
-
-
-def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
-    """Yield trials until every setting was tried; `outcome` is updated after each."""
+def search(
+    train: TrainConfig,
+    numbers: Mapping[str, Any],
+    averages: bool,
+    lengths: Lengths,
+    outcome: Outcome,
+    run: Callable[[Trial], Result],
+) -> None:
+    """Run trials until every setting was tried; `outcome` is updated after each. `numbers`, `averages`: see
+    `candidates`."""
     minutes: Changes = {"train.minutes": lengths.trial_minutes}
-    first = yield Trial("", {}, minutes)
+    first = run(Trial("", {}, minutes))
     fraction = lengths.trial_minutes / lengths.full_minutes if lengths.full_minutes else 1.0
     if lengths.full_steps is not None and first.loss is not None:
         fraction = first.steps / lengths.full_steps
         if fraction > 1:  # the entire run is shorter than the trial: run it as it is
             minutes = {}
-            first = yield Trial("", {}, minutes)
+            first = run(Trial("", {}, minutes))
     is_full = fraction >= FULL_FRACTION
     outcome.too_short = not is_full and first.steps < MIN_STEPS
     if first.loss is None or outcome.too_short:
         return
     outcome.loss = outcome.plan_loss = first.loss
-    length = _TrialLength(minutes, first.steps, first.steps * current.batch, is_full)
-    second = yield Trial("train.seed", {"train.seed": current.seed + 1}, length.of(same_speed=True))
+    length = _TrialLength(minutes, first.steps, first.steps * train.batch, is_full)
+    second = run(Trial("train.seed", {"train.seed": train.seed + 1}, length.of(same_speed=True)))
     if second.loss is not None:
         outcome.noise = max(NOISE, abs(second.loss - first.loss))
-    for candidate in candidates(current):
+    for candidate in candidates(train, numbers, averages):
         if candidate.needs_full_length and not is_full:
             continue
         outcome.worth.setdefault(candidate.setting, 0.0)
         for ladder in candidate.ladders:
-            is_better = yield from _climb(ladder, candidate, current.batch, length, outcome)
-            if is_better:
+            if _climb(ladder, candidate, train.batch, length, outcome, run):
                 break  # the other direction would be worse
 
 
@@ -165,8 +150,13 @@ class _TrialLength:
 
 
 def _climb(
-    ladder: Ladder, candidate: Candidate, batch: int, length: _TrialLength, outcome: Outcome
-) -> Generator[Trial, Result, bool]:
+    ladder: Ladder,
+    candidate: Candidate,
+    batch: int,
+    length: _TrialLength,
+    outcome: Outcome,
+    run: Callable[[Trial], Result],
+) -> bool:
     """Try values one after the other, as long as each is better than the best so far; return whether one was."""
     is_better = False
     for values in ladder:
@@ -176,7 +166,7 @@ def _climb(
         if not length.is_full and expected_steps < MIN_STEPS:
             outcome.skipped[value] = expected_steps
             break
-        result = yield Trial(candidate.setting, changes, length.of(candidate.same_speed))
+        result = run(Trial(candidate.setting, changes, length.of(candidate.same_speed)))
         if not length.is_full and result.loss is not None and result.steps < MIN_STEPS:  # slower than expected
             outcome.skipped[value] = result.steps
             break
@@ -211,24 +201,25 @@ class Candidate(NamedTuple):
         return next(iter(self.ladders[0][0]))
 
 
-def candidates(current: Current) -> Iterator[Candidate]:
-    """The settings to try; what is usually worth most comes first."""
-    rates = _factors("train.learning_rate", current.learning_rate)
+def candidates(train: TrainConfig, numbers: Mapping[str, Any], averages: bool) -> Iterator[Candidate]:
+    """The settings to try; what is usually worth most comes first. `numbers` are those of the net, without a width if
+    its shape is fixed; `averages`: whether the engine can average weights."""
+    rates = _factors("train.learning_rate", train.learning_rate)
     yield Candidate(rates, needs_full_length=False, same_speed=True)
     decays: list[Ladder] = [[{"train.weight_decay": 0.1}]]
-    if current.weight_decay:
-        decays = _factors("train.weight_decay", current.weight_decay)
+    if train.weight_decay:
+        decays = _factors("train.weight_decay", train.weight_decay)
     yield Candidate(decays, needs_full_length=True, same_speed=True)
-    if current.width is not None and (widths := _widths(current.width)):
+    if "width" in numbers and (widths := _widths(numbers["width"])):
         yield Candidate(widths, needs_full_length=True, same_speed=False)
-    yield Candidate(_batches(current.batch), needs_full_length=False, same_speed=False)
-    dropout = 0.0 if current.dropout else 0.1
+    yield Candidate(_batches(train.batch), needs_full_length=False, same_speed=False)
+    dropout = 0.0 if numbers["dropout"] else 0.1
     yield Candidate([[{"model.shape.dropout": dropout}]], needs_full_length=True, same_speed=False)
-    if current.averages:
-        window = None if current.ema_window else 0.15
+    if averages:
+        window = None if train.ema_window else 0.15
         yield Candidate([[{"train.ema_window": window}]], needs_full_length=True, same_speed=True)
-    if current.adamw_rate_factor is not None:
-        factors = _factors("train.muon.adamw_rate_factor", current.adamw_rate_factor)
+    if train.optimizer == "muon":
+        factors = _factors("train.muon.adamw_rate_factor", train.muon.adamw_rate_factor)
         yield Candidate(factors, needs_full_length=False, same_speed=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.folders import find_checkpoint
-from textmill.config import EngineConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig, shape_numbers
+from textmill.config import ModelConfig, RunConfig, ShapeConfig, shape_numbers
 from textmill.config.load import build_config, drop_replaced, merge_trees, parse_settings
 from textmill.config.own_files import is_own_file, open_own_file
 from textmill.errors import Interrupted, TextmillError
@@ -20,11 +20,9 @@ from textmill.evaluation.metrics import compute_metrics
 from textmill.planning.trials import (
     MIN_STEPS,
     Changes,
-    Current,
     Lengths,
     Outcome,
     Result,
-    Search,
     Trial,
     needed_minutes,
     search,
@@ -45,6 +43,10 @@ NEVER = 1_000_000_000
 Report = Callable[[int, Trial, Result, Outcome], None]
 
 
+class _OutOfMinutes(Exception):
+    """The next trial would not fit in the minutes."""
+
+
 @dataclass
 class Tuning:
     """All trials of a project."""
@@ -56,6 +58,8 @@ class Tuning:
     """When the command started, as `time.monotonic` counts."""
     outcome: Outcome = field(default_factory=Outcome)
     trials: list[tuple[Trial, Result]] = field(default_factory=list)
+    is_warm: bool = False
+    """Whether this process has loaded and compiled what all trials use."""
 
     @property
     def folder(self) -> Path:
@@ -77,31 +81,36 @@ class Tuning:
         finished = {_key(row): Result(**row["result"]) for row in stored["trials"]} if stored else {}
         earlier_seconds = sum(result.seconds for result in finished.values())
         lengths = Lengths(minutes, self._full_steps(), full_minutes)
-        trials = search(
-            current_settings(self.config.train, self.config.model, self.config.engine), lengths, self.outcome
-        )
-        trial: Trial | None = next(trials)
-        is_warm = False
-        while trial is not None:
-            number = len(self.trials)
+
+        def settle() -> None:
+            """Keep and report the last trial, after the search has compared it."""
+            if self.trials:
+                trial, result = self.trials[-1]
+                if _key(asdict(trial)) not in finished:
+                    self._store(made_from, minutes)
+                report(len(self.trials), trial, result, self.outcome)
+
+        def run(trial: Trial) -> Result:
+            settle()
             result = finished.get(_key(asdict(trial)))
-            is_stored = result is not None
             if result is None:
                 spent_seconds = earlier_seconds + time.monotonic() - self.started
-                if number and spent_seconds + self._longest() > 60 * self.minutes:
-                    return False
-                if not is_warm:
+                if self.trials and spent_seconds + self._longest() > 60 * self.minutes:
+                    raise _OutOfMinutes
+                if not self.is_warm:
                     self._warm_up()
-                is_warm = True
-                result = self._run_trial(number + 1, trial)
+                result = self._run_trial(len(self.trials) + 1, trial)
             self.trials.append((trial, result))
-            following = _next_trial(trials, result)
-            if self.outcome.too_short:
-                self._refuse_short_trials(lengths, result)
-            if not is_stored:
-                self._store(made_from, minutes)
-            report(number + 1, trial, result, self.outcome)
-            trial = following
+            return result
+
+        averages = "ema_window" not in self.config.engine.refused
+        try:
+            search(self.config.train, net_numbers(self.config.model), averages, lengths, self.outcome, run)
+        except _OutOfMinutes:
+            return False
+        if self.outcome.too_short:
+            self._refuse_short_trials(lengths, self.trials[0][1])
+        settle()
         return True
 
     def _refuse_short_trials(self, lengths: Lengths, first: Result) -> None:
@@ -117,7 +126,8 @@ class Tuning:
         return max(result.seconds for _, result in self.trials)
 
     def _warm_up(self) -> None:
-        """Load and compile what all trials use, so that the first one in this process does not lose time with it."""
+        """Load and compile what all trials use, so that the first one does not lose time with it."""
+        self.is_warm = True
         run = self.folder / "trial-warm-up"
         remove_folder(run)
         self._train(run, {"train.steps": 1})
@@ -219,14 +229,6 @@ def _key(row: dict[str, Any]) -> str:
     return hash_json([row["setting"], row["changes"], row["length"]])
 
 
-def _next_trial(trials: Search, result: Result) -> Trial | None:
-    """Send the result of the last trial to the search; None if every setting was tried."""
-    try:
-        return trials.send(result)
-    except StopIteration:
-        return None
-
-
 def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
     """The config with other values of some keys, checked."""
     overrides = parse_settings(changes)
@@ -234,22 +236,13 @@ def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
     return build_config(merge_trees(drop_replaced(tree, overrides), overrides))
 
 
-def current_settings(settings: TrainConfig, model: ModelConfig, engine: EngineConfig) -> Current:
-    """The settings that trials change."""
-    own = model.init_from or isinstance(model.shape, str) or is_own_file(model.family)
-    numbers = {} if own else shape_numbers(model)
-    dropout = model.shape.dropout if isinstance(model.shape, ShapeConfig) else None
-    return Current(
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        batch=settings.batch,
-        seed=settings.seed,
-        dropout=numbers.get("dropout", dropout or 0.0),
-        ema_window=settings.ema_window,
-        adamw_rate_factor=settings.muon.adamw_rate_factor if settings.optimizer == "muon" else None,
-        width=numbers.get("width"),
-        averages="ema_window" not in engine.refused,
-    )
+def net_numbers(model: ModelConfig) -> dict[str, Any]:
+    """The numbers of the net that trials change: all of them, or only the dropout if weights or a file fix its
+    shape."""
+    if model.init_from or isinstance(model.shape, str) or is_own_file(model.family):
+        dropout = model.shape.dropout if isinstance(model.shape, ShapeConfig) else None
+        return {"dropout": dropout or 0.0}
+    return shape_numbers(model)
 
 
 def refuse_several_processes() -> None:
