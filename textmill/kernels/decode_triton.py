@@ -300,7 +300,7 @@ def _query_or_key(  # type: ignore[no-untyped-def]
     inside = columns < D
     found = tl.load(head + columns, mask=inside, other=0.0)
     if TURN:
-        # The two channels of a pair are half a head apart.
+        # Half a head lies between the two channels of a pair.
         first = columns < D // 2
         partners = tl.where(first, columns + D // 2, columns - D // 2)
         pairs = tl.where(first, columns, partners)

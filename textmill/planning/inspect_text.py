@@ -8,7 +8,7 @@ import os
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -123,12 +123,13 @@ def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequen
             "leave such files out, or correct them"
         )
     scale = total / read_bytes if read_bytes else 1.0
+    scripts = count_scripts(text[:2000] for text in sample.texts[:500])
     return TextProfile(
         bytes=max(sample.bytes, round(sample.bytes * scale)),
         documents=max(sample.documents, round(sample.documents * scale)),
         duplicates=sample.duplicate_bytes / max(1, sample.bytes),
         bytes_per_token=_bytes_per_token(sample, vocabs),
-        scripts=_scripts(sample.texts),
+        scripts={script: count / max(1, scripts.total()) for script, count in scripts.most_common(4)},
         typical_document_bytes=sample.squared_bytes / max(1, sample.bytes),
         split_by=_find_group_field(sample) or "document",
         near_duplicates=0.0 if corpus.chat else _near_duplicates(sample.beginnings, corpus),
@@ -272,12 +273,10 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _scripts(texts: Sequence[str]) -> dict[str, float]:
-    """Unicode names begin with the script: HANGUL SYLLABLE GA, LATIN SMALL LETTER A."""
+def count_scripts(texts: Iterable[str]) -> Counter[str]:
+    """Letters by script, with which Unicode names begin: HANGUL SYLLABLE GA, LATIN SMALL LETTER A."""
     counts: Counter[str] = Counter()
-    letters = Counter("".join(text[:2000] for text in texts[:500]))
-    for letter, count in letters.items():
+    for letter, count in Counter(chain.from_iterable(texts)).items():
         if letter.isalpha():
             counts[unicodedata.name(letter, "OTHER").partition(" ")[0].capitalize()] += count
-    total = max(1, sum(counts.values()))
-    return {script: count / total for script, count in counts.most_common(4)}
+    return counts
