@@ -101,6 +101,7 @@ OPTIONS = {
 """The options of each tool, by the page that leads from it to textmill."""
 TOOLS = {"megatron-deepspeed": "megatron", "hf-trainer": "hf", "jax-lm-training": "jax-lm", "distillation": "distil"}
 """Tools whose page has another name."""
+NOT_NEEDED = "not needed: `textmill train --OPTION` says why"
 BEGIN, END = "<!-- options: written by docs/generate.py -->", "<!-- end of options -->"
 
 
@@ -227,10 +228,13 @@ def _title(page: str) -> str:
 
 
 def options_table(tool: str) -> str:
-    """The options of a tool and what textmill has instead; options with the same answer share a row."""
+    """The options of a tool and what textmill has instead; options with the same answer share a row, as do all that are
+    not needed."""
     answers: dict[str, list[str]] = {}
     for option in sorted(set(OPTIONS[tool].split())):
-        answers.setdefault(counterpart(option, TOOLS.get(tool, tool)), []).append(f"`{option}`")
+        answer = counterpart(option, TOOLS.get(tool, tool))
+        answers.setdefault(NOT_NEEDED if answer.startswith("not needed") else answer, []).append(f"`{option}`")
+    answers |= {NOT_NEEDED: last} if (last := answers.pop(NOT_NEEDED, [])) else {}
     rows = [f"| {', '.join(options)} | {answer} |" for answer, options in answers.items()]
     return "\n".join([BEGIN, "", "| option | textmill |", "|---|---|", *rows, "", END])
 
