@@ -22,7 +22,7 @@ from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import check_evaluation, evaluate
 from textmill.commands.prepare import prepare
-from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig, StageName
+from textmill.config import SIZES, STAGE_FOLDERS, EvaluateConfig, ModelConfig, RunConfig, StageName, TokenizerConfig
 from textmill.config.own_files import is_own_file
 from textmill.corpus.shards import open_corpus
 from textmill.engines.early_import import import_torch_meanwhile
@@ -55,11 +55,13 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
     config = check_before_work(config)
     imports = import_torch_meanwhile()
     stages = {"prepare": prepare, "fit-tokenizer": fit_tokenizer, "tokenize": tokenize}
+    skipped: dict[str, str] = {}
+    if config.tokens.use:
+        skipped = _stages_to_skip(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
     with share_runner(config.runner):
         for number, (name, run_stage) in enumerate(stages.items(), 1):
-            reason = _reason_to_skip(config, name)
-            if reason is not None:
-                _headline(number, f"{name}: not needed: {reason}")
+            if name in skipped:
+                _headline(number, f"{name}: not needed: {skipped[name]}")
             else:
                 _headline(number, name)
                 run_stage(config, force)
@@ -106,13 +108,21 @@ def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, A
     files = read_json(checkpoint / MANIFEST)["files"]
     weights = [entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")]
     inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
-    summary = _read_summary(folder, inputs)
-    if summary is not None:
-        _print_summary(config, summary)
+    path = folder / SUMMARY_FILE
+    summary: dict[str, Any] = read_json(path) if path.is_file() else {}
+    if summary.get("inputs") == inputs:
+        if (measured := summary["measured"]) is not None:
+            _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
+            labels = config.corpus.labels
+            tables = format_metrics(labels, measured[labels]) if labels else None
+            print(tables or format_tables(config.evaluate.tasks, measured))
+        _headline(6, f"{'fill' if config.train.layout == 'masked' else 'generate'}: done already")
+        for text in summary["texts"]:
+            print(text)
         return summary
     measured, texts = _use_model(config, read_shape(checkpoint))
     summary = {"inputs": inputs, "measured": measured, "texts": texts}
-    write_json(folder / SUMMARY_FILE, summary)
+    write_json(path, summary)
     return summary
 
 
@@ -162,37 +172,15 @@ def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-def _reason_to_skip(config: RunConfig, stage: str) -> str | None:
-    """Why a stage is not needed: existing tokens need no corpus, and come with the tokenizer that made them."""
-    if config.tokens.use and stage == "prepare":
-        # Fails here, before any work, if there is none.
-        tokenizer_of(config.folder_of("tokenizer"), config.tokenizer, config.train.layout)
-        return "tokens.use names existing tokens"
-    if config.tokens.use and stage == "fit-tokenizer" and not config.tokenizer.use:
-        return f"{format_path(config.folder_of('tokenizer'))} is used as it is"
-    return None
+def _stages_to_skip(folder: Path, tokenizer: TokenizerConfig, layout: str) -> dict[str, str]:
+    """The stages that existing tokens do not need, and why: they need no corpus, and come with their tokenizer."""
+    tokenizer_of(folder, tokenizer, layout)  # fails here, before any work, if there is none
+    skipped = {"prepare": "tokens.use names existing tokens"}
+    return skipped if tokenizer.use else {**skipped, "fit-tokenizer": f"{format_path(folder)} is used as it is"}
 
 
 def _headline(number: int, text: str) -> None:
     print(f"\n[{number}/6] {text}", flush=True)
-
-
-def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """The results that an earlier run saved for the same checkpoint and the same settings."""
-    if not (folder / SUMMARY_FILE).is_file():
-        return None
-    summary: dict[str, Any] = read_json(folder / SUMMARY_FILE)
-    return summary if summary.get("inputs") == inputs else None
-
-
-def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
-    if (measured := summary["measured"]) is not None:
-        _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
-        labels = config.corpus.labels
-        print(format_metrics(labels, measured[labels]) if labels else format_tables(config.evaluate.tasks, measured))
-    _headline(6, f"{'fill' if config.train.layout == 'masked' else 'generate'}: done already")
-    for text in summary["texts"]:
-        print(text)
 
 
 def _describe_run(config: RunConfig, folder: Path, checkpoint: Path) -> FinishedRun:
@@ -259,17 +247,15 @@ def _where_of(config: RunConfig) -> list[str]:
     for folder in (Path(config.folder), run):
         words = [format_path(folder)]
         with suppress(TextmillError), redirect_stderr(StringIO()):  # what it warns of was printed at the start
-            if _are_same(open_where(words[0], []).config, config):
+            opened = open_where(words[0], []).config
+            same_folders = all(
+                opened.folder_of(stage).resolve() == config.folder_of(stage).resolve() for stage in STAGE_FOLDERS
+            )
+            if same_folders and opened.results(*STAGE_FOLDERS, "model") == config.results(*STAGE_FOLDERS, "model"):
                 return words
     # A family's file is code, which runs only if the user names it.
     own = [f"model.family={config.model.family}"] if is_own_file(config.model.family) else []
     return [format_path(run), *own]
-
-
-def _are_same(opened: RunConfig, config: RunConfig) -> bool:
-    """Whether both read and write the same folders with the same results."""
-    folders = all(opened.folder_of(stage).resolve() == config.folder_of(stage).resolve() for stage in STAGE_FOLDERS)
-    return folders and opened.results(*STAGE_FOLDERS, "model") == config.results(*STAGE_FOLDERS, "model")
 
 
 def improving_commands(config: RunConfig, state: State, where: str) -> list[str]:

@@ -135,7 +135,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_across_sections(self) -> RunConfig:
         _check_shape(self.model, self.train)
-        _check_labels(self)
         _check_micro_batch(self.engine.micro_batch, self.train)
         train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
@@ -172,6 +171,38 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_labels(self) -> RunConfig:
+        """Examples with labels need their own layout, a length, and a model that keeps its own head."""
+        labels = self.corpus.labels
+        train = self.train
+        if labels and train.layout != "labelled":
+            raise TextmillError(
+                f"train.layout: found {train.layout}, but corpus.labels={labels} needs labelled; change it"
+            )
+        if not labels and train.layout == "labelled":
+            raise TextmillError(
+                "corpus.labels: is not set, which train.layout=labelled needs; set sequence-classification, "
+                "token-classification or question-answering"
+            )
+        if not labels:
+            return self
+        if "labelled" in self.engine.refused:
+            raise TextmillError(f"train.layout: {self.engine.refused['labelled']}; set engine.kind=torch")
+        unused = {
+            "tokens.use": self.tokens.use,
+            "train.distil": train.distil.teachers,
+            "train.label_smoothing": train.label_smoothing,
+            "train.z_loss": train.z_loss,
+        }
+        if found := [name for name, value in unused.items() if value]:
+            raise TextmillError(f"{found[0]}: cannot be used with corpus.labels={labels}; remove it")
+        if train.length is None:
+            raise TextmillError(
+                f"train.length: is not set, and corpus.labels={labels} cuts examples to it; set it, such as 128"
+            )
+        return self
+
     def folder_of(self, stage: StageName) -> Path:
         """A stage's folder."""
         named = getattr(self, stage).folder
@@ -202,35 +233,6 @@ def _drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
             if once and not kept[name]:
                 del kept[name]
     return kept
-
-
-def _check_labels(config: RunConfig) -> None:
-    """Examples with labels need their own layout, a length, and a model that keeps its own head."""
-    labels = config.corpus.labels
-    train = config.train
-    if labels and train.layout != "labelled":
-        raise TextmillError(f"train.layout: found {train.layout}, but corpus.labels={labels} needs labelled; change it")
-    if not labels and train.layout == "labelled":
-        raise TextmillError(
-            "corpus.labels: is not set, which train.layout=labelled needs; set sequence-classification, "
-            "token-classification or question-answering"
-        )
-    if not labels:
-        return
-    if "labelled" in config.engine.refused:
-        raise TextmillError(f"train.layout: {config.engine.refused['labelled']}; set engine.kind=torch")
-    unused = {
-        "tokens.use": config.tokens.use,
-        "train.distil": train.distil.teachers,
-        "train.label_smoothing": train.label_smoothing,
-        "train.z_loss": train.z_loss,
-    }
-    if found := [name for name, value in unused.items() if value]:
-        raise TextmillError(f"{found[0]}: cannot be used with corpus.labels={labels}; remove it")
-    if train.length is None:
-        raise TextmillError(
-            f"train.length: is not set, and corpus.labels={labels} cuts examples to it; set it, such as 128"
-        )
 
 
 def _check_micro_batch(micro: int | str, train: TrainConfig) -> None:

@@ -39,20 +39,25 @@ class EngineSection(Section):
         return value
 
 
-class MeshConfig(Section):
-    """How the processes that a launcher started share the work: data, FSDP, tensor and pipeline parallel."""
+class JaxMesh(Section):
+    """How devices share the work; the product of the sizes is their number."""
 
     replicate: int | None = changeable(None, ge=1)
-    """Data parallel: replicas of the model, each with different samples; default: as many as the processes allow."""
+    """Data parallel: replicas of the model, each with different samples; default: as many as the devices allow."""
     shard: int = changeable(1, ge=1)
-    """FSDP (ZeRO-3): processes that shard a replica's weights, gradients and optimizer state, each with different
+    """FSDP (ZeRO-3): devices that shard a replica's weights, gradients and optimizer state, each with different
     samples."""
+    tensor: int = changeable(1, ge=1)
+    """Tensor parallel: devices that share the heads, the MLPs and the vocabulary of each layer, on the same samples
+    (Megatron)."""
+
+
+class MeshConfig(JaxMesh):
+    """How the processes that a launcher started, one for each device, share the work."""
+
     keep_gathered: bool = changeable(False)
     """FSDP: keep a block's gathered weights from forward to backward: more memory, a third less communication
     (ZeRO-2)."""
-    tensor: int = changeable(1, ge=1)
-    """Tensor parallel: processes that share the heads, the MLPs and the vocabulary of each layer, on the same samples
-    (Megatron)."""
     sequence_parallel: bool = changeable(True)
     """Tensor parallel: also split LayerNorms and the residual stream by tokens: less memory, the same communication."""
     pipeline: int = changeable(1, ge=1)
@@ -90,18 +95,6 @@ class TorchEngine(EngineSection):
     """Local SGD: the Nesterov momentum of these steps; DiLoCo's, for long runs, is 0.9 with a learning rate of 0.7."""
     deterministic: bool = changeable(False)
     """Use deterministic algorithms: bitwise the same results in every run on a GPU too, but slower."""
-
-
-class JaxMesh(Section):
-    """How JAX devices share the work; the product of the three sizes is the number of devices."""
-
-    replicate: int | None = changeable(None, ge=1)
-    """Data parallel: replicas of the model, each with different samples; default: as many as the devices allow."""
-    shard: int = changeable(1, ge=1)
-    """FSDP: devices that shard weights and optimizer state and gather a weight to use it, each with different
-    samples."""
-    tensor: int = changeable(1, ge=1)
-    """Tensor parallel: devices that share the heads, the MLPs and the vocabulary of each layer, on the same samples."""
 
 
 class JaxEngine(EngineSection):
