@@ -144,7 +144,7 @@ def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, chunks
         assert linked == expected
     assert clusters_of(linked, len(everything)) == clusters_of(expected, len(everything))
     assert np.fromfile(folder / "pairs", np.uint64).tolist() == pairs.tolist()
-    marks = np.fromfile(folder / "marks", np.uint8)
+    marks = np.concatenate([np.fromfile(folder / f"{chunk:05d}.marks", np.uint8) for chunk in range(len(chunks))])
     assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
 
 

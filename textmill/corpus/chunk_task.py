@@ -15,6 +15,7 @@ A chunk is a part of a large source, or many small sources. The files of chunk 1
     00012.exact           with corpus.dedup=near: a byte per document, 0 if it is an exact duplicate
     00012.bands           ... the MinHash band hashes of the others, band by band
     00012.lengths         ... the lengths of their texts, written after the band hashes
+    00012.marks           ... a byte for each, 1 if it is in a candidate pair
     00012.sets            ... the shingle sets of those in a candidate pair
     00012.ends            ... where each set ends, written last
     00012.splits          a byte per document: the index of its split, or why it is dropped (see DROPPED)

@@ -23,7 +23,14 @@ from textmill.config import CorpusConfig
 from textmill.corpus.accounts import Counts, build_account
 from textmill.corpus.document import SPLITS, Document, Split
 from textmill.corpus.find_sources import read_records, split_into_chunks
-from textmill.corpus.records import BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
+from textmill.corpus.records import (
+    BadRecord,
+    UnreadableRecord,
+    check_line_length,
+    decode_utf8,
+    format_place,
+    read_lines,
+)
 from textmill.corpus.shards import SCHEMA, ShardWriter, list_shards, new_shard, read_documents, shard_name
 from textmill.corpus.source import Source
 from textmill.corpus.split import SourceSplits, assign_split, text_digest
@@ -81,12 +88,6 @@ class Example:
         fields = {"texts": self.texts, "labels": self.labels, "answers": self.answers, "id": self.id}
         text = (" " if task == WORDS else "\n").join(self.texts)
         return Document(text, self.source, self.place, json.dumps(fields, ensure_ascii=False))
-
-
-def format_place(source: str, place: str) -> str:
-    """FILE:LINE if the place is a line."""
-    kind, _, number = place.partition(" ")
-    return f"{source}:{number}" if kind == "line" else f"{source}, {place}"
 
 
 def from_document(document: Document) -> Example:

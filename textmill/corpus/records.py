@@ -45,9 +45,13 @@ class BadRecord:
     """Set if earlier records of its source may be wrong too, since the file is damaged."""
 
     def __str__(self) -> str:
-        kind, _, number = self.place.partition(" ")
-        where = f"{self.source}:{number}" if kind == "line" else f"{self.source}, {self.place}"
-        return f"{where}: {self.reason}"
+        return f"{format_place(self.source, self.place)}: {self.reason}"
+
+
+def format_place(source: str, place: str) -> str:
+    """FILE:LINE if the place is a line."""
+    kind, _, number = place.partition(" ")
+    return f"{source}:{number}" if kind == "line" else f"{source}, {place}"
 
 
 class UnreadableRecord(Exception):

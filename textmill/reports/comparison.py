@@ -45,7 +45,7 @@ def compare_runs(runs: list[RunFiles]) -> Comparison:
     differences = list_differences(runs)
     table = Comparison(["run", *COLUMNS, *(row[0] for row in differences)], [])
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
-        table.rows.append([name, *_results(run), *(row[1 + number] for row in differences)])
+        table.rows.append([name, *list_results(run), *(row[1 + number] for row in differences)])
     if len({run.progress.get("made_from", {}).get("tokens") for run in runs}) > 1:
         table.findings.append("the runs have different tokens: their losses are of different texts or tokenizers")
     table.findings += _test_seeds(runs, names, differences)
@@ -60,7 +60,8 @@ def compare_runs(runs: list[RunFiles]) -> Comparison:
 COLUMNS = ("steps", "parameters", "tokens", "training time", "best valid loss", "at step", "bits/byte")
 
 
-def _results(run: RunFiles) -> list[str]:
+def list_results(run: RunFiles) -> list[str]:
+    """What a run reached, in the order of COLUMNS."""
     best = BestRule().best_of(run.valid_losses)
     bits = run.bits_per_byte_at(best)
     return [

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.best import BestRule
 from textmill.errors import TextmillError
-from textmill.reports.comparison import COLUMNS, Comparison, unique_names
+from textmill.reports.comparison import COLUMNS, Comparison, list_results, unique_names
 from textmill.reports.curves import Curves, build_svg, draw_curve
 from textmill.reports.run_files import RunFiles
 from textmill.storage.files import format_path
@@ -116,26 +115,14 @@ def describe_progress(run: RunFiles) -> str:
 
 
 def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
-    """A table of runs: steps, size, best valid loss, and bits per byte of the same step."""
-    rows = [["run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte"]]
-    rows += [_run_row(run, below) for run in runs]
+    """A table of runs and what they reached."""
+    rows = [["run", *COLUMNS]]
+    for run in runs:
+        folder = run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder
+        steps, *results = list_results(run)
+        planned = f"/{run.planned_steps:,}" if run.planned_steps else ""
+        rows.append([str(folder), steps + planned, *results])
     yield from _align(rows)
-
-
-def _run_row(run: RunFiles, below: Path) -> list[str]:
-    folder = run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder
-    planned = f"/{run.planned_steps:,}" if run.planned_steps else ""
-    best = BestRule().best_of(run.valid_losses)
-    bits = run.bits_per_byte_at(best)
-    return [
-        str(folder),
-        f"{run.last_step:,}{planned}",
-        f"{run.parameters:,}" if run.parameters else "-",
-        f"{run.tokens_after(run.last_step):,}",
-        "-" if best is None else f"{run.valid_losses[best]:.4f}",
-        "-" if best is None else f"{best:,}",
-        f"{bits:.4f}" if bits else "-",
-    ]
 
 
 def describe_evaluation(result: dict[str, Any]) -> str:

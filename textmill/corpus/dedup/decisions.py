@@ -20,7 +20,6 @@ from textmill.corpus.dedup.near_duplicates import (
     PAIR_DTYPE,
     PAIRS_PER_TASK,
     ConfirmTask,
-    ShingleTask,
     confirm_pairs,
     find_candidate_pairs,
     sketch_chunk,
@@ -133,13 +132,7 @@ def _find_near_duplicates(
             f"corpus.dedup=near supports at most {MAX_DOCUMENTS:,} documents; found {sum(counts):,}; use exact"
         )
     pairs = len(find_candidate_pairs(folder, counts, choose_bands(config.dedup_threshold)[0]))
-    starts = np.cumsum([0, *counts[:-1]]).tolist()
-    run(
-        write_shingle_sets,
-        [ShingleTask(task, start) for task, start in zip(tasks, starts, strict=True)],
-        "prepare: shingle candidates",
-        "bytes",
-    )
+    run(write_shingle_sets, tasks, "prepare: shingle candidates", "bytes")
     confirm_tasks = [
         ConfirmTask(folder, tuple(counts), number, pairs, config.dedup_threshold)
         for number in range(-(-pairs // PAIRS_PER_TASK))

@@ -115,8 +115,8 @@ def _read_texts(task: ChunkTask, keep: NDArray[np.bool_]) -> Iterator[str]:
 
 
 def find_candidate_pairs(folder: Path, counts: Sequence[int], bands: int) -> NDArray[np.uint64]:
-    """The sorted pairs of documents that agree in a band; also written to the files `pairs` and, with a byte for each
-    document, 1 if it is in a pair, `marks`. `counts`: the number of documents of each chunk."""
+    """The sorted pairs of documents that agree in a band; also written to the file `pairs` and, with a byte for each
+    document of a chunk, 1 if it is in a pair, to the `marks` of the chunk. `counts`: the documents of each chunk."""
     found = [np.zeros(0, np.uint64)]
     with progress("prepare: find candidates", total=bands, unit="bands") as bar:
         for band in range(bands):
@@ -127,7 +127,8 @@ def find_candidate_pairs(folder: Path, counts: Sequence[int], bands: int) -> NDA
     is_in_pair[(pairs >> np.uint64(32)).astype(np.int64)] = 1
     is_in_pair[(pairs & np.uint64(2**32 - 1)).astype(np.int64)] = 1
     write_bytes(folder / "pairs", [pairs.tobytes()])
-    write_bytes(folder / "marks", [is_in_pair.tobytes()])
+    for chunk, marks in enumerate(np.split(is_in_pair, np.cumsum(counts)[:-1])):
+        write_bytes(folder / f"{chunk:05d}.marks", [marks.tobytes()])
     return pairs
 
 
@@ -163,32 +164,12 @@ def _pairs_in_buckets(hashes: Hashes) -> NDArray[np.uint64]:
     return np.unique(np.concatenate(pairs))
 
 
-@dataclass(frozen=True)
-class ShingleTask:
-    """A chunk and the number of its first document."""
-
-    task: ChunkTask
-    start: int
-
-    def __repr__(self) -> str:
-        return repr(self.task)
-
-    @property
-    def size(self) -> int:
-        """Bytes of input; used for the progress bar."""
-        return self.task.size
-
-
-def write_shingle_sets(shingle_task: ShingleTask) -> int:
+def write_shingle_sets(task: ChunkTask) -> int:
     """Write the shingle sets of a chunk's documents that are in a candidate pair; return how many there are."""
-    task = shingle_task.task
-    keep = np.fromfile(task.path("exact"), dtype=np.bool_)
-    is_in_pair = np.fromfile(
-        task.folder / "work" / "marks", dtype=np.bool_, count=int(keep.sum()), offset=shingle_task.start
-    )
+    is_in_pair = np.fromfile(task.path("marks"), np.bool_)
     if not task.path("ends").is_file():
-        is_wanted = keep.copy()
-        is_wanted[keep] = is_in_pair
+        is_wanted = np.fromfile(task.path("exact"), np.bool_)
+        is_wanted[is_wanted] = is_in_pair
         sizes = np.zeros(len(is_in_pair), np.int64)
         blocks = text_blocks(_read_texts(task, is_wanted))
         sets = (shingles for texts in blocks for shingles in _shingle_sets(texts, task.config))
