@@ -94,5 +94,6 @@ def test_bar_on_a_terminal(root: Path) -> None:
     os.close(theirs)
     shown = "".join(iter(lambda: _read(ours), ""))
     os.close(ours)
+    assert "\rweigh ... " in shown
     assert "\rweigh: ━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌ 2.0 MB of 4.0 MB (50%), " in shown
     assert "\rweigh: 2.0 MB in " in shown

@@ -27,6 +27,8 @@ def progress(
     `is_short`: work that is usually done at once, so that nothing of it stays on the screen unless it takes long.
     """
     bar = Bar(name, total, unit, sys.stderr, second_unit)
+    if bar.is_live:
+        replace_line(sys.stderr, f"{name} ...")
     try:
         yield bar
     finally:
