@@ -66,7 +66,7 @@ TRAIN = (
 )
 LAYOUTS = {
     "packed": ("text", "train.layout=packed"),
-    "isolated": ("text", "train.layout=packed train.packed.isolate_documents=true train.packed.last_window=drop"),
+    "isolated": ("text", "train.layout=packed train.packed.isolate_documents=true"),
     "padded": ("text", "train.layout=padded"),
     "features": ("features", "train.layout=features"),
     "chat": ("chat", "train.layout=chat"),

@@ -139,15 +139,13 @@ def test_windows_predict_every_token_once_with_the_right_context(
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), tail=st.sampled_from(["keep", "drop"]))
+@given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99))
 def test_isolated_documents(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, tail: str
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("apart"), lengths)
-    if sum(lengths) <= length:
-        tail = "keep"
-    packed = PackedLayout(store, length=length, seed=seed, isolate_documents=True, last_window=tail)
-    joined = PackedLayout(store, length=length, seed=seed, last_window=tail)
+    packed = PackedLayout(store, length=length, seed=seed, isolate_documents=True)
+    joined = PackedLayout(store, length=length, seed=seed)
     ends = np.cumsum(lengths)
     rows = packed.build_samples(np.arange(2 * packed.samples_per_epoch))
     assert rows.documents is not None
@@ -165,15 +163,6 @@ def test_isolated_documents(
             assert label == IGNORED or (label == token + 1 and token not in ends)
     crossing = rows.labels == IGNORED
     assert (rows.labels[~crossing] == plain.labels[~crossing]).all()
-
-
-def test_a_dropped_last_window_predicts_no_token_twice(tmp_path: Path) -> None:
-    packed = PackedLayout(store_of(tmp_path, [5, 9, 3, 6]), length=4, seed=3, last_window="drop")
-    assert packed.samples_per_epoch == 5
-    labels = packed.build_samples(np.arange(5)).labels.ravel().tolist()
-    assert len(labels) == len(set(labels)) == 20
-    with pytest.raises(TextmillError, match="are less than one window"):
-        PackedLayout(store_of(tmp_path, [3]), length=4, seed=3, last_window="drop")
 
 
 @settings(max_examples=30, deadline=None)
@@ -199,32 +188,30 @@ def test_unshuffled_every_token_is_predicted_once(
     lengths=LENGTHS,
     length=st.integers(1, 15),
     seed=st.integers(0, 99),
-    long=st.sampled_from(["cut", "split"]),
-    close=st.booleans(),
+    long=st.sampled_from(["truncate", "split", "end"]),
 )
 def test_padded_samples_have_one_document_each(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, long: str, close: bool
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, long: str
 ) -> None:
     if max(lengths) < 2:
         lengths = [*lengths, 2]
     store = store_of(tmp_path_factory.mktemp("padded"), lengths)
-    padded = PaddedLayout(store, length=length, seed=seed, pad_id=0, long_documents=long, eos_id=999 if close else None)
+    padded = PaddedLayout(store, length=length, seed=seed, pad_id=0, long_documents=long, eos_id=999)
     expected = []
     for end, size in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         document = list(range(end - size + 1, end + 1))
         starts = range(0, size - 1, length) if long == "split" else range(min(1, size - 1))
         for start in starts:
             row = document[start : start + length + 1]
-            if close and size - start > length + 1:
+            if long == "end" and size - start > length + 1:
                 row[-1] = 999
             inputs, labels = row[:-1] if len(row) == length + 1 else row, row[1:]
             expected.append((inputs + [0] * (length - len(inputs)), labels + [IGNORED] * (length - len(labels))))
     rows = padded.build_samples(np.arange(padded.samples_per_epoch, 2 * padded.samples_per_epoch))
     found = list(zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True))
     assert sorted(found) == sorted(expected)
-    natural = PaddedLayout(
-        store, length=length, seed=None, pad_id=0, long_documents=long, eos_id=999 if close else None
-    ).build_samples(np.arange(padded.samples_per_epoch))
+    layout = PaddedLayout(store, length=length, seed=None, pad_id=0, long_documents=long, eos_id=999)
+    natural = layout.build_samples(np.arange(padded.samples_per_epoch))
     assert list(zip(natural.inputs.tolist(), natural.labels.tolist(), strict=True)) == expected
 
 
@@ -339,7 +326,7 @@ def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        {"layout": "packed", "packed": {"isolate_documents": True, "last_window": "drop"}},
+        {"layout": "packed", "packed": {"isolate_documents": True}},
         {"layout": "padded", "padded": {"long_documents": "truncate"}},
     ],
 )
@@ -363,15 +350,7 @@ def test_a_valid_split_shorter_than_a_window_is_no_error(tmp_path: Path, train: 
             {"layout": "padded", "packed": {"isolate_documents": True}},
             r"train\.packed\.isolate_documents: is for train\.layout=packed",
         ),
-        (
-            {"layout": "features", "packed": {"last_window": "drop"}},
-            r"train\.packed\.last_window: is for train\.layout=packed",
-        ),
         ({"padded": {"long_documents": "truncate"}}, r"train\.padded\.long_documents: is for train\.layout=padded"),
-        (
-            {"layout": "padded", "padded": {"end_truncated": True}},
-            r"train\.padded\.end_truncated: .* set train\.padded\.long_documents=truncate",
-        ),
     ],
 )
 def test_settings_of_another_layout_are_an_error(settings: dict[str, Any], message: str) -> None:

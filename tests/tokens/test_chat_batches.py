@@ -55,29 +55,26 @@ def test_conversations_are_packed_into_a_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "length", "inputs", "labels", "cut_question"),
+    ("length", "inputs", "labels", "cut_question"),
     [
-        ("start", 15, LONG[0][:-1], [X, X, X, X, X, 41, 42, 9, X, X, X, X, 43, 44, 9], 0),
-        ("start", 6, [1, 34, 9, 2, 43, 44], [X, X, X, 43, 44, 9], 0),
-        ("end", 12, LONG[0][:8], [X, X, X, X, X, 41, 42, 9], 0),
+        (15, LONG[0][:-1], [X, X, X, X, X, 41, 42, 9, X, X, X, X, 43, 44, 9], 0),
+        (6, [1, 34, 9, 2, 43, 44], [X, X, X, 43, 44, 9], 0),
         # One question with its answer is too long: the question's middle goes, then the answer's end.
-        ("start", 5, [1, 34, 2, 43, 44], [X, X, 43, 44, 9], 1),
-        ("end", 7, [1, 31, 32, 9, 2, 41, 42], [X, X, X, X, 41, 42, 9], 1),
-        ("start", 2, [1, 43], [43, 44], 1),
-        ("end", 3, [1, 41, 42], [41, 42, 9], 1),
+        (5, [1, 34, 2, 43, 44], [X, X, 43, 44, 9], 1),
+        (2, [1, 43], [43, 44], 1),
     ],
 )
 def test_truncation_against_hand_written_labels(
-    tmp_path: Path, cut: str, length: int, inputs: list[int], labels: list[int], cut_question: int
+    tmp_path: Path, length: int, inputs: list[int], labels: list[int], cut_question: int
 ) -> None:
     store = new_store(tmp_path, [LONG, SHORT])
-    layout = ChatLayout(store, length=length, seed=None, pad_id=PAD, truncate=cut, pack=False)
+    layout = ChatLayout(store, length=length, seed=None, pad_id=PAD, pack=False)
     rows = layout.build_samples(np.arange(1))
     padding = length - len(inputs)
     assert rows.inputs.tolist() == [inputs + [PAD] * padding]
     assert rows.labels.tolist() == [labels + [X] * padding]
     (tmp_path / "one").mkdir()
-    one = ChatLayout(new_store(tmp_path / "one", [LONG]), length=length, seed=None, pad_id=PAD, truncate=cut)
+    one = ChatLayout(new_store(tmp_path / "one", [LONG]), length=length, seed=None, pad_id=PAD)
     kept = sum(label != X for label in labels)
     assert count_conversations(one, STOP) == ChatCounts(
         conversations=1,
@@ -90,17 +87,13 @@ def test_truncation_against_hand_written_labels(
     )
 
 
-@given(
-    turns=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
-    most=st.integers(3, 30),
-    truncate=st.sampled_from(["start", "end"]),
-)
-def test_every_kept_answer_has_its_question(turns: list[tuple[int, int]], most: int, truncate: str) -> None:
+@given(turns=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6), most=st.integers(3, 30))
+def test_every_kept_answer_has_its_question(turns: list[tuple[int, int]], most: int) -> None:
     """An answer is kept from its first token on, right behind the end of its own question, and no more than fit."""
     loss = np.concatenate([[0] * question + [1] * answer for question, answer in turns]).astype(np.uint8)
     if len(loss) <= most:
         return
-    spans = kept_spans(loss, most, truncate)
+    spans = kept_spans(loss, most)
     places = [place for start, stop in spans for place in range(start, stop)]
     assert places == sorted(set(places))
     assert 0 <= places[0] < places[-1] < len(loss)

@@ -144,7 +144,7 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
 def test_long_questions_and_answers_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}") for number in range(8)]
     write_pairs(tmp_path, "pairs.jsonl", [*pairs, ("tell me", "a tale that never ends and " * 20)])
-    config = config_of(tmp_path, train={"length": 16, "chat": {"truncate": "end"}})
+    config = config_of(tmp_path, train={"length": 16})
     prepare_and_tokenize(config)
     train(config)
     output = capsys.readouterr()
@@ -181,19 +181,19 @@ def test_the_stop_token_has_no_loss(tmp_path: Path) -> None:
 
 def test_some_stop_tokens_have_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pairs(tmp_path, "pairs.jsonl", [*PAIRS.items(), ("tell me", "a tale that never ends and " * 20)])
-    config = config_of(tmp_path, train={"chat": {"truncate": "end"}})
+    config = config_of(tmp_path)
     prepare_and_tokenize(config)
     train(config)
     output = capsys.readouterr()
     assert "in 1 conversations the stop token has no loss" in output.err
-    assert "1 conversations are truncated at their end to train.length=48" in output.err
+    assert "1 conversations are truncated at their start to train.length=48" in output.err
     assert "+}[-" in output.out, "the truncation is shown"
 
 
 def test_the_samples_show_what_is_truncated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pairs(tmp_path, "pairs.jsonl", [("tell me", "a tale that never ends and " * 20)])
     folder = prepare_and_tokenize(config_of(tmp_path))
-    layout = ChatLayout(open_store(folder / "train"), length=16, seed=None, pad_id=0, truncate="end")
+    layout = ChatLayout(open_store(folder / "train"), length=16, seed=None, pad_id=0)
     (pieces,) = example_conversations(layout, open_tokenizer(tmp_path / "out" / "tokenizer"))
     capsys.readouterr()
     print_conversation("sample 1", pieces)

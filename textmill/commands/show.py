@@ -352,9 +352,7 @@ DECISIVE = (
     "train.batch",
     "train.batch_rampup",
     "train.packed.isolate_documents",
-    "train.packed.last_window",
     "train.padded.long_documents",
-    "train.padded.end_truncated",
 )
 """The settings that decide which documents a step sees."""
 SHOWN_START = 60

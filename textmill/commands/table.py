@@ -259,7 +259,7 @@ COMMANDS = {
         "measure a model",
         sections=("evaluate",),
         keys=(
-            f"train.length train.layout train.chat.truncate tokens.use corpus.documents corpus.encoding {RUN_KEYS} "
+            f"train.length train.layout tokens.use corpus.documents corpus.encoding {RUN_KEYS} "
             "engine.mesh.tensor engine.timeout"
         ),
         settings=(

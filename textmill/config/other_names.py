@@ -262,8 +262,7 @@ TARGETS = {
         skip_mmap_warmup streaming low_cpu_mem_usage""",
     _CACHES: "cache_dir no_cache overwrite_cache data_cache_path data_cache_dir",
     _LOADING: "dataloader_num_workers valid_num_workers num_dataset_builder_threads",
-    "not needed: the end of an epoch is filled up from its start; train.packed.last_window=drop drops it": """
-        dataloader_drop_last""",
+    "not needed: the end of an epoch is filled up from its start": "dataloader_drop_last",
     "not needed: weights and their updates are in fp32 in every precision": """fp32_embedding fp16_opt_level
         fp32_layernorm fp32_tokentypes fp32_allreduce attention_softmax_in_fp32
         accumulate_allreduce_grads_in_fp32 fp32_residual_connection

@@ -38,26 +38,14 @@ class PackedConfig(Section):
 
     isolate_documents: bool = False
     """Attention and positions start again at each document, and no document predicts the next one's first token."""
-    last_window: Literal["keep", "drop"] = "keep"
-    """The tokens after the last full window of an epoch: keep (filled up from the start of the epoch) or drop."""
 
 
 class PaddedConfig(Section):
     """Settings of `train.layout=padded`."""
 
-    long_documents: Literal["split", "truncate"] = "split"
-    """A document longer than `train.length`: split into several samples, or truncate to its beginning."""
-    end_truncated: bool = False
-    """End a truncated sample with the end-of-text token, as dsGPT2 does."""
-
-    @model_validator(mode="after")
-    def _check_end_truncated(self) -> PaddedConfig:
-        if self.end_truncated and self.long_documents != "truncate":
-            raise TextmillError(
-                "train.padded.end_truncated: train.padded.long_documents=split truncates no document; "
-                "set train.padded.long_documents=truncate"
-            )
-        return self
+    long_documents: Literal["split", "truncate", "end"] = "split"
+    """A document longer than `train.length`: split into several samples; truncate to its beginning; or end: that, with
+    the end-of-text token last, as dsGPT2 does."""
 
 
 class ChatConfig(Section):
@@ -65,9 +53,6 @@ class ChatConfig(Section):
 
     pack: bool = True
     """Put several short conversations into one sample; false: one conversation per sample, as dsGPT2 does."""
-    truncate: Literal["start", "end"] = "start"
-    """Which questions of a conversation longer than `train.length` are dropped, with their answers: those at its start
-    or at its end. One that is too long by itself loses its middle, then its answer the end."""
 
 
 class MaskedConfig(Section):

@@ -181,9 +181,9 @@ class TextScorer(ABC):
         """
         self._refuse()
 
-    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+    def sum_answer_losses(self, store: TokenStore, *, length: int) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations, each read alone in a window of `length`
-        tokens; a longer one is truncated at its `start` or `end`."""
+        tokens; a longer one is truncated at its start."""
         self._refuse()
 
     def write_texts(self, prompts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
@@ -365,17 +365,9 @@ class TorchScorer(TextScorer):
         loss = float(np.sum([part.loss for part in parts]))
         return StoreLoss(loss, sum(part.tokens for part in parts), 0, len(windows), parts)
 
-    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+    def sum_answer_losses(self, store: TokenStore, *, length: int) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
-        layout = ChatLayout(
-            store,
-            length=length,
-            seed=None,
-            pad_id=self.tokenizer.eos_id,
-            truncate=truncate,
-            pack=False,
-            vocab=self.vocab,
-        )
+        layout = ChatLayout(store, length=length, seed=None, pad_id=self.tokenizer.eos_id, pack=False, vocab=self.vocab)
         starts = range(0, layout.samples_per_epoch, self.batch)
         with progress("evaluate", total=layout.samples_per_epoch, unit="conversations") as bar:
 

@@ -62,7 +62,7 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
         window, stride = find_windows(settings, scorer.positions, config.train.length)
         is_chat = config.train.layout == "chat" and tokens.has_answers and not settings.text
         if is_chat:
-            result = _measure_answers(scorer, tokens, window, settings.split, config.train.chat.truncate)
+            result = _measure_answers(scorer, tokens, window, settings.split)
         else:
             result = _measure_windows(scorer, settings, tokens, window, stride)
         with_baselines = settings.baselines and tokens.train
@@ -142,9 +142,9 @@ def _document_items(
             }
 
 
-def _measure_answers(scorer: Scorer, tokens: SplitTokens, window: int, split: str, truncate: str) -> Result:
+def _measure_answers(scorer: Scorer, tokens: SplitTokens, window: int, split: str) -> Result:
     """Loss and accuracy of the assistant's tokens: what the user says is given, the model need not predict it."""
-    store_losses = [scorer.sum_answer_losses(store, length=window, truncate=truncate) for store in tokens.stores]
+    store_losses = [scorer.sum_answer_losses(store, length=window) for store in tokens.stores]
     predicted = sum(measured.tokens for measured in store_losses)
     if not predicted:
         raise TextmillError(
@@ -159,7 +159,7 @@ def _measure_answers(scorer: Scorer, tokens: SplitTokens, window: int, split: st
         "documents": tokens.counts["documents"],
         "tokens": predicted,
         "window": window,
-        "truncate": truncate,
+        "truncate": "start",
         "precision": scorer.precision,
         "device": scorer.device,
         "model": {**metrics, "accuracy": correct / predicted},

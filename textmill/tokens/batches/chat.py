@@ -66,7 +66,7 @@ class ChatLayout:
     """Samples of one or more full conversations. Without a seed, conversations keep the order of the store.
 
     A conversation of n tokens takes n - 1 positions, because its last token is only a label. A longer one loses whole
-    turns at its start or at its end (`truncate`, see `kept_spans`).
+    turns at its start (see `kept_spans`).
     Which conversations share a sample is fixed for the run; each epoch shuffles the samples.
     """
 
@@ -75,7 +75,6 @@ class ChatLayout:
     length: int
     seed: int | None
     pad_id: int
-    truncate: str = "start"
     pack: bool = True
     vocab: int | None = None
     folder: Path | None = None
@@ -136,7 +135,7 @@ class ChatLayout:
         parts = [[(first, last)] for first, last in edges.T.tolist()]
         for number in too_long.tolist():
             first, last = parts[number][0]
-            parts[number] = kept_spans(self.loss_mask[first:last], self.length + 1, self.truncate, first)
+            parts[number] = kept_spans(self.loss_mask[first:last], self.length + 1, first)
         spans = np.array([span for part in parts for span in part])
         return spans[:, 0], spans[:, 1] - spans[:, 0], np.repeat(numbers, [len(part) for part in parts])
 
@@ -190,10 +189,7 @@ def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: 
         return
     tokenizer = data.tokenizer
     _check_special_tokens(tokenizer, vectors)
-    layouts = [
-        ChatLayout(store, length=length, seed=None, pad_id=0, truncate=train.chat.truncate, pack=False)
-        for store in stores
-    ]
+    layouts = [ChatLayout(store, length=length, seed=None, pad_id=0, pack=False) for store in stores]
     counts = sum((count_conversations(layout, tokenizer.eos_id) for layout in layouts), ChatCounts())
     for layout in layouts[:1]:
         for number, spans in enumerate(example_conversations(layout, tokenizer), 1):
@@ -253,28 +249,22 @@ def count_conversations(layout: ChatLayout, stop: int) -> ChatCounts:
     return counts
 
 
-def kept_spans(loss: NDArray[Any], most: int, truncate: str, offset: int = 0) -> list[tuple[int, int]]:
+def kept_spans(loss: NDArray[Any], most: int, offset: int = 0) -> list[tuple[int, int]]:
     """The ranges of a conversation that are kept, `most` tokens or fewer; `loss` is its loss mask.
 
-    A question and its answer are kept or dropped together: the last ones that fit, or with `truncate` = end the first.
+    A question and its answer are kept or dropped together: the last ones that fit.
     If one question with its answer does not fit, the question's middle is cut out, down to QUESTION_FRACTION of
     `most`, and then the answer's end.
     """
     is_answer = np.concatenate([[False], np.asarray(loss) > 0, [False]])
     ends = np.flatnonzero(is_answer[:-1] & ~is_answer[1:])  # behind the last token of each answer
     if not len(ends):
-        return [(offset + len(loss) - most, offset + len(loss))] if truncate == "start" else [(offset, offset + most)]
+        return [(offset + len(loss) - most, offset + len(loss))]
     edges = np.concatenate([[0], ends])
-    if truncate == "start":
-        fitting = np.flatnonzero(edges[-1] - edges[:-1] <= most)
-        if len(fitting):
-            return [(offset + int(edges[fitting[0]]), offset + int(edges[-1]))]
-        begin, end = int(edges[-2]), int(edges[-1])
-    else:
-        fitting = np.flatnonzero(ends <= most)
-        if len(fitting):
-            return [(offset, offset + int(ends[fitting[-1]]))]
-        begin, end = 0, int(ends[0])
+    fitting = np.flatnonzero(edges[-1] - edges[:-1] <= most)
+    if len(fitting):
+        return [(offset + int(edges[fitting[0]]), offset + int(edges[-1]))]
+    begin, end = int(edges[-2]), int(edges[-1])
     answer = begin + int(np.flatnonzero(is_answer[begin + 1 : end + 1])[0])
     question = min(answer - begin, max(most - (end - answer), int(QUESTION_FRACTION * most), 1))
     tail = question // 2
@@ -370,7 +360,7 @@ def _check_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) -> 
 def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> None:
     if counts.truncated > WARN_TRUNCATED * counts.conversations:
         warn(
-            f"{counts.truncated:,} conversations are truncated at their {train.chat.truncate} "
+            f"{counts.truncated:,} conversations are truncated at their start "
             f"to train.length={length:,}; the longest has {counts.longest:,} tokens"
         )
     if counts.cut_questions:

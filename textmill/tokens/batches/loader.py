@@ -182,9 +182,8 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
                 vocab=tokenizer.vocab,
             )
     else:
-        all_kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})
         used = [weighted for weighted in stores if _has_samples(train, weighted)]
-        layouts = [_build_layout(all_kept, weighted, tokenizer, length, None, folder) for weighted in used]
+        layouts = [_build_layout(train, weighted, tokenizer, length, None, folder) for weighted in used]
         yield from batches_in_order(layouts, batch, [weighted.store for weighted in stores])
 
 
@@ -240,7 +239,6 @@ def _build_layout(
             length=length,
             seed=seed,
             isolate_documents=train.packed.isolate_documents,
-            last_window=train.packed.last_window,
             vocab=vocab,
             folder=folder,
         )
@@ -258,14 +256,7 @@ def _build_layout(
         return LabelledLayout(store, length=length, seed=seed, pad_id=pad_id, sep_id=tokenizer.sep_id, vocab=vocab)
     if train.layout == "chat":
         return ChatLayout(
-            store,
-            length=length,
-            seed=seed,
-            pad_id=pad_id,
-            truncate=train.chat.truncate,
-            pack=train.chat.pack,
-            vocab=vocab,
-            folder=folder,
+            store, length=length, seed=seed, pad_id=pad_id, pack=train.chat.pack, vocab=vocab, folder=folder
         )
     return PaddedLayout(
         store,
@@ -273,7 +264,7 @@ def _build_layout(
         seed=seed,
         pad_id=pad_id,
         long_documents=train.padded.long_documents,
-        eos_id=tokenizer.eos_id if train.padded.end_truncated else None,
+        eos_id=tokenizer.eos_id,
         vocab=vocab,
         folder=folder,
     )

@@ -63,7 +63,6 @@ class PackedLayout:
     length: int
     seed: int | None
     isolate_documents: bool = False
-    last_window: str = "keep"
     vocab: int | None = None
     folder: Path | None = None
 
@@ -71,15 +70,8 @@ class PackedLayout:
         if self.store.tokens < 2:
             raise TextmillError(f"{self.store.prefix}: has {self.store.tokens} tokens, too few to train on; add text")
         self.ids = np.asarray(self.store.ids)
-        # "keep" fills an incomplete last window with the first tokens of the epoch, so that no token is left out.
-        tokens = self.store.tokens
-        keeps = self.last_window == "keep"
-        self.samples_per_epoch = -(-tokens // self.length) if keeps else (tokens - 1) // self.length
-        if not self.samples_per_epoch:
-            raise TextmillError(
-                f"{self.store.prefix}: {tokens} tokens are less than one window of {self.length}; "
-                f"set train.packed.last_window=keep or add text"
-            )
+        # The first tokens of the epoch fill up an incomplete last window, so that no token is left out.
+        self.samples_per_epoch = -(-self.store.tokens // self.length)
         self.document_ends = lru_cache(maxsize=2)(self._document_ends)
 
     def build_samples(self, samples: Numbers) -> Batch:

@@ -33,7 +33,7 @@ _SAMPLES_KEY = 3
 class PaddedLayout:
     """Samples that never contain two documents. Without a seed, in the order of the store.
 
-    `eos_id`, if given, replaces the last token of a sample whose document was truncated.
+    With `long_documents` = end, `eos_id` replaces the last token of a sample whose document was truncated.
     """
 
     store: TokenStore
@@ -42,7 +42,7 @@ class PaddedLayout:
     seed: int | None
     pad_id: int
     long_documents: str = "split"
-    eos_id: int | None = None
+    eos_id: int = 0
     vocab: int | None = None
     folder: Path | None = None
 
@@ -76,7 +76,7 @@ class PaddedLayout:
         filled = np.arange(self.length + 1) < counts[:, None]
         rows = np.full(filled.shape, self.pad_id, np.int32)
         rows[filled] = ids
-        if self.eos_id is not None:
+        if self.long_documents == "end":
             rows[edges[1] - starts > self.length + 1, -1] = self.eos_id
         return Batch(rows[:, :-1], np.where(filled[:, 1:], rows[:, 1:], np.int32(IGNORED)), samples)
 
