@@ -67,7 +67,8 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
                 run_stage(config, force)
     imports.join()
     _headline(4, "train")
-    folder = train(config, force, started=started, evaluates=_evaluates(config))
+    evaluates = _evaluates(config.corpus.labels, config.train.layout, config.evaluate.tasks)
+    folder = train(config, force, started=started, evaluates=evaluates)
     checkpoint = rank_checkpoints(folder, None)[0]
     summary = _summarize(config, folder, checkpoint)
     measured = summary["measured"]
@@ -78,7 +79,7 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
         print("\n".join(lines))
         if summary.get("verdict") != lines:
             write_json(folder / SUMMARY_FILE, {**summary, "verdict": lines})
-    print_next_steps(config, checkpoint, facts, evaluated=_evaluates(config))
+    print_next_steps(config, checkpoint, facts, evaluated=evaluates)
     return folder
 
 
@@ -94,7 +95,7 @@ def check_before_work(config: RunConfig) -> RunConfig:
     with claim_folder(config.folder_of("train"), "train.folder", True) as keep_folder:
         imported = use_imported_model(config)
         shape = check_start(imported)
-        if _evaluates(config):
+        if _evaluates(config.corpus.labels, config.train.layout, config.evaluate.tasks):
             check_evaluation(config.evaluate, config.corpus, shape, config.train.length)
         if config.sample.prompts_file is not None:
             find_prompts(config.sample)
@@ -133,7 +134,7 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
         _headline(6, "generate: not needed: the model predicts labels")
         return measured, []
     if open_family(shape.family).OBJECTIVE == "masked":
-        if _evaluates(config):
+        if _evaluates(config.corpus.labels, config.train.layout, config.evaluate.tasks):
             measured = _evaluate_split(config)
         else:
             measured = None
@@ -151,12 +152,11 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
     return measured, [prompt + text for text in generate(config.model_copy(update={"sample": sample}))]
 
 
-def _evaluates(config: RunConfig) -> bool:
+def _evaluates(labels: str | None, layout: str, tasks: list[str]) -> bool:
     """Whether the model is evaluated after training: for one that predicts masked tokens only if tasks are configured,
     since the default one is for models that predict the next token."""
     # Not the family: with model.init_from it need not be set.
-    masked = config.train.layout == "masked"
-    return bool(config.corpus.labels) or not masked or config.evaluate.tasks != EvaluateConfig().tasks
+    return bool(labels) or layout != "masked" or tasks != EvaluateConfig().tasks
 
 
 def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:

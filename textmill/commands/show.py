@@ -55,22 +55,33 @@ def show(
     documents that a training step saw, or those that a rule dropped; or write the counts of tokens to a file."""
     given = [value for value in (step, dropped, counts) if value is not None]
     kind = None if given else find_kind(Path(where))
-    if kind == "model":
-        show_model(Path(where))
-    elif kind == "tokenizer":
-        show_tokenizer(Path(where))
-    elif kind == "run":
-        _show_run(Path(where))
-    else:
-        config = open_where(where, settings or []).config
-        if dropped is not None:
-            show_dropped(config.folder_of("corpus"), dropped)
-        elif step is not None:
-            show_step(config, step)
-        elif counts is not None:
-            save_token_counts(open_splits(config), Path(counts))
-        else:
-            _show_stages(config, where, only=kind)
+    whole_folders = {"model": show_model, "tokenizer": show_tokenizer, "run": _show_run}
+    if kind in whole_folders:
+        return whole_folders[kind](Path(where))
+    config = open_where(where, settings or []).config
+    if dropped is not None:
+        return show_dropped(config.folder_of("corpus"), dropped)
+    if step is not None:
+        return show_step(config, step)
+    if counts is not None:
+        return save_token_counts(open_splits(config), Path(counts))
+    views: dict[str, Callable[[], None]] = {
+        "corpus": lambda: show_corpus(config.folder_of("corpus"), config.train.seed),
+        "tokenizer": lambda: show_tokenizer(config.folder_of("tokenizer")),
+        "tokens": lambda: show_tokens(config.folder_of("tokens"), open_splits(config), config.train.seed),
+        "run": lambda: _show_run(config.folder_of("train")),
+    }
+    stages: tuple[StageName, ...] = ("corpus", "tokenizer", "tokens")
+    written: list[str] = [name for name in stages if (config.folder_of(name) / MANIFEST).is_file()]
+    written += ["run"] if is_run(config.folder_of("train")) else []
+    chosen = [kind] if kind else written
+    if not chosen:
+        raise TextmillError(
+            f"{where}: nothing to show there yet; prepare a corpus first: textmill prepare {shlex.quote(str(where))}"
+        )
+    for number, name in enumerate(chosen):
+        print("\n" if number else "", end="")
+        views[name]()
 
 
 def find_kind(folder: Path) -> str | None:
@@ -86,27 +97,6 @@ def find_kind(folder: Path) -> str | None:
 
 def _show_run(folder: Path) -> None:
     print("\n".join(describe_run(read_run(folder))))
-
-
-def _show_stages(config: RunConfig, where: str, only: str | None) -> None:
-    """Print the corpus or token stores, or all stages of a project that are done."""
-    views: dict[str, Callable[[], None]] = {
-        "corpus": lambda: show_corpus(config.folder_of("corpus"), config.train.seed),
-        "tokenizer": lambda: show_tokenizer(config.folder_of("tokenizer")),
-        "tokens": lambda: show_tokens(config.folder_of("tokens"), open_splits(config), config.train.seed),
-        "run": lambda: _show_run(config.folder_of("train")),
-    }
-    stages: tuple[StageName, ...] = ("corpus", "tokenizer", "tokens")
-    written: list[str] = [name for name in stages if (config.folder_of(name) / MANIFEST).is_file()]
-    written += ["run"] if is_run(config.folder_of("train")) else []
-    chosen = [only] if only else written
-    if not chosen:
-        raise TextmillError(
-            f"{where}: nothing to show there yet; prepare a corpus first: textmill prepare {shlex.quote(str(where))}"
-        )
-    for number, name in enumerate(chosen):
-        print("\n" if number else "", end="")
-        views[name]()
 
 
 SAMPLED = 300

@@ -22,7 +22,7 @@ from textmill.planning.trials import MIN_STEPS, Outcome, Result, Trial, describe
 from textmill.planning.tuning import FOLDER, Tuning, change_settings, refuse_several_processes
 from textmill.storage.files import create_folder, file_lock, format_path, remove_folder, write_text
 from textmill.storage.stages import Force
-from textmill.tokens.splits import Splits, open_splits
+from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.auto_preset import fill_auto_preset
@@ -49,7 +49,12 @@ def tune(config: RunConfig, minutes: float = 60.0, as_json: bool = False, force:
         if force != "no":
             for path in folder.glob("trial*"):
                 remove_folder(path) if path.is_dir() else path.unlink()
-        data = _run_stages(config)
+        if not config.tokens.use:
+            for stage in (prepare, fit_tokenizer, tokenize):  # as far as they are not done
+                stage(config, "no")
+        data = open_splits(config)
+        if not data.stores("valid"):
+            raise TextmillError("tune: the valid split is empty; use more text, or give it more of corpus.split")
         tuning = Tuning(fill_auto_preset(config), data, minutes, started)
         print(table_head(tuning.unit), flush=True)
         complete = tuning.run(lambda *row: print(table_row(*row), flush=True))
@@ -63,17 +68,6 @@ def tune(config: RunConfig, minutes: float = 60.0, as_json: bool = False, force:
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))
     return summary
-
-
-def _run_stages(config: RunConfig) -> Splits:
-    """The stages before training, as far as they are not done; their tokens."""
-    if not config.tokens.use:
-        for stage in (prepare, fit_tokenizer, tokenize):
-            stage(config, "no")
-    data = open_splits(config)
-    if not data.stores("valid"):
-        raise TextmillError("tune: the valid split is empty; use more text, or give it more of corpus.split")
-    return data
 
 
 TUNED = "tuned.yaml"
