@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.corpus.accounts import format_count
 from textmill.errors import TextmillError
 from textmill.evaluation.task import LossPart
 
@@ -100,68 +99,6 @@ def format_number(key: str, value: float | None) -> str:
     if key.startswith("acc") or key.endswith("accuracy") or key == "chance":
         return f"{value:.1%}"
     return f"{value:,.2f}" if value >= 100 else f"{value:.4f}"
-
-
-def describe_windows(result: dict[str, Any]) -> str:
-    """How the losses of a split were measured, in a few sentences."""
-    window = result["window"]
-    stride = result["stride"]
-    sizes = ", ".join(
-        format_count(result[name + "s"], name) for name in ("document", "token", "word", "byte") if name + "s" in result
-    )
-    context = f" all but the first {window:,} have at least {window - stride:,} tokens of context;"
-    origin = f"Text {', '.join(result['text'])}" if "text" in result else f"Split {result['split']}"
-    each = " of each store" if result.get("stores", 1) > 1 else ""
-    begin = result.get("card", {}).get("first_context", "the end-of-text token")
-    lines = [
-        f"{origin}: {sizes}.",
-        f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and "
-        "cross documents;"
-        + (context if stride < window else "")
-        + f" the first token{each} is predicted from {begin}.",
-    ]
-    if sample := result.get("sample"):
-        lines.append(
-            f"Only {sample['windows']:,} of these windows were read ({sample['tokens']:,} tokens), a random sample "
-            f"with seed {sample['seed']}."
-        )
-    if (interval := result.get("intervals", {}).get("token_perplexity")) is not None:
-        low, high = (format_number("token_perplexity", end) for end in interval)
-        method = result["interval"].removeprefix("95%, ")
-        lines.append(f"95% confidence interval of the token perplexity, {method}: {low} to {high}.")
-    if "append_end" in result:
-        lines.append(_describe_ends(result))
-    if "words" in result:
-        lines.append("Words are separated by white space; bytes are those of UTF-8.")
-    else:
-        lines.append("The number of words and bytes of these tokens is not known, so there are no metrics for them.")
-    return "\n".join([*lines, *_describe_baselines(result)])
-
-
-def _describe_ends(result: dict[str, Any]) -> str:
-    if not result["append_end"]:
-        return "The tokens have no end-of-text tokens between documents."
-    return "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or bytes."
-
-
-def describe_answers(result: dict[str, Any]) -> str:
-    """How the losses of a chat model's answers were measured, in a few sentences."""
-    lines = [
-        f"Split {result['split']}: {format_count(result['documents'], 'conversation')}, "
-        f"{format_count(result['tokens'], 'assistant token')}.",
-        f"Only assistant tokens count, stop tokens included. Each conversation is read alone, in a window of "
-        f"{result['window']:,} tokens; a longer one is truncated at its {result['truncate']}.",
-        "accuracy: the fraction of these tokens that are the model's most likely ones.",
-    ]
-    return "\n".join([*lines, *_describe_baselines(result)])
-
-
-def _describe_baselines(result: dict[str, Any]) -> list[str]:
-    if "counted" not in result:
-        return []
-    part = f"the first {result['counted']:,} of" if result["counted"] < result["train_tokens"] else "all"
-    counted = f"both counted on {part} {result['train_tokens']:,} train tokens"
-    return [f"unigram: add-one; bigram: interpolated Witten-Bell over that unigram; {counted}."]
 
 
 Z = 1.959964

@@ -30,10 +30,9 @@ from textmill.evaluation.data_files import SAMPLE_SEED
 from textmill.evaluation.measured_task import ITEMS, format_card, hash_facts, model_card, name_data, warn_if_untrained
 from textmill.evaluation.metrics import (
     compute_metrics,
-    describe_answers,
-    describe_windows,
     document_interval,
     format_metrics,
+    format_number,
     metric_intervals,
 )
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
@@ -47,6 +46,9 @@ PROTOCOL_KEYS = (
     *("append_end", "document_unit"),
 )
 """What a result says about how it was measured, beside its card."""
+FACTS = (*PROTOCOL_KEYS, "words", "bytes", "stores")
+"""What is shown of them, and counts."""
+SMOOTHING = "unigram: add-one; bigram: interpolated Witten-Bell over that unigram"
 ROWS = ("model", "unigram", "bigram")
 MAX_LOGGED = 200_000
 """Of more documents there is no log."""
@@ -172,9 +174,18 @@ def format_table(result: Result) -> str:
 
 
 def describe_method(result: Result) -> str:
-    """Windows, counts and baselines, and the rest of the protocol card."""
-    method = describe_answers(result) if "truncate" in result else describe_windows(result)
-    return f"{method}\n{format_card(result['card'])}" if "card" in result else method
+    """What was read and counted, and the rest of the protocol card."""
+    facts = {key: result[key] for key in FACTS if key in result}
+    if "text" in facts:
+        facts["text"] = ", ".join(facts["text"])
+    if sample := result.get("sample"):
+        facts["sample"] = f"{sample['windows']:,} windows ({sample['tokens']:,} tokens), seed {sample['seed']}"
+    if (interval := result.get("intervals", {}).get("token_perplexity")) is not None:
+        low, high = (format_number("token_perplexity", end) for end in interval)
+        facts["interval"] = f"token ppl {low} to {high}, {result['interval']}"
+    if "counted" in result:
+        facts["baselines"] = f"{SMOOTHING}; counted on {result['counted']:,} of {result['train_tokens']:,} train tokens"
+    return format_card(facts | result["card"])
 
 
 def result_name(result: Result) -> str:
