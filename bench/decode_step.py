@@ -84,7 +84,7 @@ def new_batch(generator: Generator, count: int, sampled: bool) -> RunningBatch:
     )
     for number, ids in enumerate(random_prompts(count, PROMPT)):
         request = Request(tuple(id_ % generator.tokenizer.vocab for id_ in ids), sample)
-        batch.add(number, request, generator.max_new_tokens(request))
+        batch.add(number, request)
     return batch
 
 

@@ -1,4 +1,4 @@
-"""The encoder's thread: small requests pass large ones, and every request ends once, whatever happens."""
+"""Requests for embeddings and masks: small requests pass large ones, and every request ends once, whatever happens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.waiting import LONGEST, wait_for
 from textmill.errors import TextmillError
-from textmill.generation.encoder import STEP_TOKENS, EncoderThread
+from textmill.generation.encoder import STEP_TOKENS, EncoderBatch
 from textmill.generation.requests import EmbedRequest, FillRequest, QueueFull, TextChunk
-from textmill.generation.scheduler import TicketLock
+from textmill.generation.scheduler import Scheduler
 from textmill.generation.worker import ChunkCollector
 
 LARGE = EmbedRequest(((7,) * 512,) * 40)
@@ -29,9 +29,8 @@ class Model:
     """An embedder whose vector is the sum and the length of the ids; `gate` holds back its steps."""
 
     def __init__(self) -> None:
-        self.texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab=9), dimension=2)
-        self.net = SimpleNamespace(shape=SimpleNamespace(positions=512), head=SimpleNamespace(device=SimpleNamespace()))
-        self.net.head.device.type = "cpu"
+        self.texts = SimpleNamespace(dimension=2)
+        self.net = SimpleNamespace(head=SimpleNamespace(device=SimpleNamespace(type="cpu")))
         self.gate, self.steps, self.fails = threading.Semaphore(0), list[int](), False
 
     def embed_ids(self, ids: Sequence[Any]) -> Any:
@@ -48,7 +47,8 @@ class Model:
 
 def new_encoder(filler: Any = None, **limits: int) -> tuple[Any, Model, dict[str, TextChunk], Any]:
     model, found = Model(), dict[str, TextChunk]()
-    encoder = EncoderThread(model, filler, **{"slots": 2, "queue": 1, **limits})  # type: ignore[arg-type]
+    batch = EncoderBatch(model, filler)  # type: ignore[arg-type]
+    encoder = Scheduler(None, batch, **{"slots": 2, "queue": 1, **limits})
 
     def submit(name: str, request: Any, deadline: float | None = None) -> int:
         collector = ChunkCollector(lambda chunk: found.__setitem__(name, chunk), False, False)
@@ -172,22 +172,3 @@ def test_closing_cancels_what_is_left_after_the_grace() -> None:
     assert found["large"].done.reason == "cancelled"
     with pytest.raises(TextmillError, match="closing"):
         submit("late", SMALL)
-
-
-def test_turns_are_taken_in_order() -> None:
-    turns, order = TicketLock(), list[int]()
-
-    def take(number: int) -> None:
-        with turns:
-            order.append(number)
-
-    with turns:
-        threads = []
-        for number in range(5):
-            threads.append(threading.Thread(target=take, args=(number,)))
-            threads[-1].start()
-            wait_for(lambda number=number: turns._tickets == number + 2, lambda: turns._tickets)
-        assert not order
-    for thread in threads:
-        thread.join()
-    assert order == [0, 1, 2, 3, 4]

@@ -20,7 +20,7 @@ from tests.support.waiting import LONGEST, wait_for
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation import scheduler as scheduling
-from textmill.generation.encoder import EncoderThread
+from textmill.generation.encoder import EncoderBatch
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, EmbedRequest, ModelStats, QueueFull, Request, Token
 from textmill.generation.scheduler import PREFILL_SECONDS, Scheduler
@@ -72,7 +72,7 @@ def request(generator: Generator, prompt: str = "The mill", sample: SampleConfig
 
 
 def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
-    dice, tokenizer = random.Random(4), generator.tokenizer
+    dice = random.Random(4)
     prompts = [
         "The mill",
         "물레방아는",
@@ -112,7 +112,6 @@ def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
     new = [sum(isinstance(event, Token) for event in reader.seen) for reader in readers]
     assert new == [done.tokens for done in ends]
     assert len(set(new)) > 6
-    assert tokenizer.vocab == scheduler.vocab
 
 
 def test_computing_ahead_changes_no_text(generator: Generator) -> None:
@@ -141,7 +140,7 @@ def test_computing_ahead_changes_no_text(generator: Generator) -> None:
     while waiting or batch.running or batch.waiting:
         while waiting and batch.free and dice.random() < 0.7:
             number, one = waiting.pop(0)
-            batch.add(number, one, generator.max_new_tokens(one))
+            batch.add(number, one)
             if number % 5 == 4:
                 for _ in range(dice.randint(0, 3)):
                     for place, event in batch.step():
@@ -180,7 +179,7 @@ def test_prompt_with_several_samples_is_prefilled_once(generator: Generator, mon
     requests[4] = dataclasses.replace(requests[4], echo=True)
     found: list[list[Token | Done]] = [[] for _ in prompts]
     for number, one in enumerate(requests):
-        batch.add(number, one, generator.max_new_tokens(one))
+        batch.add(number, one)
     while batch.running or batch.waiting:
         for number, event in batch.step():
             found[number].append(event)
@@ -506,19 +505,19 @@ class Case:
 
 @pytest.fixture(params=["scheduler", "encoder"])
 def case(request: pytest.FixtureRequest, generator: Generator) -> Any:
-    """Each kind of thread."""
+    """A scheduler of texts, and one of encoder requests."""
     if request.param == "scheduler":
         scheduler = Scheduler(generator, slots=2, queue=2)
         case = Case(scheduler, generator.new_request("The mill", LONG))
         decode = scheduler._batch.slots.decode
         scheduler._batch.slots.decode = lambda *args: (case.check_exit(), decode(*args))[1]  # type: ignore[method-assign]
     else:
-        net = SimpleNamespace(shape=SimpleNamespace(positions=9), head=SimpleNamespace(device=SimpleNamespace()))
-        net.head.device.type = "cpu"
-        texts = SimpleNamespace(tokenizer=SimpleNamespace(vocab=9), dimension=1)
+        net = SimpleNamespace(head=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+        texts = SimpleNamespace(dimension=1)
         embed_ids = lambda ids: (case.check_exit(), np.zeros((len(ids), 1), np.float32))[1]  # noqa: E731
         embedder: Any = SimpleNamespace(net=net, texts=texts, embed_ids=embed_ids)
-        case = Case(EncoderThread(embedder, None, slots=2, queue=2), EmbedRequest(((1,) * 512,) * 100_000))
+        encoder = EncoderBatch(embedder, None)
+        case = Case(Scheduler(None, encoder, slots=2, queue=2), EmbedRequest(((1,) * 512,) * 100_000))
     yield case
     case.thread.close(0)
 

@@ -23,11 +23,12 @@ from textmill.config import EmbedConfig, EngineConfig, SampleConfig, ServeConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import DeliverChunk, Done, ModelStats, QueueFull, Request, TextChunk, Token
 from textmill.generation.worker import ChunkCollector
+from textmill.models import read_shape
 from textmill.server.lifecycle import bind, open_service, read_api_key, run
 from textmill.server.model_process import new_model_process
 from textmill.server.served_models import ServedModels
 from textmill.server.service import Service
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 from textmill.where import open_where
 
 
@@ -68,7 +69,7 @@ class Echo:
     """
 
     def __init__(self, tokenizer: TextTokenizer, slots: int, queue: int, delay: float, paused: str = "") -> None:
-        self.tokenizer, self.vocab, self.positions = tokenizer, tokenizer.vocab, 512
+        self.tokenizer, self.positions = tokenizer, 512
         self.slots, self.queue, self.delay, self.paused = slots, queue, delay, paused
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
@@ -175,9 +176,9 @@ class InProcess:
 
     loaded = True
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, tokenizer: TextTokenizer, positions: int) -> None:
         self.inner = inner
-        self.vocab, self.positions, self.tokenizer = inner.vocab, inner.positions, inner.tokenizer
+        self.vocab, self.positions, self.tokenizer = tokenizer.vocab, positions, tokenizer
         self.cancel, self.stats, self.problem = inner.cancel, inner.stats, inner.problem
 
     def start(self) -> None:
@@ -203,11 +204,12 @@ class InProcess:
         return number
 
 
-def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, *_: object) -> Any:
+def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig) -> Any:
     """Open the model in this process, so that a test can reach it; in place of `new_model_process`."""
     from textmill.generation.scheduler import open_scheduler
 
-    return InProcess(open_scheduler(checkpoint, engine, serve))
+    positions = read_shape(checkpoint.folder).positions
+    return InProcess(open_scheduler(checkpoint, engine, serve, embed), open_tokenizer(checkpoint.tokenizer), positions)
 
 
 def new_service(options: dict[str, Any]) -> Service:
@@ -226,9 +228,8 @@ def new_service(options: dict[str, Any]) -> Service:
         model.start()
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-        model = InProcess(
-            Echo(tokenizer, serve.slots, serve.queue, options.get("delay", 0.001), options.get("paused", ""))
-        )
+        echo = Echo(tokenizer, serve.slots, serve.queue, options.get("delay", 0.001), options.get("paused", ""))
+        model = InProcess(echo, tokenizer, echo.positions)
     template = Turns(model.tokenizer) if options.get("chat", True) else None
     return Service(model, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
 

@@ -26,7 +26,7 @@ from textmill.devices import PendingCopy, copy_to_device
 from textmill.generation.constraints import TokenTable
 from textmill.generation.incremental_text import StopStringFilter, TextDecoder
 from textmill.generation.prefix_cache import PrefixCache, count_common
-from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
+from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens, max_new_tokens_served
 from textmill.generation.sampling import (
     CapturedSampling,
     SamplingRules,
@@ -99,8 +99,13 @@ class RunningBatch:
         """Whether no text runs or waits."""
         return not self.running and not self.waiting
 
-    def add(self, number: int, request: Request, max_new: int) -> None:
+    def check(self, request: Request) -> None:
+        """Raise if the request cannot be done."""
+        max_new_tokens_served(request, self.positions, self.tokenizer.vocab)
+
+    def add(self, number: int, request: Request) -> None:
         """Let a text join at the next step; there must be a free slot."""
+        max_new = max_new_tokens_served(request, self.positions, self.tokenizer.vocab)
         ends = tuple(dict.fromkeys((*self.tokenizer.end_ids, *request.stop_ids)))
         vocab = self.tokenizer.vocab
         device = self.slots.device

@@ -1,4 +1,4 @@
-"""Embeddings and filled masks: the nets that compute them, and the thread that does so for a server's requests.
+"""Embeddings and filled masks: the nets that compute them, and the requests of a server for them.
 
 Shapes in names: N rows, T tokens of a row, U texts, M tokens of all texts, E width.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ from textmill.errors import TextmillError
 from textmill.generation.embed import Ids, TextEncoder, new_text_encoder
 from textmill.generation.fill import DEFAULT_CHOICES, MaskedTexts, new_masked_texts
 from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, FinishReason, Token
-from textmill.generation.scheduler import DeliverEvent, Job, ModelThread, TicketLock
 from textmill.models import check_masked_head
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
@@ -188,8 +187,8 @@ def open_filler(checkpoint: Checkpoint, engine: EngineConfig, choices: int) -> F
     return Filler(net.to(torch_dtype(engine.precision, device)), texts, choices)
 
 
-class EncoderThread(ModelThread[EncoderRequest]):
-    """Computes embeddings and fills masks; texts of different requests share a step.
+class EncoderBatch:
+    """The requests for embeddings and masks that a `Scheduler` runs; texts of different requests share a step.
 
     In a step every request has an equal share of the tokens, so small requests end early. With STEP_TOKENS of 512 and
     two requests, the one with 40 texts of 512 tokens computes one text a step; the other, with 20 texts of 10 tokens,
@@ -197,45 +196,28 @@ class EncoderThread(ModelThread[EncoderRequest]):
     in base64.
     """
 
-    def __init__(
-        self,
-        embedder: Embedder,
-        filler: Filler | None,
-        *,
-        slots: int,
-        queue: int,
-        after_step: Callable[[], None] = lambda: None,
-        model_lock: TicketLock | None = None,
-    ) -> None:
+    def __init__(self, embedder: Embedder, filler: Filler | None) -> None:
         self.embedder = embedder
         self.filler = filler
-        self.tokenizer = embedder.texts.tokenizer
-        self.positions = int(embedder.net.shape.positions)
-        self.vocab = self.tokenizer.vocab
         self._step_tokens = STEP_TOKENS.get(embedder.net.head.device.type, STEP_TOKENS["cpu"])
         self._running: dict[int, Embedding | Filling] = {}
-        super().__init__("textmill-encoder", slots=slots, queue=queue, after_step=after_step, model_lock=model_lock)
 
-    def submit(self, request: EncoderRequest, deliver: DeliverEvent, deadline: float | None = None) -> int:
-        """Queue a request and return its number; raises QueueFull, or TextmillError if it cannot be done."""
+    def check(self, request: EncoderRequest) -> None:
+        """Raise if the request cannot be done."""
         if isinstance(request, FillRequest) and self.filler is None:
             raise TextmillError("the model has no head for masked tokens, so it cannot fill them in")
-        return self._enqueue(request, deliver, deadline)
 
-    def _count_joining(self, waiting: Sequence[Job[EncoderRequest]], active: int, now: float) -> int:
-        """All join at once: a new request delays the others by no more than a step."""
-        return len(waiting)
-
-    def _add(self, number: int, item: EncoderRequest) -> None:
-        if isinstance(item, EmbedRequest):
-            vectors = np.zeros((len(item.ids), self.embedder.texts.dimension), np.float32)
-            shortest_first = sorted(range(len(item.ids)), key=lambda text: len(item.ids[text]))
-            self._running[number] = Embedding(item, vectors, shortest_first)
+    def add(self, number: int, request: EncoderRequest) -> None:
+        """Let a request join at the next step."""
+        if isinstance(request, EmbedRequest):
+            vectors = np.zeros((len(request.ids), self.embedder.texts.dimension), np.float32)
+            shortest_first = sorted(range(len(request.ids)), key=lambda text: len(request.ids[text]))
+            self._running[number] = Embedding(request, vectors, shortest_first)
         else:
             assert self.filler is not None
-            self._running[number] = Filling(item, self.filler, list(reversed(range(len(item.prompts)))))
+            self._running[number] = Filling(request, self.filler, list(reversed(range(len(request.prompts)))))
 
-    def _compute(self) -> list[tuple[int, Token | Done]]:
+    def step(self) -> list[tuple[int, Token | Done]]:
         """Compute some texts of each request; return the ends of the requests that are complete."""
         share = max(1, self._step_tokens // len(self._running))
         to_embed: list[tuple[Embedding, int]] = []
@@ -257,13 +239,13 @@ class EncoderThread(ModelThread[EncoderRequest]):
         for (one, text), vector in zip(texts, self.embedder.embed_ids(ids), strict=True):
             one.vectors[text] = vector
 
-    def _drop(self, number: int, reason: FinishReason) -> Done | None:
+    def drop(self, number: int, reason: FinishReason) -> Done | None:
         """Forget a request that ends early: it has no result."""
         self._running.pop(number, None)
         return None
 
-    def _drop_all(self, message: str) -> dict[int, Done]:
-        """Forget all requests."""
+    def fail(self, message: str) -> dict[int, Done]:
+        """Forget all requests after a failed step."""
         self._running.clear()
         return {}
 

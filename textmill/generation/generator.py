@@ -115,7 +115,8 @@ class Generator:
         try:
             while waiting or not batch.is_empty:
                 while waiting and batch.free:
-                    batch.add(*waiting.popleft())
+                    index, request, _ = waiting.popleft()
+                    batch.add(index, request)
                 for index, event in batch.step():
                     if isinstance(event, Done) and event.reason == "error":
                         raise TextmillError(event.message)

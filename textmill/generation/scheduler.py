@@ -1,7 +1,7 @@
-"""Continuous batching: one thread generates the texts of many requests, which join and leave between any two steps.
+"""Continuous batching: one thread computes the requests of a model, which join and leave between any two steps.
 
-`Scheduler` (new text) and `encoder.EncoderThread` (embeddings and masks) are both a `ModelThread`; they differ in what
-one step computes. Every accepted request ends exactly once:
+A step gives each text of a `RunningBatch` one more token, and computes a share of the embeddings and masks of an
+`EncoderBatch`; a model has one of them, or both. Every accepted request ends exactly once:
 
     submit() -> waiting -> active -> its last event, Done
 
@@ -14,27 +14,31 @@ from __future__ import annotations
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EngineConfig, SampleConfig, ServeConfig
+from textmill.config import EmbedConfig, EngineConfig, SampleConfig, ServeConfig
+from textmill.devices import open_device
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import RunningBatch
-from textmill.generation.generator import Generator, open_generator
+from textmill.generation.embed import can_embed, new_text_encoder
+from textmill.generation.encoder import Embedder, EncoderBatch, Filler, open_embedder
+from textmill.generation.fill import new_masked_texts
+from textmill.generation.generator import Generator, check_memory, open_generator
 from textmill.generation.requests import (
     Done,
+    EncoderRequest,
     FinishReason,
     ModelStats,
     QueueFull,
     Request,
     Token,
     describe_hang,
-    max_new_tokens_served,
 )
+from textmill.models import has_masked_head, open_family, read_shape
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for a step that does not end."""
@@ -42,17 +46,31 @@ MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the model counts as broken."""
 THREAD_DIED = "the model's thread has died; restart the server"
 
+MAX_JOINING_TOKENS = 8192
+"""Most prompt tokens that join in one step, unless a single prompt has more."""
+PREFILL_SECONDS = 0.0015
+"""About how long one prefill delays each running text, however few prompts it reads."""
+MAX_JOIN_WAIT = 0.04
+"""Longest time that a request with a free slot waits for others to join with."""
+WARM_UP_SAMPLES = tuple(
+    SampleConfig(temperature=temperature, top_k=k, top_p=p, min_tokens=least, max_tokens=2)
+    for temperature, k, p in ((0, 0, 1), (0.8, 0, 1), (0.8, 50, 1), (0.8, 0, 0.9), (0.8, 50, 0.9))
+    for least in (0, 1)
+)
+"""Sampling settings that are tried before the first request, because kernels are compiled at first use."""
+
 DeliverEvent = Callable[[Token | Done], None]
-Item = TypeVar("Item")
-"""What a step needs to know of a request."""
+Batch = RunningBatch | EncoderBatch
 
 
 @dataclass(eq=False)
-class Job(Generic[Item]):
+class Job:
     """A request that was accepted and has not ended."""
 
     number: int
-    item: Item
+    request: Any
+    batch: Batch
+    """What computes it."""
     deliver: DeliverEvent
     deadline: float
     queued_at: float
@@ -60,23 +78,32 @@ class Job(Generic[Item]):
     """Set when the request must end early, before the next step."""
 
 
-class ModelThread(ABC, Generic[Item]):
-    """Runs up to `slots` requests at a time and queues up to `queue` more.
+class Scheduler:
+    """Runs up to `slots` texts and as many encoder requests at a time, and queues up to `queue` more requests.
 
-    Requests join, end, are cancelled or time out between two steps. `after_step` is called in the thread after each
-    step's events. Threads that share a model share a `model_lock`.
+    `after_step` is called in the thread after each step's events.
     """
 
     def __init__(
-        self, name: str, *, slots: int, queue: int, after_step: Callable[[], None], model_lock: TicketLock | None
+        self,
+        generator: Generator | None,
+        encoder: EncoderBatch | None = None,
+        *,
+        slots: int,
+        queue: int,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.slots = slots
         self.queue = queue
+        self._batch: RunningBatch | None = None
+        self._encoder = encoder
+        if generator is not None:
+            generator.keep_texts(slots)
+            self._batch = generator.new_batch(slots)
         self._after_step = after_step
-        self._model_lock = model_lock or TicketLock()
         self._changed = threading.Condition()
-        self._waiting: dict[int, Job[Item]] = {}
-        self._active: dict[int, Job[Item]] = {}
+        self._waiting: dict[int, Job] = {}
+        self._active: dict[int, Job] = {}
         self._closing = self._died = False
         self._close_at = math.inf
         self._next_deadline = math.inf
@@ -84,31 +111,19 @@ class ModelThread(ABC, Generic[Item]):
         self._stats = ModelStats(0, 0, slots, queue)
         self._failed_steps = 0
         self._step_started: float | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="textmill-scheduler", daemon=True)
         self._thread.start()
 
-    @abstractmethod
-    def _count_joining(self, waiting: Sequence[Job[Item]], active: int, now: float) -> int:
-        """Return how many of the waiting jobs, which are sorted by age, may join now; there may be fewer free slots."""
+    def submit(self, request: Request | EncoderRequest, deliver: DeliverEvent, deadline: float | None = None) -> int:
+        """Queue a request and return its number.
 
-    @abstractmethod
-    def _add(self, number: int, item: Item) -> None:
-        """Let a request join at the next step."""
-
-    @abstractmethod
-    def _compute(self) -> list[tuple[int, Token | Done]]:
-        """Compute one step: the next part of every request. Return the new events with the requests' numbers."""
-
-    @abstractmethod
-    def _drop(self, number: int, reason: FinishReason) -> Done | None:
-        """End a request early and return its last event; None if it has not joined."""
-
-    @abstractmethod
-    def _drop_all(self, message: str) -> dict[int, Done]:
-        """End every request that has joined, with an error; return their last events."""
-
-    def _enqueue(self, item: Item, deliver: DeliverEvent, deadline: float | None) -> int:
-        """Queue a request and return its number; raise QueueFull, or TextmillError if the thread accepts none."""
+        `deliver` is called in the scheduler's thread for every token, then once with Done. `deadline` is a
+        `time.monotonic()` time. Raises QueueFull, or TextmillError if the request cannot be done.
+        """
+        batch: Any = self._batch if isinstance(request, Request) else self._encoder
+        if batch is None:
+            raise TextmillError("the model cannot do this")
+        batch.check(request)
         with self._changed:
             if self._closing:
                 raise TextmillError("the server is closing; send the request again when it is back")
@@ -117,11 +132,12 @@ class ModelThread(ABC, Generic[Item]):
             if len(self._waiting) + len(self._active) >= self.slots + self.queue:
                 raise QueueFull
             self._stats.requests += 1
-            job = Job(self._stats.requests, item, deliver, math.inf if deadline is None else deadline, time.monotonic())
-            self._waiting[job.number] = job
-            self._next_deadline = min(self._next_deadline, job.deadline)
+            number = self._stats.requests
+            ends_at = math.inf if deadline is None else deadline
+            self._waiting[number] = Job(number, request, batch, deliver, ends_at, time.monotonic())
+            self._next_deadline = min(self._next_deadline, ends_at)
             self._changed.notify()
-            return job.number
+            return number
 
     def cancel(self, number: int) -> None:
         """End a request before the next step; nothing happens if it has ended already."""
@@ -175,9 +191,9 @@ class ModelThread(ABC, Generic[Item]):
         try:
             while self._wait_for_requests():
                 self._end_early()
-                new = self._admit()
-                if self._active:
-                    self._step(new)
+                for batch in (self._batch, self._encoder):
+                    if batch is not None:
+                        self._step(batch)
                 self._after_step()
         except BaseException as error:
             with self._changed:
@@ -213,31 +229,21 @@ class ModelThread(ABC, Generic[Item]):
             self._next_deadline = min([*deadlines, self._close_at])
         for job in jobs:
             if job.end_reason is not None:
-                self._end(job, self._drop(job.number, job.end_reason) or Done(job.end_reason, 0, ""))
+                self._end(job, job.batch.drop(job.number, job.end_reason) or Done(job.end_reason, 0, ""))
 
-    def _admit(self) -> list[Job[Item]]:
-        """Give free slots to the jobs that have waited longest, if they may join."""
-        free = self.slots - len(self._active)
-        if not self._waiting or not free:
-            return []
-        with self._changed:
-            waiting = list(self._waiting.values())
-            count = self._count_joining(waiting, len(self._active), time.monotonic())
-            new = waiting[: min(count, free)]
-            for job in new:
-                self._active[job.number] = self._waiting.pop(job.number)
-            return new
-
-    def _step(self, new: list[Job[Item]]) -> None:
+    def _step(self, batch: Batch) -> None:
+        """Let waiting requests join a batch, and compute one step of it."""
+        new = self._admit(batch)
+        if not any(job.batch is batch for job in self._active.values()):
+            return
         self._step_started = time.monotonic()
         try:
-            with self._model_lock:
-                for job in new:
-                    self._add(job.number, job.item)
-                events = self._compute()
+            for job in new:
+                batch.add(job.number, job.request)
+            events = batch.step()
         except Exception as error:
             self._step_started = None
-            self._fail(error)
+            self._fail(batch, error)
             return
         self._step_started = None
         failed = [isinstance(event, Done) and event.reason == "error" for _, event in events]
@@ -250,17 +256,32 @@ class ModelThread(ABC, Generic[Item]):
                 self._stats.tokens += 1
                 self._deliver(self._active[number], event)
 
-    def _fail(self, error: Exception) -> None:
-        """End all active requests after a failed step."""
+    def _admit(self, batch: Batch) -> list[Job]:
+        """Give free slots of a batch to the jobs that have waited longest, if they may join."""
+        if not self._waiting:
+            return []
+        with self._changed:
+            waiting = [job for job in self._waiting.values() if job.batch is batch]
+            active = sum(job.batch is batch for job in self._active.values())
+            count = len(waiting)  # an encoder request delays the others by no more than a step
+            if batch is self._batch and waiting and active < self.slots:
+                count = count_joining(waiting, active, time.monotonic())
+            new = waiting[: min(count, self.slots - active)]
+            for job in new:
+                self._active[job.number] = self._waiting.pop(job.number)
+            return new
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        """End all active requests of a batch after a failed step."""
         self._failed_steps += 1
         message = str(error) if isinstance(error, TextmillError) else f"the model failed: {type(error).__name__}"
         warn(f"{type(error).__name__}: {error}")
-        ends = self._drop_all(message)
-        for job in list(self._active.values()):
-            # A job whose `_add` has failed has no last event.
+        ends = batch.fail(message)
+        for job in [job for job in self._active.values() if job.batch is batch]:
+            # A job that could not be added has no last event.
             self._end(job, ends.get(job.number) or Done("error", 0, "", message))
 
-    def _end(self, job: Job[Item], done: Done) -> None:
+    def _end(self, job: Job, done: Done) -> None:
         """Deliver a job's last event. Until then it is in `_waiting` or `_active`, so that no failure can lose it."""
         with self._changed:
             self._waiting.pop(job.number, None)
@@ -268,7 +289,7 @@ class ModelThread(ABC, Generic[Item]):
             self._stats.cancelled += done.reason == "cancelled"
         self._deliver(job, done)
 
-    def _deliver(self, job: Job[Item], event: Token | Done) -> None:
+    def _deliver(self, job: Job, event: Token | Done) -> None:
         """Pass an event to the job's `deliver`; cancel the job if that fails."""
         try:
             job.deliver(event)
@@ -277,136 +298,71 @@ class ModelThread(ABC, Generic[Item]):
                 warn(f"request {job.number}: delivering its text failed ({type(error).__name__}); cancelled it")
             self.cancel(job.number)
 
-
-MAX_JOINING_TOKENS = 8192
-"""Most prompt tokens that join in one step, unless a single prompt has more."""
-PREFILL_SECONDS = 0.0015
-"""About how long one prefill delays each running text, however few prompts it reads."""
-MAX_JOIN_WAIT = 0.04
-"""Longest time that a request with a free slot waits for others to join with."""
-WARM_UP_SAMPLES = tuple(
-    SampleConfig(temperature=temperature, top_k=k, top_p=p, min_tokens=least)
-    for temperature, k, p in ((0, 0, 1), (0.8, 0, 1), (0.8, 50, 1), (0.8, 0, 0.9), (0.8, 50, 0.9))
-    for least in (0, 1)
-)
-"""Sampling settings that are tried before the first request, because kernels are compiled at first use."""
-
-
-class NewText(NamedTuple):
-    """A request, and how many new tokens its context has space for."""
-
-    request: Request
-    max_new: int
-
-
-class Scheduler(ModelThread[NewText]):
-    """A batch of texts that each get one more token in a step."""
-
-    def __init__(
-        self,
-        generator: Generator,
-        *,
-        slots: int,
-        queue: int,
-        after_step: Callable[[], None] = lambda: None,
-        model_lock: TicketLock | None = None,
-    ) -> None:
-        self.generator = generator
-        self.tokenizer = generator.tokenizer
-        self.vocab = generator.tokenizer.vocab
-        self.positions = generator.positions
-        generator.keep_texts(slots)
-        self._batch: RunningBatch = generator.new_batch(slots)
-        super().__init__("textmill-scheduler", slots=slots, queue=queue, after_step=after_step, model_lock=model_lock)
-
-    def submit(self, request: Request, deliver: DeliverEvent, deadline: float | None = None) -> int:
-        """Queue a request and return its number.
-
-        `deliver` is called in the scheduler's thread for every token, then once with Done. `deadline` is a
-        `time.monotonic()` time. Raises QueueFull, or TextmillError if the request cannot be done.
-        """
-        max_new = max_new_tokens_served(request, self.positions, self.vocab)
-        return self._enqueue(NewText(request, max_new), deliver, deadline)
-
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels before the first request; on a CPU there is nothing to do."""
+        assert self._batch is not None
         started = time.monotonic()
         if count := self._batch.slots.warm_up():
             sizes = {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}
             for sample, texts in product(WARM_UP_SAMPLES, sizes):
                 for number in range(texts):
-                    self._batch.add(number, Request((self.tokenizer.eos_id,), sample), 2)
+                    self._batch.add(number, Request((self._batch.tokenizer.eos_id,), sample))
                 while not self._batch.is_empty:
                     self._batch.step()
             warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")
 
     def check_model(self) -> None:
         """Generate one token; raise if the model cannot, because its weights are not finite."""
-        self._batch.add(0, Request((self.tokenizer.eos_id,), SampleConfig(temperature=0)), 1)
+        assert self._batch is not None
+        self._batch.add(0, Request((self._batch.tokenizer.eos_id,), SampleConfig(temperature=0, max_tokens=1)))
         while not self._batch.is_empty:
             for _, event in self._batch.step():
                 if isinstance(event, Done) and event.reason == "error":
                     raise TextmillError(event.message)
 
-    def _count_joining(self, waiting: Sequence[Job[NewText]], active: int, now: float) -> int:
-        """Return how many of the waiting texts join now.
 
-        A prefill delays all running texts. So new texts wait for each other until their summed waiting time is as large
-        as the summed delay, or one of them has waited long enough. With 20 running texts the delay is 20 x 1.5 ms: one
-        text joins after 30 ms, three that came together join after 10 ms. Long prompts join one at a time.
-        """
-        waits = [now - job.queued_at for job in waiting]
-        if sum(waits) < PREFILL_SECONDS * active and waits[0] < MAX_JOIN_WAIT:
-            return 0
-        tokens = 0
-        for count, job in enumerate(waiting):
-            tokens += len(job.item.request.ids)
-            if count and tokens > MAX_JOINING_TOKENS:
-                return count
-        return len(waiting)
+def count_joining(waiting: Sequence[Job], active: int, now: float) -> int:
+    """Return how many of the waiting texts, which are sorted by age, may join now.
 
-    def _add(self, number: int, item: NewText) -> None:
-        self._batch.add(number, item.request, item.max_new)
-
-    def _compute(self) -> list[tuple[int, Token | Done]]:
-        return self._batch.step()
-
-    def _drop(self, number: int, reason: FinishReason) -> Done | None:
-        return self._batch.drop(number, reason)
-
-    def _drop_all(self, message: str) -> dict[int, Done]:
-        return self._batch.fail(message)
+    A prefill delays all running texts. So new texts wait for each other until their summed waiting time is as large as
+    the summed delay, or one of them has waited long enough. With 20 running texts the delay is 20 x 1.5 ms: one text
+    joins after 30 ms, three that came together join after 10 ms. Long prompts join one at a time.
+    """
+    waits = [now - job.queued_at for job in waiting]
+    if sum(waits) < PREFILL_SECONDS * active and waits[0] < MAX_JOIN_WAIT:
+        return 0
+    tokens = 0
+    for count, job in enumerate(waiting):
+        tokens += len(job.request.ids)
+        if count and tokens > MAX_JOINING_TOKENS:
+            return count
+    return len(waiting)
 
 
 def open_scheduler(
     checkpoint: Checkpoint,
     engine: EngineConfig,
     serve: ServeConfig,
+    embed: EmbedConfig,
     after_step: Callable[[], None] = lambda: None,
-    model_lock: TicketLock | None = None,
 ) -> Scheduler:
-    """Load a checkpoint and return a scheduler that is ready for requests; others may use the model too, in turn."""
+    """Load a checkpoint and return a scheduler that is ready for requests, for all that its net can do."""
+    check_memory(checkpoint, open_device(engine.device))
+    shape = read_shape(checkpoint.folder)
+    limits = {"slots": serve.slots, "queue": serve.queue}
+    if open_family(shape.family).OBJECTIVE == "masked":
+        embedder = open_embedder(checkpoint, engine, embed)
+        filler = None
+        if has_masked_head(shape):
+            texts = new_masked_texts(embedder.texts.tokenizer, shape.positions, checkpoint.folder)
+            filler = Filler(embedder.net, texts)
+        return Scheduler(None, EncoderBatch(embedder, filler), after_step=after_step, **limits)
     generator = open_generator(checkpoint, engine)
-    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step, model_lock=model_lock)
+    encoder = None
+    if can_embed(shape):
+        encoder_texts, pooling = new_text_encoder(shape, generator.tokenizer, embed, checkpoint.folder)
+        encoder = EncoderBatch(Embedder(generator.net, encoder_texts, pooling, str(checkpoint.folder)), None)
+    scheduler = Scheduler(generator, encoder, after_step=after_step, **limits)
     scheduler.warm_up()
     scheduler.check_model()
     return scheduler
-
-
-class TicketLock:
-    """A lock that threads get in the order in which they ask for it, so that none of them starves."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tickets = self._served = 0
-
-    def __enter__(self) -> None:
-        with self._changed:
-            mine = self._tickets
-            self._tickets += 1
-            self._changed.wait_for(lambda: self._served == mine)
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._served += 1
-            self._changed.notify_all()

@@ -16,15 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, TextmillError
-from textmill.generation.embed import can_embed, new_text_encoder
-from textmill.generation.fill import new_masked_texts
 from textmill.generation.messages import (
     HEARTBEAT_SECONDS,
     MessageSocket,
@@ -33,11 +31,7 @@ from textmill.generation.messages import (
     unpack_request,
 )
 from textmill.generation.requests import DeliverChunk, Done, MemoryShort, Request, TextChunk, Token, TokenLogprob
-from textmill.models import has_masked_head, open_family, read_shape
-
-if TYPE_CHECKING:
-    from textmill.generation.encoder import EncoderThread
-    from textmill.generation.scheduler import Scheduler
+from textmill.models import open_family
 
 CHUNK_SECONDS = 0.02
 """Time between two chunks of a streamed text: continuous for a reader, and few messages even at 100,000 tokens/s."""
@@ -50,8 +44,8 @@ GC_THRESHOLD = 20_000
 class Worker:
     """Runs a model for the parent process at the other end of a socket.
 
-    Its threads: the main one sends heartbeats, `_read_commands` submits and cancels requests, and each of
-    `model_threads` computes texts and sends their chunks after each step.
+    Its threads: the main one sends heartbeats, `_read_commands` submits and cancels requests, and the scheduler's
+    computes texts and sends their chunks after each step.
     """
 
     def __init__(self, parent: MessageSocket) -> None:
@@ -61,8 +55,8 @@ class Worker:
         self._chunks: list[list[Any]] = []
         self._chunks_lock = threading.Lock()
         self._running_lock = threading.Lock()
-        self._cancel_by_number: dict[int, Callable[[], None]] = {}
-        """How to cancel each running request, by the parent's number of it."""
+        self._own_numbers: dict[int, int] = {}
+        """The scheduler's number of each running request, by the parent's."""
 
     def run(self, settings: dict[str, Any]) -> int:
         """Open the model, work until the parent sends close, and return the exit code."""
@@ -79,8 +73,7 @@ class Worker:
         self.parent.send({"ready": True})
         while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
-        for thread in self.model_threads:
-            thread.close(self._grace)
+        self.scheduler.close(self._grace)
         return EXIT_DONE
 
     def _open(self, settings: dict[str, Any]) -> None:
@@ -90,11 +83,10 @@ class Worker:
         embed = EmbedConfig.model_validate(settings["embed"])
         for path in settings["family_files"]:  # the user named them to the parent
             open_family(path)
-        scheduler, encoder = open_served_model(checkpoint, engine, serve, embed, self._after_step)
-        self.scheduler = scheduler
-        self.encoder = encoder
-        self.model_threads = [thread for thread in (scheduler, encoder) if thread is not None]
-        """Each runs the model in a thread of its own."""
+        # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
+        from textmill.generation.scheduler import open_scheduler
+
+        self.scheduler = open_scheduler(checkpoint, engine, serve, embed, self._after_step)
 
     def _read_commands(self) -> None:
         """Run the parent's commands; exit the process when the parent is gone, or when no command can be read."""
@@ -119,24 +111,20 @@ class Worker:
             request = unpack_request(packed)
             with_logprobs = isinstance(request, Request) and bool(request.logprobs)
             collector = ChunkCollector(partial(self._deliver, number), with_logprobs, streamed)
-            thread: Any = self.scheduler if isinstance(request, Request) else self.encoder
-            if thread is None:
-                raise TextmillError("the model cannot do this")
             with self._running_lock:  # the end may be delivered before `submit` returns
-                self._cancel_by_number[number] = partial(thread.cancel, thread.submit(request, collector, deadline))
+                self._own_numbers[number] = self.scheduler.submit(request, collector, deadline)
         except Exception as error:
             done = Done("error", 0, "", f"the model process refused the request: {error}")
             self._send([pack_chunk(number, TextChunk("", done=done))])
 
     def _cancel(self, number: int) -> None:
-        cancel = self._cancel_by_number.get(number)
-        if cancel is not None:  # else it has ended
-            cancel()
+        own_number = self._own_numbers.get(number)
+        if own_number is not None:  # else it has ended
+            self.scheduler.cancel(own_number)
 
     def _close(self, grace: float) -> None:
         """Start closing; a second command with a shorter grace ends the requests earlier."""
-        for thread in self.model_threads:
-            thread.start_closing(grace)
+        self.scheduler.start_closing(grace)
         self._grace = grace
         self._closing.set()
 
@@ -145,7 +133,7 @@ class Worker:
             self._chunks.append(pack_chunk(number, chunk))
         if chunk.done is not None:
             with self._running_lock:
-                del self._cancel_by_number[number]
+                del self._own_numbers[number]
 
     def _after_step(self) -> None:
         if self._chunks:
@@ -157,14 +145,10 @@ class Worker:
 
     def _send(self, chunks: list[list[Any]]) -> None:
         """Send the state (also the heartbeat) and new chunks. `_read_commands` notices a parent that is gone."""
-        stats = [thread.stats() for thread in self.model_threads]
-        tokens = sum(counts.tokens for counts in stats)
-        cancelled = sum(counts.cancelled for counts in stats)
-        step_seconds = max(thread.step_seconds() for thread in self.model_threads)
-        problems = [thread.problem(float("inf")) for thread in self.model_threads]
-        problem = next((text for text in problems if text), "")
+        stats = self.scheduler.stats()
+        problem = replace_surrogates(self.scheduler.problem(float("inf")))
         with suppress(OSError):
-            self.parent.send([tokens, cancelled, step_seconds, replace_surrogates(problem), chunks])
+            self.parent.send([stats.tokens, stats.cancelled, self.scheduler.step_seconds(), problem, chunks])
 
 
 class ChunkCollector:
@@ -202,40 +186,6 @@ class ChunkCollector:
         logprobs = self._logprobs
         self._logprobs = []
         self._deliver(TextChunk("".join(texts), logprobs, done))
-
-
-def open_served_model(
-    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, embed: EmbedConfig, after_step: Callable[[], None]
-) -> tuple[Scheduler | None, EncoderThread | None]:
-    """Load a checkpoint once: a scheduler that generates text, an encoder for embeddings and masks, or both.
-
-    Both compute with the same net, in turn.
-    """
-    # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
-    from textmill.devices import open_device
-    from textmill.generation.encoder import Embedder, EncoderThread, Filler, open_embedder
-    from textmill.generation.generator import check_memory
-    from textmill.generation.scheduler import TicketLock, open_scheduler
-
-    check_memory(checkpoint, open_device(engine.device))
-    model_lock = TicketLock()
-    where = str(checkpoint.folder)
-    shape = read_shape(checkpoint.folder)
-    limits = {"slots": serve.slots, "queue": serve.queue}
-    if open_family(shape.family).OBJECTIVE == "masked":
-        embedder = open_embedder(checkpoint, engine, embed)
-        net = embedder.net
-        tokenizer = embedder.texts.tokenizer
-        texts = new_masked_texts(tokenizer, shape.positions, where) if has_masked_head(shape) else None
-        filler = None if texts is None else Filler(net, texts)
-        return None, EncoderThread(embedder, filler, model_lock=model_lock, after_step=after_step, **limits)
-    scheduler = open_scheduler(checkpoint, engine, serve, after_step, model_lock)
-    if not can_embed(shape):
-        return scheduler, None
-    generator = scheduler.generator
-    encoder, pooling = new_text_encoder(shape, generator.tokenizer, embed, checkpoint.folder)
-    embedder = Embedder(generator.net, encoder, pooling, where)
-    return scheduler, EncoderThread(embedder, None, model_lock=model_lock, after_step=after_step, **limits)
 
 
 def tune_interpreter() -> None:
