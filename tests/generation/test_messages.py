@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from textmill.generation.messages import MessageSocket, new_socket_pair
+from textmill.generation.requests import MessageSocket, new_socket_pair
 
 
 def test_messages_arrive_complete() -> None:

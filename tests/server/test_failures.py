@@ -26,8 +26,7 @@ from textmill.models.gpt2 import family as gpt2
 from textmill.server.app import new_app
 from textmill.server.bodies import CompletionBody
 from textmill.server.lifecycle import open_service
-from textmill.server.served_models import ServedModels
-from textmill.server.service import Service
+from textmill.server.service import ServedModels, Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 BODY = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}

@@ -25,8 +25,7 @@ from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import EmbedConfig, SampleConfig, ServeConfig, TorchEngine
 from textmill.server.app import new_app
 from textmill.server.model_process import new_model_process
-from textmill.server.served_models import ServedModels
-from textmill.server.service import Service
+from textmill.server.service import ServedModels, Service
 
 pytestmark = pytest.mark.long
 

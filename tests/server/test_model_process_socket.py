@@ -17,8 +17,7 @@ from tests.support.waiting import LONGEST
 from textmill.config import SampleConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError
 from textmill.generation import worker as worker_module
-from textmill.generation.messages import MessageSocket, new_socket_pair
-from textmill.generation.requests import Done, Request, TextChunk
+from textmill.generation.requests import Done, MessageSocket, Request, TextChunk, new_socket_pair
 from textmill.generation.worker import Worker
 from textmill.server.model_process import ModelProcess
 
@@ -104,7 +103,7 @@ def test_unread_requests_are_kept_in_order_without_blocking() -> None:
             for stop in stops:
                 model.submit(Request((1,), SampleConfig(), stop=(stop,)), lambda _: None)
             received = [await asyncio.to_thread(worker.receive) for _ in stops]
-            assert [message[2][2] for message in received] == [[stop] for stop in stops]
+            assert [message[2]["stop"] for message in received] == [[stop] for stop in stops]
 
     asyncio.run(submit())
 

@@ -25,8 +25,7 @@ from textmill.errors import TextmillError
 from textmill.generation.requests import MemoryShort, ModelStats
 from textmill.models.gpt2 import family as gpt2
 from textmill.server.errors import HttpError
-from textmill.server.served_models import ServedModels
-from textmill.server.service import Service
+from textmill.server.service import ServedModels, Service
 from textmill.tokens.vocabulary.tokenizer import fit
 
 ENDLESS = 10**9

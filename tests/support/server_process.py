@@ -26,8 +26,7 @@ from textmill.generation.worker import ChunkCollector
 from textmill.models import read_shape
 from textmill.server.lifecycle import bind, open_service, read_api_key, run
 from textmill.server.model_process import new_model_process
-from textmill.server.served_models import ServedModels
-from textmill.server.service import Service
+from textmill.server.service import ServedModels, Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 from textmill.where import open_where
 

@@ -23,7 +23,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation import format_tables
 from textmill.server.app import new_app
 from textmill.server.lifecycle import open_service
-from textmill.server.served_models import ServedModels
+from textmill.server.service import ServedModels
 from textmill.storage.tensor_files import read_model
 from textmill.tokens.batches.chat import ChatLayout, example_conversations, print_conversation
 from textmill.tokens.store import loss_mask_path, open_store

@@ -14,11 +14,10 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
-from textmill.generation.batch import Event, RunningBatch
+from textmill.generation.batch import Event, PrefixCache, RunningBatch
 from textmill.generation.beams import beam_search
 from textmill.generation.constraints import TokenTable, sample_grammar
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
-from textmill.generation.prefix_cache import PrefixCache
 from textmill.generation.requests import Done, FinishReason, MemoryShort, Request, max_new_tokens, repeat_request
 from textmill.generation.sampling import CapturedSampling
 from textmill.models import check_next_token

@@ -1,10 +1,29 @@
-"""Requests to a model, and what answers them: one Token per new token, then one Done; or both joined to chunks."""
+"""Requests to a model, and what answers them: one Token per new token, then one Done; or both joined to chunks.
+
+Messages between both processes are JSON over a socket, each preceded by its length in bytes. The HTTP process sends the
+settings of the model, and receives {"ready": true}, or {"refused": "why", "memory": false}, where memory says that
+there is too little of it. After that, for a request with number 7 and 29.5 seconds of time, whose text is streamed:
+
+    to the model process        ["submit", 7, {"ids": [464, 4475], "sample": {...}, "stop": [], ...}, 29.5, true]
+                                ["cancel", 7]
+                                ["close", 30]                           with the grace in seconds
+    from the model process      [512, 3, 0.0, "", [[7, " by the", [], null], [7, " river", [], ["stop", 3, "", [], 0]]]]
+
+The last is the state of the model (tokens and cancelled requests so far, seconds of the current step, its problem) and
+new chunks, written by `pack_chunk`; without chunks it is a heartbeat.
+"""
 
 from __future__ import annotations
 
+import socket
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
@@ -168,3 +187,79 @@ def check_served_settings(sample: SampleConfig) -> None:
 def describe_hang(seconds: float) -> str:
     """Return the message for a step that does not end."""
     return f"the model has been in one step for {seconds:.0f} s; restart the server if it does not recover"
+
+
+HEARTBEAT_SECONDS = 0.5
+"""Longest time between two messages of a healthy model process."""
+
+LENGTH_PREFIX = struct.Struct("!Q")
+"""The length in bytes that precedes each message."""
+
+
+class MessageSocket:
+    """One end of the socket. Many threads may send; one thread receives."""
+
+    def __init__(self, file_descriptor: int) -> None:
+        self.socket = socket.socket(fileno=file_descriptor)
+        self._send_lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a JSON value; raise OSError if the other end is gone."""
+        packed = pack_message(message)
+        with self._send_lock:
+            self.socket.sendall(packed)
+
+    def receive(self) -> Any:
+        """Return the next message; raise EOFError or OSError if the other end is gone."""
+        [size] = LENGTH_PREFIX.unpack(self._read(LENGTH_PREFIX.size))
+        return from_json(self._read(size))
+
+    def _read(self, count: int) -> bytes:
+        data = self.socket.recv(count, socket.MSG_WAITALL)  # no more than that: asyncio reads on in the HTTP process
+        if len(data) < count:
+            raise EOFError
+        return data
+
+
+def pack_message(message: Any) -> bytes:
+    """Return a JSON value as bytes: its length, then its text."""
+    encoded = to_json(message)
+    return LENGTH_PREFIX.pack(len(encoded)) + encoded
+
+
+def new_socket_pair() -> tuple[MessageSocket, socket.socket]:
+    """Return this process's end, and the end to pass to a child process."""
+    ours, theirs = socket.socketpair()
+    return MessageSocket(ours.detach()), theirs
+
+
+REQUEST = TypeAdapter(Request)
+ENCODER_REQUEST = TypeAdapter[EncoderRequest](EncoderRequest)
+
+
+def unpack_request(packed: dict[str, Any]) -> Request | EncoderRequest:
+    """Return a request from its JSON value."""
+    return REQUEST.validate_python(packed) if "sample" in packed else ENCODER_REQUEST.validate_python(packed)
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which cannot be encoded as UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def pack_chunk(number: int, chunk: TextChunk) -> list[Any]:
+    """Return a chunk as a JSON value; `number` identifies its request."""
+    done = chunk.done
+    if done is None:
+        return [number, chunk.text, chunk.logprobs, None]
+    done_fields = [done.reason, done.tokens, replace_surrogates(done.message), done.prompt_logprobs, done.reused]
+    return [number, chunk.text, chunk.logprobs, done_fields]
+
+
+def unpack_chunk(packed: list[Any]) -> tuple[int, TextChunk]:
+    """Undo `pack_chunk`."""
+    number, text, logprobs, done_fields = packed
+    if done_fields is None:
+        return number, TextChunk(text, logprobs)
+    reason, tokens, message, prompt_logprobs, reused = done_fields
+    return number, TextChunk(text, logprobs, Done(reason, tokens, "", message, prompt_logprobs, reused))

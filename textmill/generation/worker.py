@@ -23,14 +23,20 @@ from pydantic import TypeAdapter
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, TextmillError
-from textmill.generation.messages import (
+from textmill.generation.requests import (
     HEARTBEAT_SECONDS,
+    DeliverChunk,
+    Done,
+    MemoryShort,
     MessageSocket,
+    Request,
+    TextChunk,
+    Token,
+    TokenLogprob,
     pack_chunk,
     replace_surrogates,
     unpack_request,
 )
-from textmill.generation.requests import DeliverChunk, Done, MemoryShort, Request, TextChunk, Token, TokenLogprob
 from textmill.models import open_family
 
 CHUNK_SECONDS = 0.02
@@ -105,7 +111,7 @@ class Worker:
             traceback.print_exc()
             os._exit(EXIT_BUG)
 
-    def _submit(self, number: int, packed: list[Any], seconds: float | None, streamed: bool) -> None:
+    def _submit(self, number: int, packed: dict[str, Any], seconds: float | None, streamed: bool) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             request = unpack_request(packed)

@@ -29,8 +29,7 @@ from textmill.server.app import new_app
 from textmill.server.connections import Connection, ConnectionPool, raise_file_limit
 from textmill.server.metrics import Metrics
 from textmill.server.model_process import new_model_process
-from textmill.server.served_models import ServedModels
-from textmill.server.service import Service
+from textmill.server.service import ServedModels, Service
 from textmill.tokens.chat import open_template
 from textmill.where import Where
 

@@ -17,25 +17,22 @@ from pydantic_core import from_json
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EmbedConfig, EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
-from textmill.generation.messages import (
-    LENGTH_PREFIX,
-    MessageSocket,
-    new_socket_pair,
-    pack_message,
-    pack_request,
-    unpack_chunk,
-)
 from textmill.generation.requests import (
+    LENGTH_PREFIX,
     DeliverChunk,
     Done,
     EncoderRequest,
     MemoryShort,
+    MessageSocket,
     ModelStats,
     QueueFull,
     Request,
     TextChunk,
     describe_hang,
     max_new_tokens_served,
+    new_socket_pair,
+    pack_message,
+    unpack_chunk,
 )
 from textmill.models import read_shape
 from textmill.models.family_files import loaded_family_files
@@ -137,7 +134,7 @@ class ModelProcess:
             raise QueueFull
         seconds = None if deadline is None else deadline - time.monotonic()
         number = self._stats.requests + 1
-        self._send(["submit", number, pack_request(request), seconds, streamed])
+        self._send(["submit", number, request, seconds, streamed])
         self._stats.requests = number
         self._in_flight[number] = deliver
         return number
