@@ -20,7 +20,7 @@ from tests.support.server_process import in_process
 from tests.support.small_models import TEXT, write_model
 from tests.support.waiting import LONGEST
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import RunConfig, ServeConfig, TokenizerConfig, TorchEngine
+from textmill.config import EmbedConfig, RunConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.models.gpt2 import family as gpt2
 from textmill.server.app import new_app
@@ -124,8 +124,9 @@ def test_model_with_nan_weights_is_refused_at_the_start(service: Service, tmp_pa
     [file] = tmp_path.glob("run/step-*/model.safetensors")
     weights = {name: values * np.float32("nan") for name, values in load_file(file).items()}
     save_file(weights, file)
+    engine = TorchEngine(device="cpu", precision="fp32")
     with pytest.raises(TextmillError, match="not finite"):
-        in_process(Checkpoint(file.parent, 0, {}), TorchEngine(device="cpu", precision="fp32"), ServeConfig())
+        in_process(Checkpoint(file.parent, 0, {}), engine, ServeConfig(), EmbedConfig())
 
 
 def test_internal_error_gives_one_sentence_and_one_log_line(

@@ -33,7 +33,7 @@ class MeasuredTask:
     """One entry of `evaluate.tasks`, measured by the function of its file."""
 
     entry: TaskEntry
-    function: Callable[[Scorer, EvaluateConfig, TaskEntry], Measured]
+    function: Callable[[Any, EvaluateConfig, TaskEntry], Measured]
     objectives: tuple[str, ...] = ("next_token",)
     """The models that it can measure, by what they predict."""
     takes_shots: bool = False

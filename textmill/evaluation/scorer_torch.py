@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -55,10 +55,11 @@ CPU_BATCH_TOKENS = 4096
 
 def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> TorchScorer:
     """Load a checkpoint to score with it; `batch` windows of the model's length are read at a time."""
-    tokenizer = open_tokenizer(checkpoint.tokenizer)
-    device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device)
-    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device)))
+    net = open_net(checkpoint.folder, open_device(engine.device))
+    check_next_token(net.shape, checkpoint.folder, "score a text token by token")
+    scorer = new_scorer(checkpoint, net, open_tokenizer(checkpoint.tokenizer), engine.precision, batch)
+    assert isinstance(scorer, TorchScorer)
+    return scorer
 
 
 def new_scorer(
@@ -70,41 +71,29 @@ def new_scorer(
     share: Share = ALL_BATCHES,
 ) -> TextScorer:
     """A scorer of a net that is already loaded: of the next token, or of masked ones."""
+    shape = net.shape
+    if tokenizer.vocab > shape.vocab:
+        raise TextmillError(
+            f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "
+            f"{shape.vocab:,} rows; use the tokenizer that the model was trained with"
+        )
     dtype = torch_dtype(precision, net.head.device)
-    if open_family(net.shape.family).OBJECTIVE == "masked":
-        check_masked_head(net.shape, checkpoint.folder)
+    if open_family(shape.family).OBJECTIVE == "masked":
+        check_masked_head(shape, checkpoint.folder)
         masked = MaskedScorer(checkpoint, net, tokenizer, batch, dtype, share)
-        check_vocabulary(masked)
         masked.special_ids()
         if masked.positions < 1:
             raise TextmillError(
-                f"{checkpoint.folder}: has {net.shape.positions} positions, and [CLS] and [SEP] take two; use a model "
+                f"{checkpoint.folder}: has {shape.positions} positions, and [CLS] and [SEP] take two; use a model "
                 "with more"
             )
         return masked
-    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, dtype, share))
-
-
-def check_tokenizer(scorer: TorchScorer) -> TorchScorer:
-    """Refuse a model for other tokens than the next, or one with fewer entries than its tokenizer; warn if that looks
-    like another model's."""
-    check_next_token(scorer.net.shape, scorer.checkpoint.folder, "score a text token by token")
-    check_vocabulary(scorer)
-    warn_if_foreign_tokenizer(scorer, scorer.net.shape.eos_id)
+    scorer = TorchScorer(checkpoint, net, tokenizer, batch, dtype, share)
+    warn_if_foreign_tokenizer(scorer, shape.eos_id)
     return scorer
 
 
-def check_vocabulary(scorer: TextScorer) -> None:
-    """Refuse a model with fewer entries than its tokenizer."""
-    tokenizer = scorer.tokenizer
-    shape = scorer.net.shape
-    if tokenizer.vocab > shape.vocab:
-        raise TextmillError(
-            f"{scorer.checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "
-            f"{shape.vocab:,} rows; use the tokenizer that the model was trained with"
-        )
-
-
+T = TypeVar("T")
 ENCODED_TEXTS = 4096
 """Texts that are encoded at a time."""
 
@@ -122,10 +111,8 @@ class TextScorer(ABC):
     share: Share = ALL_BATCHES
     """The part of the work that this process does."""
 
-    @property
-    @abstractmethod
-    def objective(self) -> str:
-        """What the model predicts: next_token, or masked."""
+    objective: ClassVar[str]
+    """What the model predicts: next_token, or masked."""
 
     @property
     def positions(self) -> int:
@@ -164,38 +151,6 @@ class TextScorer(ABC):
         """
         return self.score_tokens(self.encode_pairs(pairs))
 
-    def sum_losses(
-        self,
-        store: TokenStore,
-        *,
-        length: int,
-        stride: int,
-        predict_first: bool = True,
-        sample: int | None = None,
-        seed: int = 0,
-    ) -> StoreLoss:
-        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
-
-        The first token is predicted from the tokenizer's first token, or is only context. With `sample`, only so many
-        random windows are read.
-        """
-        self._refuse()
-
-    def sum_answer_losses(self, store: TokenStore, *, length: int) -> StoreLoss:
-        """Sum the loss of the assistant tokens of a store of conversations, each read alone in a window of `length`
-        tokens; a longer one is truncated at its start."""
-        self._refuse()
-
-    def write_texts(self, prompts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
-        """The likeliest continuation of each prompt, token by token, up to the first of the `stops`."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise TextmillError(
-            f"{self.checkpoint.folder}: a {self.net.shape.family} predicts masked tokens, not the next one, so it has "
-            "no perplexity; use evaluate.tasks=pseudo_perplexity"
-        )
-
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """The token ids of each (context, continuation), as `score_texts` scores them."""
         encoded: list[Pair] = []
@@ -228,6 +183,23 @@ class TextScorer(ABC):
 
         return wait_and_check
 
+    def gather_scores(
+        self, batches: Iterable[T], queue: Callable[[int, T], Callable[[], Numbered]], advance: Callable[[T], None]
+    ) -> Numbered:
+        """The results of all batches: `queue` starts the work on one and returns a function that waits for it."""
+
+        def compute() -> Numbered:
+            results: Numbered = []
+            wait_for_results: Callable[[], Numbered] = list
+            for number, batch in enumerate(batches):
+                wait_for_previous = wait_for_results
+                wait_for_results = queue(number, batch) if self.share.is_mine(number) else list
+                results += wait_for_previous()  # while the device computes this batch
+                advance(batch)
+            return results + wait_for_results()
+
+        return self.share.gather(compute)
+
     def check_lengths(self, pairs: Sequence[Pair]) -> None:
         """Refuse a continuation without tokens, or one that is longer than the model's positions."""
         for _, continuation in pairs:
@@ -257,9 +229,7 @@ def check_ids(lowest: int, highest: int, vocab: int, where: Path) -> None:
 class TorchScorer(TextScorer):
     """A net for the next token with its tokenizer."""
 
-    @property
-    def objective(self) -> str:
-        return "next_token"
+    objective = "next_token"
 
     @property
     def _added_ids(self) -> list[int]:
@@ -293,27 +263,20 @@ class TorchScorer(TextScorer):
         total = sum(tree.tokens for tree in trees)
         with progress("score", total=total, unit="tokens", second_unit="texts") as bar:
 
-            def compute() -> Numbered:
-                scores: dict[int, Score] = {}
-                wait_for_scores: Callable[[], dict[int, Score]] = dict
-                for number, packed in enumerate(batches):
-                    wait_for_previous = wait_for_scores
-                    wait_for_scores = self._score_rows(packed) if self.share.is_mine(number) else dict
-                    scores |= wait_for_previous()  # while the device computes this batch
-                    batch_trees = [tree for row in packed for tree in row]
-                    texts = sum(len(pairs) for tree in batch_trees for pairs in tree.branches.values())
-                    bar.advance(sum(tree.tokens for tree in batch_trees), texts)
-                scores |= wait_for_scores()
-                return [(pair, list(vars(score).values())) for pair, score in scores.items()]
+            def advance(packed: list[list[Tree]]) -> None:
+                batch_trees = [tree for row in packed for tree in row]
+                texts = sum(len(pairs) for tree in batch_trees for pairs in tree.branches.values())
+                bar.advance(sum(tree.tokens for tree in batch_trees), texts)
 
-            return [Score(*values) for _, values in self.share.gather(compute)]
+            results = self.gather_scores(batches, lambda _, packed: self._score_rows(packed), advance)
+        return [Score(*values) for _, values in results]
 
     def _check(self, pairs: Sequence[Pair]) -> None:
         self.check_lengths(pairs)
         ids = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
         check_ids(int(ids.min(initial=0)), int(ids.max(initial=0)), self.vocab, self.checkpoint.folder)
 
-    def _score_rows(self, packed: list[list[Tree]]) -> Callable[[], dict[int, Score]]:
+    def _score_rows(self, packed: list[list[Tree]]) -> Callable[[], Numbered]:
         """Queue a batch on the device; return a function that waits for its scores, by the number of the pair."""
         rows = fill_rows(packed, self.tokenizer.eos_id)
         cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
@@ -330,7 +293,12 @@ class TorchScorer(TextScorer):
         sample: int | None = None,
         seed: int = 0,
     ) -> StoreLoss:
-        """Sum the loss of every token of a store once; `window_batches` says which window predicts what."""
+        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
+
+        The first token is predicted from the tokenizer's first token, or is only context. End-of-text tokens may be
+        left out of the sum. With `sample`, only so many random windows are read.
+        """
+        end = self.tokenizer.eos_id
         first_input = self.tokenizer.first_id if predict_first else None
         count = count_windows(store, length=length, stride=stride, first_input=first_input)
         windows = _sample_windows(count, sample, seed)
@@ -365,9 +333,21 @@ class TorchScorer(TextScorer):
         loss = float(np.sum([part.loss for part in parts]))
         return StoreLoss(loss, sum(part.tokens for part in parts), 0, len(windows), parts)
 
-    def sum_answer_losses(self, store: TokenStore, *, length: int) -> StoreLoss:
-        """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
-        layout = ChatLayout(store, length=length, seed=None, pad_id=self.tokenizer.eos_id, pack=False, vocab=self.vocab)
+    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+        """Sum the loss of the assistant tokens of a store of conversations, and count those that are the likeliest.
+
+        Each conversation is read alone in a window of `length` tokens; a longer one is truncated at its `start` or
+        `end`.
+        """
+        layout = ChatLayout(
+            store,
+            length=length,
+            seed=None,
+            pad_id=self.tokenizer.eos_id,
+            truncate=truncate,
+            pack=False,
+            vocab=self.vocab,
+        )
         starts = range(0, layout.samples_per_epoch, self.batch)
         with progress("evaluate", total=layout.samples_per_epoch, unit="conversations") as bar:
 
@@ -457,7 +437,7 @@ class TorchScorer(TextScorer):
         return list(map(LossPart, documents_M[starts].tolist(), losses.tolist(), counts.tolist()))
 
 
-def _scores_of(rows: Rows, log_likelihoods_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> dict[int, Score]:
+def _scores_of(rows: Rows, log_likelihoods_M: NDArray[np.float64], greedy_M: NDArray[np.bool_]) -> Numbered:
     """The scores of a batch by the number of the pair; equal pairs share a continuation, so they get equal scores."""
     starts = np.concatenate([[0], rows.ends[:-1]])
     lasts = rows.ends - 1
@@ -470,10 +450,9 @@ def _scores_of(rows: Rows, log_likelihoods_M: NDArray[np.float64], greedy_M: NDA
         greedy_M[lasts],
     )
     values_by_continuation = zip(*(column.tolist() for column in columns), strict=True)
-    scores: dict[int, Score] = {}
-    for pairs, values in zip(rows.pairs, values_by_continuation, strict=True):
-        scores |= dict.fromkeys(pairs, Score(*values))
-    return scores
+    return [
+        (pair, list(values)) for pairs, values in zip(rows.pairs, values_by_continuation, strict=True) for pair in pairs
+    ]
 
 
 def _sample_windows(count: int, sample: int | None, seed: int) -> NDArray[np.int64]:
@@ -610,9 +589,7 @@ class MaskedBatch(NamedTuple):
 class MaskedScorer(TextScorer):
     """A net for masked tokens with its tokenizer; scores are pseudo-log-likelihoods."""
 
-    @property
-    def objective(self) -> str:
-        return "masked"
+    objective = "masked"
 
     @property
     def positions(self) -> int:
@@ -632,18 +609,8 @@ class MaskedScorer(TextScorer):
         )
         total = sum(len(continuation) for _, continuation in pairs)
         with progress("score", total=total, unit="masks") as bar:
-
-            def compute() -> Numbered:
-                results: Numbered = []
-                wait_for_results: Callable[[], Numbered] = list
-                for number, batch in enumerate(batches):
-                    wait_for_previous = wait_for_results
-                    wait_for_results = self._score_batch(number, batch) if self.share.is_mine(number) else list
-                    results += wait_for_previous()  # while the device computes this batch
-                    bar.advance(len(batch.labels_N))
-                return results + wait_for_results()
-
-            return _join(self.share.gather(compute), pairs)
+            results = self.gather_scores(batches, self._score_batch, lambda batch: bar.advance(len(batch.labels_N)))
+        return _join(results, pairs)
 
     def special_ids(self) -> tuple[int, int, int]:
         """[CLS], [SEP] and [MASK]; refuse a tokenizer without them."""

@@ -61,10 +61,12 @@ class StoreLoss:
 
 
 if TYPE_CHECKING:
-    from textmill.evaluation.scorer_torch import TextScorer  # imports torch, which is slow
+    from textmill.evaluation.scorer_torch import TextScorer, TorchScorer  # imports torch, which is slow
 
 Scorer: TypeAlias = "TextScorer"
 """One checkpoint, ready to score text."""
+NextTokenScorer: TypeAlias = "TorchScorer"
+"""One whose model predicts the next token: it has a perplexity, and writes texts."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation.data_files import Record, open_data_file, read_items, sample, sample_card, text_of
 from textmill.evaluation.examples import Examples, choose_examples, named
 from textmill.evaluation.metrics import proportion_interval
-from textmill.evaluation.task import ItemLog, Measured, Scorer, TaskEntry
+from textmill.evaluation.task import ItemLog, Measured, NextTokenScorer, TaskEntry
 
 FILES = "test.jsonl; examples: train.jsonl"
 SOURCE = "https://github.com/openai/grade-school-math (grade_school_math/data), or openai/gsm8k on the Hugging Face hub"
@@ -24,7 +24,7 @@ IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.co
 """What is removed from both numbers before they are compared."""
 
 
-def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Lines of {"question", "answer"}, whose answers end in "#### NUMBER"."""
     data = open_data_file(entry)
     every: list[tuple[str, str, str]] = []

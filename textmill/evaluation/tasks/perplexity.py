@@ -36,7 +36,7 @@ from textmill.evaluation.metrics import (
     metric_intervals,
 )
 from textmill.evaluation.split_tokens import SplitTokens, open_tokens
-from textmill.evaluation.task import ItemLog, LossPart, Result, Scorer, StoreLoss
+from textmill.evaluation.task import ItemLog, LossPart, NextTokenScorer, Result, StoreLoss
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -56,7 +56,7 @@ SHOWN_START = 60
 """Characters of a document in the log."""
 
 
-def measure(scorer: Scorer, config: RunConfig) -> Result:
+def measure(scorer: NextTokenScorer, config: RunConfig) -> Result:
     """Sum the loss of every token of a split or text and divide it by tokens, words and bytes."""
     start = time.monotonic()
     with open_tokens(scorer, config) as tokens:
@@ -89,7 +89,9 @@ def find_windows(settings: EvaluateConfig, positions: int, trained_length: int |
     return window, stride
 
 
-def _measure_windows(scorer: Scorer, settings: EvaluateConfig, tokens: SplitTokens, window: int, stride: int) -> Result:
+def _measure_windows(
+    scorer: NextTokenScorer, settings: EvaluateConfig, tokens: SplitTokens, window: int, stride: int
+) -> Result:
     store_losses = [
         scorer.sum_losses(store, length=window, stride=stride, sample=settings.sample, seed=SAMPLE_SEED)
         for store in tokens.stores
@@ -144,7 +146,7 @@ def _document_items(
             }
 
 
-def _measure_answers(scorer: Scorer, tokens: SplitTokens, window: int, split: str) -> Result:
+def _measure_answers(scorer: NextTokenScorer, tokens: SplitTokens, window: int, split: str, truncate: str) -> Result:
     """Loss and accuracy of the assistant's tokens: what the user says is given, the model need not predict it."""
     store_losses = [scorer.sum_answer_losses(store, length=window) for store in tokens.stores]
     predicted = sum(measured.tokens for measured in store_losses)

@@ -18,7 +18,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, read_raw_lines, sample
 from textmill.evaluation.metrics import compute_metrics, document_interval, metric_intervals
 from textmill.evaluation.split_tokens import temporary_store
-from textmill.evaluation.task import LossPart, Measured, Pair, Scorer, StoreLoss, TaskEntry
+from textmill.evaluation.task import LossPart, Measured, NextTokenScorer, Pair, StoreLoss, TaskEntry
 from textmill.evaluation.tasks import perplexity
 
 
@@ -53,7 +53,7 @@ WORDS_ARE = {
 """What the card says of the counts, by whether each article is read alone."""
 
 
-def measure(scorer: Scorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
+def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
     data = open_data_file(entry)
     protocol = PROTOCOLS[settings.wikitext.protocol]
@@ -113,7 +113,7 @@ def find_windows(settings: EvaluateConfig, positions: int) -> tuple[int, int]:
 
 
 def _score_stream(
-    scorer: Scorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
+    scorer: NextTokenScorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
 ) -> tuple[StoreLoss, int]:
     """The file as one text, and how many tokens it has to predict."""
     with temporary_store(texts, scorer.tokenizer, append_end=False) as store:
@@ -124,7 +124,7 @@ def _score_stream(
 
 
 def _score_articles(
-    scorer: Scorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
+    scorer: NextTokenScorer, texts: list[str], settings: EvaluateConfig, window: int, stride: int, predict_first: bool
 ) -> tuple[StoreLoss, int]:
     """Every article alone, and how many tokens they have; the first token of each is predicted from the tokenizer's
     first token."""
