@@ -66,7 +66,8 @@ def model(new_live: Callable[..., Live], small_model: Path) -> Live:
 async def replies_in_process(folder: Path) -> list[Any]:
     """Return the choices for every body with the model in this process."""
     serve = ServeConfig(slots=3, queue=9)
-    model = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
+    engine = TorchEngine(device="cpu", precision="fp32")
+    model = in_process(open_checkpoint(folder), engine, serve, EmbedConfig())
     service = Service(model, serve, SampleConfig(), "mill")
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=new_app(ServedModels([service]))),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,20 +28,9 @@ Logits = NDArray[np.float32]
 Row = dict[str, Any]
 
 
-class Measure(Protocol):
-    """Turns logits into predictions, and counts those whose labels are known."""
-
-    def add(self, example: Example, samples: list[Sample], logits: list[Logits]) -> Row:
-        """The prediction for an example, as a line of the predictions file."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """What was measured."""
-        ...
-
-
 class SequenceMeasure:
-    """Classes of texts."""
+    """Classes of texts. This and the other two measures make a line of the predictions file of an example's logits, and
+    count those whose labels are known."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names, self.numbers = names, {name: number for number, name in enumerate(names)}
@@ -145,7 +134,7 @@ def measure_labels(
     start = time.monotonic()
     task = predictor.task
     read = partial(open_examples, evaluate, corpus, folder, task)
-    measure: Measure
+    measure: SequenceMeasure | WordMeasure | AnswerMeasure
     if task == ANSWERS:
         no_answer = any(example.answers == () for example in read())
         measure = AnswerMeasure(evaluate.answers, no_answer)
