@@ -147,7 +147,7 @@ class Bench:
         """Bits per byte of the test split, or of the part that was kept."""
         text = f"evaluate.text={self.held_out}" if self.cell.held_out else "evaluate.split=test"
         out = self.textmill("evaluate", where, text, "--json", *self.device, *settings)
-        bits: float = json.loads(out.splitlines()[-1])["model"]["bits_per_byte"]
+        bits: float = json.loads(out.splitlines()[-1])["perplexity"]["bits_per_byte"]
         return bits
 
     def run_default(self, name: str, minutes: float, seed: int) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Lanes:
         bits = {}
         for split in ("valid", "test"):
             out = self.textmill(cores, "evaluate", str(root), f"evaluate.split={split}", "--json", *settings)
-            bits[split] = json.loads(out.splitlines()[-1])["model"]["bits_per_byte"]
+            bits[split] = json.loads(out.splitlines()[-1])["perplexity"]["bits_per_byte"]
         rows = [json.loads(row) for row in (root / "run" / "metrics.jsonl").read_text().splitlines()]
         losses = [row["valid_loss"] for row in rows if row.get("valid_loss") is not None]
         return {

@@ -165,7 +165,11 @@ def read_evaluation(measured: dict[str, Any]) -> dict[str, Any]:
     """Valid loss and perplexities of WikiText-2."""
     names = ("word_perplexity", "token_perplexity", "bits_per_byte")
     own = {f"wikitext_{name}": round(measured["wikitext"][name], 4) for name in names}
-    return {"valid_loss": round(measured["model"]["loss"], 4), "valid_tokens": measured["tokens"], **own}
+    return {
+        "valid_loss": round(measured["perplexity"]["loss"], 4),
+        "valid_tokens": measured["perplexity"]["card"]["tokens"],
+        **own,
+    }
 
 
 def prepare(trials: Trials) -> None:

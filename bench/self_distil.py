@@ -33,7 +33,7 @@ def train(folder: Path, name: str, seed: int, epochs: int, *settings: str) -> di
     own = [f"train.folder={run}", f"train.seed={seed}", f"evaluate.text=[{folder / 'held_out.txt'}]", *length]
     config = open_where(str(folder / "project"), [*own, *settings]).config
     textmill.train(config)
-    return dict(textmill.evaluate(config)["model"])
+    return dict(textmill.evaluate(config)["perplexity"])
 
 
 def main() -> None:

@@ -161,8 +161,7 @@ def main(arguments: list[str]) -> None:
         found.append(compare_with_transformers(model, prompts))
     with step("evaluate") as found:
         lines = textmill("evaluate", model, f"evaluate.text={ROOT / 'LICENSE'}").splitlines()
-        place = next(place for place, line in enumerate(lines) if "bits/byte" in line)
-        found += [" ".join(line.split()) for line in lines[place : place + 2]]
+        found += [" ".join(line.split()) for line in lines if "bits_per_byte" in line]
     with step("serve") as found:
         found.append(repr(ask_server(model)))
     with step("finetune") as found:

@@ -180,7 +180,7 @@ def test_from_three_files_to_text(
     code, out, err = run_cli(capsys, "run", "mine", *QUICK)
     assert code == 0, err
     assert "All stages are done. The model is mine/run/step-0000002" in out
-    assert "bits/byte" in out
+    assert "bits_per_byte" in out
     assert "bits per byte of the valid split" in out
     assert "Undertrained: " in out  # after two steps
     # Any of its folders, from any current folder, names the same model.

@@ -48,13 +48,13 @@ def test_all_stages_in_python(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch)
     textmill.fit_tokenizer(config)
     textmill.tokenize(config)
     textmill.train(config)
-    assert textmill.evaluate(config)["model"]["bits_per_byte"] > 0
+    assert textmill.evaluate(config)["perplexity"]["bits_per_byte"] > 0
     assert isinstance(textmill.generate(config)[0], str)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = textmill.trian
     Path("base.yaml").write_text(config.to_yaml())
     textmill.train("base.yaml", settings={"train.steps": 3})
-    assert textmill.evaluate("mine", step=3)["model"]["bits_per_byte"] > 0
+    assert textmill.evaluate("mine", step=3)["perplexity"]["bits_per_byte"] > 0
     own_tokens = {"tokens.use": ["mine/tokens"], "tokenizer.use": "mine/tokenizer", "train.folder": "again"}
     textmill.train("base.yaml", settings=own_tokens)
     first, second = (Path(run, "metrics.jsonl").read_text().splitlines()[0] for run in ("mine/run", "again"))

@@ -13,7 +13,8 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.metrics import compute_metrics, format_metrics
+from textmill.evaluation.measured_task import format_metrics
+from textmill.evaluation.metrics import compute_metrics
 from textmill.storage.files import read_json, write_json
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -33,7 +34,8 @@ def test_metrics_of_a_known_loss() -> None:
 def test_a_word_as_long_as_a_page_has_no_perplexity() -> None:
     metrics = compute_metrics(5000.0, {"tokens": 1000, "words": 1, "bytes": 3000}, "x")
     assert metrics["word_perplexity"] is None
-    assert "  -  " in format_metrics({"model": metrics})
+    shown = format_metrics("perplexity", {**metrics, "intervals": {}})
+    assert ["word_perplexity", "-"] in [line.split() for line in shown.splitlines()]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -47,33 +49,33 @@ def test_the_result_is_printed_saved_and_consistent(
 ) -> None:
     result = evaluate(config)
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["model", "unigram", "bigram"]
     assert "step 123" in shown
     facts = dict(line.split(maxsplit=1) for line in shown.splitlines() if len(line.split()) > 1)
     assert (facts["window"], facts["documents"], facts["append_end"]) == ("24", "12", "yes")
     saved = (life / "run" / "evaluation").glob("step-0000123-perplexity-valid-*.json")
     assert result in [read_json(path) for path in saved]
     text_bytes = sum(len(text.encode()) for text in documents["valid"])
-    assert (result["documents"], result["bytes"]) == (12, text_bytes)
-    for row in ("model", "unigram", "bigram"):
-        metrics = result[row]
-        nats = metrics["loss"] * result["tokens"]
-        assert metrics["word_perplexity"] == pytest.approx(math.exp(nats / result["words"]))
-        assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes)
-    assert result["bigram"]["loss"] < result["unigram"]["loss"]
+    metrics = result["perplexity"]
+    card = metrics["card"]
+    assert (card["documents"], card["bytes"]) == (12, text_bytes)
+    assert metrics["word_perplexity"] == pytest.approx(math.exp(metrics["loss"] * card["tokens"] / card["words"]))
+    for suffix in ("", "/unigram", "/bigram"):
+        nats = metrics[f"loss{suffix}"] * card["tokens"]
+        assert metrics[f"bits_per_byte{suffix}"] == pytest.approx(nats / math.log(2) / text_bytes)
+    assert metrics["loss/bigram"] < metrics["loss/unigram"]
 
 
 def test_json_is_one_line_and_baselines_are_optional(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     plain = config.model_copy(update={"evaluate": EvaluateConfig(split="train", baselines=False, stride=5)})
     result = evaluate(plain, 123, as_json=True)
     assert json.loads(capsys.readouterr().out) == result
-    assert result["stride"] == 5
-    assert "unigram" not in result
+    assert result["perplexity"]["card"]["stride"] == 5
+    assert "loss/unigram" not in result["perplexity"]
 
 
 def test_the_window_is_train_length(config: RunConfig) -> None:
     short = config.model_copy(update={"train": config.train.model_copy(update={"length": 8})})
-    assert evaluate(short)["window"] == 8
+    assert evaluate(short)["perplexity"]["card"]["window"] == 8
 
 
 def test_nothing_is_written_into_a_bare_model_folder(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_nothing_is_written_into_a_bare_model_folder(config: RunConfig, checkpoi
     result = evaluate(config.model_copy(update={"model": model, "train": train}))
     assert result["step"] == 0
     assert sorted(tmp_path.rglob("*")) == before
-    assert result["model"] == pytest.approx(evaluate(config)["model"])
+    assert result["perplexity"]["loss"] == pytest.approx(evaluate(config)["perplexity"]["loss"])
 
 
 def test_the_error_for_an_empty_split_names_another(config: RunConfig) -> None:

@@ -194,7 +194,8 @@ def test_the_baselines_refuse_ids_outside_the_vocabulary(new_store: Callable[[li
 
 def measure_text(config: RunConfig, path: Path, text: str) -> dict[str, Any]:
     path.write_text(text, encoding="utf-8")
-    return evaluate(config.model_copy(update={"evaluate": EvaluateConfig(text=[str(path)], window=8)}))
+    found = evaluate(config.model_copy(update={"evaluate": EvaluateConfig(text=[str(path)], window=8)}))
+    return dict(found["perplexity"])
 
 
 def test_intervals_compare_documents_not_windows(config: RunConfig, tmp_path: Path) -> None:
@@ -204,10 +205,10 @@ def test_intervals_compare_documents_not_windows(config: RunConfig, tmp_path: Pa
     texts = [" ".join([word] * int(dice.integers(90, 110))) for word in words]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     found = measure_text(config, tmp_path / "texts.jsonl", lines)
-    assert found["interval"] == "95%, from the spread of 13 documents"
+    assert found["card"]["interval"] == "95%, from the spread of 13 documents"
     alone = [measure_text(config, tmp_path / "one.txt", text) for text in texts]
-    counts = np.array([one["tokens"] for one in alone])
-    losses = np.array([one["model"]["loss"] for one in alone])
+    counts = np.array([one["card"]["tokens"] for one in alone])
+    losses = np.array([one["loss"] for one in alone])
     # The error of a weighted mean of 13 documents, with Student's t of 12 degrees of freedom. A document alone has
     # another context for its first tokens, hence the tolerance; windows would give a quarter of it.
     weights = counts / counts.sum()
@@ -219,9 +220,9 @@ def test_intervals_compare_documents_not_windows(config: RunConfig, tmp_path: Pa
 def test_one_document_is_compared_in_blocks(config: RunConfig, tmp_path: Path) -> None:
     """Half of a text is one word, half another: hundreds of windows are not hundreds of measurements."""
     halves = ["the " * 2000, "river " * 2000]
-    first, second = (measure_text(config, tmp_path / "half.txt", half)["model"]["loss"] for half in halves)
+    first, second = (measure_text(config, tmp_path / "half.txt", half)["loss"] for half in halves)
     found = measure_text(config, tmp_path / "long.txt", "".join(halves))
-    assert found["interval"] == "95%, from the spread of 20 blocks of the text"
+    assert found["card"]["interval"] == "95%, from the spread of 20 blocks of the text"
     low, high = found["intervals"]["loss"]
     # Ten blocks of either: a standard deviation of half the difference, divided by the root of 20.
     assert (high - low) / 2 == pytest.approx(2.093 * abs(first - second) / 2 / np.sqrt(19), rel=0.1)

@@ -137,13 +137,14 @@ def test_text_without_a_project(
     result = json.loads(capsys.readouterr().out)
     ids = [tokenizer.first_id, *tokenizer.encode(text), tokenizer.eos_id]
     loss, counted = window_losses(model, ids, 25, 24)
-    assert (result["tokens"], result["words"], result["bytes"]) == (counted, 10, len(text))
-    assert result["model"]["loss"] == pytest.approx(loss / counted, rel=1e-5)
+    card = result["perplexity"]["card"]
+    assert (card["tokens"], card["words"], card["bytes"]) == (counted, 10, len(text))
+    assert result["perplexity"]["loss"] == pytest.approx(loss / counted, rel=1e-5)
     (tmp_path / "other.txt").write_text("\n".join([text] * 20), encoding="utf-8")
     for recorded, documents in (("section", 1), ("block", 40)):  # as in the run.yaml of a run
         unit = [f"corpus.documents={recorded}", "corpus.section_chars=100"]
         assert main(["evaluate", str(bare), f"evaluate.text={tmp_path / 'other.txt'}", "--json", *settings, *unit]) == 0
-        assert json.loads(capsys.readouterr().out)["documents"] == documents
+        assert json.loads(capsys.readouterr().out)["perplexity"]["card"]["documents"] == documents
     assert main(["evaluate", str(bare), *settings]) == 2
     assert "evaluate.text=FILE" in capsys.readouterr().err
 
@@ -153,11 +154,11 @@ def test_a_sample_estimates_the_full_figure(run: Run, tmp_path: Path) -> None:
     full = run("perplexity", text=[str(tmp_path / "long.txt")])
     part = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60)
     again = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60)
-    assert part["model"] == again["model"] != full["model"]
-    low, high = part["intervals"]["loss"]
-    assert low < full["model"]["loss"] < high
-    assert part["tokens"] == full["tokens"]
-    assert part["sample"]["windows"] == 60
+    assert part["perplexity"]["loss"] == again["perplexity"]["loss"] != full["perplexity"]["loss"]
+    low, high = part["perplexity"]["intervals"]["loss"]
+    assert low < full["perplexity"]["loss"] < high
+    assert part["perplexity"]["card"]["tokens"] == full["perplexity"]["card"]["tokens"]
+    assert part["perplexity"]["card"]["sample"] == 60
 
 
 def test_intervals_of_known_numbers() -> None:

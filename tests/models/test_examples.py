@@ -104,7 +104,7 @@ def test_a_family_through_its_life(root: Path, tmp_path: Path, name: str, capsys
         for _ in range(8):
             wanted.append(int(net.logits(net(torch.tensor([wanted])))[0, -1].argmax()))
     assert text == opened.tokenizer.decode(wanted[len(ids) :])
-    assert opened.evaluate(baselines=False)["model"]["bits_per_byte"] > 0
+    assert opened.evaluate(baselines=False)["perplexity"]["bits_per_byte"] > 0
 
     if name == FAMILIES[0]:  # what the file itself does not change
         check_server(tmp_path / "run", settings, ids)

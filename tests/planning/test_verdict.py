@@ -75,25 +75,23 @@ def test_a_continued_model_is_not_called_trained_enough() -> None:
     assert text.startswith("No overfitting: it saw 0.08 epochs of 1,000,000 tokens; the last valid loss is the lowest")
 
 
+CARD = {"split": "test"}
+
+
 def test_answers_are_compared_with_counting_by_their_loss() -> None:
     for loss, lines in ((4.4, 1), (1.9, 0)):
-        assert len(describe_quality({"split": "valid", "model": {"loss": loss}, "bigram": {"loss": 2.0}})) == lines
+        assert len(describe_quality({"perplexity": {"loss": loss, "loss/bigram": 2.0, "card": CARD}})) == lines
 
 
 def test_quality_is_compared_with_counting() -> None:
-    measured = {
-        "split": "test",
-        "model": {"bits_per_byte": 2.0},
-        "unigram": {"bits_per_byte": 3.5},
-        "bigram": {"bits_per_byte": 2.75},
-    }
-    text = " ".join(describe_quality(measured))
+    found = {"bits_per_byte": 2.0, "bits_per_byte/unigram": 3.5, "bits_per_byte/bigram": 2.75, "card": CARD}
+    text = " ".join(describe_quality({"perplexity": found}))
     assert "2.000 bits per byte" in text
     assert "25% of its size" in text
     assert "2.750" in text
     assert "3.500" in text
-    assert "learnt almost nothing" in " ".join(describe_quality({**measured, "model": {"bits_per_byte": 2.8}}))
-    assert describe_quality(None) == describe_quality({"split": "test", "model": {"loss": 1.0}}) == []
+    assert "learnt almost nothing" in " ".join(describe_quality({"perplexity": {**found, "bits_per_byte": 2.8}}))
+    assert describe_quality(None) == describe_quality({"perplexity": {"loss": 1.0, "card": CARD}}) == []
 
 
 def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:

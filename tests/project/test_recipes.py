@@ -123,7 +123,7 @@ def test_quickstart_sh(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for wanted in (
         "intact",
-        "bits/byte",
+        "bits_per_byte",
         "KING RICHARD:",
         "runs/quickstart/run/step-0000002",
         "Next:",

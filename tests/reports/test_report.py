@@ -107,13 +107,14 @@ def test_the_page_has_every_figure_and_no_text_can_end_its_script(root: Path, tm
 
 RESULT = {
     "step": 6,
-    "split": "valid",
-    "documents": 3,
-    "tokens": 1234,
-    "bytes": 4000,
-    "model": {"loss": 2.0, "token_perplexity": 7.389, "bits_per_byte": 1.25},
-    "unigram": {"loss": 4.0, "token_perplexity": 54.598, "bits_per_byte": 3.5},
-    "bigram": {"loss": 3.0, "token_perplexity": 20.0855, "bits_per_byte": 2.75},
+    "perplexity": {
+        "loss": 2.0,
+        "token_perplexity": 7.389,
+        "bits_per_byte": 1.25,
+        "bits_per_byte/unigram": 3.5,
+        "bits_per_byte/bigram": 2.75,
+        "card": {"split": "valid", "documents": 3, "tokens": 1234, "bytes": 4000},
+    },
 }
 
 
@@ -138,8 +139,7 @@ def test_the_page_begins_with_the_results_next_to_counting(root: Path, tmp_path:
     verdict, measured, texts = page_data(copy)["parts"][:3]
     assert (verdict["title"], verdict["texts"]) == ("Verdict at step 6", ["Undertrained."])
     assert measured["title"] == "Measured at step 6 on the valid split: 3 documents, 1,234 tokens, 4,000 bytes"
-    assert measured["head"] == ["", "token ppl", "bits/byte"]
-    assert [row[1:] for row in measured["rows"]] == [["7.3890", "1.2500"], ["20.0855", "2.7500"], ["54.5980", "3.5000"]]
+    assert [row[1] for row in measured["rows"]] == ["2.0000", "7.3890", "1.2500", "3.5000", "2.7500"]
     assert texts["title"] == "Texts of the model at step 6, not selected"
     assert texts["texts"] == summary["texts"]
     assert list(page_data(copy)["baselines"].values()) == [2.75, 3.5]
@@ -197,12 +197,12 @@ def test_a_comparison(
     logs = [next((run / "evaluation").glob("*.items.jsonl")) for run in (runs["1e-3", 1], runs["3e-3", 1])]
     documents = [{row["id"]: row for row in map(json.loads, log.read_text().splitlines())} for log in logs]
     results = [json.loads(Path(str(log).replace(".items.jsonl", ".json")).read_text()) for log in logs]
-    assert len(documents[0]) == results[0]["documents"]
+    assert len(documents[0]) == results[0]["perplexity"]["card"]["documents"]
     assert sum(row["loss"] for row in documents[0].values()) == pytest.approx(
-        results[0]["model"]["loss"] * results[0]["tokens"]
+        results[0]["perplexity"]["loss"] * results[0]["perplexity"]["card"]["tokens"]
     )
-    assert "items" not in results[0]["model"]
-    difference = results[1]["model"]["bits_per_byte"] - results[0]["model"]["bits_per_byte"]
+    assert "items" not in results[0]["perplexity"]
+    difference = results[1]["perplexity"]["bits_per_byte"] - results[0]["perplexity"]["bits_per_byte"]
     (line,) = [line for line in found["findings"] if line.startswith("perplexity")]
     assert f"{len(documents[0])} items in common, steps 4 and 4: bits/byte" in line
     assert f"minus rate1e-3-seed1: {difference:+.4f} (95%: " in line

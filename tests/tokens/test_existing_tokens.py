@@ -299,15 +299,18 @@ def test_two_weighted_stores_through_all_commands(
     message = capsys.readouterr().out
     assert "prepare: not needed" in message
     assert "nothing to do: tokens.use names token stores" in message
-    assert "bits/byte" not in message
+    assert "bits_per_byte" not in message
     assert not (tmp_path / "tokens").exists()
     [saved] = (tmp_path / "run" / "evaluation").glob("step-0000002-perplexity-valid-*.json")
     measured = json.loads(saved.read_text())
     stores = open_splits(config_for(tmp_path, tokenizer, one, two)).stores("valid")
-    assert (measured["documents"], measured["tokens"]) == (12, sum(store.tokens for store in stores))
-    assert set(measured["model"]) == {"loss", "token_perplexity"}
+    card = measured["perplexity"]["card"]
+    assert (card["documents"], card["tokens"]) == (12, sum(store.tokens for store in stores))
+    assert {name for name, value in measured["perplexity"].items() if isinstance(value, float)} == {
+        f"{name}{of}" for name in ("loss", "token_perplexity") for of in ("", "/unigram", "/bigram")
+    }
     assert main(["evaluate", str(tmp_path / "run"), "evaluate.split=test"]) == 0
-    assert "12 documents" in capsys.readouterr().out
+    assert ["documents", "12"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert main(["evaluate", str(tmp_path / "run"), "evaluate.split=test", "corpus.split=90,10,0"]) == 2
     assert "its test split is empty" in capsys.readouterr().err
     assert main(["run", *arguments, f"tokenizer.use={tokenizer}"]) == 0

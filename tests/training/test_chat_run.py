@@ -124,11 +124,10 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     assert valid[-1]["valid_loss"] == pytest.approx(losses / loss_tokens, rel=1e-4)
     # The evaluation at the end measures the same tokens.
     result = evaluate(config, "latest")
-    assert result["tokens"] == loss_tokens == np.count_nonzero(store.loss_mask)
-    assert result["model"]["loss"] == pytest.approx(losses / loss_tokens, rel=1e-4)
-    assert result["model"]["accuracy"] == pytest.approx(right / loss_tokens, abs=1e-9)
+    assert result["perplexity"]["card"]["assistant_tokens"] == loss_tokens == np.count_nonzero(store.loss_mask)
+    assert result["perplexity"]["loss"] == pytest.approx(losses / loss_tokens, rel=1e-4)
+    assert result["perplexity"]["accuracy"] == pytest.approx(right / loss_tokens, abs=1e-9)
     table = format_tables(["perplexity"], result)
-    assert table.splitlines()[0].split() == ["loss", "token", "ppl", "accuracy"]
     assert f"{right / loss_tokens:.1%}" in table
     # A unigram model of the answers alone: their tokens are fewer than those of the conversations.
     answers = [
@@ -137,8 +136,8 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     ]
     counts = np.bincount(answers[0], minlength=model.config.vocab_size) + 1.0
     unigram = -np.log(counts[answers[1]] / (len(answers[0]) + model.config.vocab_size)).mean()
-    assert result["unigram"]["loss"] == pytest.approx(unigram)
-    assert result["bigram"]["loss"] < result["unigram"]["loss"]
+    assert result["perplexity"]["loss/unigram"] == pytest.approx(unigram)
+    assert result["perplexity"]["loss/bigram"] < result["perplexity"]["loss/unigram"]
 
 
 def test_long_questions_and_answers_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

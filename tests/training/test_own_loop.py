@@ -179,7 +179,7 @@ def test_an_opened_run(root: Path, command: Path, capsys: pytest.CaptureFixture[
     assert np.array_equal(batch.inputs[:, 1:], batch.labels[:, :-1])
     assert run.tokenizer.decode(run.tokenizer.encode("KING")) == "KING"
     assert run.generate("KING", max_tokens=4, temperature=0.0) == run.generate("KING", max_tokens=4, temperature=0.0)
-    assert run.evaluate(baselines=False)["model"]["bits_per_byte"] > 0
+    assert run.evaluate(baselines=False)["perplexity"]["bits_per_byte"] > 0
     with torch.no_grad(), run.capture("h.0.attn") as outputs:
         run.net()(torch.tensor(batch.inputs))
     assert [tuple(output.shape) for output in outputs] == [(8, 32, 32)]

@@ -22,9 +22,8 @@ from textmill.evaluation import (
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.measured_task import MeasuredTask, check_objective, format_card, format_metrics
 from textmill.evaluation.split_tokens import check_texts
-from textmill.evaluation.task import ItemLog, Result, Scorer, Task
+from textmill.evaluation.task import ItemLog, Result, Scorer
 from textmill.evaluation.tasks import open_tasks
-from textmill.evaluation.tasks.perplexity import find_windows
 from textmill.models import Shape, find_run_model, label_head_of, open_family, read_shape
 from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.files import check_file_name, format_path, hash_json, make_folder_for, write_bytes
@@ -72,10 +71,7 @@ def check_evaluation(settings: EvaluateConfig, corpus: CorpusConfig, shape: Shap
     else:
         for task in open_tasks(settings.tasks):
             check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
-            if isinstance(task, MeasuredTask):
-                task.check(settings, shape.positions)
-            else:
-                find_windows(settings, shape.positions, length)
+            task.check(settings, shape.positions, length)
         if settings.text:
             check_texts(settings.text, corpus)
     if settings.predictions:
@@ -141,7 +137,7 @@ def _open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int, ranks
 
 
 def _run_task(
-    task: Task, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool
+    task: MeasuredTask, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool
 ) -> tuple[Result, list[ItemLog]]:
     """Measure a task, print and save its result; return it and what the model answered to each example."""
     result = measure(task, scorer, config)
@@ -152,7 +148,7 @@ def _run_task(
         saved = save_result(run, scorer.checkpoint, name, result)
         if saved is not None and items and not config.evaluate.predictions:
             write_items(result_path(run, scorer.checkpoint, name, ITEMS_ENDING), items)
-        if saved is not None and isinstance(task, MeasuredTask) and task.entry.code:  # to be read; nothing executes it
+        if saved is not None and task.entry.code:  # to be read; nothing executes it
             write_bytes(result_path(run, scorer.checkpoint, name, ".py.txt"), [task.entry.code.source])
         if not as_json:
             print(format_result(task, result))

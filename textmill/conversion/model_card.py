@@ -27,17 +27,10 @@ LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 LARGEST_LICENCE = 1_000_000
 CURVE_ROWS = 12
 """Most rows of the training curve."""
-PROTOCOL = (
-    *("task", "split", "text", "documents", "tokens", "bytes", "words", "window", "stride", "sample", "precision"),
-    *("append_end", "interval"),
-)
-"""What an evaluation's file says about how it was measured."""
 FILE_FACTS = ("file", "text")
 """What a protocol card says about files: their names are shown, without the folders of this machine."""
 PRIVATE_FACTS = ("seconds", "device")
 """What a protocol card says about the machine."""
-NO_SCORES = ("card", "intervals", "sample")
-"""Parts of a result that are no figures of a model."""
 
 
 def write_card(
@@ -310,10 +303,9 @@ def _score_rows(result: dict[str, Any]) -> list[str]:
     """The numbers of a result by task or model: {"lambada": {"accuracy": 0.3}} -> | lambada | accuracy | 0.3 | |."""
     rows = []
     for section, values in result.items():
-        if not isinstance(values, dict) or section in NO_SCORES:
+        if not isinstance(values, dict):
             continue
-        # Tasks have their intervals beside their metrics, perplexity has those of the model beside its section.
-        intervals = values.get("intervals") or (result.get("intervals") if section == "model" else None) or {}
+        intervals = values.get("intervals", {})
         for name, value in values.items():
             if isinstance(value, int | float):
                 ends = intervals.get(name)
@@ -323,9 +315,9 @@ def _score_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _protocol_facts(result: dict[str, Any]) -> list[str]:
-    """How a result was measured: the protocol card of its task, or of perplexity some keys of the result itself."""
+    """How a result was measured: the protocol card of its task."""
     cards = [values["card"] for values in result.values() if isinstance(values, dict) and "card" in values]
-    facts = cards[0] if cards else {key: value for key, value in result.items() if key in PROTOCOL}
+    facts = cards[0] if cards else {}
     shown = {
         key: Path(value).name if key in FILE_FACTS and isinstance(value, str) else value for key, value in facts.items()
     }

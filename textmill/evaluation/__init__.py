@@ -9,13 +9,13 @@ from pathlib import Path
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
 from textmill.errors import warn
-from textmill.evaluation.measured_task import ITEMS
-from textmill.evaluation.task import ItemLog, Result, Scorer, Task
+from textmill.evaluation.measured_task import ITEMS, MeasuredTask
+from textmill.evaluation.task import ItemLog, Result, Scorer
 from textmill.evaluation.tasks import open_tasks
 from textmill.storage.files import atomic_writer, format_path, write_json
 
 
-def measure(task: Task, scorer: Scorer, config: RunConfig) -> Result:
+def measure(task: MeasuredTask, scorer: Scorer, config: RunConfig) -> Result:
     """Run one task; its result also says which checkpoint was measured, in which precision and where."""
     # A task that reports precision and device itself decides where they are in the result.
     made_with = {"precision": scorer.precision, "device": scorer.device}
@@ -23,7 +23,7 @@ def measure(task: Task, scorer: Scorer, config: RunConfig) -> Result:
     return {"checkpoint": str(scorer.checkpoint.folder), "step": scorer.checkpoint.step, **values, **made_with}
 
 
-def format_result(task: Task, result: Result) -> str:
+def format_result(task: MeasuredTask, result: Result) -> str:
     """The numbers of a task as text, and how they were measured."""
     checkpoint = format_path(Path(result["checkpoint"]))
     model = f"{checkpoint}, step {result['step']:,}, in {result['precision']} on {result['device']}."

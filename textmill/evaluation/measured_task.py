@@ -22,7 +22,7 @@ from textmill.errors import TextmillError, warn
 from textmill.evaluation.data_files import name_of_texts
 from textmill.evaluation.metrics import check_finite, format_number
 from textmill.evaluation.split_tokens import open_tokens
-from textmill.evaluation.task import Measured, Result, Scorer, Task, TaskEntry
+from textmill.evaluation.task import Measured, Result, Scorer, TaskEntry
 from textmill.storage.files import format_path, hash_json, read_json
 from textmill.storage.progress import format_duration
 from textmill.storage.stages import MANIFEST
@@ -41,14 +41,14 @@ class MeasuredTask:
     read: Callable[[EvaluateConfig, TaskEntry], Any] | None = None
     """Reads all of its data without a model."""
 
-    find_windows: Callable[[EvaluateConfig, int], Any] | None = None
-    """Finds its windows in a model of so many positions."""
+    find_windows: Callable[[EvaluateConfig, int, int | None], Any] | None = None
+    """Finds its windows in a model of so many positions that is trained with so many."""
 
-    def check(self, settings: EvaluateConfig, positions: int) -> None:
+    def check(self, settings: EvaluateConfig, positions: int, length: int | None) -> None:
         """Refuse settings and data that a model of so many positions cannot be measured with, before there is one."""
         settings = self._with_overrides(settings)
         if self.find_windows is not None:
-            self.find_windows(settings, positions)
+            self.find_windows(settings, positions, length)
         if self.read is not None:
             self.read(settings, self.entry)
 
@@ -115,7 +115,7 @@ class MeasuredTask:
 
 ITEMS = "items"
 """The key of the per-item log, which is written next to the result instead of in it."""
-NOT_PROTOCOL = ("file", "text", "seconds", "device", "training_data", "truncated_contexts", "ties")
+NOT_PROTOCOL = ("file", "text", "seconds", "device", "training_data", "truncated_contexts", "ties", "baselines")
 """What a card says about a place, a machine or an outcome: it does not change what is measured."""
 
 
@@ -160,11 +160,11 @@ def format_metrics(label: str, result: Result) -> str:
     return "\n".join(lines)
 
 
-def check_objective(task: Task, objective: str, model: Path | str) -> None:
+def check_objective(task: MeasuredTask, objective: str, model: Path | str) -> None:
     """Refuse a task that a model cannot do because of what it predicts; `model` is its name in the error."""
-    if objective in (task.objectives if isinstance(task, MeasuredTask) else ("next_token",)):
+    if objective in task.objectives:
         return
-    name = task.entry.name if isinstance(task, MeasuredTask) else "perplexity"  # which is a module
+    name = task.entry.name
     is_masked = objective == "masked"
     predicts = "masked tokens, not the next one" if is_masked else "the next token, not masked ones"
     advice = "pseudo_perplexity, pairs:FILE or choices:FILE" if is_masked else "perplexity"
@@ -200,6 +200,8 @@ def _format_fact(key: str, value: Any) -> str:
         return format_duration(value)
     if key == "file":
         return format_path(Path(value))
+    if key == "text":
+        return ", ".join(value)
     if key in ("sha256", "code_sha256"):
         return f"{value[:12]}..."
     if isinstance(value, bool):

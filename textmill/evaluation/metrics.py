@@ -1,4 +1,4 @@
-"""Perplexities and bits per byte from a summed loss, and the table that shows them.
+"""Perplexities and bits per byte from a summed loss, and confidence intervals.
 
 A loss of 3,000 nats over 1,000 tokens, 700 words and 4,000 bytes is a token perplexity of exp(3000 / 1000) = 20.1, a
 word perplexity of exp(3000 / 700) = 72.7 and 3000 / 4000 / ln 2 = 1.08 bits per byte. Only the last two can be compared
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,6 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.evaluation.task import LossPart
 
-COLUMNS = {
-    "token_perplexity": "token ppl",
-    "word_perplexity": "word ppl",
-    "byte_perplexity": "byte ppl",
-    "bits_per_byte": "bits/byte",
-}
-ANSWER_COLUMNS = {"loss": "loss", "token_perplexity": "token ppl", "accuracy": "accuracy"}
-"""Columns of a chat model, which is measured on its answers; their words and bytes are not counted."""
 MAX_MEAN_LOSS = math.log(1e15)
 """A perplexity above e to this is left out: in text without spaces a "word" is as long as a page."""
 
@@ -73,23 +64,6 @@ def metric_intervals(mean: Interval | None, counts: dict[str, int]) -> dict[str,
 def perplexity_of(loss: float, count: int) -> float | None:
     """The perplexity of a summed loss; None if it is beyond all numbers."""
     return math.exp(loss / count) if count and loss / count < MAX_MEAN_LOSS else None
-
-
-def format_metrics(rows: dict[str, dict[str, Any]]) -> str:
-    """Metrics as an aligned table."""
-    table = list_columns(rows)
-    name_width, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, cells, widths)]) for name, *cells in table)
-
-
-def list_columns(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Metrics as rows of texts, titles first; a metric that no row has gets no column."""
-    titles = ANSWER_COLUMNS if any("accuracy" in metrics for metrics in rows.values()) else COLUMNS
-    columns = {key: title for key, title in titles.items() if any(key in metrics for metrics in rows.values())}
-    table = [["", *columns.values()]]
-    for name, metrics in rows.items():
-        table.append([name, *(format_number(key, metrics.get(key)) for key in columns)])
-    return table
 
 
 def format_number(key: str, value: float | None) -> str:

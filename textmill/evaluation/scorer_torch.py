@@ -295,10 +295,9 @@ class TorchScorer(TextScorer):
     ) -> StoreLoss:
         """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
 
-        The first token is predicted from the tokenizer's first token, or is only context. End-of-text tokens may be
-        left out of the sum. With `sample`, only so many random windows are read.
+        The first token is predicted from the tokenizer's first token, or is only context. With `sample`, only so many
+        random windows are read.
         """
-        end = self.tokenizer.eos_id
         first_input = self.tokenizer.first_id if predict_first else None
         count = count_windows(store, length=length, stride=stride, first_input=first_input)
         windows = _sample_windows(count, sample, seed)
@@ -333,21 +332,12 @@ class TorchScorer(TextScorer):
         loss = float(np.sum([part.loss for part in parts]))
         return StoreLoss(loss, sum(part.tokens for part in parts), 0, len(windows), parts)
 
-    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+    def sum_answer_losses(self, store: TokenStore, *, length: int) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations, and count those that are the likeliest.
 
-        Each conversation is read alone in a window of `length` tokens; a longer one is truncated at its `start` or
-        `end`.
+        Each conversation is read alone in a window of `length` tokens; a longer one is truncated at its start.
         """
-        layout = ChatLayout(
-            store,
-            length=length,
-            seed=None,
-            pad_id=self.tokenizer.eos_id,
-            truncate=truncate,
-            pack=False,
-            vocab=self.vocab,
-        )
+        layout = ChatLayout(store, length=length, seed=None, pad_id=self.tokenizer.eos_id, pack=False, vocab=self.vocab)
         starts = range(0, layout.samples_per_epoch, self.batch)
         with progress("evaluate", total=layout.samples_per_epoch, unit="conversations") as bar:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +38,10 @@ class SplitTokens:
     vocab: int
     facts: dict[str, Any]
     """How the tokens were made, as far as it changes the numbers."""
+    trained_length: int | None = None
+    """`train.length`."""
+    is_chat: bool = False
+    """Whether the model is trained on conversations."""
 
     @property
     def has_answers(self) -> bool:
@@ -49,11 +53,13 @@ class SplitTokens:
 def open_tokens(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
     """The tokens of `evaluate.text`, or else of `evaluate.split`."""
     split = config.evaluate.split
+    is_chat = config.train.layout == "chat"
     if config.evaluate.text:
         with _open_text(scorer.tokenizer, config.evaluate.text, config.corpus) as tokens:
-            yield tokens
+            yield replace(tokens, trained_length=config.train.length)
     elif config.tokens.use:
-        yield _open_used(open_splits(config, scorer.tokenizer), split)
+        tokens = _open_used(open_splits(config, scorer.tokenizer), split)
+        yield replace(tokens, trained_length=config.train.length, is_chat=is_chat)
     else:
         folder = config.folder_of("tokens")
         checkpoint = scorer.checkpoint.folder
@@ -62,7 +68,7 @@ def open_tokens(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
                 f"{folder}: has no tokens to measure {checkpoint} on; name a text: evaluate.text=FILE, or other tasks: "
                 "evaluate.tasks"
             )
-        yield _open_made(scorer, folder, split)
+        yield replace(_open_made(scorer, folder, split), trained_length=config.train.length, is_chat=is_chat)
 
 
 def check_texts(names: list[str], corpus: CorpusConfig) -> None:

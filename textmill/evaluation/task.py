@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from textmill.config import RunConfig
 from textmill.config.own_files import OwnFile
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results
 
@@ -105,33 +104,9 @@ class Measured:
     """What the model answered to each example, for the log next to the result."""
 
 
-class Task(Protocol):
-    """A task as the command runs it. A file in evaluation/tasks needs only a function
-    `measure(scorer, settings, entry) -> Measured`; one that defines these four functions itself is used as it is."""
-
-    def measure(self, scorer: Scorer, config: RunConfig) -> Result:
-        """Score the model and return the result. The results of all tasks end in one dictionary."""
-        ...
-
-    def format_table(self, result: Result) -> str:
-        """The numbers as aligned text."""
-        ...
-
-    def describe_method(self, result: Result) -> str:
-        """How the numbers were measured: what a reader must know to compare them."""
-        ...
-
-    def result_name(self, result: Result) -> str:
-        """What the result's file in RUN/evaluation is called after the step: the task, the data, the sample, and a
-        checksum of the protocol, so that other measurements do not replace it."""
-        ...
-
-
 def list_metrics(result: Result) -> dict[str, float]:
     """The numbers of a task's result by name, such as lambada/accuracy."""
     own = {key: value for key, value in result.items() if isinstance(value, dict) and "card" in value}
-    if not own and isinstance(result.get("model"), dict):
-        own = {"perplexity": result["model"]}
     return {
         f"{label}/{name}": float(value)
         for label, values in own.items()

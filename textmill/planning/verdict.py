@@ -102,14 +102,14 @@ def state_of(facts: FinishedRun) -> State:
 
 def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     """The model's bits per byte next to those of models that count tokens and pairs of tokens."""
-    model = (measured or {}).get("model", {})
-    bits = model.get("bits_per_byte")
-    if measured is None or bits is None:
-        counted = (measured or {}).get("bigram", {}).get("loss")
-        return [NO_BETTER] if counted and model.get("loss", 0.0) >= counted else []
-    origin = f"{measured['split']} split" if "split" in measured else "text"
+    found = (measured or {}).get("perplexity", {})
+    bits = found.get("bits_per_byte")
+    if bits is None:
+        counted = found.get("loss/bigram")
+        return [NO_BETTER] if counted and found["loss"] >= counted else []
+    origin = f"{found['card']['split']} split" if "split" in found["card"] else "text"
     text = f"The model needs {bits:.3f} bits per byte of the {origin}"
-    others = {name: measured.get(name, {}).get("bits_per_byte") for name in ("bigram", "unigram")}
+    others = {name: found.get(f"bits_per_byte/{name}") for name in ("bigram", "unigram")}
     comparisons = []
     for name, counted in (("bigram", "pairs of tokens"), ("unigram", "single tokens")):
         if others[name]:

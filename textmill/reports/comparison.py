@@ -22,10 +22,11 @@ from textmill.track.console import format_time
 
 DIGITS = 6
 SEED = "train.seed"
-OF_THE_MODEL = ("tokenizer", "vocabulary", "positions", "precision", "first_context", "begin_token")
+OF_THE_MODEL = (
+    *("tokenizer", "vocabulary", "positions", "precision", "first_context", "begin_token"),
+    *("tokens", "counted", "interval"),
+)
 """What a protocol card says about the model: two models may differ in it and still be compared."""
-PERPLEXITY_PROTOCOL = ("split", "text", "sha256", "window", "stride", "append_end")
-"""What must be equal for the losses of documents to be compared."""
 
 
 @dataclass
@@ -133,8 +134,9 @@ def _test_items(first: RunFiles, second: RunFiles, name: str, other: str) -> Ite
         for metric in _metrics_of(path, result):
             test = compare_items(path, logs[1][key][0], metric, label)
             unit, scale = metric, 1.0
-            if label == "perplexity" and result.get("bytes"):
-                unit, scale = "bits/byte", result["tokens"] / result["bytes"] / math.log(2)
+            card = result[label]["card"]
+            if label == "perplexity" and card.get("bytes"):
+                unit, scale = "bits/byte", card["tokens"] / card["bytes"] / math.log(2)
             interval = (test.interval[0] * scale, test.interval[1] * scale)
             steps = f"steps {result['step']:,} and {logs[1][key][1]['step']:,}"
             measured = f"{label}, {test.items:,} items in common, {steps}: {unit}"
@@ -159,9 +161,6 @@ def _find_logs(run: RunFiles) -> dict[tuple[str, str], tuple[Path, dict[str, Any
 
 def _protocols(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The tasks of a result, each with what must be equal in a result that it is compared with."""
-    if "model" in result:
-        yield "perplexity", {key: result.get(key) for key in PERPLEXITY_PROTOCOL}
-        return
     for label, values in result.items():
         if isinstance(values, dict) and "card" in values:
             yield label, {k: v for k, v in values["card"].items() if k not in (*NOT_PROTOCOL, *OF_THE_MODEL)}
@@ -170,5 +169,5 @@ def _protocols(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _metrics_of(path: Path, result: dict[str, Any]) -> list[str]:
     """The metrics that a log has for each item and the result in all."""
     _, item = next(iter(read_items(path)), ("", {}))
-    values = result["model"] if "model" in result else result[item["task"]]
+    values = result[item["task"]]
     return [name for name in item if isinstance(values.get(name), float)]

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from textmill.corpus.accounts import format_count
-from textmill.evaluation.metrics import list_columns
+from textmill.evaluation.metrics import format_number
 from textmill.reports.comparison import compare_runs, format_value, unique_names
 from textmill.reports.curves import Point, reduce_points
-from textmill.reports.run_files import RunFiles, flatten
+from textmill.reports.run_files import RunFiles, flatten, perplexity_card
 from textmill.reports.texts import describe_evaluation, describe_origin
 from textmill.track.console import format_time
 
@@ -148,11 +148,9 @@ def _evaluation_rows(result: dict[str, Any]) -> list[list[Any]]:
     return [[describe_evaluation(result), ""], *([f"  {key}", format_value(value)] for key, value in values.items())]
 
 
-MODELS = {"model": "this model", "bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)"}
-COUNTING = ("bigram", "unigram")
-UNITS = {"documents": "document", "tokens": "token", "bytes": "byte"}
-"""What the counts of an evaluation are counts of, as the page names it."""
-CHAT_UNITS = {**UNITS, "documents": "conversation", "tokens": "assistant token"}
+COUNTING = {"bigram": "counting pairs of tokens (bigram)", "unigram": "counting tokens (unigram)"}
+UNITS = ("document", "token", "byte", "conversation", "assistant token")
+"""What a protocol card counts."""
 SHOWN_SOURCES = 20
 """Files of the corpus that a page names."""
 
@@ -162,17 +160,17 @@ def result_sections(run: RunFiles) -> Iterator[dict[str, Any]]:
     step = str(run.summary.get("inputs", {}).get("step", "")).removeprefix("step-").lstrip("0")
     yield {"title": f"Verdict at step {step}", "open": True, "texts": run.summary.get("verdict", [])}
     for result in run.evaluations:
-        if rows := {name: result[name] for name in MODELS if isinstance(result.get(name), dict)}:
-            columns, *cells = list_columns({MODELS[name]: row for name, row in rows.items()})
-            yield {"title": _evaluation_title(result), "open": True, "rows": cells, "head": columns}
+        if values := result.get("perplexity"):
+            rows = [[name, format_number(name, value)] for name, value in values.items() if isinstance(value, float)]
+            yield {"title": _evaluation_title(result), "open": True, "rows": rows, "head": ["metric", "value"]}
     texts = run.summary.get("texts", [])
     yield {"title": f"Texts of the model at step {step}, not selected", "open": True, "texts": texts}
 
 
 def baselines_of(run: RunFiles) -> dict[str, float]:
     """Bits per byte of models that count, on the valid split, by name."""
-    measured = [result for result in run.evaluations if result.get("split") == "valid"]
-    found = {MODELS[name]: measured[-1].get(name, {}).get("bits_per_byte") for name in COUNTING} if measured else {}
+    valid = [one["perplexity"] for one in run.evaluations if perplexity_card(one).get("split") == "valid"]
+    found = {title: valid[-1].get(f"bits_per_byte/{name}") for name, title in COUNTING.items()} if valid else {}
     return {name: bits for name, bits in found.items() if bits}
 
 
@@ -188,6 +186,6 @@ def shorten_account(account: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluation_title(result: dict[str, Any]) -> str:
     """On what an evaluation was done: "Measured at step 500 on the valid split: 12 documents, 3,456 tokens"."""
-    units = CHAT_UNITS if "truncate" in result else UNITS  # only the evaluation of answers records how it cuts chats
-    counts = [format_count(result[key], unit) for key, unit in units.items() if isinstance(result.get(key), int)]
-    return f"Measured at step {result.get('step') or 0:,} on the {describe_origin(result)}: {', '.join(counts)}"
+    card = perplexity_card(result)
+    counts = [format_count(card[key], unit) for unit in UNITS if (key := f"{unit}s".replace(" ", "_")) in card]
+    return f"Measured at step {result.get('step') or 0:,} on the {describe_origin(card)}: {', '.join(counts)}"

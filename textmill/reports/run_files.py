@@ -143,14 +143,14 @@ class RunFiles:
         """The results that `evaluate` saved, by step; those of a sample come before those of all data."""
         files = sorted((self.folder / EVALUATIONS).glob("*.json"))
         results = [read_json(path) for path in files if not path.name.endswith(".predictions.json")]
-        return sorted(results, key=lambda result: (result.get("step") or 0, "sample" not in result))
+        return sorted(results, key=lambda result: (result.get("step") or 0, "sample" not in perplexity_card(result)))
 
     def bits_per_byte_at(self, step: int | None) -> float | None:
         """Bits per byte of the valid split after a step, as training or `evaluate` measured them."""
         evaluated = [
-            (result.get("step"), result.get("model", {}).get("bits_per_byte"))
+            (result.get("step"), result["perplexity"].get("bits_per_byte"))
             for result in self.evaluations
-            if result.get("split") == "valid"
+            if perplexity_card(result).get("split") == "valid"
         ]
         return dict([*evaluated, *self.points("valid_bits_per_byte")]).get(step)
 
@@ -240,6 +240,12 @@ def _count_parameters(checkpoint: Path, family: str) -> int | None:
     if not is_own_file(family):
         return read_shape(checkpoint).parameters
     return None if is_adapter(checkpoint) else count_model(checkpoint)
+
+
+def perplexity_card(result: dict[str, Any]) -> dict[str, Any]:
+    """How `evaluate` measured a perplexity; empty if it measured other tasks."""
+    card: dict[str, Any] = result.get("perplexity", {}).get("card", {})
+    return card
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -129,27 +129,23 @@ def describe_evaluation(result: dict[str, Any]) -> str:
     """One result of `evaluate` in a line: step 500, lambada: accuracy 0.3256."""
     step = f"step {result.get('step', 0):,}"
     tasks = {name: value for name, value in result.items() if isinstance(value, dict) and "card" in value}
-    if tasks:  # a task on a file: its metrics are next to its protocol card
-        return f"{step}, {'; '.join(_describe_task(name, task) for name, task in tasks.items())}"
-    metrics = result.get("model", {})
-    titles = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
-    figures = _format_metrics({title: metrics.get(key) for key, title in titles.items()})
-    return f"{step}, {describe_origin(result)}: {figures or 'no figures'}"
+    return f"{step}, {'; '.join(_describe_task(name, task) for name, task in tasks.items())}"
 
 
 def _describe_task(name: str, task: dict[str, Any]) -> str:
-    """The metrics of a task without those of its groups, and the file that they were measured on."""
+    """The metrics of a task without those of its groups, and what they were measured on."""
     card = task["card"]
-    file = [Path(card["file"]).name] if "file" in card else []
-    sample = [f"{card['examples']:,} of {card['of']:,} examples"] if "of" in card else []
-    data = f" ({', '.join([*file, *sample])})" if file or sample else ""
-    return f"{name}{data}: {_format_metrics({key: value for key, value in task.items() if '/' not in key})}"
+    data = [Path(card["file"]).name] if "file" in card else []
+    data += [describe_origin(card)] if "split" in card or "text" in card else []
+    data += [f"{card['examples']:,} of {card['of']:,} examples"] if "of" in card else []
+    origin = f" ({', '.join(data)})" if data else ""
+    return f"{name}{origin}: {_format_metrics({key: value for key, value in task.items() if '/' not in key})}"
 
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
 
 
-def describe_origin(result: dict[str, Any]) -> str:
+def describe_origin(card: dict[str, Any]) -> str:
     """What `evaluate` measured on: a split, or texts."""
-    return ", ".join(result["text"]) if "text" in result else f"{result.get('split', '?')} split"
+    return ", ".join(card["text"]) if "text" in card else f"{card['split']} split"

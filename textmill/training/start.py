@@ -53,7 +53,7 @@ from textmill.engines.distillation import (
     teacher_folder,
 )
 from textmill.errors import TextmillError, warn
-from textmill.evaluation.measured_task import MeasuredTask, check_objective
+from textmill.evaluation.measured_task import check_objective
 from textmill.evaluation.tasks import open_tasks
 from textmill.models import (
     Shape,
@@ -401,8 +401,7 @@ def check_start(config: RunConfig) -> Shape:
         matched_layers(train.distil, shape.layers, teacher.layers)
     for task in open_tasks(train.tasks):
         check_objective(task, open_family(shape.family).OBJECTIVE, f"model.family: {shape.family}")
-        if isinstance(task, MeasuredTask):
-            task.check(config.evaluate, shape.positions)
+        task.check(config.evaluate, shape.positions, train.length)
     if not train.tasks:
         check_measured(train.best.metric, [])
     check_batch_memory(train, train.length or shape.positions)

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from textmill.config import EvaluateConfig
 from textmill.config.load import read_yaml, under
@@ -21,11 +21,11 @@ from textmill.errors import TextmillError
 from textmill.evaluation.choices import ChoiceTask, texts_of
 from textmill.evaluation.data_files import Record, find_data_files, open_data_file, slug
 from textmill.evaluation.measured_task import MeasuredTask
-from textmill.evaluation.task import Task, TaskEntry
+from textmill.evaluation.task import TaskEntry
 from textmill.storage.files import hash_json
 
 
-def open_tasks(entries: Sequence[str]) -> list[Task]:
+def open_tasks(entries: Sequence[str]) -> list[MeasuredTask]:
     """The tasks of `evaluate.tasks`, whose files must exist; which names exist is checked when the config is read."""
     parsed = [parse_entry(entry) for entry in entries]
     parts: list[Callable[[Path], str]] = [lambda file: slug(file.stem), lambda file: slug(str(file))]
@@ -57,7 +57,7 @@ def _relabel(entry: TaskEntry, label_part: Callable[[Path], str]) -> TaskEntry:
     return replace(entry, label=f"{entry.label}-{label_part(entry.file)}") if entry.file else entry
 
 
-def _open(entry: TaskEntry) -> Task:
+def _open(entry: TaskEntry) -> MeasuredTask:
     if entry.name == LM_EVAL:
         if find_spec("lm_eval") is None:
             raise TextmillError(f"evaluate.tasks: {LM_EVAL} needs lm-eval; run: pip install 'textmill[eval]'")
@@ -69,8 +69,6 @@ def _open(entry: TaskEntry) -> Task:
             read=lambda _, entry: import_module(adapter).load_tasks(entry),
         )
     module: Any = entry.code.module if entry.code else import_module(f"textmill.evaluation.tasks.{entry.name}")
-    if hasattr(module, "format_table"):
-        return cast(Task, module)
     needs_file = hasattr(module, "FILES") and not getattr(module, "FILE_OPTIONAL", False)
     if entry.file is not None or needs_file:
         find_data_files(entry)

@@ -15,7 +15,6 @@ is exp(summed loss / tokens); per word and per byte the same sum is divided by t
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,57 +23,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config import EvaluateConfig, RunConfig
+from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.data_files import SAMPLE_SEED
-from textmill.evaluation.measured_task import ITEMS, format_card, hash_facts, model_card, name_data, warn_if_untrained
-from textmill.evaluation.metrics import (
-    compute_metrics,
-    document_interval,
-    format_metrics,
-    format_number,
-    metric_intervals,
-)
-from textmill.evaluation.split_tokens import SplitTokens, open_tokens
-from textmill.evaluation.task import ItemLog, LossPart, NextTokenScorer, Result, StoreLoss
+from textmill.evaluation.metrics import compute_metrics, document_interval, metric_intervals
+from textmill.evaluation.split_tokens import SplitTokens
+from textmill.evaluation.task import ItemLog, LossPart, Measured, NextTokenScorer, StoreLoss, TaskEntry
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 FILES = "none: a split of the run, or evaluate.text"
-PROTOCOL_KEYS = (
-    *("split", "text", "sha256", "documents", "tokens", "window", "stride", "truncate"),
-    *("append_end", "document_unit"),
-)
-"""What a result says about how it was measured, beside its card."""
-FACTS = (*PROTOCOL_KEYS, "words", "bytes", "stores")
-"""What is shown of them, and counts."""
+FILE_OPTIONAL = True
+BASELINE_METRICS = ("loss", "token_perplexity", "bits_per_byte")
+"""Metrics of the two baselines that are shown."""
 SMOOTHING = "unigram: add-one; bigram: interpolated Witten-Bell over that unigram"
-ROWS = ("model", "unigram", "bigram")
 MAX_LOGGED = 200_000
 """Of more documents there is no log."""
 SHOWN_START = 60
 """Characters of a document in the log."""
 
 
-def measure(scorer: NextTokenScorer, config: RunConfig) -> Result:
+def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of every token of a split or text and divide it by tokens, words and bytes."""
-    start = time.monotonic()
-    with open_tokens(scorer, config) as tokens:
-        settings = config.evaluate
-        window, stride = find_windows(settings, scorer.positions, config.train.length)
-        is_chat = config.train.layout == "chat" and tokens.has_answers and not settings.text
+    with entry.open_tokens() as tokens:
+        window, stride = find_windows(settings, scorer.positions, tokens.trained_length)
+        is_chat = tokens.is_chat and tokens.has_answers
         if is_chat:
-            result = _measure_answers(scorer, tokens, window, settings.split)
+            measured = _measure_answers(scorer, tokens, window, settings.split)
         else:
-            result = _measure_windows(scorer, settings, tokens, window, stride)
-        with_baselines = settings.baselines and tokens.train
-        baselines = _measure_baselines(tokens, scorer.tokenizer.first_id, is_chat) if with_baselines else {}
-    warn_if_untrained(scorer, result["model"]["loss"])
-    card = {**model_card(scorer), "seconds": time.monotonic() - start}
-    return {**result, **baselines, "card": card}
+            measured = _measure_windows(scorer, settings, tokens, window, stride)
+        if settings.baselines and tokens.train:
+            metrics, counted = _measure_baselines(tokens, scorer.tokenizer.first_id, is_chat)
+            measured.metrics.update(metrics)
+            measured.card["baselines"] = counted
+    return measured
 
 
-def find_windows(settings: EvaluateConfig, positions: int, trained_length: int | None) -> tuple[int, int]:
+def find_windows(settings: EvaluateConfig, positions: int, trained_length: int | None = None) -> tuple[int, int]:
     """The tokens of a window, and those between the starts of two."""
     if (settings.window or 0) > positions:
         raise TextmillError(
@@ -91,7 +76,7 @@ def find_windows(settings: EvaluateConfig, positions: int, trained_length: int |
 
 def _measure_windows(
     scorer: NextTokenScorer, settings: EvaluateConfig, tokens: SplitTokens, window: int, stride: int
-) -> Result:
+) -> Measured:
     store_losses = [
         scorer.sum_losses(store, length=window, stride=stride, sample=settings.sample, seed=SAMPLE_SEED)
         for store in tokens.stores
@@ -107,22 +92,23 @@ def _measure_windows(
     # The mean loss of sampled windows stands for that of all tokens.
     counts = {**tokens.counts, "tokens": predicted if settings.sample is None else tokens.counts["tokens"]}
     interval, interval_method = document_interval(parts)
-    intervals = metric_intervals(interval, counts)
-    result: Result = {} if settings.text else {"split": settings.split}
-    result |= {**counts, "window": window, "stride": stride}
+    card = {
+        **({} if settings.text else {"split": settings.split}),
+        **counts,
+        **tokens.facts,
+        "window": window,
+        "stride": stride,
+        "first_token": "predicted",
+        "interval": interval_method,
+    }
+    items: Sequence[ItemLog] = ()
     if settings.sample is not None:
-        result["sample"] = {
-            "windows": sum(measured.windows for measured in store_losses),
-            "tokens": predicted,
-            "seed": SAMPLE_SEED,
-        }
-    result |= {"precision": scorer.precision, "device": scorer.device, **tokens.facts}
-    result["model"] = compute_metrics(mean_loss * counts["tokens"], counts, str(scorer.checkpoint.folder))
-    result["intervals"] = {name: list(ends) for name, ends in intervals.items()}
-    result["interval"] = interval_method
-    if settings.sample is None and tokens.counts["documents"] <= MAX_LOGGED:
-        result["model"][ITEMS] = list(_document_items(scorer.tokenizer, tokens.stores, store_losses))
-    return result
+        windows = sum(measured.windows for measured in store_losses)
+        card |= {"sample": windows, "seed": SAMPLE_SEED, "counted": predicted}
+    elif tokens.counts["documents"] <= MAX_LOGGED:
+        items = list(_document_items(scorer.tokenizer, tokens.stores, store_losses))
+    metrics = compute_metrics(mean_loss * counts["tokens"], counts, str(scorer.checkpoint.folder))
+    return Measured(metrics, card, metric_intervals(interval, counts), mean_loss, items)
 
 
 def _document_items(
@@ -138,7 +124,6 @@ def _document_items(
             ids = store.ids[ends[number] - int(store.lengths[number]) : ends[number]].tolist()
             text = tokenizer.decode(ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids)
             yield {
-                "task": "perplexity",
                 "id": hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16],
                 "loss": sum(part.loss for part in parts),
                 "tokens": sum(part.tokens for part in parts),
@@ -146,7 +131,7 @@ def _document_items(
             }
 
 
-def _measure_answers(scorer: NextTokenScorer, tokens: SplitTokens, window: int, split: str, truncate: str) -> Result:
+def _measure_answers(scorer: NextTokenScorer, tokens: SplitTokens, window: int, split: str) -> Measured:
     """Loss and accuracy of the assistant's tokens: what the user says is given, the model need not predict it."""
     store_losses = [scorer.sum_answer_losses(store, length=window) for store in tokens.stores]
     predicted = sum(measured.tokens for measured in store_losses)
@@ -158,54 +143,30 @@ def _measure_answers(scorer: NextTokenScorer, tokens: SplitTokens, window: int, 
     loss = sum(measured.loss for measured in store_losses)
     correct = sum(measured.correct for measured in store_losses)
     metrics = compute_metrics(loss, {"tokens": predicted}, str(scorer.checkpoint.folder))
-    return {
+    card = {
         "split": split,
-        "documents": tokens.counts["documents"],
-        "tokens": predicted,
+        "conversations": tokens.counts["documents"],
+        "assistant_tokens": predicted,
         "window": window,
         "truncate": "start",
-        "precision": scorer.precision,
-        "device": scorer.device,
-        "model": {**metrics, "accuracy": correct / predicted},
     }
+    return Measured({**metrics, "accuracy": correct / predicted}, card, token_loss=metrics["loss"])
 
 
-def format_table(result: Result) -> str:
-    """A row for the model and for each baseline."""
-    return format_metrics({row: result[row] for row in ROWS if row in result})
-
-
-def describe_method(result: Result) -> str:
-    """What was read and counted, and the rest of the protocol card."""
-    facts = {key: result[key] for key in FACTS if key in result}
-    if "text" in facts:
-        facts["text"] = ", ".join(facts["text"])
-    if sample := result.get("sample"):
-        facts["sample"] = f"{sample['windows']:,} windows ({sample['tokens']:,} tokens), seed {sample['seed']}"
-    if (interval := result.get("intervals", {}).get("token_perplexity")) is not None:
-        low, high = (format_number("token_perplexity", end) for end in interval)
-        facts["interval"] = f"token ppl {low} to {high}, {result['interval']}"
-    if "counted" in result:
-        facts["baselines"] = f"{SMOOTHING}; counted on {result['counted']:,} of {result['train_tokens']:,} train tokens"
-    return format_card(facts | result["card"])
-
-
-def result_name(result: Result) -> str:
-    """The split or the text, the sample, and a checksum of the protocol."""
-    facts = {key: value for key, value in result.items() if key in PROTOCOL_KEYS} | result["card"]
-    if "sample" in result:
-        facts |= {"sample": result["sample"]["windows"]}
-    return "-".join(["perplexity", *name_data(facts), hash_facts(facts)])
-
-
-def _measure_baselines(tokens: SplitTokens, first: int, answers_only: bool = False) -> Result:
-    """A unigram and a bigram model, counted on the train split; `first` is the token before the first one."""
+def _measure_baselines(
+    tokens: SplitTokens, first: int, answers_only: bool = False
+) -> tuple[dict[str, float | None], str]:
+    """The metrics of a unigram and a bigram model, and how they were counted on the train split; `first` is the token
+    before the first one."""
     ngrams = count(*tokens.train, vocab=tokens.vocab, first=first, answers_only=answers_only)
     losses = sum_losses(ngrams, *tokens.stores, first=first, answers_only=answers_only)
     counts = {"tokens": _count_answers(tokens.stores)} if answers_only else tokens.counts
-    metrics = {name: compute_metrics(loss, counts, f"the {name}") for name, loss in losses.items()}
+    found: dict[str, float | None] = {}
+    for name, loss in losses.items():
+        metrics = compute_metrics(loss, counts, f"the {name}")
+        found |= {f"{key}/{name}": metrics[key] for key in BASELINE_METRICS if key in metrics}
     train_tokens = _count_answers(tokens.train) if answers_only else sum(store.tokens for store in tokens.train)
-    return {**metrics, "counted": ngrams.counted, "train_tokens": train_tokens}
+    return found, f"{SMOOTHING}; counted on {ngrams.counted:,} of {train_tokens:,} train tokens"
 
 
 def _count_answers(stores: list[TokenStore]) -> int:

@@ -103,10 +103,11 @@ def _read(data: DataFile) -> str:
     return text
 
 
-def find_windows(settings: EvaluateConfig, positions: int) -> tuple[int, int]:
-    """The tokens of a window, and those between the starts of two, by default as the protocol has them."""
+def find_windows(settings: EvaluateConfig, positions: int, _: int | None = None) -> tuple[int, int]:
+    """The tokens of a window, and those between the starts of two, by default as the protocol has them, whatever length
+    the model was trained with."""
     protocol = PROTOCOLS[settings.wikitext.protocol]
-    window, stride = perplexity.find_windows(settings, positions, None)
+    window, stride = perplexity.find_windows(settings, positions)
     if settings.stride is None and protocol.stride is not None:
         stride = min(protocol.stride, window)
     return window, stride
