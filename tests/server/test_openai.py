@@ -48,13 +48,6 @@ def test_completion(client: Any) -> None:
     assert len(reply.choices[0].logprobs.tokens) == 20
 
 
-def test_streamed_completion(client: Any) -> None:
-    chunks = list(client.completions.create(model="mill", prompt=HANGUL, max_tokens=20, stream=True))
-    full = client.completions.create(model="mill", prompt=HANGUL, max_tokens=20)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == full.choices[0].text
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
 def test_chat(client: Any) -> None:
     messages = [
         {"role": "system", "content": "be brief"},

@@ -17,7 +17,6 @@ from textmill.storage.files import atomic_writer, format_path, write_json
 
 def measure(task: MeasuredTask, scorer: Scorer, config: RunConfig) -> Result:
     """Run one task; its result also says which checkpoint was measured, in which precision and where."""
-    # A task that reports precision and device itself decides where they are in the result.
     made_with = {"precision": scorer.precision, "device": scorer.device}
     values = task.measure(scorer, config)
     return {"checkpoint": str(scorer.checkpoint.folder), "step": scorer.checkpoint.step, **values, **made_with}
