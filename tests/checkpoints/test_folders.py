@@ -286,7 +286,7 @@ def test_false_headers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TextmillError, match="safetensors"):
             list(read_tensors(file(lie)))  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").write_bytes((10**12).to_bytes(8, "little"))
-    with pytest.raises(TextmillError, match="claims 1,000,000,000,000 bytes"):
+    with pytest.raises(TextmillError, match=r"not readable as safetensors .*header too large"):
         list(read_tensors(tmp_path / "model.safetensors"))
 
 

@@ -6,12 +6,12 @@ import json
 import math
 import mmap
 from collections.abc import Iterator
-from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_file, hash_json, read_json
@@ -23,7 +23,6 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
 NUMPY_DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 Precision = Literal["fp32", "bf16", "fp16"]
 SAFETENSORS_DTYPES: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-MAX_HEADER_BYTES = 100_000_000
 SHARD_INDEX = "model.safetensors.index.json"
 
 
@@ -71,37 +70,23 @@ def read_tensors(path: Path) -> Iterator[Named]:
 def _read_header(path: Path) -> tuple[mmap.mmap, int, list[tuple[tuple[int, ...], str, str, tuple[int, ...]]]]:
     """The mapped file, where its arrays begin, and (start and end, name, dtype, shape) of each, all checked."""
     try:
+        with safe_open(path, "numpy"):  # checks the header, and every size and offset in it
+            pass
         with open(path, "rb") as stream:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise TextmillError(f"{path}: not readable ({error})") from None
+    except (OSError, SafetensorError) as error:
+        reason = str(error).partition(", expected one of")[0]
+        raise TextmillError(f"{path}: not readable as safetensors ({reason}); it is missing or damaged") from None
     length = int.from_bytes(data[:8], "little")
-    if length > min(MAX_HEADER_BYTES, len(data) - 8):
-        raise TextmillError(
-            f"{path}: its header claims {length:,} bytes of {len(data):,}; the file is truncated or not safetensors"
-        )
-    try:
-        header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        entries = sorted(
-            (_integers(one["data_offsets"]), name, one["dtype"], _integers(one["shape"]))
-            for name, one in header.items()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise TextmillError(f"{path}: its header is not a safetensors header") from None
-    position = 0
-    for (start, end), name, dtype, shape in entries:
-        expected = math.prod(shape) * ITEM_BYTES.get(dtype, -1)
-        if start != position or end - start != expected or min(shape, default=0) < 0 or 8 + length + end > len(data):
-            claim = f"'{name}' ({dtype} {list(shape)}) claims bytes {start:,} to {end:,}"
-            raise TextmillError(f"{path}: {claim}, which does not fit its size or the file; the file is damaged")
-        position = end
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    entries = sorted(
+        (tuple(one["data_offsets"]), name, one["dtype"], tuple(one["shape"])) for name, one in header.items()
+    )
+    for _, name, dtype, _ in entries:
+        if dtype not in ITEM_BYTES:
+            raise TextmillError(f"{path}: '{name}' is {dtype}, which textmill does not read; convert it to BF16")
     return data, 8 + length, entries
-
-
-def _integers(numbers: list[int]) -> tuple[int, ...]:
-    """Numbers from a header as integers; TypeError if one is not."""
-    return tuple(index(number) for number in numbers)
 
 
 def _decode_array(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArray[np.float32] | None:
