@@ -30,7 +30,7 @@ class ThreadRanks(Ranks):
     """Ranks that are threads of this process."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, board: list[Any]) -> None:
-        self.rank, self.world, self.first = rank, len(board), rank == 0  # type: ignore[misc]
+        self.rank, self.world = rank, len(board)
         self._meeting, self._board = meeting, board
 
     def all_gather(self, value: Any) -> list[Any]:

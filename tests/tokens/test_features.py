@@ -350,7 +350,7 @@ def test_existing_rows_through_all_commands(life: Path, capsys: pytest.CaptureFi
     )
     assert main(["run", str(life / "beam" / "mine.yaml"), "runner.workers=1", "corpus.split=80,10,10", *TINY]) == 0
     [saved] = (life / "beam" / "out" / "run" / "evaluation").glob("step-0000002-perplexity-valid-*.json")
-    measured = read_json(saved)
+    measured = read_json(saved)["perplexity"]["card"]
     rows = [row for path in sorted((life / "beam").glob("wikitext-*")) for row in pq.read_table(path).to_pylist()]
     edges = split_borders([80, 10, 10], len(rows))
     valid = rows[edges[1] : edges[2]]
