@@ -15,6 +15,7 @@ import pytest
 
 from bench.engine_exits import end_leftovers
 from bench.kill_train import read_metrics, textmill, train_arguments
+from tests.support.preloaded import open_template
 from tests.support.waiting import LONGEST, wait_for
 from textmill.errors import TextmillError
 from textmill.processes.launch import first_host, read_launch
@@ -34,6 +35,7 @@ def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
 
 def launched(*words: str) -> subprocess.CompletedProcess[str]:
     """Two processes to their end; none is left, neither alive nor as a zombie."""
+    open_template()  # before the block, after which it would count as left
     with end_leftovers() as left:
         done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, timeout=300)
     assert not left
