@@ -67,7 +67,7 @@ def run(config: RunConfig, force: Force = "no", *, started: float | None = None)
                 run_stage(config, force)
     imports.join()
     _headline(4, "train")
-    evaluates = _evaluates(config.corpus.labels, config.train.layout, config.evaluate.tasks)
+    evaluates = _evaluates(config)
     folder = train(config, force, started=started, evaluates=evaluates)
     checkpoint = rank_checkpoints(folder, None)[0]
     summary = _summarize(config, folder, checkpoint)
@@ -95,7 +95,7 @@ def check_before_work(config: RunConfig) -> RunConfig:
     with claim_folder(config.folder_of("train"), "train.folder", True) as keep_folder:
         imported = use_imported_model(config)
         shape = check_start(imported)
-        if _evaluates(config.corpus.labels, config.train.layout, config.evaluate.tasks):
+        if _evaluates(config):
             check_evaluation(config.evaluate, config.corpus, shape, config.train.length)
         if config.sample.prompts_file is not None:
             find_prompts(config.sample)
@@ -134,7 +134,7 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
         _headline(6, "generate: not needed: the model predicts labels")
         return measured, []
     if open_family(shape.family).OBJECTIVE == "masked":
-        if _evaluates(config.corpus.labels, config.train.layout, config.evaluate.tasks):
+        if _evaluates(config):
             measured = _evaluate_split(config)
         else:
             measured = None
@@ -152,11 +152,13 @@ def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, 
     return measured, [prompt + text for text in generate(config.model_copy(update={"sample": sample}))]
 
 
-def _evaluates(labels: str | None, layout: str, tasks: list[str]) -> bool:
+def _evaluates(config: RunConfig) -> bool:
     """Whether the model is evaluated after training: for one that predicts masked tokens only if tasks are configured,
     since the default one is for models that predict the next token."""
     # Not the family: with model.init_from it need not be set.
-    return bool(labels) or layout != "masked" or tasks != EvaluateConfig().tasks
+    return bool(
+        config.corpus.labels or config.train.layout != "masked" or config.evaluate.tasks != EvaluateConfig().tasks
+    )
 
 
 def _evaluate_split(config: RunConfig) -> dict[str, Any] | None:

@@ -123,13 +123,16 @@ class TorchRanks(Ranks):
     def matmul_rate(self, seconds: float) -> float:
         """Of 2,048 x 2,048 numbers on a GPU and 256 x 256 on a CPU."""
         matrix = torch.ones([2048 if self.device.type == "cuda" else 256] * 2, device=self.device)
-        count, start, now = -1, 0.0, 0.0
-        while now <= start + seconds or count < 2:
-            matrix = matrix @ matrix / len(matrix)  # stays 1
-            _ = matrix[0, 0].item()  # waits for the device
-            count, now = count + 1, time.perf_counter()
-            start = start if count else now  # the first one is not timed
-        return count / (now - start)
+
+        def multiply() -> None:
+            _ = (matrix @ matrix)[0, 0].item()  # waits for the device
+
+        multiply()  # the first one is not timed
+        start, count = time.perf_counter(), 0
+        while (spent := time.perf_counter() - start) <= seconds or count < 2:
+            multiply()
+            count += 1
+        return count / spent
 
     def new_group(self) -> TorchRanks:
         return TorchRanks(self.launch, self.device, self.watchdog)

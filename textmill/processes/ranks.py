@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 class Ranks:
     """The processes of a run: here a single one, so that every exchange returns its own value; `TorchRanks` are
-    several. All of them call each method in the same order; no method waits for a GPU."""
+    several. All of them call each method in the same order; only `matmul_rate` waits for a GPU."""
 
     rank = 0
     world = 1
