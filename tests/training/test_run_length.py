@@ -17,7 +17,7 @@ from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.tokens.batches.blend import BatchSizes
-from textmill.tokens.batches.loader import Batches, open_batches
+from textmill.tokens.batches.loader import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
@@ -26,19 +26,9 @@ from textmill.training.run_length import RunLength, plan_run_length
 from textmill.where import open_where
 
 
-class Laid:
-    """A store with this many samples."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples_per_epoch = samples
-
-
-def planned(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> RunLength:
+def planned(length: int = 10, epoch_samples: int = 50, **settings: Any) -> RunLength:
     section = TrainConfig(**{"batch": 8, "warmup": 0, **settings})
-    layouts: Any = [Laid(samples) for samples in stores]
-    return plan_run_length(
-        section, Batches(layouts, [1.0] * len(stores), BatchSizes(section.batch, section.batch_rampup)), length
-    )
+    return plan_run_length(section, BatchSizes(section.batch, section.batch_rampup), epoch_samples, length)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +40,7 @@ def planned(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) 
         ({"epochs": 2}, 13),
         ({"epochs": 0.16}, 1),
         ({"epochs": 0.1 + 0.2}, 2),
-        ({"epochs": 4, "stores": (20, 30)}, 25),
+        ({"epochs": 4}, 25),
         ({"samples": 79}, 9),
         ({"samples": 80}, 10),
         ({"tokens": 799}, 9),
@@ -72,7 +62,7 @@ def test_epochs_end_where_their_last_sample_is_seen() -> None:
     assert [done for done in range(1, 20) if found.is_due(5, done)] == [5, 10, 15, 19]
     grown = planned(samples=60, batch_rampup=[2, 3, 10])
     assert [done for done in range(1, 11) if grown.is_due("epoch", done)] == [9, 10]
-    whole = planned(stores=(16,), steps=6)
+    whole = planned(epoch_samples=16, steps=6)
     assert [done for done in range(1, 7) if whole.is_due("epoch", done)] == [2, 4, 6]
 
 

@@ -26,7 +26,6 @@ from textmill.engines.on_torch import OnTorch
 from textmill.errors import Interrupted, TextmillError
 from textmill.processes.ranks import SINGLE_PROCESS
 from textmill.tokens.batches.blend import BatchSizes
-from textmill.tokens.batches.loader import Batches
 from textmill.training.loop import train
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.timing import Costs, MinutesTimer, StepLog, fitting_steps
@@ -67,8 +66,7 @@ def log_of(clock: Clock) -> Any:
 
 def planned(saved: dict[str, Any] | None = None, **settings: Any) -> RunLength:
     section = TrainConfig(**{"minutes": 10.0, "batch": 8, "evaluate_every": 1000, "save_every": 1000, **settings})
-    layouts: Any = [SimpleNamespace(samples_per_epoch=80)]
-    return plan_run_length(section, Batches(layouts, [1.0], BatchSizes(8, section.batch_rampup)), 10, saved)
+    return plan_run_length(section, BatchSizes(8, section.batch_rampup), 80, 10, saved)
 
 
 def timed(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -272,15 +271,15 @@ def run_length_of(train: TrainConfig, plan_tokens: int | None, shape: Shape, dat
     """The length of the run; None if it is in epochs of tokens that are not known."""
     length = train.length or shape.positions
     if data.splits is not None and plan_tokens is None:
-        return plan_run_length(train, open_batches(train, data.splits, length=length, folder=None), length)
+        batches = open_batches(train, data.splits, length=length, folder=None)
+        return plan_run_length(train, batches.sizes, batches.samples_per_epoch, length)
     if data.tokens is None and train.unit == "epochs":
         return None
     if not data.tokens:  # nobody knows how many steps an epoch has
         train = train.model_copy(update={"max_epochs": None})
     samples = max(1, (data.tokens or 1) // length)
     sizes = BatchSizes(train.batch, train.batch_rampup)
-    batches: Any = SimpleNamespace(sizes=sizes, layouts=[SimpleNamespace(samples_per_epoch=samples)])
-    return plan_run_length(train, batches, length)
+    return plan_run_length(train, sizes, samples, length)
 
 
 def parameters_by_part(shape: Shape, lora: LoraConfig | None) -> dict[str, int]:

@@ -35,7 +35,7 @@ from textmill.storage import faults
 from textmill.storage.files import claim_folder, find_damage, format_path, read_json, write_json
 from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
-from textmill.tokens.batches.batch import Batch, inject_spike
+from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.loader import Batches, open_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers
@@ -161,7 +161,7 @@ def prepare_run(
     folder = config.folder_of("train") / INDEX_FOLDER
     history = data_ranges(start.ranges)
     batches = open_batches(config.train, data, length=length, folder=folder, history=history)
-    run_length = plan_run_length(config.train, batches, length, start.run_length)
+    run_length = plan_run_length(config.train, batches.sizes, batches.samples_per_epoch, length, start.run_length)
     if start.changed_now and start.step >= run_length.steps:
         limit = f"train.{config.train.unit}" + (" or train.max_epochs" if config.train.max_epochs else "")
         raise TextmillError(
@@ -184,8 +184,6 @@ def load_start(engine: Engine, start: Start) -> None:
     weights = report_each(engine.ranks, start.weights)
     optimizer_state = report_each(engine.ranks, start.optimizer_state)
     engine.load(weights, optimizer_state, start.updates, start.source, start.loss_scale)
-    if engine.guard:
-        engine.guard.load_state(start.spikes)
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ class Training:
         self.files = checkpoint_files(start, config.model.lora, data.tokenizer, config.to_yaml(), own_files)
         self.run_length = run_length
         """`train.minutes`: replaced by every new estimate of the number of steps."""
-        self.skipped_updates = SkippedUpdates(self.folder, engine.guard, self.first, engine.describe()["precision"])
+        self.skipped_updates = SkippedUpdates(self.folder, self.first, engine.describe()["precision"])
         self.saver = open_saver(self.folder, run_length.train, start.step, self.ranks)
         self.token_check = TokenCheck(self.folder, data.files if self.first else {})
         self.validation = Validation(config, data, start, engine, run_length.sample_length)
@@ -291,7 +289,6 @@ class Training:
                     break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
-                batch = inject_spike(batch, step)
                 current = TrainingStep(self.engine, batch, step + 1, self.run_length.lr_at(step))
                 self.done = step + 1
                 yield current
@@ -320,7 +317,7 @@ class Training:
             self.trackers.note(f"step {done}: {result.note}")
         if done == 1 or run_length.is_due(train.log_every, done):
             log.add(done, result)
-        if done == 1 or self.engine.guard or is_new_length:  # a spike guard reports the latest step
+        if done == 1 or is_new_length:
             log.flush()
         if is_new_length:
             self.run_length = run_length
@@ -345,7 +342,9 @@ class Training:
         values = {"loss": result.loss, **result.terms, **self.run_length.metrics_of(done), "grad_norm": result.norm}
         values |= {} if self.has_own_loss else self.validation.train_metrics(result.loss)
         values["tokens_per_second"] = tokens_per_second
-        values |= self.skipped_updates.metrics(result) | self.rank_comparison.take_metrics()
+        if result.scale is not None:
+            values["loss_scale"] = result.scale
+        values |= self.rank_comparison.take_metrics()
         self.trackers.log(done, values)
         self.skipped_updates.check(done, result, self.trackers)
 

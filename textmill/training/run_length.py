@@ -23,7 +23,6 @@ from textmill.config.own_files import is_own_file, load_part
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
 from textmill.tokens.batches.blend import BatchSizes
-from textmill.tokens.batches.loader import Batches
 
 PROVISIONAL_STEPS = 20_000
 """`train.minutes`: until the first estimate, a warm-up that is a fraction rises as if the run had this many steps."""
@@ -150,14 +149,13 @@ class RunLength:
 
 
 def plan_run_length(
-    train: TrainConfig, batches: Batches, sample_length: int, saved: dict[str, Any] | None = None
+    train: TrainConfig, sizes: BatchSizes, epoch_samples: int, sample_length: int, saved: dict[str, Any] | None = None
 ) -> RunLength:
     """The length of the run that `train` sets; epochs are rounded up to whole steps, samples and tokens down.
 
-    `saved` is what the checkpoint to resume from stores of `train.minutes`.
+    An epoch has `epoch_samples` of `sample_length` tokens. `saved` is what the checkpoint to resume from stores of
+    `train.minutes`.
     """
-    sizes = batches.sizes
-    epoch_samples = sum(layout.samples_per_epoch for layout in batches.layouts)
     train = train.model_copy(update={"ema_window": train.ema_steps(epoch_samples / train.batch)})
     max_steps = UNKNOWN if train.max_epochs is None else _steps_of_epochs(train.max_epochs, sizes, epoch_samples)
     if train.minutes is not None:

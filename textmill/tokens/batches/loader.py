@@ -77,6 +77,11 @@ class Batches:
             all_layouts = range(len(layouts))
             self.blends = [BlendRange(0, Blend(list(weights)), layouts=[*all_layouts], taken=[0 for _ in all_layouts])]
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of all stores together."""
+        return sum(layout.samples_per_epoch for layout in self.layouts)
+
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
         samples = self._sample_numbers(step)[part]
