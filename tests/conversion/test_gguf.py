@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from tests.conftest import ROOT
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
@@ -191,16 +191,28 @@ def test_the_modelfile_of_another_chat_model_stops_and_leaves_its_template_to_ol
         ({"kind": "unigram", "vocab": 500}, "it has no byte fallback for unigram; fit with tokenizer.byte_fallback=fa"),
         ({"kind": "wordpiece", "split_digits": True}, "splits words as BERT does, and this tokenizer does not; use hf"),
         ({"lowercase": True}, "this one is BPE with a normalizer"),
-        ({"split_cjk": True}, "llama.cpp has no name for how this tokenizer splits words"),
     ],
 )
 def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], message: str
 ) -> None:
-    folder = write_folder(tmp_path / "model", korean_tokenizer(**settings))
+    assert message in refusal(tmp_path, korean_tokenizer(**settings), capsys)
+
+
+def test_another_way_of_splitting_words_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = korean_tokenizer()
+    han = pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")
+    tokenizer.inner.pre_tokenizer = pre_tokenizers.Sequence([han, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    message = "llama.cpp has no name for how this tokenizer splits words"
+    assert message in refusal(tmp_path, tokenizer, capsys)
+
+
+def refusal(tmp_path: Path, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the export of a model with this tokenizer says, which writes nothing."""
+    folder = write_folder(tmp_path / "model", tokenizer)
     assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 2
-    assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    return capsys.readouterr().err
 
 
 PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}

@@ -34,11 +34,11 @@ from textmill.where import PACKAGE
 KINDS = ("bpe", "wordpiece", "unigram")
 SETTINGS: list[dict[str, Any]] = [
     {"kind": "bpe"},
-    {"kind": "bpe", "split_digits": True, "split_cjk": True, "lowercase": True},
+    {"kind": "bpe", "split_digits": True, "lowercase": True},
     {"kind": "wordpiece"},
     {"kind": "unigram"},
     {"kind": "wordpiece", "lowercase": True, "split_digits": True},
-    {"kind": "unigram", "split_digits": True, "split_cjk": True},
+    {"kind": "unigram", "split_digits": True},
 ]
 TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , 天地 玄 <s> ▁ \u2028k\r\nl \u200b m\n n "
 

@@ -7,7 +7,7 @@ import json
 import lzma
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -85,7 +85,7 @@ def test_real_documents_survive_a_round_trip(shared_data: Path, language: str, c
     documents = texts_of(shared_data, language, count // 2)
     paragraphs = [text for document in documents for text in document.split("\n\n")][:count]
     gpt2 = open_tokenizer(shared_data / "gpt2_bpe")
-    own = fit(iter([paragraphs[::20]]), TokenizerConfig(vocab=2000, split_digits=True, split_cjk=True))
+    own = fit(iter([paragraphs[::20]]), TokenizerConfig(vocab=2000, split_digits=True))
     for tokenizer in (gpt2, own):
         assert [tokenizer.decode(ids) for ids in tokenizer.encode_many(paragraphs)] == paragraphs
 
@@ -95,8 +95,8 @@ def test_real_documents_survive_a_round_trip(shared_data: Path, language: str, c
     [
         *((kind, {}) for kind in KINDS),
         ("wordpiece", {"lowercase": True, "split_digits": True}),
-        ("unigram", {"byte_fallback": False, "split_cjk": True}),
-        ("bpe", {"split_digits": True, "split_cjk": True}),
+        ("unigram", {"byte_fallback": False}),
+        ("bpe", {"split_digits": True}),
         ("bpe", {"special_tokens": DSGPT2, "end_token": "</s>"}),
     ],
 )
@@ -155,10 +155,8 @@ def test_options_for_splitting_words() -> None:
 
     assert split_words("bpe", "in 1483 AD") == ["in", "Ġ1483", "ĠAD"]
     assert split_words("bpe", "in 1483 AD", split_digits=True) == ["in", "Ġ", "1", "4", "8", "3", "ĠAD"]
-    assert len(split_words("bpe", "天地", split_cjk=True)) == 2
-    assert len(split_words("bpe", "天地")) == 1
     assert split_words("wordpiece", "天地 İyi CAFÉ") == ["天", "地", "İyi", "CAFÉ"]
-    assert split_words("wordpiece", "天地 CAFÉ", split_cjk=False, lowercase=True) == ["天地", "café"]
+    assert split_words("wordpiece", "天地 CAFÉ", lowercase=True) == ["天", "地", "café"]
     assert split_words("unigram", "Now, 12\nA", lowercase=True, split_digits=True) == [
         "now",
         ",",
@@ -302,15 +300,11 @@ def test_contradicting_settings_are_an_error(mistake: dict[str, Any], message: s
 
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_an_error() -> None:
-    texts = ["".join(map(chr, range(0x4E00, 0x4E00 + 400)))] * 3
-    for kind in ("wordpiece", "unigram"):
+    texts = ["".join(map(chr, range(0xAC00, 0xAC00 + 400)))] * 3
+    kinds: list[Literal["wordpiece", "unigram"]] = ["wordpiece", "unigram"]
+    for kind in kinds:
         with pytest.raises(TextmillError, match=r"tokenizer\.vocab: 600 is too small"):
-            fit(
-                iter([texts]),
-                TokenizerConfig.model_validate(
-                    {"kind": kind, "vocab": 600, "character_coverage": 1.0, "split_cjk": False}
-                ),
-            )
+            fit(iter([texts]), TokenizerConfig(kind=kind, vocab=600, character_coverage=1.0))
     with pytest.raises(TextmillError, match="no text to fit on"):
         fit(iter([[]]), TokenizerConfig())
 

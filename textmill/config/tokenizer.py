@@ -165,8 +165,6 @@ class TokenizerConfig(Section):
     """Lower-case all text; default: false, but a bare vocab.txt without capital letters is read as uncased."""
     split_digits: bool = False
     """Make every digit its own token."""
-    split_cjk: bool | None = None
-    """Make every Chinese character its own token; default: in wordpiece only, as in BERT."""
 
     @field_validator("special_tokens", "end_token")
     @classmethod

@@ -98,7 +98,8 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
         show_progress=False,
     )
     model = _train_on_counts(models.BPE(continuing_subword_prefix=CONTINUATION), words.items(), trainer)
-    merged = [token for token, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][unmerged:]
+    trained: dict[str, int] = Tokenizer(model).get_vocab()
+    merged = sorted(trained, key=trained.__getitem__)[unmerged:]
     vocab = {token: number for number, token in enumerate([*tokens, *initials, *continuations, *merged])}
     return models.WordPiece(
         vocab, unk_token=_unknown(tokens), continuing_subword_prefix=CONTINUATION, max_input_chars_per_word=100
@@ -119,7 +120,8 @@ def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: li
         show_progress=False,
     )
     model = _train_on_counts(models.Unigram(), _words_in_alphabet(words, alphabet), trainer)
-    scores = {token: score for token, score in _unigram_entries(model) if token not in set(reserved)}
+    pieces: list[tuple[str, float]] = json.loads(Tokenizer(model).to_str())["model"]["vocab"]
+    scores = {token: score for token, score in pieces if token not in set(reserved)}
     scored = _make_deterministic(scores)
     lowest = min((score for _, score in scored), default=0.0)
     entries = [(token, lowest) for token in reserved] + scored
@@ -196,23 +198,12 @@ def _unknown(tokens: list[str]) -> str:
     return next(token for token in tokens if token in UNKNOWN_TOKENS)
 
 
-def _vocab_of(model: models.Model) -> dict[str, int]:
-    vocab: dict[str, int] = Tokenizer(model).get_vocab()
-    return vocab
-
-
-def _unigram_entries(model: models.Model) -> list[tuple[str, float]]:
-    entries: list[tuple[str, float]] = json.loads(Tokenizer(model).to_str())["model"]["vocab"]
-    return entries
-
-
 def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) -> Tokenizer:
     """A tokenizer of the configured kind, with the given model or without a vocabulary."""
     inner = Tokenizer(model or models.BPE())
     if config.kind == "wordpiece":
-        cjk = config.split_cjk is not False
         inner.normalizer = normalizers.BertNormalizer(
-            clean_text=True, handle_chinese_chars=cjk, strip_accents=False, lowercase=bool(config.lowercase)
+            clean_text=True, handle_chinese_chars=True, strip_accents=False, lowercase=bool(config.lowercase)
         )
     elif config.lowercase:
         inner.normalizer = normalizers.Lowercase()
@@ -229,23 +220,15 @@ def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) ->
 
 
 def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
-    digits = []
-    han = []
-    if config.split_digits:
-        digits = [pre_tokenizers.Digits(individual_digits=True)]
-    if config.split_cjk and config.kind != "wordpiece":
-        han = [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")]
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if config.split_digits else []
     if config.kind == "bpe":
-        return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        return [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if config.kind == "wordpiece":
         return [pre_tokenizers.BertPreTokenizer(), *digits]
-    lines = pre_tokenizers.Split("\n", "isolated")
-    punctuation = pre_tokenizers.Punctuation("isolated")
     return [
         split_reserved([*special_tokens_of(config), *BYTE_TOKENS]),
-        lines,
-        punctuation,
-        *han,
+        pre_tokenizers.Split("\n", "isolated"),
+        pre_tokenizers.Punctuation("isolated"),
         *digits,
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="never"),
     ]

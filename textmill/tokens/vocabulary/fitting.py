@@ -50,7 +50,7 @@ from textmill.tokens.vocabulary.encoders import ReferenceEncoder
 from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_used
 
 REPORT = "report.json"
-FITTING = ("kind", "vocab", "character_coverage", "special_tokens", "byte_fallback", "split_digits", "split_cjk")
+FITTING = ("kind", "vocab", "character_coverage", "special_tokens", "byte_fallback", "split_digits")
 """Settings that have an effect only if a tokenizer is fitted."""
 PICKED_PARTS = 16
 PICKED_TEXTS = 1000
