@@ -94,8 +94,6 @@ def open_encoder_in(folder: Path, kind: str) -> Encoder:
 
 def why_not_fast(tokenizer: TextTokenizer) -> str | None:
     """Why the fast encoder cannot be used for a tokenizer; None: it can."""
-    if not hasattr(tokenizer.inner, "to_str"):
-        return "it only reads tokenizer.json"
     rules = json.loads(tokenizer.inner.to_str())
     model = rules["model"]
     splitter = rules["pre_tokenizer"] or {}

@@ -130,7 +130,7 @@ def _open_inner(where: Path, lowercase: bool | None) -> Opened:
 
 
 def _open_file(path: Path, lowercase: bool | None) -> Opened:
-    pairs = {**dict(GPT2_PAIRS), path.name: path.name.removesuffix("vocab.json") + "merges.txt"} | dict(GPT2_PAIRS)
+    pairs = {path.name: path.name.removesuffix("vocab.json") + "merges.txt"} | dict(GPT2_PAIRS)
     if path.suffix == ".model":
         return open_sentencepiece(path)
     if path.suffix == ".txt":
