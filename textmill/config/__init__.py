@@ -34,7 +34,6 @@ from textmill.config.usage import (
     ServeConfig,
     TrackConfig,
     WandbConfig,
-    WikitextConfig,
 )
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
@@ -74,7 +73,6 @@ __all__ = [
     "TrackConfig",
     "TrainConfig",
     "WandbConfig",
-    "WikitextConfig",
 ]
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
@@ -142,32 +140,21 @@ class RunConfig(Section):
                 f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a "
                 "fraction such as 0.05"
             )
-        if train.optimizer in self.engine.refused:
-            raise TextmillError(
-                f"train.optimizer: {self.engine.refused[train.optimizer]}; set engine.kind=torch, or "
-                f"train.optimizer=adamw with a train.learning_rate for it, such as 6e-4: Muon's are too high"
-            )
-        if train.ema_window is not None and "ema_window" in self.engine.refused:
-            raise TextmillError(
-                f"train.ema_window: {self.engine.refused['ema_window']}; remove it, or set engine.kind=torch"
-            )
-        if train.distil.teachers and "distil" in self.engine.refused:
-            raise TextmillError(
-                f"train.distil.teachers: {self.engine.refused['distil']}; remove them, or set engine.kind=torch"
-            )
-        if train.min_learning_rate > train.learning_rate:
-            low = train.min_learning_rate
-            high = train.learning_rate
+        settings = self.results("train")
+        for refused, reason in self.engine.refused.items():
+            key, _, value = refused.partition("=")
+            if settings[key] == value if value else settings[key]:
+                raise TextmillError(f"{key}: {reason}; set engine.kind=torch, or change it")
+        if (low := train.min_learning_rate) > (high := train.learning_rate):
             raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")
-        if self.sample.min_tokens > self.sample.max_tokens:
-            low = self.sample.min_tokens
-            high = self.sample.max_tokens
-            raise TextmillError(f"sample.min_tokens: {low} is above sample.max_tokens={high}; lower it")
-        if self.sample.beams > 1 and self.sample.count > self.sample.beams:
-            count = self.sample.count
-            beams = self.sample.beams
+        sample = self.sample
+        if sample.min_tokens > sample.max_tokens:
             raise TextmillError(
-                f"sample.count: {count} is above sample.beams={beams}, the texts that are found; lower it"
+                f"sample.min_tokens: {sample.min_tokens} is above sample.max_tokens={sample.max_tokens}; lower it"
+            )
+        if 1 < sample.beams < sample.count:
+            raise TextmillError(
+                f"sample.count: {sample.count} is above sample.beams={sample.beams}, the texts that are found; lower it"
             )
         return self
 
@@ -187,8 +174,6 @@ class RunConfig(Section):
             )
         if not labels:
             return self
-        if "labelled" in self.engine.refused:
-            raise TextmillError(f"train.layout: {self.engine.refused['labelled']}; set engine.kind=torch")
         unused = {
             "tokens.use": self.tokens.use,
             "train.distil": train.distil.teachers,

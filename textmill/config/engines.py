@@ -16,7 +16,7 @@ class EngineSection(Section):
     one_process: ClassVar[bool] = False
     """True if one process uses all devices of a machine; otherwise each device has its own process."""
     refused: ClassVar[dict[str, str]] = {}
-    """Optimizers and layouts that the engine does not support, or `ema_window`, and why."""
+    """Settings that the engine does not support, such as train.ema_window or train.optimizer=muon, and why."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = changeable("auto")
@@ -102,9 +102,9 @@ class JaxEngine(EngineSection):
 
     one_process: ClassVar[bool] = True
     refused: ClassVar[dict[str, str]] = {
-        "ema_window": "the JAX engine does not average weights",
-        "labelled": "the JAX engine has no heads for labels",
-        "distil": "the JAX engine has no distillation",
+        "train.ema_window": "the JAX engine does not average weights",
+        "train.layout=labelled": "the JAX engine has no heads for labels",
+        "train.distil.teachers": "the JAX engine has no distillation",
     }
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""
@@ -124,8 +124,9 @@ class DeepSpeedEngine(EngineSection):
     srun."""
 
     refused: ClassVar[dict[str, str]] = {
-        "muon": "muon needs full matrices, which DeepSpeed shards",
-        "ema_window": "the DeepSpeed engine does not average weights",
+        "train.optimizer=muon": "muon needs full matrices, which DeepSpeed shards; adamw needs a lower "
+        "train.learning_rate, such as 6e-4",
+        "train.ema_window": "the DeepSpeed engine does not average weights",
     }
     kind: Literal["deepspeed"] = "deepspeed"
     """deepspeed: DeepSpeed's ZeRO over PyTorch."""

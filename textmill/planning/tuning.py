@@ -103,7 +103,7 @@ class Tuning:
             self.trials.append((trial, result))
             return result
 
-        averages = "ema_window" not in self.config.engine.refused
+        averages = "train.ema_window" not in self.config.engine.refused
         try:
             search(self.config.train, net_numbers(self.config.model), averages, lengths, self.outcome, run)
         except _OutOfMinutes:
