@@ -63,7 +63,7 @@ def test_spans_are_those_of_megatron(tmp_path: Path) -> None:
     """The example of Megatron's sample mapping, in which no short sample is drawn."""
     sentences = Sentences(store_of(tmp_path, [[10, 20, 5], [7], [8, 30, 9, 4]]))
     pairs = SentencePairs(sentences, label="order", longest=29, short_probability=0.0, seed=1)
-    found = np.concatenate(list(pairs.find_spans()))
+    found = np.concatenate([pairs.find_spans(edges) for edges in sentences.blocks()])
     assert found[:, :2].tolist() == [[0, 3], [4, 6], [6, 8]]
     assert found[:, 2].tolist() == [29, 29, 13], "at most 29 tokens, or what the sentences have"
 
@@ -78,7 +78,7 @@ def test_spans_equal_the_plain_rule(
     sizes = [size for document in documents for size in document]
     edges = np.cumsum([0, *map(len, documents)]).tolist()
     expected = bert_reference.find_spans(edges, sizes, lambda first: int(pairs._draw_targets(np.array([first]))[0]))
-    found = np.concatenate(list(pairs.find_spans())).tolist()
+    found = np.concatenate([pairs.find_spans(block) for block in pairs.sentences.blocks()]).tolist()
     assert found == [[first, last, min(target, sum(sizes[first:last]))] for first, last, target in expected]
 
 

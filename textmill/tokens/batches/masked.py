@@ -202,7 +202,7 @@ class MaskedLayout:
         return numbers[1:spans_end].reshape(-1, 3), numbers[spans_end:]
 
     def _pack_spans(self) -> tuple[Numbers, Numbers, Numbers]:
-        spans = np.concatenate([np.zeros((0, 3), np.int64), *self.source.find_spans()])
+        spans = np.concatenate([np.zeros((0, 3), np.int64), *map(self.source.find_spans, self.sentences.blocks())])
         if not len(spans):
             pairs = self.settings.pairs
             missing = (

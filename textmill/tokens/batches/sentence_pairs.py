@@ -45,16 +45,12 @@ class SentencePairs:
     """How many of the spans aim at fewer tokens than `longest`."""
     seed: int
 
-    def find_spans(self) -> Iterator[Numbers]:
-        """[spans, (first sentence, sentence after the last, most tokens)] for blocks of documents, in their order."""
-        for edges in self.sentences.blocks():
-            yield self._spans_between(edges)
+    def find_spans(self, edges: Numbers) -> Numbers:
+        """[spans, (first sentence, sentence after the last, most tokens)] of consecutive documents, in their order.
 
-    def _spans_between(self, edges: Numbers) -> Numbers:
-        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
-
-        A span stops when it has `target` tokens, two sentences, and more than one sentence is left; else with the
-        document. The next span of a document starts there, so each round of the loop finds one span per document.
+        `edges` are the first sentence of each document, and the end of the last. A span stops when it has `target`
+        tokens, two sentences, and more than one sentence is left; else with the document. The next span of a document
+        starts there, so each round of the loop finds one span per document.
         """
         token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
 
@@ -151,16 +147,11 @@ class FullSentences:
     longest: int
     """The most tokens of a span."""
 
-    def find_spans(self) -> Iterator[Numbers]:
-        """[spans, (first token, token after the last, tokens)] for blocks of documents, in their order."""
-        for edges in self.sentences.blocks():
-            yield self._spans_between(edges)
+    def find_spans(self, edges: Numbers) -> Numbers:
+        """[spans, (first token, token after the last, tokens)] of consecutive documents, in their order.
 
-    def _spans_between(self, edges: Numbers) -> Numbers:
-        """The spans of consecutive documents; `edges` are the first sentence of each, and the end of the last.
-
-        The next span of a document starts where the one before stops, so each round of the loop finds one span per
-        document.
+        `edges` are the first sentence of each document, and the end of the last. The next span of a document starts
+        where the one before stops, so each round of the loop finds one span per document.
         """
         token_starts = self.sentences.starts(np.arange(edges[0], edges[-1] + 1))
         document_edges = token_starts[edges - edges[0]]
