@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.damage import WRONG, mutated
-from tests.support.weights import noisy_weights, shape_of
+from tests.support.weights import lora_config_of, noisy_weights, open_with_adapters, shape_of
 from textmill.checkpoints.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -26,14 +26,8 @@ from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop, dropout_keys
 from textmill.models import open_family
-from textmill.models.lora import (
-    adapter_weights,
-    dropout_sites,
-    initial_adapters,
-    lora_config_of,
-    normalized_targets,
-    peft_config_of,
-)
+from textmill.models.base_torch import BaseNet
+from textmill.models.lora import adapter_weights, dropout_sites, initial_adapters, normalized_targets, peft_config_of
 from textmill.models.nets_torch import checkpoint_tensors, fill, new_net, open_net, parameters_of
 from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 
@@ -74,8 +68,8 @@ def written(folder: Path, base: Path, lora: LoraConfig) -> Path:
     return folder
 
 
-def logits_of(folder: Path, **options: Any) -> torch.Tensor:
-    net = open_net(folder, CPU, **options)
+def logits_of(folder: Path, opened: Callable[[Path], BaseNet] = lambda folder: open_net(folder, CPU)) -> torch.Tensor:
+    net = opened(folder)
     with torch.no_grad():
         return net.logits(net(IDS))
 
@@ -95,7 +89,7 @@ def test_peft_opens_ours_and_gives_our_logits(base: Path, tmp_path: Path, lora: 
     with torch.no_grad():
         wanted, bare = theirs(IDS).logits, theirs.unload()(IDS).logits
     assert (wanted - bare).abs().max() > 0.01, "the adapter does something"
-    assert near(logits_of(folder, separate=True), wanted)
+    assert near(logits_of(folder, open_with_adapters), wanted)
     assert near(logits_of(folder), wanted)
 
 
@@ -127,7 +121,7 @@ def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path
     )
     assert not near(logits_of(base), wanted)
     assert near(logits_of(tmp_path), wanted)
-    assert near(logits_of(tmp_path, separate=True), wanted)
+    assert near(logits_of(tmp_path, open_with_adapters), wanted)
     with torch.no_grad():
         merged = theirs.merge_and_unload()
     ours = dict(read_weights(tmp_path))
@@ -168,7 +162,7 @@ def test_dropout_is_applied_where_peft_applies_it(base: Path, tmp_path: Path, lo
         assert layer.lora_dropout["default"].p == 0.4, "the share travels"
         layer.lora_dropout["default"] = FixedDropout(0.4, keys, sites[name])
     assert len({sites[name] for name in layers}) == len(layers), "each has masks of its own"
-    net = open_net(folder, CPU, separate=True)
+    net = open_with_adapters(folder)
     with torch.no_grad():
         wanted, without = theirs(IDS).logits, logits_of(folder)
         assert near(net.logits(net(IDS, keys)), wanted)
@@ -272,13 +266,11 @@ def test_any_damage_is_reported_in_one_line(base: Path, tmp_path: Path) -> None:
         trees = [mutated(settings, dice, wrong), progress] if number % 4 else [settings, mutated(progress, dice, wrong)]
         for name, tree in zip((ADAPTER_CONFIG, "progress.json"), trees, strict=True):
             (folder / name).write_text(json.dumps(tree))
-        for separate in (False, True):
-            with contextlib.suppress(TextmillError):
-                open_net(folder, CPU, separate=separate)
-                continue
-            with pytest.raises(TextmillError) as caught:
-                open_net(folder, CPU, separate=separate)
-            messages.append(str(caught.value))
+        for opened in (read_weights, lambda folder: read_base_and_adapter(open_adapter(folder))):
+            try:
+                list(opened(folder))
+            except TextmillError as error:
+                messages.append(str(error))
     assert len(set(messages)) > 10
     assert not any("\n" in one for one in messages)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from textmill.checkpoints.adapters import Adapter, open_adapter, read_base_and_adapter
 from textmill.config import LoraConfig, ModelConfig, ShapeConfig
-from textmill.models import open_family
+from textmill.models import Shape, open_family, read_shape, weights_of
+from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
+from textmill.models.nets_torch import fill, new_net
 from textmill.models.weights import sample_weights
 
 
@@ -21,3 +26,20 @@ def noisy_weights(shape: Any, seed: int = 3, lora: LoraConfig | None = None) -> 
     dice = np.random.default_rng(seed)
     first = sample_weights(weights_with_adapters(shape, lora), seed)
     return [(name, values + dice.normal(0, 0.05, values.shape).astype(np.float32)) for name, values in first]
+
+
+def lora_config_of(adapter: Adapter, shape: Shape) -> LoraConfig:
+    """The settings with which a net has the adapters of a folder: exactly its matrices as targets."""
+    known = {weight.stem: weight.parameter.removesuffix(".weight") for weight in weights_of(shape)}
+    named = [(stem + ".weight", first) for stem, (first, _) in adapter.pairs.items()]
+    stems = [name.removesuffix(".weight") for name, _ in open_family(shape.family).known_weights(named)]
+    targets = [known.get(stem, stem) for stem in stems]
+    return LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, dropout=adapter.dropout, targets=targets)
+
+
+def open_with_adapters(folder: Path) -> BaseNet:
+    """The net of an adapter folder, with its adapters as branches, as in training."""
+    adapter, shape = open_adapter(folder), read_shape(folder)
+    net = new_net(shape, torch.device("cpu"), lora_config_of(adapter, shape))
+    fill(net, read_base_and_adapter(adapter), str(folder))
+    return net

@@ -15,8 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.support.labelled_files import ANSWERS, SEQUENCES, WORDS, write_project
 from tests.support.together import run_together
+from tests.support.weights import open_with_adapters
 from textmill.checkpoints.folders import open_model
 from textmill.cli import main
+from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.storage.files import read_json
 from textmill.storage.tensor_files import read_tensors
@@ -25,6 +27,7 @@ KINDS = {SEQUENCES: "SequenceClassification", WORDS: "TokenClassification", ANSW
 HEADS = {SEQUENCES: ["pooler", "classifier"], WORDS: ["classifier"], ANSWERS: ["qa_outputs"]}
 IDS = torch.tensor([[2, 17, 100, 31, 8, 3], [2, 1, 4, 1, 5, 3]])
 NEAR = 1e-5
+CPU = torch.device("cpu")
 
 
 def write_base(folder: Path, task: str, steps: int) -> list[str]:
@@ -50,8 +53,7 @@ def logits_of(out: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def our_logits(folder: Path, task: str, **options: Any) -> torch.Tensor:
-    net = open_net(folder, torch.device("cpu"), **options)
+def our_logits(net: BaseNet, task: str) -> torch.Tensor:
     x_NTE = net(IDS)
     every = torch.arange(IDS.numel()).view(IDS.shape)
     logits = net.label_logits(x_NTE, every[:, :1] if task == SEQUENCES else every, None, None)
@@ -71,8 +73,8 @@ def test_peft_opens_the_adapter(task: str, tmp_path: Path, capsys: pytest.Captur
     wanted = PeftModel.from_pretrained(base, str(folder)).eval()
     with torch.no_grad():
         logits = logits_of(wanted(IDS))
-    assert torch.allclose(our_logits(folder, task), logits, atol=NEAR)
-    assert torch.allclose(our_logits(folder, task, separate=True), logits, atol=NEAR)
+    for net in (open_net(folder, CPU), open_with_adapters(folder)):
+        assert torch.allclose(our_logits(net, task), logits, atol=NEAR)
     adapters = {name: one for name, one in read_tensors(folder / "adapter_model.safetensors") if "lora_B" in name}
     assert len(adapters) == 2 * 6, "query, key, value, output and two of the MLP in each block"
     assert all(values.any() for values in adapters.values()), "trained"
@@ -114,7 +116,7 @@ def test_a_folder_of_peft_opens(tmp_path: Path) -> None:
                 values.normal_()
         wanted = net(IDS).logits
     net.save_pretrained(tmp_path / "peft")
-    assert torch.allclose(our_logits(tmp_path / "peft", SEQUENCES), wanted, atol=10 * NEAR)
+    assert torch.allclose(our_logits(open_net(tmp_path / "peft", CPU), SEQUENCES), wanted, atol=10 * NEAR)
     assert open_model(str(tmp_path / "peft")).tokenizer == tmp_path / "labelled"
 
 

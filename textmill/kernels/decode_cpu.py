@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
@@ -40,11 +40,11 @@ class Norm(NamedTuple):
     eps: float
 
 
-def read_layer(module: Any) -> Any:
-    """A linear layer or norm as a tuple; a module of another kind, such as one with an adapter, as it is."""
+def read_layer(module: Any) -> Matrix | Norm:
+    """A linear layer or norm as a tuple."""
     if hasattr(module, "eps"):
         return Norm(module.weight, getattr(module, "bias", None), module.eps)
-    return Matrix(module.weight, module.bias) if type(module) is nn.Linear else module
+    return Matrix(module.weight, module.bias)
 
 
 class Kernels:

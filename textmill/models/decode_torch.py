@@ -9,7 +9,7 @@ Shapes in names: N texts, T tokens, E width, F width of a matrix's output, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -176,7 +176,9 @@ SHORTEST = 32
 
 
 def usable(net: BaseNet) -> bool:
-    """True if the kernels can run this net on its device."""
+    """True if the kernels can run this net on its device; they have no adapters, which `open_net` merges."""
+    if net.lora is not None:
+        return False
     return HAS_TRITON if net.head.is_cuda else net.head.device.type == "cpu" and net.head.dtype == torch.float32
 
 
@@ -303,9 +305,6 @@ class CapturedSlots(NetSlots):
         if few:
             x_NE = self.kernels.fused_linear(y_NE, linear, added=x_NE)
             return x_NE, x_NE
-        if type(linear) is not nn.Linear:  # it has an adapter
-            x_NE = x_NE + linear(y_NE)
-            return x_NE, norm(x_NE)
         added: tuple[Tensor, Tensor] = self.kernels.add_norm(x_NE, F.linear(y_NE, linear.weight), linear.bias, norm)
         return added
 
@@ -357,11 +356,6 @@ def join_rows(tensors: Sequence[Tensor], *, transposed: bool = False) -> Tensor:
         for tensor, part in zip(tensors, torch.split(joined, rows), strict=True):
             tensor.data = part
     return joined
-
-
-def has_no_adapter(layers: Iterable[nn.Module]) -> bool:
-    """True if all are plain linear layers, whose weights a kernel can read itself."""
-    return all(type(layer) is nn.Linear for layer in layers)
 
 
 def power_of_two(count: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from textmill.checkpoints.adapters import LORA_A, LORA_B, Adapter
+from textmill.checkpoints.adapters import LORA_A, LORA_B
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, label_head_of, open_family, weights_of
@@ -136,15 +136,6 @@ def uses_dropout(shape: Shape, lora: LoraConfig | None) -> bool:
 def initial_adapters(shape: Shape, lora: LoraConfig, seed: int) -> Iterator[Named]:
     """Initial adapters: A is random (seed and name decide it), B is zero, so that the net starts as its base model."""
     return sample_weights(adapter_weights(shape, lora), seed)
-
-
-def lora_config_of(adapter: Adapter, shape: Shape) -> LoraConfig:
-    """The settings of an adapter folder: rank, alpha, dropout and exactly its matrices as targets."""
-    known = {weight.stem: weight.parameter.removesuffix(".weight") for weight in _matrices(shape)}
-    named = [(stem + ".weight", first) for stem, (first, _) in adapter.pairs.items()]
-    stems = [name.removesuffix(".weight") for name, _ in open_family(shape.family).known_weights(named)]
-    targets = [known.get(stem, stem) for stem in stems]
-    return LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, dropout=adapter.dropout, targets=targets)
 
 
 def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:

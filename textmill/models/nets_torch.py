@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from textmill.checkpoints.adapters import is_adapter, open_adapter, read_base_and_adapter, read_weights
+from textmill.checkpoints.adapters import read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import site_in_block
@@ -23,7 +23,7 @@ from textmill.models import (
     to_checkpoint,
 )
 from textmill.models.base_torch import AdaptedLinear, BaseNet
-from textmill.models.lora import dropout_sites, lora_config_of, target_weights, weights_with_adapters
+from textmill.models.lora import dropout_sites, target_weights, weights_with_adapters
 from textmill.storage.tensor_files import Named
 
 LOCAL = "local"
@@ -72,12 +72,10 @@ def _memory(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device)
 
 
-def open_net(folder: Path, device: torch.device, *, separate: bool = False) -> BaseNet:
-    """The net of a model folder with fp32 weights; an adapter is merged into its base, or kept as `separate` branch."""
-    shape = read_shape(folder)
-    adapter = open_adapter(folder) if separate and is_adapter(folder) else None
-    net = new_net(shape, device, lora_config_of(adapter, shape) if adapter else None)
-    fill(net, read_base_and_adapter(adapter) if adapter else read_weights(folder), str(folder))
+def open_net(folder: Path, device: torch.device) -> BaseNet:
+    """The net of a model folder with fp32 weights; an adapter is merged into its base."""
+    net = new_net(read_shape(folder), device)
+    fill(net, read_weights(folder), str(folder))
     check_finite_weights(net, str(folder))
     return net
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from textmill.models.base_torch import Context, linear_and_activation
-from textmill.models.decode_torch import CapturedSlots, has_no_adapter
+from textmill.models.decode_torch import CapturedSlots
 from textmill.models.gpt2.net_torch import MLP, Net
 
 
@@ -51,11 +51,8 @@ class FastSlots(CapturedSlots):
         self.embeddings = net.wte.weight, net.wpe.weight
 
     def can_fuse(self) -> bool:
-        """True without adapters, and with an activation that the kernels have."""
-        blocks: list[Any] = list(self.net.blocks)
-        return self.net.shape.activation in self.kernels.ACTIVATIONS and all(
-            has_no_adapter((block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)) for block in blocks
-        )
+        """True with an activation that the kernels have."""
+        return self.net.shape.activation in self.kernels.ACTIVATIONS
 
     def _hidden(self, count: int, *, few: bool) -> Tensor:
         """The last hidden states of a step: one kernel for everything between two matmuls.
@@ -85,6 +82,6 @@ class FastSlots(CapturedSlots):
 
 def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:
     """The activations between the MLP's matrices; cuBLAS adds GELU to the matmul where it can."""
-    if mlp.activation != "gelu_new" or type(mlp.c_fc) is not nn.Linear:
+    if mlp.activation != "gelu_new":
         return linear_and_activation(h_NE, mlp.c_fc, mlp.activation, Context())
     return torch._addmm_activation(mlp.c_fc.bias, h_NE, mlp.c_fc.weight.T, use_gelu=True)

@@ -14,23 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.models.base_torch import ACTIVATIONS
-from textmill.models.decode_torch import CapturedSlots, has_no_adapter, join_rows
+from textmill.models.decode_torch import CapturedSlots, join_rows
 from textmill.models.llama.net_torch import Net, frequencies_of
 
 
 class JoinedLinear:
     """Linear layers with one input as one matmul; their weights become views of the joined ones, so that none is in
-    memory twice. Layers with adapters are computed one by one."""
+    memory twice."""
 
     def __init__(self, layers: tuple[nn.Linear, ...], *, transposed: bool) -> None:
-        plain = has_no_adapter(layers)
-        self.layers = layers
-        self.weight = join_rows([layer.weight for layer in layers], transposed=transposed) if plain else None
-        self.bias = join_rows([layer.bias for layer in layers]) if plain and layers[0].bias is not None else None
+        self.weight = join_rows([layer.weight for layer in layers], transposed=transposed)
+        self.bias = join_rows([layer.bias for layer in layers]) if layers[0].bias is not None else None
 
     def __call__(self, x_NE: Tensor) -> Tensor:
-        if self.weight is None:
-            return torch.cat([layer(x_NE) for layer in self.layers], -1)
         return F.linear(x_NE, self.weight, self.bias)
 
 
@@ -72,14 +68,10 @@ class FastSlots(CapturedSlots):
         self.tokens = net.embed_tokens.weight
 
     def can_fuse(self) -> bool:
-        """True without adapters, with an activation that the kernels have, and with rows that fit."""
+        """True with an activation that the kernels have, and with rows that fit."""
         shape = self.net.shape
-        blocks = list[Any](self.net.blocks)
-        plain = all(joined.weight is not None for joined in (*self.qkv, *self.gate_up)) and all(
-            has_no_adapter((block.self_attn.o_proj, block.mlp.down_proj)) for block in blocks
-        )
         widest = max(shape.width, shape.inner, shape.heads * shape.head_width)
-        return plain and shape.activation in self.kernels.ACTIVATIONS and widest <= self.kernels.MAX_FUSED_WIDTH
+        return shape.activation in self.kernels.ACTIVATIONS and widest <= self.kernels.MAX_FUSED_WIDTH
 
     def _hidden(self, count: int, *, few: bool) -> Tensor:
         """The last hidden states of a step: one kernel for everything between two matmuls.
