@@ -131,8 +131,6 @@ class UniformNumbers:
 class RowsWarper(NamedTuple):
     """A sampling rule, and the rows that use it."""
 
-    key: str
-    """The setting's name."""
     apply: Warper
     rows_N: Tensor | None
     """None: all rows."""
@@ -145,10 +143,8 @@ class SamplingRules:
     """Which rows use which rule, with which values; collected again when a text joins or leaves the batch."""
 
     warpers: tuple[RowsWarper, ...]
-    any_sampled: bool
-    """Whether any row has a temperature above 0."""
     sampled_N: Tensor | None
-    """Which rows are sampled; None if all or none are. The others take the most likely token."""
+    """Which rows have a temperature above 0; None if all or none have. The others take the most likely token."""
     settings: RowSettings | None
     """What the kernels need; None if no row is sampled."""
     uniforms: UniformNumbers
@@ -170,14 +166,12 @@ def collect_rules(states: Sequence[SamplingState], device: torch.device) -> Samp
     """
     is_sampled = [state.sample.temperature > 0 for state in states]
     warpers = _collect_warpers(states, is_sampled, device)
-    any_sampled = any(is_sampled)
-    all_sampled = all(is_sampled)
-    sampled_N = copy_to_device(is_sampled, device) if any_sampled and not all_sampled else None
-    settings = new_row_settings([state.sample for state in states], device) if any_sampled else None
+    sampled_N = copy_to_device(is_sampled, device) if any(is_sampled) and not all(is_sampled) else None
+    settings = new_row_settings([state.sample for state in states], device) if any(is_sampled) else None
     adjusted = tuple(row for row, state in enumerate(states) if state.is_adjusted)
     below = tuple(row for row, state in enumerate(states) if state.new_tokens < state.sample.min_tokens)
     uniforms = UniformNumbers(states, device)
-    return SamplingRules(warpers, any_sampled, sampled_N, settings, uniforms, adjusted, below)
+    return SamplingRules(warpers, sampled_N, settings, uniforms, adjusted, below)
 
 
 def _collect_warpers(
@@ -192,7 +186,7 @@ def _collect_warpers(
             warper = partial(function, largest_k=max(values)) if key == "top_k" else function
             rows_N = None if len(rows) == len(states) else copy_to_device(rows, device)
             values_N1 = copy_to_device(values, device, torch.float32).unsqueeze(1)
-            found.append(RowsWarper(key, warper, rows_N, values_N1))
+            found.append(RowsWarper(warper, rows_N, values_N1))
     return tuple(found)
 
 
@@ -210,7 +204,7 @@ def apply_rules(logits_NV: Tensor, states: Sequence[SamplingState], rules: Sampl
         changed_NV = logits_NV.clone()
     apply_bias_and_penalties(changed_NV, states, rules.adjusted)
     ban_end_tokens(changed_NV, states, below, rules.end_positions)
-    for _, apply, rows_N, values_N1 in rules.warpers:
+    for apply, rows_N, values_N1 in rules.warpers:
         if rows_N is None:
             changed_NV = apply(changed_NV, values_N1)
         else:
@@ -264,12 +258,12 @@ def choose_next_ids(
 
     -1 means that the text's logits are not finite. With `captured`, the logits are the result of a CUDA graph.
     """
-    if can_run_kernels(logits_NV) and (rules.settings is not None or not rules.any_sampled):
+    if can_run_kernels(logits_NV):
         return _choose_next_ids_fused(logits_NV, states, rules, captured)
     low_N, high_N = logits_NV.aminmax(dim=1)
     finite_N = high_N.float() - low_N.float() < math.inf
     logits_NV = apply_rules(logits_NV, states, rules)
-    if not rules.any_sampled:
+    if rules.settings is None:
         ids_N = logits_NV.argmax(1)
     else:
         ids_N = sample_ids(logits_NV, rules.uniforms.at(states[0].new_tokens))
