@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import EmbedConfig, RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.prompts import read_file_lines, read_piped_lines
+from textmill.generation.prompts import check_unicode, parse_json_line, read_file_lines, read_piped_lines
 from textmill.models import Shape, find_run_model, open_family
 from textmill.models.pooling import Pooling, read_pooling
 from textmill.storage.files import atomic_writer, format_path, make_folder_for
@@ -162,7 +162,7 @@ def _read_texts(arguments: list[str], file: Path | None) -> Iterator[str]:
     if file:
         texts = _read_lines(file)
     elif arguments:
-        texts = (_check_text(text, f"text {number}") for number, text in enumerate(arguments, 1))
+        texts = (check_unicode(text, f"text {number}") for number, text in enumerate(arguments, 1))
     else:
         texts = (line for line, _ in read_piped_lines("texts"))
     first = next(texts, None)
@@ -201,26 +201,7 @@ def _check_names(arguments: list[str], file: Path | None) -> None:
 def _read_lines(path: Path) -> Iterator[str]:
     """The lines of a text file, or the key "text" of JSON lines."""
     for line, place in read_file_lines(path):
-        yield _parse(line, place) if path.suffix == ".jsonl" else line
-
-
-def _parse(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    text = record.get("text") if isinstance(record, dict) else record
-    if not isinstance(text, str):
-        raise TextmillError(f'{where}: is not a text; write each line as {{"text": "TEXT"}}')
-    return _check_text(text, where)
-
-
-def _check_text(text: str, where: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise TextmillError(f"{where}: has a lone surrogate (half of a character); give it as UTF-8 text") from None
-    return text
+        yield check_unicode(parse_json_line(line, "text", place), place) if path.suffix == ".jsonl" else line
 
 
 @dataclass(frozen=True)

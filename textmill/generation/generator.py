@@ -18,6 +18,7 @@ from textmill.generation.batch import Event, PrefixCache, RunningBatch
 from textmill.generation.beams import beam_search
 from textmill.generation.constraints import TokenTable, sample_grammar
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
+from textmill.generation.prompts import check_unicode
 from textmill.generation.requests import Done, FinishReason, MemoryShort, Request, max_new_tokens, repeat_request
 from textmill.generation.sampling import CapturedSampling
 from textmill.models import check_next_token
@@ -148,11 +149,7 @@ class Generator:
 
     def encode_prompt(self, prompt: str, place: str = "sample.prompt") -> list[int]:
         """Return the prompt's token ids; for an empty prompt, the end-of-text token."""
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise TextmillError(f"{place}: has a lone surrogate (half of a character); give it as UTF-8 text") from None
-        return self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
+        return self.tokenizer.encode(check_unicode(prompt, place)) or [self.tokenizer.eos_id]
 
     def max_new_tokens(self, request: Request) -> int:
         """Return how many new tokens the request allows and the context has space for; warn once if it is too short."""

@@ -47,19 +47,29 @@ def _read_file(path: Path, sample: SampleConfig) -> list[tuple[str, str]]:
     if not lines:
         raise TextmillError(f"sample.prompts_file: {path}: is empty; write one prompt per line")
     if path.suffix == ".jsonl":
-        return [(_parse_prompt(line, place), place) for line, place in lines]
+        return [(parse_json_line(line, "prompt", place), place) for line, place in lines]
     return lines
 
 
-def _parse_prompt(line: str, where: str) -> str:
+def parse_json_line(line: str, key: str, place: str) -> str:
+    """The text under a key of a JSON line."""
     try:
         record = json.loads(line)
     except ValueError:
         record = None
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise TextmillError(f'{where}: is not a prompt; write each line as {{"prompt": "TEXT"}}')
-    prompt: str = record["prompt"]
-    return prompt
+    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise TextmillError(f'{place}: is not a {key}; write each line as {{"{key}": "TEXT"}}')
+    return text
+
+
+def check_unicode(text: str, place: str) -> str:
+    """A text without lone surrogates, which no tokenizer encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TextmillError(f"{place}: has a lone surrogate (half of a character); give it as UTF-8 text") from None
+    return text
 
 
 def read_file_lines(path: Path) -> Iterator[tuple[str, str]]:
