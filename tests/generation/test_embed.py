@@ -256,14 +256,14 @@ def test_foreign_modules_and_pooling_are_refused(tmp_path: Path) -> None:
 
 def test_a_mask_that_is_filled_with_a_mask_keeps_the_order(tmp_path: Path) -> None:
     write_bert(tmp_path)
-    filler = open_filler(open_model(str(tmp_path)), TorchEngine(device="cpu"), 1)
-    mask, other = filler.texts.mask_id, filler.tokenizer.encode("the")[0]
-    logits = F.one_hot(torch.tensor([mask, other]), filler.tokenizer.vocab).float()
+    filler = open_filler(open_model(str(tmp_path)), TorchEngine(device="cpu"))
+    tokenizer = filler.texts.tokenizer
+    logits = F.one_hot(torch.tensor([filler.texts.mask_id, tokenizer.encode("the")[0]]), tokenizer.vocab).float()
     filler.net.logits = lambda x_NTE: logits  # type: ignore[method-assign]
-    assert [one.text for one in filler.fill(["a [MASK] b [MASK] c"])] == ["a [MASK] b the c"]
+    assert [one.text for one in filler.fill(["a [MASK] b [MASK] c"], 1)] == ["a [MASK] b the c"]
     filler.net.logits = lambda x_NTE: logits * torch.nan  # type: ignore[method-assign]
     with pytest.raises(TextmillError, match="a probability is not finite"):
-        list(filler.fill(["a [MASK] b [MASK] c"]))
+        list(filler.fill(["a [MASK] b [MASK] c"], 1))
 
 
 def test_names_of_files_among_texts_are_pointed_out(

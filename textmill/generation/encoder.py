@@ -22,7 +22,7 @@ from textmill.config import EmbedConfig, EngineConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.generation.embed import Ids, TextEncoder, new_text_encoder
-from textmill.generation.fill import DEFAULT_CHOICES, MaskedTexts, new_masked_texts
+from textmill.generation.fill import MaskedTexts, new_masked_texts
 from textmill.generation.requests import Done, EmbedRequest, EncoderRequest, FillRequest, FinishReason, Token
 from textmill.models import check_masked_head
 from textmill.models.base_torch import BaseNet
@@ -132,14 +132,11 @@ class Filled:
 class Filler:
     """Fills masks."""
 
-    def __init__(self, net: BaseNet, texts: MaskedTexts, choices: int = 0) -> None:
+    def __init__(self, net: BaseNet, texts: MaskedTexts) -> None:
         self.net = net
         self.texts = texts
-        self.tokenizer = texts.tokenizer
-        self.mask = texts.mask
-        self.choices = choices or DEFAULT_CHOICES
 
-    def fill(self, prompts: Sequence[str], choices: int = 0) -> Iterator[Filled]:
+    def fill(self, prompts: Sequence[str], choices: int) -> Iterator[Filled]:
         """Each text in order with this many choices; texts are computed in batches and do not affect each other."""
         encoded = [self.texts.encode(prompt) for prompt in prompts]
         start = 0
@@ -149,7 +146,7 @@ class Filler:
             while stop < len(encoded) and (stop + 1 - start) * max(longest, len(encoded[stop])) <= FILL_BATCH_TOKENS:
                 longest = max(longest, len(encoded[stop]))
                 stop += 1
-            yield from self._fill(prompts[start:stop], encoded[start:stop], longest, choices or self.choices)
+            yield from self._fill(prompts[start:stop], encoded[start:stop], longest, choices)
             start = stop
 
     @torch.inference_mode()
@@ -160,7 +157,7 @@ class Filler:
         states = self.net(ids, documents_NT=documents)
         for row, (prompt, one) in enumerate(zip(prompts, encoded, strict=True)):
             places = [place for place, id_ in enumerate(one) if id_ == self.texts.mask_id]
-            chances = self.net.logits(states[row, places]).float().softmax(-1)[:, : self.tokenizer.vocab]
+            chances = self.net.logits(states[row, places]).float().softmax(-1)[:, : self.texts.tokenizer.vocab]
             if not chances.isfinite().all():
                 raise TextmillError("a probability is not finite; the weights are damaged or training diverged")
             values, tokens = chances.topk(min(count, chances.shape[1]))
@@ -168,23 +165,24 @@ class Filler:
                 [Choice(self._text(id_), id_, chance) for id_, chance in zip(*pair, strict=True)]
                 for pair in zip(tokens.tolist(), values.tolist(), strict=True)
             ]
-            text, *rest = prompt.split(self.mask)
+            text, *rest = prompt.split(self.texts.mask)
             for choices, after in zip(masks, rest, strict=True):
                 text += choices[0].token.removeprefix("##") + after
             yield Filled(prompt, text, masks)
 
     def _text(self, id_: int) -> str:
-        return self.tokenizer.decode([id_]).strip() or str(self.tokenizer.inner.id_to_token(id_))
+        tokenizer = self.texts.tokenizer
+        return tokenizer.decode([id_]).strip() or str(tokenizer.inner.id_to_token(id_))
 
 
-def open_filler(checkpoint: Checkpoint, engine: EngineConfig, choices: int) -> Filler:
+def open_filler(checkpoint: Checkpoint, engine: EngineConfig) -> Filler:
     """Load a checkpoint's net and tokenizer; an adapter is merged into its base."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
     net = open_net(checkpoint.folder, device)
     check_masked_head(net.shape, checkpoint.folder)
     texts = new_masked_texts(tokenizer, net.shape.positions, checkpoint.folder)
-    return Filler(net.to(torch_dtype(engine.precision, device)), texts, choices)
+    return Filler(net.to(torch_dtype(engine.precision, device)), texts)
 
 
 class EncoderBatch:

@@ -43,29 +43,30 @@ def fill(
         raise TextmillError("sample.prompt or sample.prompts_file: is set, and texts are given too; give one of them")
     typed = not (as_json or texts or in_settings) and is_terminal(sys.stdin) and is_terminal(sys.stdout)
     found = [] if typed else [(text, "TEXT") for text in texts] or find_prompts(sample)
-    filler = open_filler(checkpoint, config.engine, sample.top_k)
+    filler = open_filler(checkpoint, config.engine)
+    choices = sample.top_k or DEFAULT_CHOICES
     if typed:
-        print(f"{checkpoint.folder}: type a text with {filler.mask}; ctrl-D ends")
-        return list(_fill_lines(filler))
+        print(f"{checkpoint.folder}: type a text with {filler.texts.mask}; ctrl-D ends")
+        return list(_fill_lines(filler, choices))
     for prompt, place in found:
         filler.texts.check(prompt, place)
-    return [_print(one, as_json) for one in filler.fill([prompt for prompt, _ in found])]
+    return [_print(one, as_json) for one in filler.fill([prompt for prompt, _ in found], choices)]
 
 
-def _fill_lines(filler: Filler) -> Iterator[str]:
+def _fill_lines(filler: Filler, choices: int) -> Iterator[str]:
     """Fill each line that is typed; after an error, report it and read the next line."""
     with Terminal() as terminal:
         for prompt in terminal.lines():
             try:
-                for one in terminal.run_interruptible(partial(_fill_line, filler, prompt)) or ():
+                for one in terminal.run_interruptible(partial(_fill_line, filler, prompt, choices)) or ():
                     yield _print(one, as_json=False)
             except TextmillError as error:
                 warn(str(error))
 
 
-def _fill_line(filler: Filler, prompt: str) -> list[Filled]:
+def _fill_line(filler: Filler, prompt: str, choices: int) -> list[Filled]:
     filler.texts.check(prompt)
-    return list(filler.fill([prompt]))
+    return list(filler.fill([prompt], choices))
 
 
 def _print(filled: Filled, as_json: bool) -> str:
