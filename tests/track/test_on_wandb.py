@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from textmill.config import TrackConfig, WandbConfig
+from textmill.config import TrackConfig
 from textmill.track import open_trackers
 
 pytest.importorskip("wandb", reason="needs the extra long")
@@ -38,6 +38,7 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     monkeypatch.delitem(
         sys.modules, "openai", raising=False
     )  # W&B prints an advertisement if it sees it, and another test may have loaded it
+    monkeypatch.setenv("WANDB_ENTITY", "millers")
     monkeypatch.setenv("WANDB_TAGS", "first,small")
     monkeypatch.setenv("WANDB_RUN_GROUP", "stones")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -45,8 +46,7 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     from textmill.track.on_wandb import new_tracker, read_or_create_id
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb = WandbConfig(entity="millers")
-    tracker = new_tracker(TrackConfig(project="mill", wandb=wandb), tmp_path, 0, {"train.batch": 8})
+    tracker = new_tracker(TrackConfig(project="mill"), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
     tracker.close()

@@ -683,14 +683,8 @@ def _wandb(pasted: Pasted, name: str) -> Settings | str:
         return {"track.kinds": ["tensorboard"]} if known else "not needed: metrics.jsonl has every measurement"
     if name.startswith("tensorboard"):
         return {"track.kinds": ["tensorboard"]}
-    keys = {
-        "wandb_project": "track.project",
-        "wandb_dir": "track.project",  # dsGPT2's "for setting wandb project"
-        "wandb_username": "track.wandb.entity",
-        "wandb_entity": "track.wandb.entity",
-    }
-    own = {keys[name]: pasted.text(name)} if name in keys else {}
-    return {"track.kinds": ["wandb"], **own}
+    names_project = name in ("wandb_project", "wandb_dir")  # the second is dsGPT2's "for setting wandb project"
+    return {"track.kinds": ["wandb"], **({"track.project": pasted.text(name)} if names_project else {})}
 
 
 def _evaluation_task(pasted: Pasted, name: str) -> Settings | str:

@@ -33,7 +33,6 @@ from textmill.config.usage import (
     SampleConfig,
     ServeConfig,
     TrackConfig,
-    WandbConfig,
 )
 from textmill.config.yaml_text import format_yaml
 from textmill.errors import TextmillError
@@ -72,7 +71,6 @@ __all__ = [
     "TorchEngine",
     "TrackConfig",
     "TrainConfig",
-    "WandbConfig",
 ]
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]

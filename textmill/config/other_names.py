@@ -219,11 +219,11 @@ TARGETS = {
     "sample.top_k": "top_k",
     "@do_sample": "do_sample",
     "sample.temperature=0": "greedy",
-    "@wandb": """wandb_project wandb_username wandb_entity wandb_log wandb wandb_dir logger_name tensorboard_dir
-        tensorboard_log_dir""",
+    "@wandb": "wandb_project wandb_log wandb wandb_dir logger_name tensorboard_dir tensorboard_log_dir",
     "track.kinds": "report_to",
     "track.project": "project",
-    "set the environment variables WANDB_TAGS and WANDB_RUN_GROUP, which wandb reads itself": "wandb_tags wandb_group",
+    "set the environment variables WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, which wandb reads itself": """
+        wandb_username wandb_entity wandb_tags wandb_group""",
     "track.name": "wandb_run_name run_name wandb_exp_name",
     # no key: what to do instead
     _RESUMES: """restart resume_from_checkpoint adlr_autoresume adlr_autoresume_interval resume_from_step resume
@@ -512,7 +512,7 @@ RULES: dict[str, tuple[str, str]] = {
     "timeout": ("engine.timeout", "in seconds"),
     "labels": ("train.distil.labels", "one loss of the labels: alpha_clm of GPT-2, alpha_mlm of BERT"),
     "do_sample": ("sample.temperature", "0 for false"),
-    "wandb": ("track.kinds", "tensorboard or wandb; also track.project and track.wandb.entity"),
+    "wandb": ("track.kinds", "tensorboard or wandb; also track.project"),
     "evaluation_task": ("evaluate.tasks", "wikitext:FILE or lambada:FILE; evaluate.text for other texts"),
     "evaluated_model": ("model.init_from", "the folder that textmill import wrote, or WHERE of textmill evaluate"),
     "distil_data": ("tokens.use", "binarized_text.pickle; a text goes to corpus.sources"),

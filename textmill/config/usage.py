@@ -259,13 +259,6 @@ class ExportConfig(Section):
     """The licence that the card names, such as apache-2.0."""
 
 
-class WandbConfig(Section):
-    """Settings of `track.kinds=wandb`."""
-
-    entity: str | None = changeable(None)
-    """User or team on W&B; default: that of your login."""
-
-
 class TrackConfig(Section):
     """Where training metrics are sent, in addition to the console and metrics.jsonl."""
 
@@ -275,8 +268,6 @@ class TrackConfig(Section):
     """Project in W&B."""
     name: str | None = changeable(None)
     """Name of the run in W&B; default: the run folder's name."""
-    wandb: WandbConfig = changeable(WandbConfig())
-    """Settings of Weights & Biases."""
 
 
 class PlanConfig(Section):

@@ -25,7 +25,6 @@ class WeightsAndBiases:
         offline = is_offline()
         self._run = wandb.init(
             project=config.project,
-            entity=config.wandb.entity,
             name=config.name or folder.name,
             id=run_id,
             dir=str(folder),
