@@ -120,7 +120,6 @@ def random_config(dice: random.Random) -> dict[str, Any]:
     train |= dice.choice([{}, {"layout": "padded"}, {"packed": {"isolate_documents": True}}])
     extras: list[dict[str, Any]] = [
         {"ema_window": 20.0},
-        {"spike_threshold": 6.0},
         {"freeze": ["wpe"]},
         {"layer_decay": 0.8},
         {"label_smoothing": 0.1},

@@ -54,7 +54,7 @@ def test_fault_syntax() -> None:
         Fault("slow", "disk", 2, 0),
         Fault("kill", "start", 0, 0),
     ]
-    assert parse("spike@step:3") == [Fault("spike", "step", 3, 0)]
+    assert parse("nan@step:3") == [Fault("nan", "step", 3, 0)]
     for word in (
         "kill",
         "kill@disk",

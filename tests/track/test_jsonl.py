@@ -37,9 +37,9 @@ def test_step_is_first_and_each_line_is_flushed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
     lines = JsonLines(tmp_path / METRICS_FILE)
-    lines.log(1, {"loss": value, "spikes": 2})
+    lines.log(1, {"loss": value, "batch": 2})
     lines.close()
-    assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1, "loss": null, "spikes": 2}\n'
+    assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1, "loss": null, "batch": 2}\n'
 
 
 @given(st.integers(0, 12), st.integers(0, 400))

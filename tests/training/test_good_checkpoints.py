@@ -18,6 +18,7 @@ from tests.support.small_runs import config_for
 from textmill.checkpoints.folders import list_checkpoints, open_checkpoint
 from textmill.checkpoints.writing import Snapshot
 from textmill.errors import TextmillError
+from textmill.storage import faults
 from textmill.tokens.splits import open_splits
 from textmill.track import Trackers
 from textmill.training import loop
@@ -55,7 +56,7 @@ def test_a_save_waits_for_the_steps_before_it(tmp_path: Path) -> None:
         skipped: bool = True
         scale: float | None = None
 
-    updates = SkippedUpdates(tmp_path, None, True, "float32")
+    updates = SkippedUpdates(tmp_path, True, "float32")
     for step in range(1, 6):
         updates.add(step, Skipped())
     with pytest.raises(TextmillError, match="diverged: the loss is no longer finite at step 5"):
@@ -145,3 +146,14 @@ def test_going_back_keeps_later_checkpoints_until_the_next_save(
     train(config_for(root, run, 5, "train.save_every=2", "train.checkpoints.keep=9", *SMALL), step=2)
     assert list(list_checkpoints(run)) == [2, 4, 5]
     assert not (run / "metrics.replaced.jsonl").exists()
+
+
+@pytest.mark.parametrize("engine", ["jax", "deepspeed"])
+def test_faults_of_the_torch_engine_are_refused_by_others(root: Path, engine: str) -> None:
+    pytest.importorskip(engine, reason=f"needs the extra {engine}")
+    faults.arm("nan@step:3")
+    try:
+        with pytest.raises(TextmillError, match=r"TEXTMILL_FAULT: only the torch engine supports nan"):
+            train(config_for(root, root / engine, 6, f"engine.kind={engine}"))
+    finally:
+        faults.arm("")

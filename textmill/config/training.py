@@ -315,9 +315,6 @@ class TrainConfig(Section):
     """Learning rate of token embeddings that are not also the head, as a multiple of that of the other weights."""
     clip: float = Field(1.0, ge=0)
     """Gradient clipping: largest global gradient norm; 0: no clipping."""
-    spike_threshold: float | None = changeable(None, gt=0)
-    """Skip the update of a step whose loss is this many robust deviations above the median of the last 128 losses, such
-    as 6; default: skip none."""
     ema_window: float | None = Field(None, gt=0)
     """Evaluate and save an exponential moving average (EMA) of the weights instead of the weights themselves, over
     about this many epochs, such as 0.15; from 10 on: over this many steps, a decay of 1 - 1 / steps. Default: no

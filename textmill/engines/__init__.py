@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 from textmill.config import EngineConfig, LoraConfig, TrainConfig
 from textmill.config.own_files import is_own_file
-from textmill.engines.spikes import SpikeGuard
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks
@@ -141,8 +140,6 @@ class Engine(Protocol):
     """The processes of the run and their collectives."""
     first: bool
     """Whether this is rank 0, which prints and writes."""
-    guard: SpikeGuard | None
-    """Skips the update of a loss spike, if `train.spike_threshold` is set."""
 
     def samples_of(self, batch: int) -> slice:
         """The samples of a global batch that this process computes, equal inside a tensor-parallel group."""

@@ -44,7 +44,6 @@ from textmill.engines.micro_batches import (
 from textmill.engines.on_torch import checksum_tensors, new_step
 from textmill.engines.optimizers import TORCH_NAMES, groups_of, trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
-from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, to_checkpoint
 from textmill.models.base_torch import BaseNet
@@ -92,11 +91,6 @@ def _choose_settings(
     user = read_user_config(engine.deepspeed_config)
     section = fill_unset(engine, user)
     precision = torch_dtype(section.precision, device)
-    if train.spike_threshold and precision == torch.float16:
-        raise TextmillError(
-            "train.spike_threshold: in fp16 DeepSpeed would treat a spike as an overflow; "
-            "set engine.precision=bf16, or remove it"
-        )
     if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
         raise TextmillError(
             f"engine.precision: DeepSpeed does not support fp16 on {device.type}; set bf16, fp32, or engine.kind=torch"
@@ -198,7 +192,6 @@ class OnDeepSpeed:
         self.trained = sum(
             math.prod(weight.shape) for weight, parameter in parameters_of(self.net).values() if parameter.requires_grad
         )
-        self.guard = new_spike_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
         self.masters = MasterWeights(engine.optimizer, adam, stage, self.device)
         self.saved = {weight.name: weight for weight in saved_weights(self.net.shape, self.net.lora)}
         self.frozen: dict[nn.Parameter, Tensor] = {}
@@ -210,7 +203,7 @@ class OnDeepSpeed:
         return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> Step:
-        """Gradient accumulation over micro-batches, then DeepSpeed's step, unless a spike or NaN skips it."""
+        """Gradient accumulation over micro-batches, then DeepSpeed's step, unless a NaN skips it."""
         check_fields(batch, self.net.shape)
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
@@ -239,16 +232,10 @@ class OnDeepSpeed:
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
                 label_loss, terms = split_loss_terms(total, self.terms, pairs)
-                spike = self.guard.is_spike(self.guard.state, label_loss) if self.guard else None
-                # DeepSpeed skips an update only if the gradient is not finite, so a spike makes it so.
-                loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even if the scale is 1: DeepSpeed would otherwise divide `loss` by the accumulation steps.
             with attention_order(self.device):  # activation checkpointing uses the same backend again
                 self.engine.backward(loss / loss_scale, scale_wrt_gas=False)
         norm = self._update_or_skip()
-        if self.guard:
-            finite = torch.isfinite(norm)
-            self.guard.state = self.guard.next_state(self.guard.state, label_loss, spike, finite, step + 1)
         logged_scale = torch.tensor(loss_scale) if self.precision == torch.float16 else None
         return new_step(label_loss, norm, loss_tokens, logged_scale, terms)
 

@@ -32,7 +32,6 @@ from textmill.engines.meshes import check_batch
 from textmill.engines.micro_batches import PAIR_LOSS, check_fields, count_pairs, label_arrays, named_sums, part_of
 from textmill.engines.optimizers.step_jax import Optimizer, check_optimizer, new_step
 from textmill.engines.ranks_torch import open_ranks
-from textmill.engines.spikes import State, new_spike_guard
 from textmill.errors import TextmillError
 from textmill.models import Shape, find_family_module, lay_out_weight, lay_out_weights, to_checkpoint, weights_of
 from textmill.models.base_jax import cast_matrices
@@ -175,7 +174,6 @@ class OnJax:
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
         precision = jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16
         self.optimizer = Optimizer(shape, train, options.lora, precision)
-        self.guard = new_spike_guard(train, jnp, shardings.replicate)
         self.params: Arrays = {}
         self.state: dict[str, Any] = {}
         self.compiled_shapes: set[str] = set()
@@ -197,12 +195,7 @@ class OnJax:
         shapes = str(jax.tree.map(jnp.shape, parts))
         compiles = shapes not in self.compiled_shapes
         self.compiled_shapes.add(shapes)
-        spikes = self.guard.state if self.guard else None
-        self.params, self.state, spikes, losses, norm, tokens = self.step(
-            self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1)
-        )
-        if self.guard and spikes:
-            self.guard.state = spikes
+        self.params, self.state, losses, norm, tokens = self.step(self.params, self.state, parts, np.float32(lr))
         note = format_compile_time(time.perf_counter() - start) if compiles else None
         loss, pair_loss = losses if self.heads.has_pairs else (losses, None)
         terms = {} if batch.pair_labels is None else {PAIR_LOSS: pair_loss}
@@ -288,9 +281,7 @@ class OnJax:
         self.params = {}
         self.state = {}
 
-    def _step(
-        self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, spikes: State | None, number: Array
-    ) -> tuple[Any, ...]:
+    def _step(self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array) -> tuple[Any, ...]:
         """An optimizer step: gradient accumulation over micro-batches, clipping, and the update or a skip."""
         token_weight, tokens = token_weights(parts["labels"], self.train.loss)
         parts = {**parts, "weights": token_weight}
@@ -305,19 +296,13 @@ class OnJax:
             first = jnp.zeros((2,) if self.heads.has_pairs else ())
             zeros = first, {name: jnp.zeros_like(weights[name]) for name in trained}
             losses, grads = jax.lax.scan(partial(_accumulate, gradient), zeros, parts)[0]
-        loss = losses[0] if self.heads.has_pairs else losses
         grads = {
             name: jax.lax.with_sharding_constraint(grad, self.shardings.stored(name, grad.shape))
             for name, grad in grads.items()
         }
-        spike = self.guard.is_spike(spikes, loss) if self.guard and spikes else jnp.array(False)
-        weights, state, norm = self.optimizer.step(weights, state, grads, lr, spike)
-        if self.guard and spikes:
-            spikes = self.guard.next_state(spikes, loss, spike, jnp.isfinite(norm), number)
-        spikes, losses, norm, tokens = jax.lax.with_sharding_constraint(
-            (spikes, losses, norm, tokens), self.shardings.replicated()
-        )
-        return weights, state, spikes, losses, norm, tokens
+        weights, state, norm = self.optimizer.step(weights, state, grads, lr)
+        numbers = jax.lax.with_sharding_constraint((losses, norm, tokens), self.shardings.replicated())
+        return weights, state, *numbers
 
     def _loss(self, trained: Arrays, others: Arrays, part: Arrays) -> tuple[Array, Array]:
         """The loss of a micro-batch as a function of the trained weights, and the losses to report."""

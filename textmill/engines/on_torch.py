@@ -79,7 +79,6 @@ from textmill.engines.optimizers import Optimizer, check_optimizer_mesh
 from textmill.engines.parallel_torch import Parallel
 from textmill.engines.pipeline_torch import Pipeline
 from textmill.engines.ranks_torch import TorchRanks, open_ranks, own_device
-from textmill.engines.spikes import new_spike_guard
 from textmill.errors import TextmillError
 from textmill.kernels.graphs_torch import GraphedFunction
 from textmill.kernels.triton_support import missing_requirement
@@ -181,7 +180,6 @@ class OnTorch:
         self.average = Average(self.optimizer.local_parts, train.ema_window)
         self.local_sgd = LocalSgd(self.optimizer.parameters, mesh.local, parallel) if mesh.local else None
         self.scaler = LossScaler(self.device) if self.precision == torch.float16 else None
-        self.guard = new_spike_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         self.graphs = StepGraphs(self) if self._is_small() else None
         """Set if passes and updates are launched as CUDA graphs; None once a caller has computed a step itself."""
         if self.graphs:
@@ -197,7 +195,7 @@ class OnTorch:
         return slice(self.parallel.data_rank * rows, (self.parallel.data_rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> Step:
-        """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
+        """Gradient accumulation over micro-batches, then one update; a non-finite gradient skips it."""
         with self._open_step(batch, step, lr) as passes:
             if self.pipeline:
                 passes.run_pipeline(self.pipeline)
@@ -225,17 +223,14 @@ class OnTorch:
         self.noted_logits = self.noted_logits or notes[1] is not None
         passes.result.note = "; ".join(filter(None, notes)) or None
 
-    def _update_or_skip(self, loss: Tensor, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
-        """Update the weights, unless the loss is a spike or the gradient is not finite; returns the gradient norm."""
-        spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
-        norm = self.graphs.update(lr, spike) if self.graphs else self.optimizer.step(lr, loss_scale, spike)
+    def _update_or_skip(self, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
+        """Update the weights, unless the gradient is not finite; returns the gradient norm."""
+        norm = self.graphs.update(lr) if self.graphs else self.optimizer.step(lr, loss_scale)
         self.average.update(step)
         if self.local_sgd:
             self.local_sgd.update(step)
         if self.scaler:
             self.scaler.update(torch.isfinite(norm))
-        if self.guard:
-            self.guard.state = self.guard.next_state(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
         return norm
 
     def _is_small(self) -> bool:
@@ -538,12 +533,12 @@ class Passes:
         )
 
     def update(self, lr: float) -> None:
-        """Update the weights, unless the loss is a spike or the gradient is not finite."""
+        """Update the weights, unless the gradient is not finite."""
         engine = self.engine
         total = engine.parallel.sum_loss(self.total)
         total = total if self.loss_scale is None else total / self.loss_scale
         loss, terms = split_loss_terms(total, engine.terms, self.pairs)
-        norm = engine._update_or_skip(loss, self.loss_scale, self.step, lr)
+        norm = engine._update_or_skip(self.loss_scale, self.step, lr)
         self.result = new_step(loss, norm, self.loss_tokens, self.loss_scale, terms)
 
 
@@ -555,13 +550,13 @@ class StepGraphs:
         self.run_pass = GraphedFunction(engine._forward_backward)
         self._run_update = GraphedFunction(partial(engine.optimizer.step, keep_gradients=True))
 
-    def update(self, lr: float, spike: Tensor | None) -> Tensor:
+    def update(self, lr: float) -> Tensor:
         """`Optimizer.step`; without graphs from now on if a weight has no gradient, and so no state to be captured."""
         engine = self.engine
         if any(parameter.grad is None for parameter in engine.optimizer.parameters):
             engine.graphs = None
-            return engine.optimizer.step(lr, spike=spike)
-        return self._run_update(copy_to_device([lr], engine.device, torch.float32)[0], None, spike)
+            return engine.optimizer.step(lr)
+        return self._run_update(copy_to_device([lr], engine.device, torch.float32)[0])
 
 
 def new_step(loss: Tensor, norm: Tensor, loss_tokens: int, scale: Tensor | None, terms: dict[str, Tensor]) -> Step:

@@ -5,7 +5,6 @@
     slow@disk:7        from the 7th on, each takes 0.1 seconds longer
     kill@step:5:1      rank 1 gets SIGKILL before step 5; stop: SIGSTOP; hang: it sleeps forever
     hang@start:1       rank 1 sleeps forever before it opens the data; kill and stop work here too
-    spike@step:5:1     rank 1 gets random labels in step 5, which gives a loss spike
     nan@step:5:1       one gradient of rank 1 is NaN in step 5 (torch engine only)
     flip@step:5:1      one bit of a weight flips on rank 1 before step 5 (torch engine only)
     fail@kernel        the kernel that `textmill doctor` runs cannot be launched
@@ -29,7 +28,7 @@ from textmill.errors import TextmillError, rank_of_launcher
 VARIABLE = "TEXTMILL_FAULT"
 PATTERN = re.compile(
     r"(?P<disk>kill|full|slow)@disk:(?P<number>\d+)|(?P<start>kill|stop|hang)@start(?::(?P<first>\d+))?"
-    r"|(?P<step>kill|stop|hang|spike|nan|flip)@step:(?P<at>\d+)(?::(?P<rank>\d+))?"
+    r"|(?P<step>kill|stop|hang|nan|flip)@step:(?P<at>\d+)(?::(?P<rank>\d+))?"
     r"|(?P<kernel>fail)@kernel"
 )
 SLOW_SECONDS = 0.1
@@ -40,7 +39,7 @@ class Fault:
     """One fault to inject."""
 
     action: str
-    """kill, full, slow, stop, hang, spike, nan, flip or fail."""
+    """kill, full, slow, stop, hang, nan, flip or fail."""
     place: str
     """disk, start, step or kernel."""
     number: int

@@ -14,7 +14,6 @@ from typing import Any
 from textmill.checkpoints.best import VALID_LOSS
 from textmill.checkpoints.folders import list_checkpoints
 from textmill.engines import Engine, Step
-from textmill.engines.spikes import SpikeGuard
 from textmill.errors import EXIT_USER, AlreadyReported, TextmillError
 from textmill.track import Trackers
 
@@ -24,42 +23,34 @@ COUNT_DELAY = 8
 """A step is counted this many steps later, so that counting does not wait for the device; on all ranks alike."""
 SLOW_RATIO = 1.5
 """A rank that is so many times slower than the others is reported."""
-MAX_SPIKES = 20
-"""The run ends after this many updates in a row were skipped because of a loss spike."""
 
 
 class SkippedUpdates:
     """Checks each logged step for a skipped update. All ranks see the same numbers; only rank 0 reports."""
 
-    def __init__(self, run: Path, guard: SpikeGuard | None, first: bool, precision: str) -> None:
+    def __init__(self, run: Path, first: bool, precision: str) -> None:
         """`first` is whether this is rank 0; `precision` is that of the matmuls."""
         self.run = run
         self.full_precision = precision in ("float32", "fp32")
-        self.guard = guard
         self.first = first
         self._bad_steps = 0
         """Steps in a row whose loss or gradient was not finite."""
-        self._spikes_reported = guard.counts()["left"] if guard else 0
         self._uncounted: deque[tuple[int, Step]] = deque()
         """Steps that are not counted yet, oldest first, with their number."""
 
     def add(self, done: int, result: Step) -> None:
-        """Count a step; raise when the run has diverged. A spike guard has waited for the step anyway."""
+        """Count a step; raise when the run has diverged."""
         self._uncounted.append((done, result))
-        self._count_until(done if self.guard else done - COUNT_DELAY)
+        self._count_until(done - COUNT_DELAY)
 
     def _count_until(self, last: int) -> None:
         while self._uncounted and self._uncounted[0][0] <= last:
             done, result = self._uncounted.popleft()
             # A loss scale above 1 is halved until the gradients fit in fp16. At 1 or below, only the user can help.
-            bad = self._is_skipped(done, result) and (result.scale or 1.0) <= 1.0
+            bad = result.skipped and (result.scale or 1.0) <= 1.0
             self._bad_steps = self._bad_steps + 1 if bad else 0
             if self._bad_steps >= MAX_BAD_STEPS:
                 self._end_diverged(done, result.scale)
-
-    def _is_skipped(self, done: int, result: Step) -> bool:
-        """Whether the update was skipped for another reason than a spike, which some engines skip by a NaN gradient."""
-        return result.skipped and not (self.guard and self.guard.counts()["last"] == done)
 
     def refuses_save(
         self, done: int, loss: float, metrics: dict[str, float], *, last: bool, trackers: Trackers
@@ -74,50 +65,20 @@ class SkippedUpdates:
         trackers.note(f"step {done}: not saved, because its loss is not finite; earlier checkpoints stay")
         return True
 
-    def metrics(self, result: Step) -> dict[str, float]:
-        """Values to log: the loss scale of fp16, and the number of updates skipped because of spikes so far."""
-        metrics: dict[str, float] = {}
-        if result.scale is not None:
-            metrics["loss_scale"] = result.scale
-        if self.guard:
-            metrics["spikes"] = self.guard.counts()["left"]
-        return metrics
-
     def check(self, done: int, result: Step, trackers: Trackers) -> None:
-        """Report updates skipped up to this step; raise when the run has diverged."""
-        spikes = self._report_spikes(done, trackers)
-        if self._is_skipped(done, result):
+        """Report an update that this step skipped; raise when the run has diverged."""
+        if result.skipped:
             trackers.note(f"step {done}: loss or gradient is not finite{_at_scale(result.scale)}; skipped the update")
-        if spikes and spikes["streak"] >= MAX_SPIKES:
-            self._end(
-                f"step {done}: loss spikes: the last {spikes['streak']} updates were skipped; check the data at this "
-                "step, or resume from an earlier checkpoint with --step and a higher train.spike_threshold or a lower "
-                "train.learning_rate"
-            )
         self._count_until(done)
-
-    def _report_spikes(self, done: int, trackers: Trackers) -> dict[str, int]:
-        if self.guard is None:
-            return {}
-        counts = self.guard.counts()
-        if new := counts["left"] - self._spikes_reported:
-            updates = "1 update" if new == 1 else f"{new} updates"
-            reason = f"its loss was more than {self.guard.threshold:g} deviations above the median"
-            trackers.note(f"step {done}: loss spike: skipped {updates}, the last in step {counts['last']}; {reason}")
-        self._spikes_reported = counts["left"]
-        return counts
 
     def _end_diverged(self, done: int, scale: float | None) -> None:
         saved = ", ".join(map(str, list_checkpoints(self.run)))
         kept = f" (kept checkpoints: {saved})" if saved else ""
         precision = "" if self.full_precision else " or set engine.precision=fp32"
-        self._end(
-            f"diverged: the loss is no longer finite at step {done}{_at_scale(scale)}; lower train.learning_rate"
-            f"{precision}, and start from scratch with --force, or choose another train.folder{kept}"
+        error = TextmillError(
+            f"{self.run}: diverged: the loss is no longer finite at step {done}{_at_scale(scale)}; lower "
+            f"train.learning_rate{precision}, and start from scratch with --force, or choose another train.folder{kept}"
         )
-
-    def _end(self, reason: str) -> None:
-        error = TextmillError(f"{self.run}: {reason}")
         raise error if self.first else AlreadyReported(error.exit_code)
 
 

@@ -185,7 +185,6 @@ class RunState:
             "sources": start.sources,
             "textmill": __version__,
             "scaling": engine.scaling(),
-            "spikes": engine.guard.save_state() if engine.guard else {},
             "run_length": run_length.save_state(),
         }
 

@@ -23,7 +23,7 @@ from textmill.checkpoints.folders import (
     STEP_NAME,
     Checkpoint,
     StepChoice,
-    describe_init_model,
+    describe_choice,
     find_checkpoint,
     list_checkpoints,
     open_model,
@@ -126,8 +126,6 @@ class Start:
     """LoRA: full weights that differ from the base's, such as a resized embedding."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """fp16: the state of the loss scale."""
-    spikes: dict[str, Any] = field(default_factory=dict)
-    """`train.spike_threshold`: the state of the spike guard."""
     best: dict[str, Any] = field(default_factory=dict)
     """`train.best`: the best value of the metric so far, and how often it was measured since."""
     run_length: dict[str, Any] = field(default_factory=dict)
@@ -211,7 +209,6 @@ def _resume(checkpoint: Checkpoint, shape: Shape, lora: LoraConfig | None, chang
         changes=progress["changes"] + [{"step": checkpoint.step, "change": line} for line in changes],
         new_changes=changes,
         loss_scale=progress["scaling"],
-        spikes=progress["spikes"],
         run_length=progress["run_length"],
         best=progress["best"],
         ranges=progress["ranges"],
@@ -290,7 +287,8 @@ def start_new_run(model: ModelConfig, train: TrainConfig, corpus: CorpusConfig, 
     _check_objective(train, shape)
     _check_pairs(train, corpus, shape)
     if init_model is not None:
-        warn(f"model.init_from: using {describe_init_model(init_model, str(model.init_from))}")
+        named = Path(str(model.init_from)).resolve() == init_model.folder.resolve()
+        warn(f"model.init_from: using {describe_choice(init_model, named=named)}")
         shape, weights = _adapt_init_model(init_model, shape, model.init_layers, train, data)
     else:
         _check_fit(shape, train, data, None)

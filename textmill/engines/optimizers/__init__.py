@@ -284,8 +284,7 @@ class OwnOptimizer:
 
 
 class Optimizer:
-    """The optimizers of a net and their state; a non-finite gradient or a spike skips the update, decided on the
-    device."""
+    """The optimizers of a net and their state; a non-finite gradient skips the update, decided on the device."""
 
     def __init__(self, net: BaseNet, train: TrainConfig, parallel: Parallel, *, compiled: bool = False) -> None:
         self.train = train
@@ -316,15 +315,8 @@ class Optimizer:
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
         """Updates done, without skipped ones."""
 
-    def step(
-        self,
-        lr: float | Tensor,
-        loss_scale: Tensor | None = None,
-        spike: Tensor | None = None,
-        *,
-        keep_gradients: bool = False,
-    ) -> Tensor:
-        """One update, which a spike skips; returns the gradient norm before clipping.
+    def step(self, lr: float | Tensor, loss_scale: Tensor | None = None, *, keep_gradients: bool = False) -> Tensor:
+        """One update; returns the gradient norm before clipping.
 
         In fp16 the gradients are those of the loss times `loss_scale`. They are set to None afterwards, or with
         `keep_gradients` to zero.
@@ -338,7 +330,7 @@ class Optimizer:
         self.parallel.join_gradients(gradients)
         norm = self.parallel.gradient_norm(gradients)
         norm = norm if loss_scale is None else norm / loss_scale
-        updated = torch.isfinite(norm) if spike is None else torch.isfinite(norm) & ~spike
+        updated = torch.isfinite(norm)
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
         gradient_factor = clip if loss_scale is None else clip / loss_scale
         for name, optimizer in self.optimizers.items():

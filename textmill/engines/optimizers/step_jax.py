@@ -43,7 +43,7 @@ def check_optimizer(train: TrainConfig) -> None:
 
 
 class Optimizer:
-    """The update of all weights; a non-finite gradient or a spike skips it."""
+    """The update of all weights; a non-finite gradient skips it."""
 
     def __init__(self, shape: Shape, train: TrainConfig, lora: LoraConfig | None, precision: Any) -> None:
         """`precision` is that of Muon's orthogonalisation."""
@@ -66,9 +66,9 @@ class Optimizer:
         return {"m": self.rest, "v": self.rest, **({"momentum": list(self.matrices)} if self.matrices else {})}
 
     def step(
-        self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array, spike: Array
+        self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array
     ) -> tuple[dict[str, Array], State, Array]:
-        """Weights and state after one update, which a spike skips, and the gradient norm before clipping.
+        """Weights and state after one update, and the gradient norm before clipping.
 
         Only trained weights have gradients.
         """
@@ -82,7 +82,7 @@ class Optimizer:
             matrices, after["momentum"] = self._muon(weights, state["momentum"], grads, lr)
             new = {**new, **matrices}
         new = {name: new.get(name, values) for name, values in weights.items()}
-        updated = jnp.isfinite(norm) & ~spike
+        updated = jnp.isfinite(norm)
         return *jax.tree.map(lambda one, other: jnp.where(updated, one, other), (new, after), (weights, state)), norm
 
     def _adam(

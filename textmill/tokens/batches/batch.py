@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from textmill.counters import hash_numbers
 from textmill.errors import TextmillError
 from textmill.ranges import expand_ranges
-from textmill.storage import faults
 from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.store import TokenStore, advise
 
@@ -60,19 +59,6 @@ class Batch:
     """[samples, length]: the segment of a sentence pair, 0 or 1."""
     pair_labels: NDArray[np.int32] | None = None
     """[samples, length]: at the first position of each packed pair its class (next sentence, order); -100 elsewhere."""
-
-
-def inject_spike(batch: Batch, step: int) -> Batch:
-    """The batch of a step, with wrong labels if that fault is due."""
-    return corrupt_labels(batch) if faults.is_due("spike", step) else batch
-
-
-def corrupt_labels(batch: Batch) -> Batch:
-    """Replace every loss label by one token id that is wrong everywhere."""
-    others = np.setdiff1d(np.arange(batch.labels.max() + 1), batch.labels)
-    return replace(
-        batch, labels=np.where(batch.labels == IGNORED, IGNORED, others[0] if len(others) else 0).astype(np.int32)
-    )
 
 
 class Layout(Protocol):
