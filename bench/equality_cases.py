@@ -160,8 +160,8 @@ EVALUATE = {
     "text": "evaluate.tasks=[perplexity] evaluate.text=[texts/wiki.txt]",
     "choices": "evaluate.tasks=[lambada:texts/lambada.jsonl,choices:texts/choices.jsonl,pairs:texts/good_bad.jsonl]",
     "wikitext": "evaluate.tasks=[wikitext:texts/wiki.txt]",
-    "wikitext-megatron": "evaluate.tasks=[wikitext:texts/wiki.txt] evaluate.wikitext.protocol=megatron",
-    "wikitext-transformers": "evaluate.tasks=[wikitext:texts/wiki.txt] evaluate.wikitext.protocol=transformers",
+    "wikitext-megatron": "evaluate.tasks=[wikitext:texts/wiki.txt] evaluate.wikitext=megatron",
+    "wikitext-transformers": "evaluate.tasks=[wikitext:texts/wiki.txt] evaluate.wikitext=transformers",
 }
 EVALUATE_BERT = "evaluate.tasks=[pseudo_perplexity,pairs:texts/good_bad.jsonl] evaluate.sample=20"
 EXPORT = {"gpt2": ("hf", "gguf", "onnx"), "qwen3": ("hf", "gguf"), "llama": ("hf", "onnx"), "bert": ("hf",)}

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import textmill
 from textmill.checkpoints.folders import list_checkpoints
-from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.evaluation.tasks.wikitext import detokenize, split_articles
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.where import open_where
@@ -114,11 +114,11 @@ def compare_streams(model: Path, net: Any) -> None:
     words = len(text.strip().split(" ")) - 1
     plain, detokenised = tokenizer.encode(text), tokenizer.encode(detokenize(text))
     for stride in (positions // 2, positions):
-        found = measure(model, f"wikitext:{WIKITEXT}", stride=stride, wikitext=WikitextConfig(protocol="transformers"))
+        found = measure(model, f"wikitext:{WIKITEXT}", stride=stride, wikitext="transformers")
         loss, counted = window_losses(net, plain, positions, stride)
         show(f"wikitext, transformers, stride {stride}, loss", found["loss"], loss / counted)
     for stride in (32, positions):
-        found = measure(model, f"wikitext:{WIKITEXT}", stride=stride, wikitext=WikitextConfig(protocol="megatron"))
+        found = measure(model, f"wikitext:{WIKITEXT}", stride=stride, wikitext="megatron")
         # A window of Megatron has one token more: the last one is only predicted.
         loss, _ = window_losses(net, detokenised, positions + 1, stride)
         show(f"wikitext, megatron, stride {stride}, word_perplexity", found["word_perplexity"], math.exp(loss / words))

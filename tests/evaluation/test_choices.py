@@ -168,9 +168,6 @@ def test_too_few_examples_are_an_error(config: RunConfig, tmp_path: Path) -> Non
     file = write_lines(tmp_path / "quiz.jsonl", *quiz(3))
     with pytest.raises(TextmillError, match=r"has 3 examples; evaluate\.shots=3 needs at least 4"):
         run(config, f"choices:{file}", shots=3)
-    more = write_lines(tmp_path / "more.jsonl", *quiz(6))
-    card = run(config, f"choices:{file}", shots=3, shots_file=str(more))["choices"]["card"]
-    assert (card["shots"], card["shots_from"], card["shots_seed"]) == (3, "more.jsonl", 1234)
 
 
 def test_the_tasks_are_listed_with_their_files(capsys: pytest.CaptureFixture[str]) -> None:

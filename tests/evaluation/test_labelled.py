@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill.config.usage import AnswersConfig
 from textmill.corpus.labelled import Example
 from textmill.errors import TextmillError
+from textmill.evaluation.labelled import squad
 from textmill.evaluation.labelled.measuring import AnswerMeasure, ConfusionMatrix, EntityCounts, find_entities
 from textmill.evaluation.labelled.squad import AnswerScores, exact_match, f1_score, find_best_answer, normalize_answer
 from textmill.tokens.labelled import Sample
@@ -131,7 +131,8 @@ def best_by_trial(samples: list[Sample], logits: list[Any], longest: int) -> tup
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_answer_of_all_windows(seed: int) -> None:
+def test_the_best_answer_of_all_windows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squad, "MAX_TOKENS", 4)
     dice = np.random.default_rng(seed)
     context = "".join(chr(ord("a") + number) for number in range(26))
     samples, logits = [], []
@@ -140,18 +141,16 @@ def test_the_best_answer_of_all_windows(seed: int) -> None:
         samples.append(Sample(np.zeros(14, np.int32), np.zeros(14, np.int32), spans=spans.astype(np.int32)))
         logits.append(dice.normal(size=(2, 14)).astype(np.float32))
     score, start, end = best_by_trial(samples, logits, 4)
-    rule = AnswersConfig(max_tokens=4)
-    found = find_best_answer(context, samples, logits, rule, no_answer=False)
-    assert (found.text, found.score) == (context[start:end], pytest.approx(score))
-    none = min(one[0, 0] + one[1, 0] for one in logits)
-    assert found.no_answer_score == pytest.approx(none)
-    for margin, text in ((none - score - 0.01, ""), (none - score + 0.01, found.text)):
-        rule = AnswersConfig(max_tokens=4, no_answer_margin=float(margin))
-        assert find_best_answer(context, samples, logits, rule, no_answer=True).text == text
+    assert find_best_answer(context, samples, logits, no_answer=False) == context[start:end]
+    for added, text in ((0.01, ""), (-0.01, context[start:end])):
+        for one in logits:  # the score of no answer is the lowest of all windows
+            one[:, 0] = (score + added) / 2 + dice.random()
+        logits[seed % 3][:, 0] = (score + added) / 2
+        assert find_best_answer(context, samples, logits, no_answer=True) == text
 
 
 def test_a_question_twice_is_not_left_out_of_the_predictions() -> None:
-    measure = AnswerMeasure(AnswersConfig(), no_answer=True)
+    measure = AnswerMeasure(no_answer=True)
     sample = Sample(np.zeros(2, np.int32), np.zeros(2, np.int32), spans=np.array([[-1, -1], [0, 3]], np.int32))
     example, logits = Example("f", "line 3", ("Who?", "Kim"), answers=(("Kim", 0),), id="q1"), np.zeros((2, 2))
     measure.add(example, [sample], [logits.astype(np.float32)])

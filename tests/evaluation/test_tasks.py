@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from textmill.checkpoints.folders import Checkpoint
 from textmill.cli import main
 from textmill.commands.evaluate import evaluate
-from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.metrics import mean_loss_interval, proportion_interval, t_quantile
 from textmill.evaluation.task import Score
@@ -72,7 +72,7 @@ def test_wikitext_as_transformers_counts(
     run: Run, model: Any, tokenizer: TextTokenizer, tmp_path: Path, window: int, stride: int
 ) -> None:
     (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
-    settings = {"window": window, "stride": stride, "wikitext": WikitextConfig(protocol="transformers")}
+    settings = {"window": window, "stride": stride, "wikitext": "transformers"}
     found = run(f"wikitext:{tmp_path / 'wiki.txt'}", **settings)["wikitext"]
     loss, counted = window_losses(model, tokenizer.encode(WIKI), window, stride)
     assert found["card"]["counted"] == counted
@@ -85,7 +85,7 @@ def test_wikitext_as_megatron_counts(
 ) -> None:
     """A window has one more token than transformers' at the same length: the last one is only predicted."""
     (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
-    found = run(f"wikitext:{tmp_path / 'wiki.txt'}", wikitext=WikitextConfig(protocol="megatron"), **settings)
+    found = run(f"wikitext:{tmp_path / 'wiki.txt'}", wikitext="megatron", **settings)
     ids, window = tokenizer.encode(detokenize(WIKI)), settings.get("window", 24)
     stride = settings.get("stride", min(32, window))
     loss = 0.0
@@ -198,7 +198,7 @@ def test_a_task_in_ten_lines_of_yaml(run: Run, tmp_path: Path) -> None:
 def test_two_protocols_in_one_call(run: Run, tmp_path: Path) -> None:
     (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
     (tmp_path / "strided.yaml").write_text(
-        "task: wikitext\nfile: wiki.txt\nevaluate: {stride: 3, wikitext: {protocol: megatron}}\n"
+        "task: wikitext\nfile: wiki.txt\nevaluate: {stride: 3, wikitext: megatron}\n"
     )
     result = run(str(tmp_path / "strided.yaml"), f"wikitext:{tmp_path / 'wiki.txt'}")
     assert (result["strided"]["card"]["stride"], result["strided"]["card"]["protocol"]) == (3, "megatron")

@@ -98,7 +98,7 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
     task, _ = label_head_of(read_shape(checkpoint.folder)) or ("", ())
     settings = config.evaluate
     measured_on = name_of_texts(settings.text) if settings.text else settings.split
-    protocol = [config.train.length, config.tokens.overlap, config.engine.precision, settings.answers.model_dump()]
+    protocol = [config.train.length, config.tokens.overlap, config.engine.precision]
     name = f"{task}-{measured_on}-{hash_json(protocol)[:6]}"
     predictions: Path | None = None
     if config.evaluate.predictions:

@@ -694,7 +694,7 @@ def _evaluation_task(pasted: Pasted, name: str) -> Settings | str:
         return {"evaluate.text": files, **({"evaluate.sample": int(samples)} if samples else {})}
     if pasted.is_on("cloze_eval"):
         return {"evaluate.tasks": [f"lambada:{file}" for file in files]}
-    return {"evaluate.tasks": [f"wikitext:{file}" for file in files], "evaluate.wikitext.protocol": "megatron"}
+    return {"evaluate.tasks": [f"wikitext:{file}" for file in files], "evaluate.wikitext": "megatron"}
 
 
 def _evaluated_model(pasted: Pasted, name: str) -> Settings | str:

@@ -207,10 +207,10 @@ TARGETS = {
     # evaluation, generation, tracking
     "@evaluate_batch": "per_device_eval_batch_size eval_batch_size",
     "evaluate.stride": "overlapping_eval",
-    "evaluate.answers.max_tokens": "max_answer_length",
+    "not available: an answer has at most 30 tokens": "max_answer_length",
     "not needed: found in the examples": "version_2_with_negative",
     "not needed: 20 of each window are combined": "n_best_size",
-    "evaluate.answers.no_answer_margin": "null_score_diff_threshold",
+    "not available: no answer needs no margin over the best one": "null_score_diff_threshold",
     "sample.prompt": "prompt start",
     "sample.max_tokens": "max_new_tokens out_seq_length max_length",
     "sample.min_tokens": "min_length",

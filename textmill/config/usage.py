@@ -33,25 +33,6 @@ def own_task_file(task: str) -> str | None:
     return start + OWN_SUFFIX if ending and not task.startswith(f"{LM_EVAL}:") else None
 
 
-class WikitextConfig(Section):
-    """Settings of the task wikitext."""
-
-    protocol: Literal["lm-eval", "megatron", "transformers"] = "lm-eval"
-    """lm-eval: each article alone, detokenised, first token predicted; megatron: the file as one detokenised text, a
-    window every 32 tokens, first token not predicted; transformers: the file as it is, a window every 512 tokens, first
-    token not predicted. `evaluate.window` and `evaluate.stride` override the protocol."""
-
-
-class AnswersConfig(Section):
-    """How answers to questions are chosen."""
-
-    max_tokens: int = Field(30, ge=1)
-    """Most tokens of an answer."""
-    no_answer_margin: float = 0.0
-    """If one of the examples has no answer (SQuAD 2.0): how much higher no answer must score than the best answer to be
-    chosen."""
-
-
 class EvaluateConfig(Section):
     """How a model is evaluated."""
 
@@ -69,11 +50,9 @@ class EvaluateConfig(Section):
     """The file for what the model answered to each example: JSON lines with scores and metrics; of a finetuned head its
     predictions, for questions as SQuAD's JSON. Default: next to the result, in the run's `evaluation` folder."""
     shots: int | None = Field(None, ge=0, le=1000)
-    """Examples in the prompt before each question (few-shot), drawn as lm-evaluation-harness does; default: 5 in gsm8k,
-    as published in core, else none."""
-    shots_file: str | None = Field(None, json_schema_extra={"path": True, "per_call": True})
-    """The file of these examples, in the format of the task's data; default: the one that is published with it, if it
-    is in the same folder (`textmill evaluate --list`), else the measured file without the question."""
+    """Examples in the prompt before each question (few-shot), drawn as lm-evaluation-harness does from the file that is
+    published with the data, if it is in the same folder (`textmill evaluate --list`), else from the measured file
+    without the question; default: 5 in gsm8k, as published in core, else none."""
     batch: int = changeable(16, ge=1)
     """Windows in one forward pass."""
     window: int | None = Field(None, ge=1)
@@ -85,10 +64,10 @@ class EvaluateConfig(Section):
     """Measure only this many examples (windows, for perplexity), a random sample; default: all."""
     baselines: bool = True
     """Also evaluate a unigram and a bigram model, counted on the train split."""
-    answers: AnswersConfig = AnswersConfig()
-    """How a model finetuned for question-answering chooses answers."""
-    wikitext: WikitextConfig = WikitextConfig()
-    """Settings of the task wikitext."""
+    wikitext: Literal["lm-eval", "megatron", "transformers"] = "lm-eval"
+    """The protocol of the task wikitext. lm-eval: each article alone, detokenised, first token predicted; megatron: the
+    file as one detokenised text, a window every 32 tokens, first token not predicted; transformers: the file as it is,
+    a window every 512 tokens, first token not predicted. `evaluate.window` and `evaluate.stride` override it."""
 
     @field_validator("tasks")
     @classmethod

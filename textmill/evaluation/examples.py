@@ -1,7 +1,7 @@
 """Examples in prompts (few-shot), drawn as lm-evaluation-harness draws them.
 
-`evaluate.shots` examples stand before each question. They come from `evaluate.shots_file`, or from the published file
-next to the data, such as train.jsonl, or else from the measured file itself, without the question itself.
+`evaluate.shots` examples stand before each question. They come from the published file next to the data, such as
+train.jsonl, or else from the measured file itself, without the question itself.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def choose_examples(
     count = examples.count if settings.shots is None else settings.shots
     if not count:
         return Shots([()] * len(records), {"shots": 0})
-    file = _find_file(path, examples, settings)
+    found = examples.find(path) if examples.find else path
+    file = found if found != path and found.is_file() else None
     pool = list(read(file)) if file else records
     spare = file is None or examples.validation
     if len(pool) < count + spare:
         raise TextmillError(
             f"{file or path}: has {len(pool):,} examples; evaluate.shots={count} needs at least {count + spare:,}; "
-            "lower it, or name another file in evaluate.shots_file"
+            "lower it"
         )
     card: dict[str, Any] = {"shots": count}
     card["shots_from"] = file.name if file else "the measured file, without the question"
@@ -83,17 +84,6 @@ def choose_examples(
     dice = random.Random(SHOTS_SEED)
     card["shots_seed"] = SHOTS_SEED
     return Shots([_draw(dice, pool, record, count, spare) for record in records], card)
-
-
-def _find_file(path: Path, examples: Examples, settings: EvaluateConfig) -> Path | None:
-    if settings.shots_file:
-        if not Path(settings.shots_file).is_file():
-            raise TextmillError(f"evaluate.shots_file: {settings.shots_file}: no such file")
-        return Path(settings.shots_file)
-    if examples.find is None:
-        return None
-    found = examples.find(path)
-    return found if found != path and found.is_file() else None
 
 
 def _first(pool: Sequence[Placed], question: Placed, count: int, is_same_file: bool) -> Sequence[Placed]:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig, EvaluateConfig
-from textmill.config.usage import AnswersConfig
 from textmill.corpus.find_sources import find_sources
 from textmill.corpus.labelled import ANSWERS, WORDS, Example, read_examples, read_split
 from textmill.errors import TextmillError
@@ -82,8 +81,7 @@ class WordMeasure:
 class AnswerMeasure:
     """Answers to questions."""
 
-    def __init__(self, rule: AnswersConfig, no_answer: bool) -> None:
-        self.rule = rule
+    def __init__(self, no_answer: bool) -> None:
         self.no_answer = no_answer
         self.scores = AnswerScores(version_2=no_answer)
         self.ids = set[str]()
@@ -92,10 +90,10 @@ class AnswerMeasure:
         if example.id in self.ids:
             raise TextmillError(f"{example.where}: the id '{example.id}' occurs twice; each question needs its own")
         self.ids.add(example.id)
-        best = find_best_answer(example.texts[1], samples, logits, self.rule, no_answer=self.no_answer)
+        answer = find_best_answer(example.texts[1], samples, logits, no_answer=self.no_answer)
         if example.answers is not None:
-            self.scores.add(best.text, [text for text, _ in example.answers])
-        return {"id": example.id, "answer": best.text}
+            self.scores.add(answer, [text for text, _ in example.answers])
+        return {"id": example.id, "answer": answer}
 
     def metrics(self) -> dict[str, float]:
         return self.scores.metrics()
@@ -137,7 +135,7 @@ def measure_labels(
     measure: SequenceMeasure | WordMeasure | AnswerMeasure
     if task == ANSWERS:
         no_answer = any(example.answers == () for example in read())
-        measure = AnswerMeasure(evaluate.answers, no_answer)
+        measure = AnswerMeasure(no_answer)
     else:
         measure = WordMeasure(predictor.names) if task == WORDS else SequenceMeasure(predictor.names)
     counts = {"examples": 0, "labelled": 0}

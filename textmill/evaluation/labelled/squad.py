@@ -6,12 +6,10 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config.usage import AnswersConfig
 from textmill.tokens.labelled import NO_SPAN, Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -69,31 +67,19 @@ class AnswerScores:
 
 
 Logits = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A part of a context, or no answer."""
-
-    text: str
-    score: float
-    """The sum of the logits of its first and last token."""
-    no_answer_score: float
-    """The lowest such sum of [CLS] over all windows."""
-
-
 N_BEST = 20
 """The most likely first and last tokens of each window that are combined."""
+MAX_TOKENS = 30
+"""Most tokens of an answer, as in run_qa."""
 
 
-def find_best_answer(
-    context: str, samples: Sequence[Sample], logits: Sequence[Logits], rule: AnswersConfig, *, no_answer: bool
-) -> Answer:
-    """The span with the highest score in any window; empty if `no_answer` is allowed and scores higher.
+def find_best_answer(context: str, samples: Sequence[Sample], logits: Sequence[Logits], *, no_answer: bool) -> str:
+    """The span with the highest score in any window, the sum of the logits of its first and last token.
 
-    `logits` are [2, tokens] for each window: of the first and of the last token.
+    It is empty if `no_answer` is allowed and the lowest such sum of [CLS] over all windows is higher. `logits` are
+    [2, tokens] for each window: of the first and of the last token.
     """
-    none = min(float(one[0, 0] + one[1, 0]) for one in logits)
+    no_answer_score = min(float(one[0, 0] + one[1, 0]) for one in logits)
     best = -np.inf
     span = (0, 0)
     for sample, one in zip(samples, logits, strict=True):
@@ -104,11 +90,10 @@ def find_best_answer(
         firsts, lasts = (places[np.argsort(-one[side, places], kind="stable")[:N_BEST]] for side in (0, 1))
         lengths = lasts[None, :] - firsts[:, None] + 1
         scores = np.where(
-            (lengths >= 1) & (lengths <= rule.max_tokens), one[0, firsts][:, None] + one[1, lasts][None, :], -np.inf
+            (lengths >= 1) & (lengths <= MAX_TOKENS), one[0, firsts][:, None] + one[1, lasts][None, :], -np.inf
         )
         row, column = np.unravel_index(int(scores.argmax()), scores.shape)
         if scores[row, column] > best:
             best = float(scores[row, column])
             span = int(sample.spans[firsts[row], 0]), int(sample.spans[lasts[column], 1])
-    chosen = "" if no_answer and none - best > rule.no_answer_margin else context[span[0] : span[1]]
-    return Answer(chosen, best, none)
+    return "" if no_answer and no_answer_score > best else context[span[0] : span[1]]

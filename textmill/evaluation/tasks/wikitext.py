@@ -56,7 +56,7 @@ WORDS_ARE = {
 def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry) -> Measured:
     """Sum the loss of the text and divide it by tokens, original words and original bytes."""
     data = open_data_file(entry)
-    protocol = PROTOCOLS[settings.wikitext.protocol]
+    protocol = PROTOCOLS[settings.wikitext]
     original = _read(data)
     originals = split_articles(original) if protocol.articles else [original]
     texts = [detokenize(text) for text in originals] if protocol.detokenize else originals
@@ -73,7 +73,7 @@ def measure(scorer: NextTokenScorer, settings: EvaluateConfig, entry: TaskEntry)
     interval, interval_method = document_interval(measured.parts)
     card = {
         **data.card,
-        "protocol": settings.wikitext.protocol,
+        "protocol": settings.wikitext,
         "detokenised": protocol.detokenize,
         "articles": protocol.articles,
         "window": window + protocol.shorter,
@@ -106,7 +106,7 @@ def _read(data: DataFile) -> str:
 def find_windows(settings: EvaluateConfig, positions: int, _: int | None = None) -> tuple[int, int]:
     """The tokens of a window, and those between the starts of two, by default as the protocol has them, whatever length
     the model was trained with."""
-    protocol = PROTOCOLS[settings.wikitext.protocol]
+    protocol = PROTOCOLS[settings.wikitext]
     window, stride = perplexity.find_windows(settings, positions)
     if settings.stride is None and protocol.stride is not None:
         stride = min(protocol.stride, window)
