@@ -161,21 +161,15 @@ def check_versions() -> list[Finding]:
 
 
 def check_extras(config: RunConfig | None) -> list[Finding]:
-    """The optional packages: those that the config needs must be there."""
+    """The optional packages; those of the engine and the runner must be there. Other checks import the trackers and
+    open the sources."""
     installed = [extra for extra, package in EXTRAS.items() if find_spec(package)]
     found = [Finding("extras", GOOD, f"installed: {', '.join(installed) or 'none'}")]
-    needed: dict[str, str] = {}
-    if config is not None:
-        chosen = {"engine.kind": config.engine.kind, "runner.kind": config.runner.kind}
-        needed = {name: f"{key}={name}" for key, name in chosen.items() if name in EXTRAS}
-        if sources := [path for path in config.corpus.paths if path.startswith("mongo:")]:
-            needed["mongo"] = f"corpus.sources={sources[:1]}"
-        if config.track.kinds:
-            needed["track"] = f"track.kinds={config.track.kinds}"
-    for extra, why in needed.items():
-        if extra not in installed:
-            fix = f"pip install 'textmill[{extra}]'"
-            found.append(Finding(f"extra {extra}", BAD, f"{why} needs {EXTRAS[extra]}, which is not installed", fix))
+    chosen = {"engine.kind": config.engine.kind, "runner.kind": config.runner.kind} if config else {}
+    for key, extra in chosen.items():
+        if extra in EXTRAS and extra not in installed:
+            missing = f"{key}={extra} needs {EXTRAS[extra]}, which is not installed"
+            found.append(Finding(f"extra {extra}", BAD, missing, f"pip install 'textmill[{extra}]'"))
     return found
 
 
