@@ -194,7 +194,7 @@ def test_a_model_is_the_best_checkpoint_and_the_latest_without_valid_losses(
         write_checkpoint(tmp_path, snapshot(step, valid_loss=loss))
     assert find_model(tmp_path, None).step == 2
     best, latest = tmp_path / "step-0000002", tmp_path / "step-0000004"
-    line = f"textmill: using {best}, valid loss 1.5000, the best checkpoint; --step latest uses step 4\n"
+    line = f"textmill: using {best}, valid loss 1.5000, the best checkpoint; the newest is {latest}\n"
     assert capsys.readouterr().err == line
     assert find_model(tmp_path, None, "latest").step == 4
     assert capsys.readouterr().err == f"textmill: using {latest}\n"

@@ -170,7 +170,7 @@ def find_model(run: Path, init_from: str | None, which: StepChoice | None = None
     """
     checkpoint = find_checkpoint(run, which)
     if checkpoint is not None:
-        warn(f"using {_describe_choice(checkpoint, run, chosen_by_user=which is not None)}")
+        warn(f"using {describe_choice(checkpoint, named=which is not None)}")
         return checkpoint
     if init_from is None:
         raise TextmillError(f"{format_path(run)}: no checkpoint yet; {advise_training(run.parent)}")
@@ -184,30 +184,18 @@ def advise_training(project: Path) -> str:
     return "train a model first, with textmill run or textmill train"
 
 
-def _describe_choice(checkpoint: Checkpoint, run: Path, *, chosen_by_user: bool) -> str:
-    text = f"{format_path(checkpoint.folder)}{_describe_metric(checkpoint, run)}"
-    latest = max(list_checkpoints(run))
-    if chosen_by_user or latest == checkpoint.step:
-        return text
-    return f"{text}, the best checkpoint; --step latest uses step {latest}"
-
-
-def _describe_metric(checkpoint: Checkpoint, run: Path) -> str:
-    """The metric that chooses the best checkpoint: ", valid loss 2.2500"; empty if it was not measured."""
-    rule = read_rule(list_checkpoints(run).values())
+def describe_choice(checkpoint: Checkpoint, *, named: bool) -> str:
+    """A checkpoint, the metric that chooses the best one and, unless the user named it, the newest if it is another."""
+    folders = list_checkpoints(checkpoint.folder.parent)
+    rule = read_rule(folders.values())
     value = metric_of(checkpoint.progress, rule.metric)
-    return "" if value is None else f", {rule.describe(value)}"
-
-
-def describe_init_model(checkpoint: Checkpoint, name: str) -> str:
-    """Which checkpoint `open_model` chose for a name: its folder, its metric and, if it is not the newest, that one."""
-    folder = checkpoint.folder
-    run = checkpoint.folder.parent
-    text = f"{format_path(folder)}{_describe_metric(checkpoint, run)}"
-    latest = max(list_checkpoints(run), default=checkpoint.step)
-    if latest == checkpoint.step or Path(name).resolve() == folder.resolve():
+    text = format_path(checkpoint.folder)
+    if value is not None:
+        text += f", {rule.describe(value)}"
+    newest = max(folders, default=checkpoint.step)
+    if named or newest == checkpoint.step:
         return text
-    return f"{text}, the best checkpoint; the newest is {format_path(run / f'step-{latest:07d}')}"
+    return f"{text}, the best checkpoint; the newest is {format_path(folders[newest])}"
 
 
 def open_model(name: str, key: str = "model.init_from") -> Checkpoint:
