@@ -61,8 +61,7 @@ def test_silent_server_ends_in_one_line(
     *warnings, error = printed.err.splitlines()
     assert len(warnings) <= 1, printed.err  # none if the first attempt alone took longer than MAX_OUTAGE
     for line in warnings:
-        assert f"{config}: the MongoDB server does not answer (ServerSelectionTimeoutError: " in line
-        assert line.endswith("); retrying for 1 s")
+        assert f"{config}: the MongoDB server does not answer (ServerSelectionTimeoutError); retrying for 1 s" in line
     assert f"{config}: no MongoDB server for " in error
     assert error.endswith("); start it and run the command again")
     for secret in ("millername", "s3cretword", "hidden", "127.0.0.1", str(port)):

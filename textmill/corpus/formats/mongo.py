@@ -6,22 +6,20 @@ COLLECTIONS; they depend on idx alone, so deleting a document moves no other:
     position   0      1     2      3        4
     document   web 0  none  web 2  books 0  books 1
 
-The server may be unreachable for a while, and its connection string is secret: `MongoServer` repeats requests, and
-keeps every part of the string out of messages.
+The server may be unreachable for a while: `MongoServer` repeats requests. Its connection string is secret, and parts of
+it are in pymongo's messages: only the kind of an error is printed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import unquote
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
@@ -222,7 +220,8 @@ class MongoServer:
             return pymongo.MongoClient(self.address, appname="textmill", **options)[self.database]
         except (PyMongoError, ValueError) as error:
             raise TextmillError(
-                f"{self.path}: cannot connect to MongoDB ({self.redact(error)}); fix the connection string"
+                f"{self.path}: cannot connect to MongoDB ({_kind_of(error)}); fix the connection string, in which "
+                "special characters of a name or password are percent-encoded"
             ) from None
 
     def close(self) -> None:
@@ -238,7 +237,7 @@ class MongoServer:
             try:
                 return operation(self.db, *arguments)
             except (ConnectionFailure, CursorNotFound) as error:
-                reason = self.redact(error)
+                reason = _kind_of(error)
                 outage = time.monotonic() - started
                 if outage > MAX_OUTAGE:
                     raise TextmillError(
@@ -250,33 +249,13 @@ class MongoServer:
                 time.sleep(delay)
                 delay = min(2 * delay, MAX_DELAY)
             except PyMongoError as error:
-                raise TextmillError(f"{self.path}: MongoDB error: {self.redact(error)}") from None
-
-    def redact(self, error: Exception) -> str:
-        """A pymongo error as text, without any part of the connection string."""
-        kind = type(error).__name__
-        text = str(error).partition(", Timeout:")[0].partition(" (configured")[0][:300]
-        secrets = _secrets_of(self.address) - {self.database}
-        if any(len(secret) < 3 and secret in text for secret in secrets):
-            return kind  # a secret this short could be guessed from the replaced text
-        for secret in sorted(secrets, key=len, reverse=True):
-            text = text.replace(secret, "***")
-        return f"{kind}: {text}"
+                raise TextmillError(f"{self.path}: MongoDB error: {_kind_of(error)}") from None
 
 
-def _secrets_of(address: str) -> set[str]:
-    """The parts of a connection string, as written and with percent-encoding decoded.
-
-    mongodb://ann:p%40ss@db1:27017,db2/korpus?replicaSet=rs0 has, besides itself and longer parts: ann, p%40ss, p@ss,
-    db1:27017, db1, db2, korpus and rs0.
-    """
-    options = address.partition("?")[2]
-    credentials_and_hosts = address.partition("://")[2].partition("?")[0]
-    credentials, _, hosts = credentials_and_hosts.rpartition("@")
-    parts = [address, credentials_and_hosts, credentials, *credentials.split(":"), *re.split("[,/]", hosts)]
-    parts += [host.partition(":")[0] for host in hosts.split(",")]
-    parts += re.findall(r"=([^&]*)", options)
-    return {spelling for part in parts for spelling in (part, unquote(part)) if spelling}
+def _kind_of(error: Exception) -> str:
+    """The name of an error, and what the server calls it."""
+    code_name = (getattr(error, "details", None) or {}).get("codeName")
+    return f"{type(error).__name__}: {code_name}" if code_name else type(error).__name__
 
 
 def open_server(path: str | Path) -> MongoServer:
