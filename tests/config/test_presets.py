@@ -59,7 +59,6 @@ def test_a_written_config_reads_back_and_can_change_its_preset() -> None:
     [
         ({"languages": ["kr"]}, "corpus.languages: no language 'kr'; did you mean 'ko'?"),
         ({"languages": ["english"]}, "corpus.languages: no language 'english'"),
-        ({"newline_markers": [""]}, "corpus.newline_markers: found"),
         ({"block_urls": [" "]}, "corpus.block_urls: found"),
     ],
 )

@@ -247,11 +247,6 @@ def test_each_rule_counts_once_per_document() -> None:
     assert cleaner.changed == {"newlines": 2, "spaces": 1}
 
 
-def test_configured_markers() -> None:
-    cleaner = Cleaner(CorpusConfig(rules=["markers"], newline_markers=["<br>", "|n|"]))
-    assert cleaner.clean("一<br>二|n|三<n>") == "一\n二\n三<n>"
-
-
 @pytest.mark.parametrize(
     "text",
     [

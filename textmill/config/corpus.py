@@ -6,14 +6,7 @@ import codecs
 import difflib
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from textmill.config.own_files import is_own_file
 from textmill.config.section import Section, changeable, fill_from_preset, omit_preset_values, path, source
@@ -63,7 +56,6 @@ _EXTENSIONS = (
 
 NONE: dict[str, Any] = {
     "rules": BASIC,
-    "newline_markers": ["<n>"],
     "min_chars": 1,
     "min_words": 0,
     "max_symbols": 1.0,
@@ -205,8 +197,6 @@ class CorpusConfig(Section):
     rules: list[RuleName] = NONE["rules"]
     """Cleaning rules. The default ones: unicode (NFC form), newlines (every line end becomes LF), controls (no control
     characters), spaces (no trailing spaces, no long runs of blank lines); docs/corpus.md has all."""
-    newline_markers: list[str] = NONE["newline_markers"]
-    """Texts that the rule `markers` replaces with a newline."""
     min_chars: int = Field(1, ge=1)
     """Documents shorter than this after cleaning are dropped."""
     min_words: int = Field(0, ge=0)
@@ -229,8 +219,6 @@ class CorpusConfig(Section):
     precision on held-out samples is printed."""
     quality_bad: list[str] = source([])
     """Sources of bad samples."""
-    min_quality: float = Field(0.5, ge=0, le=1)
-    """Smallest probability, by the filter of `corpus.quality_good`, that a document is like the good samples."""
     filter: str | None = source(None, suffix=".py")
     """A Python file with a filter of your own, such as ./my_filter.py: its `keep(text, fields)` is False for a document
     to drop; `fields` are those of `corpus.keep_fields` (docs/own-parts.md). The file is executed, so only your own YAML
@@ -359,15 +347,14 @@ class CorpusConfig(Section):
             )
         return value
 
-    @field_validator("newline_markers", "block_urls")
+    @field_validator("block_urls")
     @classmethod
-    def _check_entries(cls, value: list[str], info: ValidationInfo) -> list[str]:
+    def _check_block_urls(cls, value: list[str]) -> list[str]:
         if not all(map(str.strip, value)):
             raise TextmillError(
-                f"corpus.{info.field_name}: found {value}; an entry needs at least one character that is not "
-                "white space"
+                f"corpus.block_urls: found {value}; an entry needs at least one character that is not white space"
             )
-        return value if info.field_name == "newline_markers" else [word.strip().lower() for word in value]
+        return [word.strip().lower() for word in value]
 
     @field_validator("languages")
     @classmethod

@@ -207,24 +207,26 @@ def _build(
 
 def _train_quality(config: CorpusConfig, path: Path) -> Counts:
     """Train the quality filter and write its weights for the workers; return how well it judges held-out samples."""
-    kinds = (("corpus.quality_good", config.quality_good), ("corpus.quality_bad", config.quality_bad))
-    good, bad = (_read_samples(find_quality_sources(entries, config, key), config) for key, entries in kinds)
-    weights, figures = train_quality(good, bad, config.min_quality)
+    good, bad = (_read_samples(sources, config) for sources in find_quality_sources(config).values())
+    weights, figures = train_quality(good, bad)
     save_quality(weights, path)
     print(f"prepare: quality filter: {figures}")
     return asdict(figures)
 
 
-def find_quality_sources(entries: Sequence[str], config: CorpusConfig, key: str) -> list[Source]:
-    """The sources of samples."""
-    return find_sources(entries, encoding=config.encoding, setting=key)
+def find_quality_sources(config: CorpusConfig) -> dict[str, list[Source]]:
+    """The sources of good samples and of bad ones, by setting."""
+    entries = {"quality_good": config.quality_good, "quality_bad": config.quality_bad}
+    return {
+        name: find_sources(some, encoding=config.encoding, setting=f"corpus.{name}") for name, some in entries.items()
+    }
 
 
 def _read_samples(sources: Sequence[Source], config: CorpusConfig) -> list[str]:
     """The first texts of sources, after the rules."""
     chunks = split_into_chunks(sources, config.documents)
     records = chain.from_iterable(read_records(chunk, config) for chunk in chunks)
-    cleaner = Cleaner(CorpusConfig(rules=config.rules, newline_markers=config.newline_markers))
+    cleaner = Cleaner(CorpusConfig(rules=config.rules))
     texts = (cleaner.clean(record.text) for record in records if isinstance(record, Document))
     return list(islice((text for text in texts if text), MAX_SAMPLES))
 
@@ -549,20 +551,15 @@ def _describe_inputs(
     settings: dict[str, Any], config: CorpusConfig, inputs: Inputs, evaluation_data: Sequence[EvaluationData]
 ) -> dict[str, Any]:
     """The settings and input checksums that decide the result; the manifest records them."""
-    del settings["corpus.sources"]  # the files matter, not how they are written
+    # Of files their content matters, not how they are named.
+    left_out = ("corpus.sources", "corpus.decontaminate", "corpus.quality_")
     if config.dedup != "near":
-        settings = {key: value for key, value in settings.items() if not key.startswith("corpus.dedup_")}
-    settings["corpus.decontaminate"] = describe_data(evaluation_data)
-    if not evaluation_data:
-        settings = {key: value for key, value in settings.items() if not key.startswith("corpus.decontaminate")}
-    settings = {
-        key: value for key, value in settings.items() if not key.startswith(("corpus.quality_", "corpus.min_q"))
-    }
-    if config.quality_good:
-        settings["corpus.min_quality"] = config.min_quality
-        for key, entries in (("good", config.quality_good), ("bad", config.quality_bad)):
-            samples = inspect_inputs(find_quality_sources(entries, config, f"corpus.quality_{key}"), {})
-            settings |= {f"quality_{key}.{name}": value for name, value in samples.describe().items()}
+        left_out += ("corpus.dedup_",)
+    settings = {key: value for key, value in settings.items() if not key.startswith(left_out)}
+    if evaluation_data:
+        settings["corpus.decontaminate"] = describe_data(evaluation_data)
+    for key, sources in find_quality_sources(config).items() if config.quality_good else ():
+        settings |= {f"{key}.{name}": value for name, value in inspect_inputs(sources, {}).describe().items()}
     if config.filter:
         settings["corpus.filter"] = open_own_file(config.filter, "corpus.filter", "keep").described
     for name, entry in config.named_sources.items():

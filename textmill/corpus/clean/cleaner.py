@@ -6,7 +6,7 @@ import json
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 
 from textmill.config import CorpusConfig
@@ -19,8 +19,8 @@ from textmill.corpus.clean.filters import (
     repeated_ngram_fraction,
 )
 from textmill.corpus.clean.languages import detect_language
-from textmill.corpus.clean.quality import Weights, quality_of
-from textmill.corpus.clean.rules import RULES, Rule, apply_rules, break_at_markers
+from textmill.corpus.clean.quality import Weights, is_like_good
+from textmill.corpus.clean.rules import RULES, Rule, apply_rules
 from textmill.corpus.document import Turn
 from textmill.errors import TextmillError
 
@@ -52,10 +52,7 @@ class Cleaner:
     @cached_property
     def _functions(self) -> dict[str, Rule]:
         """The rules by name, in their order."""
-        functions: dict[str, Rule] = {name: one for name, one in RULES.items() if name in self.config.rules}
-        if "markers" in functions:
-            functions["markers"] = partial(break_at_markers, markers=self.config.newline_markers)
-        return functions
+        return {name: one for name, one in RULES.items() if name in self.config.rules}
 
     def clean(self, text: str, url: str | None = None, meta: str | None = None) -> str | None:
         """The cleaned text, or None if a filter dropped it."""
@@ -145,6 +142,4 @@ class Cleaner:
         return None if detect_language(text)[0] in self.config.languages else "language"
 
     def _failed_quality_filter(self, text: str) -> str | None:
-        if self.quality is None or quality_of(self.quality, text) >= self.config.min_quality:
-            return None
-        return "quality"
+        return "quality" if self.quality is not None and not is_like_good(self.quality, text) else None

@@ -55,9 +55,8 @@ class QualityFigures:
         )
 
 
-def train_quality(good: Sequence[str], bad: Sequence[str], limit: float) -> tuple[Weights, QualityFigures]:
-    """The weights, trained on four fifths of the samples, and how well they judge the others; `limit`: the smallest
-    probability of a good text that is kept."""
+def train_quality(good: Sequence[str], bad: Sequence[str]) -> tuple[Weights, QualityFigures]:
+    """The weights, trained on four fifths of the samples, and how well they judge the others."""
     for name, texts in (("good", good), ("bad", bad)):
         if len(texts) < MIN_SAMPLES:
             raise TextmillError(
@@ -68,9 +67,8 @@ def train_quality(good: Sequence[str], bad: Sequence[str], limit: float) -> tupl
     # The order of the samples decides which are held out; both kinds are spread alike.
     is_held_out = np.concatenate([np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1 for texts in (good, bad)])
     weights = _fit([features[row] for row in np.flatnonzero(~is_held_out)], is_good[~is_held_out])
-    scores = np.array([_probability(weights, features[row]) for row in np.flatnonzero(is_held_out)])
+    kept = np.array([_score(weights, features[row]) >= 0 for row in np.flatnonzero(is_held_out)])
     truth = is_good[is_held_out] == 1
-    kept = scores >= limit
     figures = QualityFigures(
         len(truth), int((kept == truth).sum()), int(kept.sum()), int((kept & truth).sum()), int(truth.sum())
     )
@@ -90,9 +88,9 @@ def open_quality(path: Path) -> Weights:
     return weights
 
 
-def quality_of(weights: Weights, text: str) -> float:
-    """The probability that a text is like the good samples."""
-    return _probability(weights, _features(text))
+def is_like_good(weights: Weights, text: str) -> bool:
+    """Whether a text is rather like the good samples than like the bad ones."""
+    return _score(weights, _features(text)) >= 0
 
 
 def _features(text: str) -> NDArray[np.int64]:
@@ -111,11 +109,12 @@ def _features(text: str) -> NDArray[np.int64]:
     return np.concatenate([[0], buckets])
 
 
-def _probability(weights: Weights, features: NDArray[np.int64]) -> float:
-    return float(_sigmoid(weights[features].sum(dtype=np.float64) / np.sqrt(len(features))))
+def _score(weights: Weights, features: NDArray[np.int64]) -> float:
+    """Above 0 if a text is more likely to be good than bad."""
+    return float(weights[features].sum(dtype=np.float64))
 
 
-def _sigmoid(values: NDArray[np.float64] | np.float64) -> NDArray[np.float64]:
+def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1 / (1 + np.exp(-np.clip(values, -30, 30)))
 
 

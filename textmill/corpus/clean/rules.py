@@ -6,7 +6,7 @@ import html
 import ipaddress
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from datetime import date
 from functools import cache
 from typing import Any
@@ -134,11 +134,9 @@ _NOT_KOREAN = re.compile(
 )
 
 
-def break_at_markers(text: str, markers: Sequence[str] = ("<n>",)) -> str:
-    """Replace markers that mean a line end with a newline."""
-    for marker in markers:
-        text = text.replace(marker, "\n")
-    return text
+def break_at_markers(text: str) -> str:
+    """Replace the marker of line ends in Yuan's corpus with a newline."""
+    return text.replace("<n>", "\n")
 
 
 def strip_html(text: str) -> str:
