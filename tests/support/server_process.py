@@ -24,6 +24,7 @@ from textmill.errors import TextmillError
 from textmill.generation.requests import DeliverChunk, Done, ModelStats, QueueFull, Request, TextChunk, Token
 from textmill.generation.worker import ChunkCollector
 from textmill.models import read_shape
+from textmill.server import lifecycle
 from textmill.server.lifecycle import bind, open_service, read_api_key, run
 from textmill.server.model_process import new_model_process
 from textmill.server.service import ServedModels, Service
@@ -235,6 +236,8 @@ def new_service(options: dict[str, Any]) -> Service:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
+    for name, value in given.get("limits", {}).items():
+        setattr(lifecycle, name, value)
     models = ServedModels([new_service(given)])
     models.preferences = Path(given["preferences"]) if "preferences" in given else None
     run(models, bind("127.0.0.1", 0))

@@ -106,11 +106,6 @@ class ServeConfig(Section):
     """Texts generated at the same time (continuous batching)."""
     queue: int = changeable(64, ge=0, le=100_000)
     """Texts that may wait for a slot; more are refused with status 429."""
-    max_connections: int = changeable(1000, ge=1, le=100_000)
-    """Most open connections; beyond them the one that has waited longest for its request is closed, or the new one gets
-    status 503."""
-    read_timeout: float = changeable(10.0, gt=0, le=3600)
-    """Seconds that a client has to send a request, plus one for every 16 KiB of it; then it gets status 408."""
     max_body: int = changeable(1_000_000, ge=1000)
     """Most bytes in the body of a request."""
     max_tokens: int = changeable(4096, ge=1)

@@ -21,8 +21,6 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from textmill.config import ServeConfig
-from textmill.errors import TextmillError
 from textmill.server.errors import error_body
 from textmill.server.metrics import Metrics
 
@@ -214,14 +212,11 @@ def _format_reply(status: int, message: str, code: str, headers: bytes = b"") ->
     return STATUS_LINE[status] + head + headers + b"\r\n" + body
 
 
-def raise_file_limit(serve: ServeConfig) -> None:
-    """Raise the process's limit of open files so that `serve.max_connections` fit."""
-    needed = serve.max_connections + OTHER_FILES
+def raise_file_limit(connections: int) -> int:
+    """Raise the process's limit of open files for so many connections; return how many of them this system allows."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and needed > most:
-        raise TextmillError(
-            f"serve.max_connections: {serve.max_connections:,} connections need {needed:,} open files, "
-            f"but this system allows {most:,}; set it to {max(most - OTHER_FILES, 0):,} or less, or raise ulimit -n"
-        )
-    if now != resource.RLIM_INFINITY and needed > now:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+    files = connections + OTHER_FILES
+    files = files if most == resource.RLIM_INFINITY else min(files, most)
+    if now != resource.RLIM_INFINITY and files > now:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    return files - OTHER_FILES

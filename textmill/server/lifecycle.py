@@ -34,6 +34,10 @@ from textmill.tokens.chat import open_template
 from textmill.where import Where
 
 BACKLOG = 2048
+MIN_CONNECTIONS = 1000
+"""Connections that may be open; more, if so many texts may run and wait."""
+READ_SECONDS = 10.0
+"""Time in which a client must send its request; a long one gets more."""
 DRAIN_SECONDS = 0.2
 """How long a stopping server still answers connections that were made before it stopped listening."""
 SEND_SECONDS = 5
@@ -57,7 +61,6 @@ def serve(
 
     `follow`: change to each newer checkpoint. `preferences`: a file for the answers that users of the page prefer.
     """
-    raise_file_limit(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # first, because loading the model may take minutes
     if preferences is not None:
         with open(preferences, "a"):  # fails now if it cannot be written
@@ -205,7 +208,8 @@ def run(models: ServedModels, listening: socket.socket, followed: Sequence[Follo
     Of `followed` runs the newest checkpoint is served.
     """
     serve = models.config
-    protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, models.metrics))
+    connections = raise_file_limit(max(MIN_CONNECTIONS, serve.slots + serve.queue))
+    protocol: Any = partial(Connection, ConnectionPool(connections, READ_SECONDS, models.metrics))
     listening.listen(BACKLOG)  # clients may connect from here on; they wait in the backlog
     host, port = listening.getsockname()[:2]
     host_in_url = f"[{host}]" if ":" in host else host
