@@ -9,6 +9,8 @@ import math
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -57,28 +59,20 @@ def truncate_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     before = path.read_bytes()
-    lines = [
-        line
-        for line in before.split(b"\n")
-        if (found := _read_step(line)) is not None and (found < step or (found == step and b'"change": ' not in line))
-    ]
-    after = b"".join(line + b"\n" for line in lines)
+    kept = [line for line, values in _parse_lines(before) if _is_kept(values, step)]
+    after = b"".join(line + b"\n" for line in kept)
     if after != before:
         write_bytes(path, [after])
 
 
+def _is_kept(values: dict[str, Any], step: int) -> bool:
+    found = values.get("step")
+    return isinstance(found, int) and (found < step or (found == step and "change" not in values))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics.jsonl, in order; none without the file. An incomplete last line is skipped."""
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    return [json.loads(line) for line in lines if _read_step(line) is not None]
-
-
-def _read_step(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) else None
+    """The lines of a metrics.jsonl, in order; none without the file."""
+    return [values for values in read_notes(path) if isinstance(values.get("step"), int)]
 
 
 class NoteLines:
@@ -114,13 +108,14 @@ def environment() -> dict[str, str]:
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a notes.jsonl; a killed run may leave an incomplete last one."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    return [note for line in lines if isinstance(note := _parse(line), dict)]
+    """The lines of a notes.jsonl, in order; none without the file."""
+    return [values for _, values in _parse_lines(path.read_bytes())] if path.is_file() else []
 
 
-def _parse(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+def _parse_lines(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every line that is a JSON object; a killed run may leave an incomplete last one."""
+    for line in content.split(b"\n"):
+        with suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                yield line, values
