@@ -12,6 +12,7 @@ import pytest
 
 from textmill.config import TrackConfig
 from textmill.track import open_trackers
+from textmill.track.console import Throughput
 
 pytest.importorskip("wandb", reason="needs the extra long")
 
@@ -108,9 +109,8 @@ def test_a_run_is_online_if_there_is_a_key(
         monkeypatch.setenv("WANDB_MODE", given_mode)
     else:
         monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = TrackConfig(kinds=["wandb"])
-    facts = {"steps": 1, "start": 0, "tokens": lambda step: step, "flops_per_token": 1.0, "peak_flops": None}
-    open_trackers(config, tmp_path, **facts, settings={}).close()
+    throughput = Throughput(1, 0, lambda step: step, flops_per_token=1.0, peak_flops=None)
+    open_trackers(TrackConfig(kinds=["wandb"]), tmp_path, throughput, {}).close()
     assert given["mode"] == mode
     assert line in capsys.readouterr().out
 

@@ -16,21 +16,14 @@ from textmill.cli import main
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
 from textmill.track import Trackers, open_trackers
+from textmill.track.console import Throughput
 from textmill.track.jsonl import METRICS_FILE, NOTES_FILE, read_metrics
 
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
     with contextlib.redirect_stdout(stream):
-        return open_trackers(
-            TrackConfig(**config),
-            folder,
-            steps=10,
-            start=start,
-            tokens=lambda step: 64 * step,
-            flops_per_token=1e6,
-            peak_flops=None,
-            settings={"train.batch": 8},
-        )
+        throughput = Throughput(10, start, lambda step: 64 * step, flops_per_token=1e6, peak_flops=None)
+        return open_trackers(TrackConfig(**config), folder, throughput, {"train.batch": 8})
 
 
 class Broken:

@@ -95,7 +95,7 @@ class Trackers:
     def set_steps(self, steps: int) -> None:
         """Tell the console the number of steps of the run, if it was not known at the start."""
         if self._console is not None:
-            self._console.set_steps(steps)
+            self._console.throughput.steps = steps
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
@@ -110,20 +110,12 @@ class Trackers:
                 _warn(name, error)
 
 
-def open_trackers(
-    config: TrackConfig,
-    folder: Path,
-    *,
-    steps: int | None,
-    start: int,
-    tokens: Callable[[int], int],
-    flops_per_token: float,
-    peak_flops: float | None,
-    settings: dict[str, Any],
-) -> Trackers:
-    """Open the trackers of the config; metrics logged after step `start` are removed, since these steps run again."""
+def open_trackers(config: TrackConfig, folder: Path, throughput: Throughput, settings: dict[str, Any]) -> Trackers:
+    """Open the trackers of the config; metrics logged after the step at which the run starts are removed, since these
+    steps run again."""
     modules = {kind: _import_tracker(kind) for kind in config.kinds}
-    trackers = Trackers(new_console(Throughput(steps, start, tokens, flops_per_token, peak_flops), sys.stdout))
+    start = throughput.start
+    trackers = Trackers(new_console(throughput, sys.stdout))
     try:
         trackers.add(METRICS_FILE, lambda: _open_json_lines(folder, start))
         trackers.keep_notes(folder / NOTES_FILE, append=start > 0)

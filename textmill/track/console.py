@@ -86,18 +86,18 @@ class PlainConsole:
     """One line per logged step, for files, pipes and job logs."""
 
     def __init__(self, throughput: Throughput, stream: TextIO) -> None:
-        self._throughput = throughput
+        self.throughput = throughput
         self._stream = stream
 
     def log(self, step: int, values: Values) -> None:
         """Print one line; a valid loss gets a line of its own."""
-        where = f"step  {self._throughput.format_step(step)}"
+        where = f"step  {self.throughput.format_step(step)}"
         rest = dict(values)
         valid = rest.pop("valid_loss", None)
         for line in (tasks := format_tasks(values)):
             self._print(f"{where}  {line}")
         if "loss" in rest or (valid is None and not tasks):
-            self._print("  ".join([where, *self._throughput.format_values(step, rest)]))
+            self._print("  ".join([where, *self.throughput.format_values(step, rest)]))
         if valid is not None:
             self._print(f"{where}  {format_valid(values)}")
 
@@ -109,10 +109,6 @@ class PlainConsole:
 
     def note(self, text: str) -> None:
         self._print(text)
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of steps of the run."""
-        self._throughput.steps = steps
 
     def close(self) -> None:
         """Nothing to close."""
@@ -139,14 +135,14 @@ class LiveConsole(PlainConsole):
         for line in format_tasks(values):
             self.note(f"step {step}: {line}")
         if "loss" in values:
-            self._texts = self._throughput.format_values(step, values)
+            self._texts = self.throughput.format_values(step, values)
         self._shown = -math.inf
         self.advance(step)
 
     def advance(self, step: int) -> None:
         """Show how many steps are done."""
         self._step = step
-        if (now := self._throughput.clock()) - self._shown >= LIVE_SECONDS:
+        if (now := self.throughput.clock()) - self._shown >= LIVE_SECONDS:
             self._shown = now
             replace_line(self._stream, self._line())
 
@@ -160,9 +156,9 @@ class LiveConsole(PlainConsole):
         self.note(self._line())
 
     def _line(self) -> str:
-        place = f"step {self._throughput.format_step(self._step)}"
+        place = f"step {self.throughput.format_step(self._step)}"
         valid = [] if self._valid is None else [f"valid {self._valid:.4f}"]
-        bar = draw_bar(self._step, self._throughput.steps)
+        bar = draw_bar(self._step, self.throughput.steps)
         return "  ".join([f"{place} {bar}".rstrip(), *self._texts[:1], *valid, *self._texts[1:]])
 
 

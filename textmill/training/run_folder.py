@@ -37,6 +37,7 @@ from textmill.storage.files import remove_folder, write_bytes, write_text
 from textmill.storage.stages import RUN_YAML, add_yaml_checksum
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.track import Trackers, open_trackers
+from textmill.track.console import Throughput
 from textmill.track.jsonl import METRICS_FILE, environment, truncate_after
 from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
@@ -62,16 +63,10 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
     trained = [weight for weight in weights_with_adapters(start.shape, config.model.lora) if rules[weight.name].trained]
     flops_per_token = start.shape.flops_per_token(run_length.sample_length, trained)
     flops_per_token += teacher_flops(config.train.distil, run_length.sample_length)
-    trackers = open_trackers(
-        config.track,
-        run,
-        steps=run_length.steps if run_length.known else None,
-        start=start.step,
-        tokens=run_length.tokens_after,
-        flops_per_token=flops_per_token,
-        peak_flops=facts["peak_flops"],
-        settings=config.model_dump(mode="json") | {"environment": environment(), "fingerprints": _fingerprints(start)},
-    )
+    steps = run_length.steps if run_length.known else None
+    throughput = Throughput(steps, start.step, run_length.tokens_after, flops_per_token, facts["peak_flops"])
+    settings = {"environment": environment(), "fingerprints": _fingerprints(start)}
+    trackers = open_trackers(config.track, run, throughput, config.model_dump(mode="json") | settings)
     for line in start.new_changes:
         warn(f"changed since step {start.step}: {line}")
     if start.changed_now:
@@ -196,8 +191,7 @@ def take_snapshot(engine: Any, state: RunState, files: dict[str, bytes]) -> Snap
     knows which rank writes that file; the engine copies a tensor only on that rank.
     """
     start = state.start
-    family = open_family(start.shape.family)
-    tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
+    tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in start.shape.weights()}
     new_plan = partial(
         FilePlan,
         size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),  # moments are named KIND/WEIGHT
