@@ -67,6 +67,9 @@ class ExampleRows:
     path: Path
     schema: pa.Schema = field(default=SCHEMA, init=False)
 
+    def __len__(self) -> int:
+        return count_records(self.path)
+
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         return read_examples(self.path)
 

@@ -35,30 +35,22 @@ from textmill.tokens.array_rows import ArrayRows, is_array_file, is_raw_file
 from textmill.tokens.batches.batch import check_ids
 from textmill.tokens.bert_examples import ExampleRows
 from textmill.tokens.store import StoreWriter, dtype_for, open_store, store_paths, store_prefix
-from textmill.tokens.tfrecord import count_records, is_tfrecord
+from textmill.tokens.tfrecord import is_tfrecord
 from textmill.tokens.vocabulary.tokenizer import tokenizer_of
 
 DICT_FILE = "dataset_dict.json"
-
 STATE_FILE = "state.json"
 """Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
-
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-
+TFRECORD = re.compile(r"\.tfrecords?$")
+IDS = "input_ids"
+MASK = "attention_mask"
+LABELS = "labels"
+TYPES = "token_type_ids"
+PAIR = "next_sentence_label"
+"""Columns that are read."""
 ROWS = 1024
 """Rows read at a time."""
-
-IDS = "input_ids"
-
-MASK = "attention_mask"
-
-LABELS = "labels"
-
-TYPES = "token_type_ids"
-
-PAIR = "next_sentence_label"
-
-TFRECORD = re.compile(r"\.tfrecords?$")
 
 
 def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
@@ -412,14 +404,10 @@ def _files_by_name(where: Path, files: Sequence[Path]) -> dict[str | None, tuple
 
 def count_rows(path: Path) -> int:
     """The number of rows in a file; an Arrow stream must be read up to its last batch header."""
-    if _is_examples(path):
-        return count_records(path)
-    if is_array_file(path):
-        return len(ArrayRows(path))
     with _open_table(path) as file:
         if isinstance(file, pq.ParquetFile):
             return int(file.metadata.num_rows)
-        return sum(batch.num_rows for batch in file)
+        return len(file) if isinstance(file, ArrayRows | ExampleRows) else sum(batch.num_rows for batch in file)
 
 
 def read_batches(path: Path, names: Sequence[str]) -> Iterator[pa.RecordBatch]:

@@ -23,19 +23,12 @@ from textmill.errors import TextmillError
 from textmill.storage.files import fsync_path
 
 IndexFormat = Literal["mmap", "lazy"]
-
 MMAP = b"MMIDIDX\x00\x00"
-
-LAZY = b"TNTIDX\x00\x00"
-
 MMAP_HEADER = struct.Struct("<9sQBQQ")
-
+LAZY = b"TNTIDX\x00\x00"
 LAZY_HEADER = struct.Struct("<8s5Q")
-
 DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-
 BLOCK = 1 << 20
 """Entries processed at a time when an index is written or checked."""
 
@@ -86,10 +79,7 @@ class TokenStore:
     @property
     def lengths(self) -> NDArray[Any]:
         """The number of tokens in each sequence."""
-        begin, end = (
-            int(self.index.documents[number])
-            for number in (self.first_document, self.first_document + self.document_count)
-        )
+        begin, end = self.index.documents[[self.first_document, self.first_document + self.document_count]]
         return self.index.lengths[begin:end]
 
     def document_starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -222,11 +212,9 @@ class Index:
     @property
     def tokens(self) -> int:
         """The number of token ids; computed from the last entry, so that opening takes the same time for any length."""
-        return (
-            int(self.offsets[len(self.lengths) - 1]) // self.offset_divisor + int(self.lengths[-1])
-            if len(self.lengths)
-            else 0
-        )
+        if not len(self.lengths):
+            return 0
+        return int(self.offsets[len(self.lengths) - 1]) // self.offset_divisor + int(self.lengths[-1])
 
 
 def open_index(path: Path) -> Index:
