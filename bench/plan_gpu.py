@@ -77,7 +77,8 @@ def measure(name: str, steps: int, small: bool, lock: Path) -> dict[str, Any]:
     """The plan for a setting and what its steps take, in this process."""
     config, shape = config_of(SETTINGS[name], small)
     target = target_of(config.plan, config.engine)
-    estimate = Estimator(shape, config.train, config.model.lora).estimate(config.engine, 1, target.device)
+    estimator = Estimator(shape, config.train, config.model.lora)
+    estimate = estimator.estimate(config.engine, 1, target.device)
     engine = open_engine(config.engine, config.train, shape, config.model.lora)
     lora = config.model.lora
     weights: Any = initial_weights(shape, 1)
@@ -100,7 +101,7 @@ def measure(name: str, steps: int, small: bool, lock: Path) -> dict[str, Any]:
     del engine
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        found["probed"] = probe_speed(config.engine, config.train, None, shape, estimate, 20).step_seconds
+        found["probed"] = probe_speed(config.engine, estimator, estimate, 20).step_seconds
     return found
 
 

@@ -11,8 +11,8 @@ import pytest
 from bench.kill_train import train_arguments
 from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
-from textmill.commands.plan import OLD_GPUS, communication_of, trained_weights
-from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.commands.plan import OLD_GPUS, communication_of
+from textmill.config import ModelConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.devices import GPUS, peak_flops_by_name
 from textmill.engines.memory import Device, Estimator
@@ -166,14 +166,10 @@ def test_a_run_that_fits_here_is_timed(tokenized: Path, tmp_path: Path, capsys: 
 
 
 def test_data_parallel_gradients_are_sent_twice_around_the_ring() -> None:
-    config = RunConfig(
-        model=ModelConfig(size="nano"), train=TrainConfig(batch=8), engine=TorchEngine(mesh=MeshConfig(replicate=4))
-    )
-    shape = open_family("gpt2").shape_of(config.model, vocab=128, eos_id=0)
-    estimate = Estimator(shape, config.train, config.model.lora).estimate(
-        config.engine, 4, Device(True, 1 << 34, "bf16")
-    )
-    sent = communication_of(config.engine, trained_weights(shape, config.train, None), shape, estimate, 256)
+    engine = TorchEngine(mesh=MeshConfig(replicate=4))
+    shape = open_family("gpt2").shape_of(ModelConfig(size="nano"), vocab=128, eos_id=0)
+    estimator = Estimator(shape, TrainConfig(batch=8))
+    sent = communication_of(engine, estimator, estimator.estimate(engine, 4, Device(True, 1 << 34, "bf16")))
     assert sent == {"data parallel: gradients": 2 * 3 * 4 * shape.parameters / 4}
 
 

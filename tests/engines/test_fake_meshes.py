@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.fake_meshes import PASSES, Collectives, batch_of_rank, config_of, shape_of, started
-from textmill.commands.plan import communication_of, trained_weights
+from textmill.commands.plan import communication_of
 from textmill.engines import parallel_torch
 from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.errors import TextmillError
@@ -45,11 +45,9 @@ def test_a_step_sends_and_holds_what_the_plan_says(name: str) -> None:
     world, mesh, settings = MESHES[name]
     config = config_of(mesh, world, **settings)
     shape = shape_of(config)
-    estimate = Estimator(shape, config.train, config.model.lora).estimate(
-        config.engine, world, Device(False, 1 << 34, "fp32")
-    )
-    trained = trained_weights(shape, config.train, config.model.lora)
-    planned = sum(communication_of(config.engine, trained, shape, estimate, config.train.length).values())
+    estimator = Estimator(shape, config.train, config.model.lora)
+    estimate = estimator.estimate(config.engine, world, Device(False, 1 << 34, "fp32"))
+    planned = sum(communication_of(config.engine, estimator, estimate).values())
     with fake_ranks(world):
         engine = started(config, world)
         with Collectives() as collectives:

@@ -18,7 +18,7 @@ from tests.support.layout_process import ROWS, config_of, started, state_of
 from tests.support.local_sgd_process import EVERY, MOMENTUM, RATE, SAVED, STEPS, evaluated, trained
 from tests.support.together import run_together
 from textmill.cli import main
-from textmill.commands.plan import communication_of, trained_weights
+from textmill.commands.plan import communication_of
 from textmill.config.engines import MeshConfig, TorchEngine
 from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.engines.meshes import mesh_of
@@ -115,9 +115,9 @@ def test_weights_are_sent_once_in_so_many_steps() -> None:
     for key, settings in (("local", {"sync_every": every}), ("synchronous", {})):
         config = fake_config({}, world, **settings)
         shape = shape_of(config)
-        estimate = Estimator(shape, config.train).estimate(config.engine, world, Device(False, 1 << 34, "fp32"))
-        trained = trained_weights(shape, config.train, None)
-        plan = sum(communication_of(config.engine, trained, shape, estimate, config.train.length).values())
+        estimator = Estimator(shape, config.train)
+        estimate = estimator.estimate(config.engine, world, Device(False, 1 << 34, "fp32"))
+        plan = sum(communication_of(config.engine, estimator, estimate).values())
         with fake_ranks(world):
             engine = fake_started(config, world)
             with Collectives() as collectives:

@@ -19,7 +19,7 @@ from tests.support.fake_meshes import config_of as fake_config
 from tests.support.fake_meshes import shape_of as fake_shape
 from tests.support.layout_process import VOCAB, batch_of, config_of, shape_of
 from tests.support.together import run_together
-from textmill.commands.plan import communication_of, trained_weights
+from textmill.commands.plan import communication_of
 from textmill.config import DistilConfig, ModelConfig, ShapeConfig
 from textmill.engines.memory import Device, Estimator, fake_ranks
 from textmill.engines.meshes import Mesh, check_pipeline, mesh_of, stage_blocks
@@ -154,9 +154,9 @@ def test_the_plan_counts_a_stage_and_what_it_passes_on() -> None:
     for name, mesh in (("one", {}), ("pipeline", {"pipeline": 2})):
         config = fake_config(mesh, 2 if mesh else 1)
         shape = fake_shape(config)
-        estimate = Estimator(shape, config.train).estimate(config.engine, 2 if mesh else 1, memory)
-        trained = trained_weights(shape, config.train, None)
-        found[name] = estimate, communication_of(config.engine, trained, shape, estimate, config.train.length)
+        estimator = Estimator(shape, config.train)
+        estimate = estimator.estimate(config.engine, 2 if mesh else 1, memory)
+        found[name] = estimate, communication_of(config.engine, estimator, estimate)
     one, _ = found["one"]
     pipeline, sent = found["pipeline"]
     blocks = one.state.weights - one.state.outside_blocks

@@ -38,7 +38,6 @@ from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, initial_weights, label_head_of, open_family
 from textmill.models.family_files import find_family_file
 from textmill.models.lora import initial_adapters, saved_weights, weights_with_adapters
-from textmill.models.parameter_groups import rules_of
 from textmill.storage.stages import MANIFEST
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.blend import BatchSizes
@@ -61,25 +60,23 @@ def plan(config: RunConfig, best: bool = False, as_json: bool = False) -> dict[s
         )
     config = fill_auto_preset(config)
     shape = open_shape(config.model, config.train.length, data)
-    trained = trained_weights(shape, config.train, config.model.lora)
     target = target_of(config.plan, config.engine)
     estimator = Estimator(shape, config.train, config.model.lora)
     estimate = estimator.estimate(config.engine, target.devices, target.device)
     fits = estimate.memory.total <= target.usable
-    near = [] if fits else nearest_fitting(config.engine, config.train, estimator, target)
+    near = [] if fits else nearest_fitting(config.engine, estimator, target)
     figures: dict[str, Any] = {
         "machine": _describe_target(target),
         "parameters": parameters_by_part(shape, config.model.lora),
-        "trained": _count(trained),
+        "trained": _count(estimator.trained),
         "memory": _describe_memory(config.engine.activation_checkpointing, shape, estimate),
         "fits": fits,
         "settings_that_fit": near,
-        **_describe_work(config, shape, trained, data, target, estimate),
+        **_describe_work(config, estimator, data, target, estimate),
     }
     if best:
-        figures["fastest"] = fastest_fitting(config.engine, config.train, shape, trained, estimator, target)
-    saved = _count(saved_weights(shape, config.model.lora))
-    figures["disk"] = disk_of(config.train, saved, trained, data, figures["steps"], estimate.mesh)
+        figures["fastest"] = fastest_fitting(config.engine, estimator, target)
+    figures["disk"] = disk_of(estimator, data, figures["steps"], estimate.mesh)
     print(json.dumps(figures, indent=2, ensure_ascii=False) if as_json else format_plan(figures))
     return figures
 
@@ -112,20 +109,18 @@ def _describe_memory(activation_checkpointing: int, shape: Shape, estimate: Esti
 
 
 def _describe_work(
-    config: RunConfig, shape: Shape, trained: list[Weight], data: Data, target: Target, estimate: Estimate
+    config: RunConfig, estimator: Estimator, data: Data, target: Target, estimate: Estimate
 ) -> dict[str, Any]:
     """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
-    length = run_length_of(config.train, config.plan.tokens, shape, data)
-    sample_length = config.train.length or shape.positions
-    flops_per_token = shape.flops_per_token(sample_length, trained)
-    flops_per_token += teacher_flops(config.train.distil, sample_length)
-    step_tokens = config.train.batch * sample_length
+    length = run_length_of(config.train, config.plan.tokens, estimator.length, data)
+    flops_per_token = estimator.shape.flops_per_token(estimator.length, estimator.trained)
+    flops_per_token += teacher_flops(config.train.distil, estimator.length)
+    step_tokens = config.train.batch * estimator.length
+    speed: Speed | None
     if target.here and estimate.memory.total <= target.usable and config.plan.probe_steps:
-        speed: Speed | None = probe_speed(
-            config.engine, config.train, config.model.lora, shape, estimate, config.plan.probe_steps
-        )
+        speed = probe_speed(config.engine, estimator, estimate, config.plan.probe_steps)
     else:
-        speed = forecast_speed(config.engine, config.train, shape, trained, target, estimate)
+        speed = forecast_speed(config.engine, estimator, target, estimate)
         speed = speed or stated_speed(config.engine.activation_checkpointing, target, flops_per_token * step_tokens)
     rate = step_tokens / speed.step_seconds if speed else None
     steps, seconds = _steps_and_seconds(config.train.minutes, length, speed, step_tokens)
@@ -139,7 +134,7 @@ def _describe_work(
         "epochs": run_tokens / data.tokens if run_tokens is not None and data.tokens else None,
         "flops_per_token": flops_per_token,
         "flops": None if run_tokens is None else flops_per_token * run_tokens,
-        "communication": communication_of(config.engine, trained, shape, estimate, sample_length),
+        "communication": communication_of(config.engine, estimator, estimate),
         "step_seconds": speed.step_seconds if speed else None,
         "speed": speed.source if speed else None,
         "step_parts": asdict(speed.parts) if speed and speed.parts else None,
@@ -267,9 +262,8 @@ def open_shape(model: ModelConfig, length: int | None, data: Data) -> Shape:
     return open_family(model.family).shape_of(model, vocab=data.vocab, eos_id=data.end, length=length)
 
 
-def run_length_of(train: TrainConfig, plan_tokens: int | None, shape: Shape, data: Data) -> RunLength | None:
-    """The length of the run; None if it is in epochs of tokens that are not known."""
-    length = train.length or shape.positions
+def run_length_of(train: TrainConfig, plan_tokens: int | None, length: int, data: Data) -> RunLength | None:
+    """The length of a run with samples of this length; None if it is in epochs of tokens that are not known."""
     if data.splits is not None and plan_tokens is None:
         batches = open_batches(train, data.splits, length=length, folder=None)
         return plan_run_length(train, batches.sizes, batches.samples_per_epoch, length)
@@ -303,21 +297,15 @@ def parameters_by_part(shape: Shape, lora: LoraConfig | None) -> dict[str, int]:
     return parts
 
 
-def trained_weights(shape: Shape, train: TrainConfig, lora: LoraConfig | None) -> list[Weight]:
-    """The weights that the run changes."""
-    rules = rules_of(shape, train, lora)
-    return [weight for weight in weights_with_adapters(shape, lora) if rules[weight.name].trained]
-
-
-def disk_of(
-    train: TrainConfig, saved: int, trained: list[Weight], data: Data, steps: int | None, mesh: Mesh
-) -> dict[str, int]:
-    """Bytes of a checkpoint with `saved` parameters, of all checkpoints that are kept, and of the token store."""
-    state = sum(size for weight in trained for size in state_sizes(weight, train))
-    state += _count(trained) if train.ema_window else 0
+def disk_of(estimator: Estimator, data: Data, steps: int | None, mesh: Mesh) -> dict[str, int]:
+    """Bytes of a checkpoint, of all checkpoints that are kept, and of the token store."""
+    train = estimator.train
+    trained = _count(estimator.trained)
+    state = sum(size for weight in estimator.trained for size in state_sizes(weight, train))
+    state += trained if train.ema_window else 0
     if mesh.local:  # each worker's state and the outer momentum; between synchronisations also all weights
-        state = mesh.replicate * state + _count(trained)
-    checkpoint = 4 * (saved + state)
+        state = mesh.replicate * state + trained
+    checkpoint = 4 * (_count(saved_weights(estimator.shape, estimator.lora)) + state)
     keep = train.checkpoints.keep + 1  # the best one may be older
     if steps and train.checkpoints.keep_every:
         keep += steps // train.checkpoints.keep_every
@@ -331,13 +319,13 @@ def _count(weights: Iterable[Weight]) -> int:
     return sum(weight.size for weight in weights)
 
 
-def communication_of(
-    engine: EngineConfig, trained: list[Weight], shape: Shape, estimate: Estimate, length: int
-) -> dict[str, int]:
+def communication_of(engine: EngineConfig, estimator: Estimator, estimate: Estimate) -> dict[str, int]:
     """Bytes that each device sends in a step, by kind of parallelism; of a pipeline, one of the first stage.
 
     A ring all-gather or reduce-scatter of B bytes on n devices sends (n - 1) / n x B, an all-reduce twice as much.
     """
+    shape = estimator.shape
+    trained = estimator.trained
     mesh = estimate.mesh
     state = estimate.state
     passes = estimate.passes
@@ -366,7 +354,7 @@ def communication_of(
         blocks = state.weights - state.outside_blocks
         sent["FSDP: weights"] = round(passes * ring * mesh.shard * (gathers * blocks + state.outside_blocks))
         sent["FSDP: gradients"] = round(passes * ring * all_gradients)
-    tokens = passes * estimate.micro_batch * length
+    tokens = passes * estimate.micro_batch * estimator.length
     if mesh.pipeline > 1:
         divided = mesh.tensor if mesh.sequence else 1
         # Each chunk sends forward to the next stage; each but the first one sends backward to the one before.
@@ -412,27 +400,25 @@ class Speed:
     parts: StepTime | None = None
 
 
-def forecast_speed(
-    engine: EngineConfig, train: TrainConfig, shape: Shape, trained: list[Weight], target: Target, estimate: Estimate
-) -> Speed | None:
+def forecast_speed(engine: EngineConfig, estimator: Estimator, target: Target, estimate: Estimate) -> Speed | None:
     """From the rates of the GPU and its network; None for devices that are not known, DeepSpeed, fp32 and families in
     the user's own file, whose kernels are not known."""
     if target.cluster is None or estimate.itemsize > 2 or not isinstance(engine, TorchEngine | JaxEngine):
         return None
-    if find_family_file(shape.family) is not None:
+    if find_family_file(estimator.shape.family) is not None:
         return None
-    length = train.length or shape.positions
     layout = Layout(
         estimate.mesh,
-        length,
+        estimator.length,
         estimate.micro_batch,
         estimate.passes,
         recompute=1.0 if engine.activation_checkpointing else 0.0,
         compiled=isinstance(engine, JaxEngine) or is_compiled(engine, estimate.mesh, target.device),
         fp8=estimate.precision == "fp8",
-        muon=train.optimizer == "muon",
+        muon=estimator.train.optimizer == "muon",
     )
-    found = step_time(shape, target.cluster, layout, trained, teacher_flops(train.distil, length))
+    teachers = teacher_flops(estimator.train.distil, estimator.length)
+    found = step_time(estimator.shape, target.cluster, layout, estimator.trained, teachers)
     return Speed(found.total, f"forecast from the rates of a {target.name}", found)
 
 
@@ -446,13 +432,13 @@ def stated_speed(activation_checkpointing: int, target: Target, flops_per_step: 
     return Speed(factor * flops_per_step / rate, source)
 
 
-def probe_speed(
-    engine: EngineConfig, train: TrainConfig, lora: LoraConfig | None, shape: Shape, estimate: Estimate, steps: int
-) -> Speed:
+def probe_speed(engine: EngineConfig, estimator: Estimator, estimate: Estimate, steps: int) -> Speed:
     """Time real steps of one and of two passes on random tokens: their difference is the time of a pass."""
+    shape = estimator.shape
+    lora = estimator.lora
     passes = 2 if estimate.passes > 1 else 1
     rows = estimate.micro_batch
-    train = train.model_copy(update={"batch": passes * rows, "batch_rampup": []})
+    train = estimator.train.model_copy(update={"batch": passes * rows, "batch_rampup": []})
     opened = open_engine(engine.model_copy(update={"micro_batch": rows}), train, shape, lora)
     weights: Any = initial_weights(shape, 0)
     opened.load([*weights, *initial_adapters(shape, lora, 0)] if lora else weights, [], 0, "a probe")
@@ -650,13 +636,12 @@ class Option:
         return found if found.memory.total <= target.usable else None
 
 
-def nearest_fitting(
-    engine: EngineConfig, train: TrainConfig, estimator: Estimator, target: Target
-) -> list[dict[str, Any]]:
+def nearest_fitting(engine: EngineConfig, estimator: Estimator, target: Target) -> list[dict[str, Any]]:
     """Up to three settings that fit, the nearest first; none is another one with further changes."""
     found: list[dict[str, Any]] = []
     micro_batch = estimator.estimate(engine, target.devices, target.device, exact=False).micro_batch
-    for option in sorted(_options(engine, train, target.devices, micro_batch), key=lambda option: option.distance):
+    options = _options(engine, estimator.train, target.devices, micro_batch)
+    for option in sorted(options, key=lambda option: option.distance):
         if any(_is_more(option.settings, one["settings"]) for one in found):
             continue
         if option.estimate(estimator, target, exact=False) and (
@@ -731,9 +716,7 @@ def _halvings(micro: int) -> list[int]:
     return list(dict.fromkeys([*found, 1]))
 
 
-def fastest_fitting(
-    own: EngineConfig, train: TrainConfig, shape: Shape, trained: list[Weight], estimator: Estimator, target: Target
-) -> list[dict[str, Any]]:
+def fastest_fitting(own: EngineConfig, estimator: Estimator, target: Target) -> list[dict[str, Any]]:
     """The fastest meshes that fit, each with its fastest micro-batch, with or without activation checkpointing."""
     if not isinstance(own, TorchEngine):
         raise TextmillError(f"--best: searches settings of engine.kind=torch, found {own.kind}; set engine.kind=torch")
@@ -742,13 +725,13 @@ def fastest_fitting(
             f"--best: the rates of '{target.name}' are not known; set plan.gpu to one of {', '.join(GPUS)}"
         )
     found: list[tuple[float, Option]] = []
-    step_tokens = train.batch * estimator.length
+    batch = estimator.train.batch
     for mesh, keep, checkpointing in product(_meshes(own, target.devices), (False, True), (0, 1)):
         if mesh is None or (keep and mesh.shard == 1):
             continue
         mesh = mesh.model_copy(update={"keep_gathered": keep})
         rates = []
-        for micro in _doublings(train.batch // (target.devices // mesh.tensor)):
+        for micro in _doublings(batch // (target.devices // mesh.tensor)):
             engine = own.model_copy(
                 update={"mesh": mesh, "micro_batch": micro, "activation_checkpointing": checkpointing}
             )
@@ -761,13 +744,13 @@ def fastest_fitting(
             option = Option(settings, target.devices, engine)
             if (estimate := option.estimate(estimator, target, exact=False)) is None:
                 break
-            speed = forecast_speed(engine, train, shape, trained, target, estimate)
+            speed = forecast_speed(engine, estimator, target, estimate)
             if speed is None:
                 raise TextmillError(
                     "--best: there is no forecast for fp32 and for a family in a file of your own; "
                     f"set engine.precision={target.device.precision}, or another model.family"
                 )
-            rates.append((step_tokens / speed.step_seconds, option))
+            rates.append((batch * estimator.length / speed.step_seconds, option))
         found += [max(rates, key=lambda one: one[0])] if rates else []
     fastest: list[dict[str, Any]] = []
     for rate, option in sorted(found, key=lambda one: -one[0]):

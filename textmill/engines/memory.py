@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from textmill.engines.meshes import Mesh, check_batch, mesh_of
 from textmill.engines.optimizers import Member, open_optimizer, optimizer_of, state_names, trained_of
 from textmill.engines.parallel_torch import BUCKET_BYTES, Parallel
 from textmill.errors import TextmillError
-from textmill.models import Shape
+from textmill.models import Shape, Weight
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
 from textmill.models.nets_torch import build_net, own_parameters_of
@@ -100,6 +101,12 @@ class Estimator:
         self.lora = lora
         self.length = train.length or shape.positions
         self._states: dict[Any, State] = {}
+
+    @cached_property
+    def trained(self) -> list[Weight]:
+        """The weights that the run changes."""
+        rules = rules_of(self.shape, self.train, self.lora)
+        return [weight for weight in weights_with_adapters(self.shape, self.lora) if rules[weight.name].trained]
 
     def estimate(self, engine: EngineConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
         """The estimate on so many devices; of a pipeline, on the first stage, with the logits of the last.
