@@ -102,7 +102,7 @@ OPTIONS = {
     "muon": "train.optimizer=muon train.muon.adamw_rate_factor=0.3",
     "accumulate": "engine.micro_batch=2 model.shape.dropout=0.1",
     "recompute": "engine.activation_checkpointing=1 model.shape.dropout=0.1",
-    "losses": "train.z_loss=1e-3 train.label_smoothing=0.1 train.loss=sample_mean",
+    "losses": "train.label_smoothing=0.1 train.loss=sample_mean",
     "average": "train.ema_window=10",
     "rates": "train.layer_decay=0.8 train.embedding_rate_factor=0.5 train.freeze=[wpe] "
     "train.clip=0.5 train.schedule=stable train.warmup_shape=log",

@@ -145,8 +145,8 @@ def compiled_cross_entropy() -> Patches:
 
     compiled = torch.compile(plain, dynamic=False)
 
-    def label_loss_and_gradient(logits_MV: Tensor, labels: Any, formula: Any) -> Tensor:
-        out: Tensor = compiled(logits_MV, labels.labels_M, labels.weights_M, formula.vocab)
+    def label_loss_and_gradient(logits_MV: Tensor, labels: Any, vocab: int, _: float) -> Tensor:
+        out: Tensor = compiled(logits_MV, labels.labels_M, labels.weights_M, vocab)
         return out
 
     assert hasattr(losses, "label_loss_and_gradient")

@@ -123,7 +123,6 @@ def random_config(dice: random.Random) -> dict[str, Any]:
         {"freeze": ["wpe"]},
         {"layer_decay": 0.8},
         {"label_smoothing": 0.1},
-        {"z_loss": 1e-4},
         {"loss": "sample_mean"},
         {"checkpoints": {"keep": 1}},
         {"sample_prompts": ["The mill"]},

@@ -16,7 +16,7 @@ COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys
 SHAPE = "model.shape.heads=4 model.shape.width=64 model.shape.layers=4 train.length=64"
 CONFIGS = {
     "replicas, accumulated": "engine.mesh.replicate=2 train.batch=24 engine.micro_batch=4",
-    "4 replicas, smoothed": "engine.mesh.replicate=4 train.label_smoothing=0.1 train.z_loss=1e-4",
+    "4 replicas, smoothed": "engine.mesh.replicate=4 train.label_smoothing=0.1",
     "shards": "engine.mesh.shard=2 model.shape.dropout=0.2",
     "4 shards, recomputed": "engine.mesh.shard=4 engine.activation_checkpointing=2",
     "shards kept, sample means": "engine.mesh.shard=2 engine.mesh.keep_gathered=true train.loss=sample_mean",

@@ -81,7 +81,7 @@ def test_a_killed_search_continues_where_it_was(
     assert main(["tune", ".", "--minutes", "0.5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == after["trials"]
     # An earlier version may have searched in another order: a result counts for its own trial only.
-    other = {**after["trials"][2], "setting": "train.z_loss", "changes": {"train.z_loss": 0.1}}
+    other = {**after["trials"][2], "setting": "train.label_smoothing", "changes": {"train.label_smoothing": 0.1}}
     Path("tune/trials.json").write_text(json.dumps({**after, "trials": [*trials[:2], other, *after["trials"][2:]]}))
     assert main(["tune", ".", "--minutes", "0.5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == after["trials"]

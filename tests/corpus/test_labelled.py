@@ -224,7 +224,7 @@ def test_a_mistake_is_named_with_its_line(name: str, tmp_path: Path, capsys: pyt
         ("corpus.labels=null", r"corpus\.labels: is not set, which train\.layout=labelled needs"),
         ("train.length=null", r"train\.length: is not set"),
         ("corpus.sentences=split", r"corpus\.sentences: is not applied to examples"),
-        ("train.z_loss=0.1", r"train\.z_loss: cannot be used with corpus\.labels"),
+        ("train.label_smoothing=0.1", r"train\.label_smoothing: cannot be used with corpus\.labels"),
     ],
 )
 def test_settings_that_do_not_fit(

@@ -69,7 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adapters and dropout": {"lora": LoraConfig(rank=4, dropout=0.1), "shape": {"dropout": 0.1}},
     "a frozen part": {"train": {"freeze": ["wte", "h.0.*", "*.bias"]}},
     "states made again": {"engine": {"activation_checkpointing": 1}},
-    "Muon, smoothing, z-loss": {"train": {"optimizer": "muon", "label_smoothing": 0.1, "z_loss": 1e-4}},
+    "Muon, smoothing": {"train": {"optimizer": "muon", "label_smoothing": 0.1}},
     "parts of a batch": {"engine": {"micro_batch": 2}},
 }
 

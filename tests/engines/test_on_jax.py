@@ -107,14 +107,7 @@ def test_fifty_steps_match_torch_and_checkpoints_are_interchangeable() -> None:
 
 @pytest.mark.long
 def test_dropout_documents_and_losses_match_the_torch_engine() -> None:
-    train = {
-        "loss": "sample_mean",
-        "label_smoothing": 0.1,
-        "z_loss": 1e-3,
-        "clip": 0.3,
-        "freeze": ["wpe"],
-        "layer_decay": 0.7,
-    }
+    train = {"loss": "sample_mean", "label_smoothing": 0.1, "clip": 0.3, "freeze": ["wpe"], "layer_decay": 0.7}
     torch, jax = (engine_of(kind, dropout=0.2, train=train, activation_checkpointing=1) for kind in KINDS)
     wanted = losses_of(torch, range(12), documents=True)
     assert losses_of(jax, range(12), documents=True) == pytest.approx(wanted, rel=2e-6)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import cuda_torch  # noqa: F401 - before textmill's modules
 from textmill.config import SIZES, ModelConfig, SampleConfig, TrainConfig
-from textmill.engines.losses_torch import LossFormula, WeightedLabels, loss_and_correct, summed_loss
+from textmill.engines.losses_torch import WeightedLabels, loss_and_correct, summed_loss
 from textmill.engines.optimizers import AdamW, Member
 from textmill.engines.optimizers.muon_torch import Muon
 from textmill.generation import sampling
@@ -144,8 +144,8 @@ def train(family: str, size: str, precision: str, optimizer: str = "adamw", smoo
         with patch.object(torch.compiler, "is_compiling", lambda: True):
             hidden = net(ids).flatten(0, 1)
         x = net.head_input(hidden).to(dtype)
-        weighted, formula = WeightedLabels(labels, weights), LossFormula(VOCAB, smoothing, smoothing / 10)
-        loss = summed_loss(x, net.head, weighted, formula, bias_V=net.head_bias, fp8=precision == "fp8")
+        options: dict[str, Any] = {"smoothing": smoothing, "bias_V": net.head_bias, "fp8": precision == "fp8"}
+        loss = summed_loss(x, net.head, WeightedLabels(labels, weights), VOCAB, **options)
         loss_and_correct(x.detach(), net.head, labels, VOCAB, net.head_bias)
     loss.backward()  # type: ignore[no-untyped-call]
     update(net, optimizer)

@@ -77,7 +77,6 @@ def config_of(mesh: dict[str, Any], family: str = "gpt2", layers: int = 2, **set
         "length": LENGTH,
         "learning_rate": 1e-3,
         "label_smoothing": 0.05,
-        "z_loss": 1e-3,
         **settings,
     }
     replicas = int(mesh.get("replicate", 1) * mesh.get("shard", 1))

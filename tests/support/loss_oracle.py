@@ -27,14 +27,11 @@ def given(tokens: int, dtype: torch.dtype, device: str, lean: float = 0.0) -> tu
     return x.to(device), head.to(device), labels.to(device), weights.to(device)
 
 
-def exact(
-    x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, smoothing: float, z: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def exact(x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients by torch in fp64, over the real vocabulary alone."""
     x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
     logits = (x64 @ head64.T)[:, :VOCAB]
     losses = F.cross_entropy(logits, labels.long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
-    losses = losses + torch.where(labels != IGNORED, z * logits.logsumexp(1).square(), 0)
     loss = (losses * weights.double()).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     assert x64.grad is not None

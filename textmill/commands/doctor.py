@@ -310,7 +310,7 @@ sys.exit(any(main([command, *sys.argv[1:]]) for command in ("prepare", "fit-toke
 COMPILE = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(4)).sum().item())"
 KERNEL = """
 import torch
-from textmill.engines.losses_torch import LossFormula, WeightedLabels, summed_loss
+from textmill.engines.losses_torch import WeightedLabels, summed_loss
 from textmill.kernels.triton_support import missing_requirement
 from textmill.storage import faults
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -320,7 +320,7 @@ faults.break_kernel()
 losses = []
 for place in ("cpu", device):
     x, head, labels, weights = (value.to(place) for value in values)
-    losses.append(summed_loss(x, head, WeightedLabels(labels, weights), LossFormula(vocab=120)).item())
+    losses.append(summed_loss(x, head, WeightedLabels(labels, weights), vocab=120).item())
 print(device, missing_requirement(), *losses, sep="|")
 """
 """The loss of random logits, by torch on the CPU and by our kernel on a GPU."""

@@ -176,7 +176,6 @@ class RunConfig(Section):
             "tokens.use": self.tokens.use,
             "train.distil": train.distil.teachers,
             "train.label_smoothing": train.label_smoothing,
-            "train.z_loss": train.z_loss,
         }
         if found := [name for name, value in unused.items() if value]:
             raise TextmillError(f"{found[0]}: cannot be used with corpus.labels={labels}; remove it")

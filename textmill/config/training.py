@@ -326,8 +326,6 @@ class TrainConfig(Section):
     your own, as in `train.optimizer`."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """The fraction of each label that is spread over the whole vocabulary; in the training loss only."""
-    z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared log of the softmax's denominator, which keeps logits from drifting; in training only."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and dropout."""
     log_every: int = changeable(10, ge=1)

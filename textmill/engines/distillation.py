@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from textmill.checkpoints.adapters import is_adapter, tokenizer_folder
 from textmill.checkpoints.folders import open_model
@@ -139,27 +138,3 @@ def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[li
     if wrong := [layer for layer in teacher_layers if not 0 <= layer < teacher]:
         raise TextmillError(f"{key}: there is no block {wrong[0]}; give numbers from 0 to {teacher - 1}")
     return list(range(len(teacher_layers))), teacher_layers
-
-
-class Terms(NamedTuple):
-    """The settings of a loss, as plain values, which compilers can read."""
-
-    labels: float
-    kl: float
-    mse: float
-    temperature: float
-    smoothing: float
-    z: float
-
-
-def terms_of(train: TrainConfig) -> Terms:
-    """The settings of the terms that compare logits."""
-    distil = train.distil
-    return Terms(
-        labels=distil.labels,
-        kl=distil.kl,
-        mse=distil.mse,
-        temperature=distil.temperature,
-        smoothing=train.label_smoothing,
-        z=train.z_loss,
-    )

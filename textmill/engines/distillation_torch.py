@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.devices import autocast
-from textmill.engines.distillation import Terms, check_teacher, chunk_tokens, matched_layers, teacher_folder, terms_of
+from textmill.engines.distillation import check_teacher, chunk_tokens, matched_layers, teacher_folder
 from textmill.engines.losses_torch import HeadStates, WeightedLabels, add_bias, loss_by_chunks
 from textmill.engines.micro_batches import MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
@@ -169,7 +169,8 @@ def distillation_loss(
     `report` [3] gets these three sums added, without the weights of the terms. Tokens without a label do not count.
     With `tensor`, the gradient of x is this rank's part of it.
     """
-    terms = terms_of(train)
+    distil = train.distil
+    terms = Terms(distil.labels, distil.kl, distil.mse, distil.temperature, train.label_smoothing)
     columns = Columns(tensor.rank * len(head_VE) if tensor else 0, tensor)
     compiled = compiled and tensor is None  # a compiler cannot join collectives
     # With heads in the precision of their inputs.
@@ -188,6 +189,16 @@ def distillation_loss(
 
     chunk = chunk_tokens(vocab, compiled=compiled) if x_ME.is_cuda else None
     return loss_by_chunks(x_ME, head_VE, bias_V, compute_chunk, gradient_is_one, chunk)
+
+
+class Terms(NamedTuple):
+    """The settings of the terms that compare logits, as plain values, which compilers can read."""
+
+    labels: float
+    kl: float
+    mse: float
+    temperature: float
+    smoothing: float
 
 
 class Prediction(NamedTuple):
@@ -291,10 +302,10 @@ def _label_terms(
     numbers_V = torch.arange(columns.begin, columns.begin + student_MV.shape[1], device=labels_M.device)
     is_label_MV = numbers_V[None] == labels_M[:, None]
     label_logit_M = columns.sum((student_MV * is_label_MV).sum(1))
-    losses_M = log_sum_M - (1 - terms.smoothing) * label_logit_M + terms.z * log_sum_M.square()
+    losses_M = log_sum_M - (1 - terms.smoothing) * label_logit_M
     if terms.smoothing:
         losses_M = losses_M - terms.smoothing * columns.sum(student_MV.sum(1)) / vocab
-    gradient_MV = (student_MV - log_sum_M[:, None]).exp() * (1 + 2 * terms.z * log_sum_M)[:, None]
+    gradient_MV = (student_MV - log_sum_M[:, None]).exp()
     gradient_MV = gradient_MV - is_label_MV * (1 - terms.smoothing) - terms.smoothing / vocab
     return losses_M.where(labelled_M, 0), gradient_MV * labelled_M[:, None]
 

@@ -34,7 +34,7 @@ def chunk_tokens(platform: str, vocab: int) -> int:
     return max(1, CPU_LOGITS // vocab) if platform == "cpu" else GPU_TOKENS
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def summed_loss(
     x_NTE: Array,
     head_VE: Array,
@@ -44,10 +44,9 @@ def summed_loss(
     vocab: int,
     tokens: int,
     smoothing: float = 0.0,
-    z: float = 0.0,
 ) -> Array:
     """The weighted sum of the labelled tokens' losses, in chunks of `tokens`; head rows from `vocab` on are padding."""
-    return _forward(x_NTE, head_VE, labels_NT, weights_NT, bias_V, vocab, tokens, smoothing, z)[0]
+    return _forward(x_NTE, head_VE, labels_NT, weights_NT, bias_V, vocab, tokens, smoothing)[0]
 
 
 def _forward(
@@ -59,14 +58,13 @@ def _forward(
     vocab: int,
     tokens: int,
     smoothing: float,
-    z: float,
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     head = head_VE.astype(x_NTE.dtype)
 
     def compute(sums: tuple[Any, ...], chunk: tuple[Array, ...]) -> tuple[tuple[Any, ...], Array]:
         x, labels, weights = chunk
         logits_NTV = add_bias(jnp.einsum("nte,ve->ntv", x, head), bias_V)
-        losses, grad_NTV = _loss_and_gradient(logits_NTV, labels, weights, vocab, smoothing, z)
+        losses, grad_NTV = _loss_and_gradient(logits_NTV, labels, weights, vocab, smoothing)
         grad_head = jnp.einsum("ntv,nte->ve", grad_NTV, x, preferred_element_type=head_VE.dtype)
         grad_bias = None if bias_V is None else sums[2] + grad_NTV.sum((0, 1), dtype=bias_V.dtype)
         total = sums[0] + (losses * weights).sum()
@@ -83,7 +81,7 @@ def add_bias(logits_NTV: Array, bias_V: Array | None) -> Array:
 
 
 def _backward(
-    vocab: int, tokens: int, smoothing: float, z: float, gradients: tuple[Array, Array, Array | None], gradient: Array
+    vocab: int, tokens: int, smoothing: float, gradients: tuple[Array, Array, Array | None], gradient: Array
 ) -> tuple[Array | None, ...]:
     grad_x, grad_head, grad_bias = gradients
     bias = None if grad_bias is None else grad_bias * gradient
@@ -137,18 +135,18 @@ def _pad_tokens(array: Array, count: int) -> Array:
 
 
 def _loss_and_gradient(
-    logits_NTV: Array, labels_NT: Array, weights_NT: Array, vocab: int, smoothing: float, z: float
+    logits_NTV: Array, labels_NT: Array, weights_NT: Array, vocab: int, smoothing: float
 ) -> tuple[Array, Array]:
     """The loss of each token, and the gradient of their weighted sum in the precision of the logits."""
     real = jnp.arange(logits_NTV.shape[-1]) < vocab
     logits = jnp.where(real, logits_NTV.astype(jnp.float32), -jnp.inf)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    losses = log_sum - (1 - smoothing) * label_logits(logits, labels_NT) + z * jnp.square(log_sum)
+    losses = log_sum - (1 - smoothing) * label_logits(logits, labels_NT)
     if smoothing:
         losses -= smoothing * jnp.where(real, logits, 0).sum(-1) / vocab
     labelled = labels_NT != IGNORED
     weights = jnp.where(labelled, weights_NT, 0)[..., None]
-    gradients = jnp.exp(logits - log_sum[..., None]) * (weights * (1 + 2 * z * log_sum[..., None]))
+    gradients = jnp.exp(logits - log_sum[..., None]) * weights
     if smoothing:
         gradients -= jnp.where(real, weights * (smoothing / vocab), 0)
     gradients -= jnp.where(_is_label(logits, labels_NT), (1 - smoothing) * weights, 0)

@@ -139,7 +139,8 @@ class HeadStates:
             self.x_ME,
             net.head,
             self.weighted_labels(),
-            LossFormula(net.shape.vocab, train.label_smoothing, train.z_loss),
+            net.shape.vocab,
+            smoothing=train.label_smoothing,
             bias_V=net.head_bias,
             tensor=tensor,
             fp8=net.fp8,
@@ -191,17 +192,6 @@ class LabelStates:
         return [self.losses_M.sum(), self.correct_M.sum()]
 
 
-class LossFormula(NamedTuple):
-    """How the loss of a token follows from its logits and its label."""
-
-    vocab: int
-    """The columns of the logits, and the rows of the head, from this one on are padding."""
-    smoothing: float = 0.0
-    """Label smoothing as in torch's cross_entropy."""
-    z: float = 0.0
-    """The weight of z-loss, the square of the log of the softmax's denominator."""
-
-
 class WeightedLabels(NamedTuple):
     """What to predict at each token, and how much each loss counts."""
 
@@ -218,17 +208,19 @@ def summed_loss(
     x_ME: Tensor,
     head_VE: Tensor,
     labels: WeightedLabels,
-    formula: LossFormula,
+    vocab: int,
     *,
+    smoothing: float = 0.0,
     bias_V: Tensor | None = None,
     tensor: TensorParallel | None = None,
     fp8: bool = False,
     gradient_is_one: bool = False,
 ) -> Tensor:
-    """The weighted sum of the labelled tokens' losses.
+    """The weighted sum of the labelled tokens' losses, with label smoothing as in torch's cross_entropy.
 
-    With `tensor` the head has this rank's rows, and the gradient of x is this rank's part of it. With `fp8` the logits
-    are an fp8 matmul; their gradient stays in bf16, since rounding so wide a matrix would need another pass.
+    The columns of the logits, and the rows of the head, from `vocab` on are padding. With `tensor` the head has this
+    rank's rows, and the gradient of x is this rank's part of it. With `fp8` the logits are an fp8 matmul; their
+    gradient stays in bf16, since rounding so wide a matrix would need another pass.
     `gradient_is_one`: this loss is what `backward` is called on, so its gradient is 1.
     """
     with torch.no_grad():
@@ -239,9 +231,9 @@ def summed_loss(
         logits_MV = add_bias(logits_MV, bias_V)
         chunk_labels = labels.of_chunk(rows)
         if tensor:
-            losses_M = divided_loss_and_gradient(logits_MV, chunk_labels, formula, tensor)
+            losses_M = divided_loss_and_gradient(logits_MV, chunk_labels, vocab, smoothing, tensor)
         else:
-            losses_M = label_loss_and_gradient(logits_MV, chunk_labels, formula)
+            losses_M = label_loss_and_gradient(logits_MV, chunk_labels, vocab, smoothing)
         return (losses_M * chunk_labels.weights_M).sum(), logits_MV
 
     return loss_by_chunks(x_ME, head_VE, bias_V, compute_chunk, gradient_is_one)
@@ -345,22 +337,21 @@ def tokens_of_chunk(head_VE: Tensor) -> int:
     return GPU_TOKENS if head_VE.is_cuda else max(1, CPU_LOGITS // len(head_VE))
 
 
-def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, formula: LossFormula) -> Tensor:
+def label_loss_and_gradient(logits_MV: Tensor, labels: WeightedLabels, vocab: int, smoothing: float) -> Tensor:
     """The loss of each row; overwrites the logits with the gradient of the weighted sum."""
     labels_M, weights_M = labels
-    vocab, smoothing, z = formula
     if can_run_kernels(logits_MV):
-        return cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing, z)
+        return cross_entropy_with_gradient(logits_MV, labels_M, weights_M, vocab, smoothing)
     real = logits_MV[:, :vocab]
     values = real.float() if real.dtype.itemsize < 4 else real
     labelled_M = labels_M != IGNORED
     targets_M1 = labels_M.where(labelled_M, 0).long()[:, None]
     log_sum_M1 = values.logsumexp(1, keepdim=True)
-    losses_M1 = log_sum_M1 - (1 - smoothing) * values.gather(1, targets_M1) + z * log_sum_M1.square()
+    losses_M1 = log_sum_M1 - (1 - smoothing) * values.gather(1, targets_M1)
     if smoothing:
         losses_M1 -= smoothing * values.mean(1, keepdim=True)
     weight_M1 = weights_M.where(labelled_M, 0)[:, None].to(values.dtype)
-    values.sub_(log_sum_M1).exp_().mul_(weight_M1 * (1 + 2 * z * log_sum_M1))
+    values.sub_(log_sum_M1).exp_().mul_(weight_M1)
     if smoothing:
         values.sub_(weight_M1 * (smoothing / vocab))
     values.scatter_add_(1, targets_M1, -(1 - smoothing) * weight_M1)
@@ -414,24 +405,18 @@ class _Softmax:
 
 
 def divided_loss_and_gradient(
-    logits_MV: Tensor, labels: WeightedLabels, formula: LossFormula, tensor: TensorParallel
+    logits_MV: Tensor, labels: WeightedLabels, vocab: int, smoothing: float, tensor: TensorParallel
 ) -> Tensor:
     """`label_loss_and_gradient` for this rank's columns of the logits."""
     labels_M, weights_M = labels
-    vocab, smoothing, z = formula
     begin = tensor.rank * logits_MV.shape[1]
     labelled = labels_M != IGNORED
     real_MV = logits_MV[:, : max(0, vocab - begin)].float()
     softmax = _Softmax(real_MV, labels_M, begin, tensor)
     weight_M = weights_M.where(labelled, 0)
     log_sum_M = softmax.log_sum_M
-    losses_M: Tensor = (
-        log_sum_M
-        - (1 - smoothing) * softmax.target_M
-        + z * log_sum_M.square()
-        - smoothing * softmax.logits_sum_M / vocab
-    )
-    gradients_MV = (real_MV - log_sum_M[:, None]).exp() * (weight_M * (1 + 2 * z * log_sum_M))[:, None]
+    losses_M: Tensor = log_sum_M - (1 - smoothing) * softmax.target_M - smoothing * softmax.logits_sum_M / vocab
+    gradients_MV = (real_MV - log_sum_M[:, None]).exp() * weight_M[:, None]
     gradients_MV -= (weight_M * (smoothing / vocab))[:, None]
     if gradients_MV.shape[1]:
         gradients_MV.scatter_add_(

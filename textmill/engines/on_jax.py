@@ -371,7 +371,7 @@ class Heads:
         states = self.states(weights, part)
         head, bias = self.head(weights)
         head_and_labels = (states.head_input, head, part["labels"], part["weights"], bias)
-        loss = summed_loss(*head_and_labels, self.shape.vocab, self.chunk, train.label_smoothing, train.z_loss)
+        loss = summed_loss(*head_and_labels, self.shape.vocab, self.chunk, train.label_smoothing)
         if not self.has_pairs:
             return loss, loss
         pair_loss = (self._pair_losses(weights, part, states.all)[0] * part["pair_weights"]).sum()

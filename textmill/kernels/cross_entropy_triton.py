@@ -29,11 +29,11 @@ def _running_log_sum(x, maxima, totals):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_gradient(  # type: ignore[no-untyped-def]
-    start, offsets, unmasked, lower, smoothed, SIGN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr
+    start, offsets, unmasked, lower, smoothed, SMOOTH: tl.constexpr, ROWS: tl.constexpr
 ):
     """Overwrite the logits of the unmasked blocks with their gradient."""
     for first in range(0, unmasked, ROWS * 8):
-        gradient_block = SIGN * tl.exp2(
+        gradient_block = tl.exp2(
             tl.load(start + first + offsets, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower
         )
         if SMOOTH:
@@ -51,7 +51,6 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     vocab,
     padded,
     smoothing,
-    z,
     GRADIENT: tl.constexpr,
     SMOOTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -81,27 +80,22 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     has_loss = label >= 0
     label_logit = tl.load(start + tl.where(has_loss, label, 0)).to(tl.float32)
     nats = log2_sum * LN2
-    loss = nats - ((1 - smoothing) * label_logit + smoothing * tl.sum(logit_sums) / vocab) + z * nats * nats
+    loss = nats - ((1 - smoothing) * label_logit + smoothing * tl.sum(logit_sums) / vocab)
     tl.store(losses + row, tl.where(has_loss, loss, 0.0))
     if GRADIENT:
-        weight_of_loss = tl.where(has_loss, tl.load(weights + row), 0.0)
+        weight = tl.where(has_loss, tl.load(weights + row), 0.0)
+        smoothed = weight * smoothing / vocab
         # The row's weight goes into the exponent; a row without loss gets 2 to the minus infinity.
-        weight = weight_of_loss * (1 + 2 * z * nats)
-        smoothed = weight_of_loss * smoothing / vocab
-        lower = log2_sum - tl.log2(tl.abs(weight))
-        sign = tl.where(weight < 0, -1.0, 1.0)
-        own = sign * tl.exp2(label_logit * LOG2E - lower) - smoothed - weight_of_loss * (1 - smoothing)
-        gradient_block = tl.where(columns < vocab, sign * tl.exp2(last * LOG2E - lower) - smoothed, 0.0)
+        lower = log2_sum - tl.log2(weight)
+        own = tl.exp2(label_logit * LOG2E - lower) - smoothed - weight * (1 - smoothing)
+        gradient_block = tl.where(columns < vocab, tl.exp2(last * LOG2E - lower) - smoothed, 0.0)
         tl.debug_barrier()  # every thread has read the label's logit
         tl.store(start + columns, gradient_block.to(logits.dtype.element_ty), mask=columns < padded)
         for first in range(unmasked + ROWS * 8, padded, ROWS * 8):
             tl.store(
                 start + first + offsets, tl.zeros([ROWS, 8], logits.dtype.element_ty), mask=first + offsets < padded
             )
-        if weight < 0:  # z-loss can make the weight negative if the log-sum-exp is very low
-            _write_gradient(start, offsets, unmasked, lower, smoothed, -1.0, SMOOTH, ROWS)
-        else:
-            _write_gradient(start, offsets, unmasked, lower, smoothed, 1.0, SMOOTH, ROWS)
+        _write_gradient(start, offsets, unmasked, lower, smoothed, SMOOTH, ROWS)
         tl.debug_barrier()  # the label's entry is written last
         tl.store(start + tl.where(has_loss, label, 0), own.to(logits.dtype.element_ty), mask=has_loss)
     else:
@@ -114,11 +108,11 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy_with_gradient(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float, z: float
+    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float
 ) -> Tensor:
     """The loss of each row (0 if the label is negative); the logits become the gradient of sum(losses * weights)."""
     losses_M = torch.empty(len(logits_MV), device=logits_MV.device)
-    _run(logits_MV, labels_M, weights_M, losses_M, labels_M, vocab, smoothing, z, gradient=True)
+    _run(logits_MV, labels_M, weights_M, losses_M, labels_M, vocab, smoothing, gradient=True)
     return losses_M
 
 
@@ -126,7 +120,7 @@ def cross_entropy_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -
     """The loss of each row and whether its argmax is the label; leaves the logits unchanged."""
     losses_M = torch.empty(len(logits_MV), device=logits_MV.device)
     correct_M = torch.empty(len(logits_MV), dtype=torch.int32, device=logits_MV.device)
-    _run(logits_MV, labels_M, losses_M, losses_M, correct_M, vocab, 0.0, 0.0, gradient=False)
+    _run(logits_MV, labels_M, losses_M, losses_M, correct_M, vocab, 0.0, gradient=False)
     return losses_M, correct_M
 
 
@@ -138,7 +132,6 @@ def _run(
     correct_M: Tensor,
     vocab: int,
     smoothing: float,
-    z: float,
     *,
     gradient: bool,
 ) -> None:
@@ -153,7 +146,6 @@ def _run(
         vocab,
         padded,
         smoothing,
-        z,
         GRADIENT=gradient,
         SMOOTH=smoothing > 0,
         ROWS=lanes,

@@ -38,7 +38,6 @@ CHANGEABLE = (
     "train.muon.momentum",
     "train.muon.adamw_rate_factor",
     "train.label_smoothing",
-    "train.z_loss",
 )
 """Settings that decide the result and that `--change` may change."""
 DROPOUT = re.compile(r"model\.(\w*dropout)")

@@ -256,4 +256,4 @@ def bits_factor(data: Splits, split: str, train: TrainConfig) -> float | None:
 
 def train_bits_factor(data: Splits, train: TrainConfig) -> float | None:
     """The same for the train loss; None if it is more than the cross-entropy."""
-    return None if train.label_smoothing or train.z_loss else bits_factor(data, "train", train)
+    return None if train.label_smoothing else bits_factor(data, "train", train)
