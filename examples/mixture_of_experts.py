@@ -41,7 +41,29 @@ class Shape(BaseShape):
     attention_dropout = 0.0
 
     def weights(self) -> list[Weight]:
-        return weights_of(self)
+        def matrix(name: str, outputs: int, inputs: int, split: int | None, **more: Any) -> Weight:
+            return Weight(f"{name}.weight", (outputs, inputs), 0.02, decay=True, split=split, **more)
+
+        width, inner = self.width, self.inner
+        table = {"by_token": True, "padded_rows": self.padded_vocab, "depth": self.layers + 1}
+        weights = [matrix("embed", self.vocab, width, 0, **table)]
+        weights.append(Weight("places.weight", (self.positions, width), 0.02, by_position=True, depth=self.layers + 1))
+        for layer in range(self.layers):
+            parts = {"parts": (width, width, width), "groups": self.heads}
+            block = [
+                Weight("norm_1.weight", (width,), ones=True),
+                matrix("attention.qkv", 3 * width, width, 0, muon=True, lora=True, **parts),
+                matrix("attention.out", width, width, 1, muon=True, lora=True),
+                Weight("norm_2.weight", (width,), ones=True),
+                matrix("router", self.experts, width, None),
+            ]
+            for number in range(self.experts):
+                block.append(matrix(f"experts.{number}.up", inner, width, 0, muon=True, lora=True))
+                block.append(matrix(f"experts.{number}.down", width, inner, 1, muon=True, lora=True))
+            for weight in block:
+                name = f"layers.{layer}.{weight.name}"
+                weights.append(replace(weight, name=name, parameter=name, depth=self.layers - layer))
+        return [*weights, Weight("norm.weight", (width,), ones=True)]
 
 
 def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
@@ -61,32 +83,6 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
     sizes = {"layers": 2, "heads": 2 * tensor, "width": 32 * tensor, "inner": 64 * tensor}
     return {**sizes, "dropout": shape.dropout, "extra": {"experts": 4}}
-
-
-def weights_of(shape: Shape) -> list[Weight]:
-    def matrix(name: str, outputs: int, inputs: int, split: int | None, **more: Any) -> Weight:
-        return Weight(f"{name}.weight", (outputs, inputs), 0.02, decay=True, split=split, **more)
-
-    width, inner = shape.width, shape.inner
-    table = {"by_token": True, "padded_rows": shape.padded_vocab, "depth": shape.layers + 1}
-    weights = [matrix("embed", shape.vocab, width, 0, **table)]
-    weights.append(Weight("places.weight", (shape.positions, width), 0.02, by_position=True, depth=shape.layers + 1))
-    for layer in range(shape.layers):
-        parts = {"parts": (width, width, width), "groups": shape.heads}
-        block = [
-            Weight("norm_1.weight", (width,), ones=True),
-            matrix("attention.qkv", 3 * width, width, 0, muon=True, lora=True, **parts),
-            matrix("attention.out", width, width, 1, muon=True, lora=True),
-            Weight("norm_2.weight", (width,), ones=True),
-            matrix("router", shape.experts, width, None),
-        ]
-        for number in range(shape.experts):
-            block.append(matrix(f"experts.{number}.up", inner, width, 0, muon=True, lora=True))
-            block.append(matrix(f"experts.{number}.down", width, inner, 1, muon=True, lora=True))
-        for weight in block:
-            name = f"layers.{layer}.{weight.name}"
-            weights.append(replace(weight, name=name, parameter=name, depth=shape.layers - layer))
-    return [*weights, Weight("norm.weight", (width,), ones=True)]
 
 
 class Attention(nn.Module):

@@ -46,7 +46,45 @@ class Shape(BaseShape):
     family: str = NAME
 
     def weights(self) -> list[Weight]:
-        return weights_of(self)
+        """Every parameter: its size, how it starts, and what applies to it.
+
+        `split` is the dimension that tensor-parallel ranks divide: 0 for matrices divided by outputs, 1 by inputs. The
+        joined QKV matrix has three unequal parts, grouped by key head, so that a rank gets complete heads. `depth`
+        orders the layers for `train.layer_decay`.
+        """
+        width, head = self.width, self.width // self.heads
+        queries, keys = self.heads * head, self.kv_heads * head
+        table = {"shape": (self.vocab, width), "std": 0.02, "by_token": True, "padded_rows": self.padded_vocab}
+
+        def matrix(name: str, inputs: int, outputs: int, split: int, **layout: Any) -> Weight:
+            flags = {"decay": True, "muon": True, "lora": True}
+            return Weight(f"{name}.weight", (outputs, inputs), 0.02, split=split, **flags, **layout)  # type: ignore[arg-type]
+
+        weights = [Weight("embed.weight", decay=True, split=0, depth=self.layers + 1, **table)]  # type: ignore[arg-type]
+        for layer in range(self.layers):
+            name = f"layers.{layer}"
+            block = [
+                Weight(f"{name}.norm_1.weight", (width,), ones=True),
+                matrix(
+                    f"{name}.attention.qkv",
+                    width,
+                    queries + 2 * keys,
+                    0,
+                    parts=(queries, keys, keys),
+                    groups=self.kv_heads,
+                ),
+                matrix(f"{name}.attention.out", queries, width, 1),
+                Weight(f"{name}.norm_2.weight", (width,), ones=True),
+                matrix(f"{name}.mlp.gate", width, self.inner, 0),
+                matrix(f"{name}.mlp.up", width, self.inner, 0),
+                matrix(f"{name}.mlp.down", self.inner, width, 1),
+            ]
+            weights += [replace(weight, depth=self.layers - layer) for weight in block]
+        return [
+            *weights,
+            Weight("norm.weight", (width,), ones=True),
+            Weight("unembed.weight", decay=True, split=0, **table),
+        ]  # type: ignore[arg-type]
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {"kv_heads": self.kv_heads, "inner": self.inner}
@@ -78,48 +116,6 @@ def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
     width = 8 * 4 * tensor
     numbers = {"layers": 2, "heads": 4 * tensor, "width": width, "inner": 2 * width, "dropout": shape.dropout}
     return {**numbers, "extra": {"kv_heads": 2 * tensor}}
-
-
-def weights_of(shape: Shape) -> list[Weight]:
-    """Every parameter: its size, how it starts, and what applies to it.
-
-    `split` is the dimension that tensor-parallel ranks divide: 0 for matrices divided by outputs, 1 by inputs. The
-    joined QKV matrix has three unequal parts, grouped by key head, so that a rank gets complete heads. `depth` orders
-    the layers for `train.layer_decay`.
-    """
-    width, head = shape.width, shape.width // shape.heads
-    queries, keys = shape.heads * head, shape.kv_heads * head
-    table = {"shape": (shape.vocab, width), "std": 0.02, "by_token": True, "padded_rows": shape.padded_vocab}
-
-    def matrix(name: str, inputs: int, outputs: int, split: int, **layout: Any) -> Weight:
-        flags = {"decay": True, "muon": True, "lora": True}
-        return Weight(f"{name}.weight", (outputs, inputs), 0.02, split=split, **flags, **layout)  # type: ignore[arg-type]
-
-    weights = [Weight("embed.weight", decay=True, split=0, depth=shape.layers + 1, **table)]  # type: ignore[arg-type]
-    for layer in range(shape.layers):
-        name = f"layers.{layer}"
-        block = [
-            Weight(f"{name}.norm_1.weight", (width,), ones=True),
-            matrix(
-                f"{name}.attention.qkv",
-                width,
-                queries + 2 * keys,
-                0,
-                parts=(queries, keys, keys),
-                groups=shape.kv_heads,
-            ),
-            matrix(f"{name}.attention.out", queries, width, 1),
-            Weight(f"{name}.norm_2.weight", (width,), ones=True),
-            matrix(f"{name}.mlp.gate", width, shape.inner, 0),
-            matrix(f"{name}.mlp.up", width, shape.inner, 0),
-            matrix(f"{name}.mlp.down", shape.inner, width, 1),
-        ]
-        weights += [replace(weight, depth=shape.layers - layer) for weight in block]
-    return [
-        *weights,
-        Weight("norm.weight", (width,), ones=True),
-        Weight("unembed.weight", decay=True, split=0, **table),
-    ]  # type: ignore[arg-type]
 
 
 class RMSNorm(nn.Module):

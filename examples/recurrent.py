@@ -42,7 +42,28 @@ class Shape(BaseShape):
     attention_dropout = 0.0
 
     def weights(self) -> list[Weight]:
-        return weights_of(self)
+        width = self.width
+
+        def matrix(name: str, outputs: int, inputs: int, split: int, **more: Any) -> Weight:
+            return Weight(f"{name}.weight", (outputs, inputs), 0.02, decay=True, split=split, **more)
+
+        table = {"by_token": True, "padded_rows": self.padded_vocab, "depth": self.layers + 1}
+        weights = [matrix("embed", self.vocab, width, 0, **table)]
+        for layer in range(self.layers):
+            parts = {"parts": (width, width, width), "groups": self.heads}
+            block = [
+                Weight("norm_1.weight", (width,), ones=True),
+                matrix("mixer.qkv", 3 * width, width, 0, muon=True, lora=True, **parts),
+                matrix("mixer.decay", self.heads, width, 0),
+                matrix("mixer.out", width, width, 1, muon=True, lora=True),
+                Weight("norm_2.weight", (width,), ones=True),
+                matrix("up", self.inner, width, 0, muon=True, lora=True),
+                matrix("down", width, self.inner, 1, muon=True, lora=True),
+            ]
+            for weight in block:
+                name = f"layers.{layer}.{weight.name}"
+                weights.append(replace(weight, name=name, parameter=name, depth=self.layers - layer))
+        return [*weights, Weight("norm.weight", (width,), ones=True)]
 
 
 def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
@@ -62,31 +83,6 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
     width = 32 * tensor
     return {"layers": 2, "heads": 2 * tensor, "width": width, "inner": 2 * width, "dropout": shape.dropout}
-
-
-def weights_of(shape: Shape) -> list[Weight]:
-    width = shape.width
-
-    def matrix(name: str, outputs: int, inputs: int, split: int, **more: Any) -> Weight:
-        return Weight(f"{name}.weight", (outputs, inputs), 0.02, decay=True, split=split, **more)
-
-    table = {"by_token": True, "padded_rows": shape.padded_vocab, "depth": shape.layers + 1}
-    weights = [matrix("embed", shape.vocab, width, 0, **table)]
-    for layer in range(shape.layers):
-        parts = {"parts": (width, width, width), "groups": shape.heads}
-        block = [
-            Weight("norm_1.weight", (width,), ones=True),
-            matrix("mixer.qkv", 3 * width, width, 0, muon=True, lora=True, **parts),
-            matrix("mixer.decay", shape.heads, width, 0),
-            matrix("mixer.out", width, width, 1, muon=True, lora=True),
-            Weight("norm_2.weight", (width,), ones=True),
-            matrix("up", shape.inner, width, 0, muon=True, lora=True),
-            matrix("down", width, shape.inner, 1, muon=True, lora=True),
-        ]
-        for weight in block:
-            name = f"layers.{layer}.{weight.name}"
-            weights.append(replace(weight, name=name, parameter=name, depth=shape.layers - layer))
-    return [*weights, Weight("norm.weight", (width,), ones=True)]
 
 
 class Mixer(nn.Module):

@@ -26,7 +26,7 @@ from textmill.engines.meshes import Mesh, check_pipeline, mesh_of, stage_blocks
 from textmill.engines.on_torch import decide_compile
 from textmill.engines.parallel_torch import Parallel
 from textmill.errors import TextmillError
-from textmill.models import open_family, weights_of
+from textmill.models import open_family
 from textmill.models.nets_torch import build_net
 from textmill.training.loop import TrainingStep
 
@@ -61,14 +61,14 @@ def test_every_weight_is_on_one_stage_and_a_tied_head_on_two(family: str, first:
     size = "tiny" if family == "bert" else "nano" if family == "gpt2" else "small"
     model = ModelConfig(family=family, size=size, shape=ShapeConfig(layers=5, heads=4, width=32, positions=24))
     shape = open_family(family).shape_of(model, vocab=VOCAB, eos_id=0)
-    present: dict[str, list[int]] = {weight.name: [] for weight in weights_of(shape)}
+    present: dict[str, list[int]] = {weight.name: [] for weight in shape.weights()}
     with fake_ranks(STAGES):
         for stage in range(STAGES):
             parallel = Parallel(Mesh(pipeline=STAGES), stage, torch.device("cpu"))
             with torch.device("meta"):
                 net = build_net(shape)
                 parallel.shard_net(net)
-            for weight in weights_of(shape):
+            for weight in shape.weights():
                 if weight.parameter not in net.absent:
                     present[weight.name].append(stage)
     tied = not getattr(shape, "untied", False)
@@ -76,7 +76,7 @@ def test_every_weight_is_on_one_stage_and_a_tied_head_on_two(family: str, first:
     assert present[last] == [STAGES - 1]
     assert present[on_both] == ([0, STAGES - 1] if tied else [0])
     assert all(len(stages) == 1 for name, stages in present.items() if name != on_both)
-    of_layer = {weight.depth: present[weight.name] for weight in weights_of(shape) if 1 <= weight.depth <= 5}
+    of_layer = {weight.depth: present[weight.name] for weight in shape.weights() if 1 <= weight.depth <= 5}
     assert [of_layer[5 - layer] for layer in range(5)] == [[0], [0], [1], [1], [2]]
 
 

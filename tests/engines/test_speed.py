@@ -24,7 +24,7 @@ from textmill.engines.speed import (
     step_time,
     waiting_seconds,
 )
-from textmill.models import Shape, open_family, weights_of
+from textmill.models import Shape, open_family
 
 ROUND = Cluster(
     flops=100e12,
@@ -133,7 +133,7 @@ def test_communication_that_fits_beside_computing_is_not_waited_for() -> None:
     """FSDP on a fast link waits for what has nothing beside it: the embedding, the first gathers, the last sums."""
     shape = shape_of("gpt2", "small")
     layout = Layout(Mesh(shard=8), 1024, 8)
-    every = weights_of(shape)
+    every = shape.weights()
     size = sum(weight.size for weight in every if weight.depth == 1)
     rest = 2 * ring_seconds(H200, 4.0 * (sum(weight.size for weight in every) - 12 * size), 8, 1)
     block = ring_seconds(H200, 4.0 * size, 8, 1)

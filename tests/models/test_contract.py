@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "Dropout(shape.dropout, site=2), Dropout(shape.dropout, site=3)",
         "Dropout(0.0, site=2), Dropout(0.0, site=3)",
     ),
-    "a head that weights_of lacks": ("weights", 'Weight("unembed.weight", decay=True, split=0, **table),', ""),
+    "a head that the weights lack": ("weights", 'Weight("unembed.weight", decay=True, split=0, **table),', ""),
     "inputs and outputs swapped": ("weights", "(outputs, inputs), 0.02", "(inputs, outputs), 0.02"),
     "a head without padding": (
         "weights",

@@ -14,7 +14,7 @@ import torch
 from tests.support.weights import noisy_weights, shape_of
 from textmill.config import SIZES, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models import initial_weights, open_family, read_shape, to_memory, weights_of
+from textmill.models import initial_weights, open_family, read_shape, to_memory
 from textmill.models.nets_torch import fill, new_net
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_the_jax_net_has_the_same_activations(activation: str) -> None:
     net = new_net(shape, CPU)
     fill(net, named, "test")
     ids = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(1))
-    known = {weight.name: weight for weight in weights_of(shape)}
+    known = {weight.name: weight for weight in shape.weights()}
     weights = {name: jax.numpy.asarray(to_memory(known[name], values)) for name, values in named}
     found = net_jax.states(weights, shape, net_jax.NetOptions(jax.numpy.float32), jax.numpy.asarray(ids.numpy()))
     with torch.no_grad():

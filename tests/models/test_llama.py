@@ -13,7 +13,7 @@ from tests.support.weights import noisy_weights
 from textmill.config import SIZES, ModelConfig, TrainConfig
 from textmill.engines.memory import saved_bytes
 from textmill.errors import TextmillError
-from textmill.models import open_family, to_memory, weights_of
+from textmill.models import open_family, to_memory
 from textmill.models.base_torch import BaseNet, Context
 from textmill.models.decode_torch import NetSlots
 from textmill.models.nets_torch import fill, new_net
@@ -231,7 +231,7 @@ def test_the_jax_net_has_the_same_states(changes: dict[str, Any]) -> None:
     shape: Any = FAMILY.shape_of_hf({**CONFIG, **changes}, "config.json")
     named, net, ids = noisy_weights(shape), new_net(shape, CPU), random_ids(2, 50)
     fill(net, named, "test")
-    known = {weight.name: weight for weight in weights_of(shape)}
+    known = {weight.name: weight for weight in shape.weights()}
     weights = {name: jax.numpy.asarray(to_memory(known[name], values)) for name, values in named}
     documents = torch.repeat_interleave(torch.arange(1, 4), torch.tensor([17, 1, 32]))[None].repeat(2, 1)
     for given in (None, documents):

@@ -11,7 +11,7 @@ import torch
 from tests.support.weights import noisy_weights
 from textmill.config import LoraConfig, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models import open_family, read_shape, weights_of
+from textmill.models import open_family, read_shape
 from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.lora import target_weights
 from textmill.models.nets_torch import fill, new_net
@@ -85,7 +85,7 @@ def llama_weights(named: Any) -> Any:
 def test_a_slice_of_a_grouped_matrix_has_complete_heads() -> None:
     """Half of the rows in memory are the weights of a net with half the heads."""
     shape = shape_of()
-    (qkv,) = (weight for weight in weights_of(shape) if weight.name == "layers.0.attention.qkv.weight")
+    (qkv,) = (weight for weight in shape.weights() if weight.name == "layers.0.attention.qkv.weight")
     assert qkv.memory_shape == (80, 48)
     assert qkv.part_rows == [slice(0, 24), slice(24, 32), slice(32, 40)]
 

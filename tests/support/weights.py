@@ -10,7 +10,7 @@ import torch
 
 from textmill.checkpoints.adapters import Adapter, open_adapter, read_base_and_adapter
 from textmill.config import LoraConfig, ModelConfig, ShapeConfig
-from textmill.models import Shape, open_family, read_shape, weights_of
+from textmill.models import Shape, open_family, read_shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import weights_with_adapters
 from textmill.models.nets_torch import fill, new_net
@@ -30,7 +30,7 @@ def noisy_weights(shape: Any, seed: int = 3, lora: LoraConfig | None = None) -> 
 
 def lora_config_of(adapter: Adapter, shape: Shape) -> LoraConfig:
     """The settings with which a net has the adapters of a folder: exactly its matrices as targets."""
-    known = {weight.stem: weight.parameter.removesuffix(".weight") for weight in weights_of(shape)}
+    known = {weight.stem: weight.parameter.removesuffix(".weight") for weight in shape.weights()}
     named = [(stem + ".weight", first) for stem, (first, _) in adapter.pairs.items()]
     stems = [name.removesuffix(".weight") for name, _ in open_family(shape.family).known_weights(named)]
     targets = [known.get(stem, stem) for stem in stems]

@@ -278,7 +278,7 @@ def run_length_of(train: TrainConfig, plan_tokens: int | None, length: int, data
 
 def parameters_by_part(shape: Shape, lora: LoraConfig | None) -> dict[str, int]:
     """Parameters of each part of the net, without padding."""
-    known = {weight.name for weight in open_family(shape.family).weights_of(shape)}
+    known = {weight.name for weight in shape.weights()}
 
     def part_of(weight: Weight) -> str:
         if weight.name not in known:

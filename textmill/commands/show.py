@@ -24,7 +24,7 @@ from textmill.corpus.dropped import list_dropped_files, read_dropped
 from textmill.corpus.shards import Corpus, list_shards, open_corpus, open_shard
 from textmill.counters import uniform_from
 from textmill.errors import TextmillError, warn
-from textmill.models import read_shape, weights_of
+from textmill.models import read_shape
 from textmill.planning.inspect_text import count_scripts
 from textmill.reports.run_files import is_run, read_run
 from textmill.reports.texts import describe_run
@@ -318,7 +318,7 @@ def show_model(folder: Path) -> None:
         tokenizer = open_tokenizer(tokenizer_folder(folder))
         print(f"  tokenizer: {tokenizer.vocab:,} entries, end of text is token {tokenizer.eos_id}")
     parts: Counter[str] = Counter()
-    for weight in weights_of(shape):
+    for weight in shape.weights():
         parts[re.sub(r"\.\d+\.", ".*.", weight.stem.removesuffix(".bias"))] += weight.size
     print_bars("parameters by part, summed over blocks", dict(parts), max_rows=20)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from textmill.conversion.model import Array, Model
 from textmill.errors import TextmillError, warn
-from textmill.models import open_family, weights_of
+from textmill.models import open_family
 from textmill.models.llama.rotary import llama3_factors
 
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "qwen3": "llama", "bert": "bert"}
@@ -86,7 +86,7 @@ def plain_encoder(model: Model) -> Model:
     if model.shape.family != "bert":
         return model
     shape = replace(model.shape, masked_head=False, pair_head=False, pooler=False, task="", labels=())
-    names = [weight.name for weight in weights_of(shape)]
+    names = [weight.name for weight in shape.weights()]
     if len(names) < len(model.weights):
         warn("llama.cpp computes the embeddings of a bert; the file has the encoder without its heads")
     return replace(model, shape=shape, weights={name: model.weights[name] for name in names})
@@ -154,7 +154,7 @@ def gguf_names(shape: Any, kind: str, gguf: Any) -> dict[str, str]:
     """
     architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     table = gguf.get_tensor_name_map(architecture, shape.layers)
-    names = [*(weight.name for weight in weights_of(shape)), *([] if kind == "bert" else [HEAD])]
+    names = [*(weight.name for weight in shape.weights()), *([] if kind == "bert" else [HEAD])]
     return {name: table.get_name(name.removeprefix("bert."), (".weight", ".bias")) for name in names}
 
 
@@ -179,7 +179,7 @@ def change_layout(name: str, values: Array, shape: Any, *, to_file: bool) -> Arr
     0 1 2 3 4 5 become 0 3 1 4 2 5; these with 3 halves become 0 1 2 3 4 5 again.
     """
     if shape.family == "gpt2":
-        is_turned = any(weight.transposed for weight in weights_of(shape) if weight.name == name)
+        is_turned = any(weight.transposed for weight in shape.weights() if weight.name == name)
         return np.ascontiguousarray(values.T) if is_turned else values
     if shape.family == "bert":
         return values

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.models import Shape, known_weights, weights_of
+from textmill.models import Shape, known_weights
 from textmill.models.pooling import Pooling
 from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named
@@ -66,7 +66,7 @@ def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded:
     weights: dict[str, Array] = {}
     held = list(named)
     check_layers(shape, len(held), where)
-    expected = {weight.name: weight for weight in weights_of(shape)}
+    expected = {weight.name: weight for weight in shape.weights()}
     for name, values in known_weights(shape, held):
         weight = expected.get(name)
         if weight is None:

@@ -33,7 +33,7 @@ from textmill.engines.micro_batches import PAIR_LOSS, check_fields, count_pairs,
 from textmill.engines.optimizers.step_jax import Optimizer, check_optimizer, new_step
 from textmill.engines.ranks_torch import open_ranks
 from textmill.errors import TextmillError
-from textmill.models import Shape, find_family_module, lay_out_weight, lay_out_weights, to_checkpoint, weights_of
+from textmill.models import Shape, find_family_module, lay_out_weight, lay_out_weights, to_checkpoint
 from textmill.models.base_jax import cast_matrices
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout, weights_with_adapters
 from textmill.processes.heartbeat import START_SECONDS
@@ -65,7 +65,7 @@ def check_settings(engine: EngineConfig, train: TrainConfig, shape: Shape, world
 def _open_shardings(engine: JaxEngine, train: TrainConfig, shape: Shape) -> tuple[list[jax.Device], Shardings]:
     """The devices, and the sharding of the net's weights on their mesh."""
     devices = open_devices(engine.device)
-    weights = weights_of(shape)
+    weights = shape.weights()
     sizes = shape.tensor_parallel_sizes() | {weight.parameter: weight.outputs for weight in weights if weight.by_token}
     split = {weight.name: weight.split for weight in weights if weight.split is not None}
     shardings = Shardings(open_mesh(engine.mesh, devices, sizes), split)

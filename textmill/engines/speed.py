@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 from textmill.devices import GPUS
 from textmill.engines.meshes import Mesh
-from textmill.models import Shape, Weight, open_family, weights_of
+from textmill.models import Shape, Weight, open_family
 from textmill.models.bert.family import LABELLED
 
 BEST_MATMUL = {"A100": 0.869, "A800": 0.869, "GH200": 0.838, "B200": 0.776, "MI300X": 0.514}
@@ -147,7 +147,7 @@ def step_time(
     shape: Shape, cluster: Cluster, layout: Layout, trained: Iterable[Weight] | None = None, extra_flops: float = 0.0
 ) -> StepTime:
     """The forecast for one step; `extra_flops` are other matmuls for a token, such as those of teachers."""
-    every = weights_of(shape)
+    every = shape.weights()
     names = {weight.name for weight in (every if trained is None else trained)}
     blocks = [weight for weight in every if 1 <= weight.depth <= shape.layers]
     tensor = layout.mesh.tensor

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.errors import TextmillError
-from textmill.models import Weight, weights_of
+from textmill.models import Weight
 from textmill.models.base_torch import AdaptedLinear, BaseNet
 
 # Torch 2.13 renames these two and deprecates the old names.
@@ -177,7 +177,7 @@ def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
 def _replace_modules(net: BaseNet, tensor: TensorParallel) -> list[nn.Module]:
     """Replace the divided modules by this rank's parts; return those, such as an MLP, whose input all ranks need."""
     column_parallel: dict[nn.Module, None] = {}  # in order, each once
-    for weight in weights_of(net.shape):
+    for weight in net.shape.weights():
         module_name, _, parameter_name = weight.parameter.rpartition(".")
         if weight.by_token and len(weight.shape) == 1 and weight.split == 0:  # the head's bias
             rows = -(-weight.outputs // tensor.count)

@@ -53,7 +53,6 @@ __all__ = [
     "to_checkpoint",
     "to_memory",
     "tokenizer_files",
-    "weights_of",
     "with_label_head",
 ]
 
@@ -240,23 +239,18 @@ def recorded_numbers(shape: Shape) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(shape).items()}
 
 
-def weights_of(shape: Shape) -> list[Weight]:
-    """Every weight of a net of this shape, without adapters."""
-    return open_family(shape.family).weights_of(shape)
-
-
 def count_blocks_and_head(shape: Shape) -> int:
     """Parameters without embeddings that are only looked up: the size of a net in the rules of a plan."""
-    return count_parameters(weight for weight in weights_of(shape) if not weight.looked_up)
+    return count_parameters(weight for weight in shape.weights() if not weight.looked_up)
 
 
 def known_weights(
     shape: Shape, named: Iterable[tuple[str, NDArray[np.float32]]]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The weights of any file of the family under the names of `weights_of`, without second copies of tied ones and
+    """The weights of any file of the family under the names of `Shape.weights`, without second copies of tied ones and
     those that the net does not use."""
     family = open_family(shape.family)
-    left_out = {name for weight in weights_of(shape) for name in weight.copies}
+    left_out = {name for weight in shape.weights() for name in weight.copies}
     if hasattr(family, "unneeded_weights"):
         left_out |= family.unneeded_weights(shape)
     return ((name, values) for name, values in family.known_weights(named) if name not in left_out)
@@ -264,7 +258,7 @@ def known_weights(
 
 def initial_weights(shape: Shape, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """The weights of a net of this shape before the first step, by checkpoint name."""
-    return sample_weights(weights_of(shape), seed)
+    return sample_weights(shape.weights(), seed)
 
 
 def lay_out_weights(

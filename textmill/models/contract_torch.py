@@ -133,16 +133,16 @@ def check_family(
 
 
 def check_weights(tiny: TinyNet) -> None:
-    """weights_of lists every parameter of the net, once and with its size; nothing else has values."""
+    """shape.weights lists every parameter of the net, once and with its size; nothing else has values."""
     net = new_net(tiny.shape, CPU)
     found = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
-    listed = {weight.parameter: tuple(weight.memory_shape) for weight in tiny.family.weights_of(tiny.shape)}
+    listed = {weight.parameter: tuple(weight.memory_shape) for weight in tiny.shape.weights()}
     for name in found.keys() ^ listed.keys():
-        where = "the net has it, weights_of does not" if name in found else "weights_of has it, the net does not"
+        where = "the net has it, shape.weights does not" if name in found else "shape.weights has it, the net does not"
         raise Broken(f"'{name}': {where}")
     for name, size in found.items():
         if size != listed[name]:
-            raise Broken(f"'{name}' is {list(size)} in the net and {list(listed[name])} in weights_of")
+            raise Broken(f"'{name}' is {list(size)} in the net and {list(listed[name])} in shape.weights")
     for name, _ in net.named_buffers():
         raise Broken(
             f"the buffer '{name}' is not saved, and has no values in a net that is loaded; compute it in forward"
@@ -289,7 +289,7 @@ def check_dropout(tiny: TinyNet) -> None:
 def check_adapters(tiny: TinyNet) -> None:
     """New LoRA adapters change nothing, and every one of them gets a gradient."""
     lora = LoraConfig(rank=2)
-    if not any(weight.lora for weight in tiny.family.weights_of(tiny.shape)) or not target_weights(tiny.shape, lora):
+    if not any(weight.lora for weight in tiny.shape.weights()) or not target_weights(tiny.shape, lora):
         return
     net = new_net(tiny.shape, CPU, lora)
     fill(net, [*tiny.noisy_weights(), *initial_adapters(tiny.shape, lora, 1)], "the contract")
@@ -306,7 +306,7 @@ def check_initial_loss(tiny: TinyNet) -> None:
     logits_NTV = tiny.logits(tiny.ids_NT, net)
     loss = float(F.cross_entropy(logits_NTV[:, :-1].flatten(0, 1), tiny.ids_NT[:, 1:].flatten()))
     if not abs(loss - math.log(VOCAB)) <= LOSS_TOLERANCE:
-        raise Broken(f"the loss is {loss:.2f}, log(vocabulary) is {math.log(VOCAB):.2f}; check std in weights_of")
+        raise Broken(f"the loss is {loss:.2f}, log(vocabulary) is {math.log(VOCAB):.2f}; check std in shape.weights")
 
 
 CHECKS: tuple[Callable[[TinyNet], None], ...] = (

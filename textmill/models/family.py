@@ -111,14 +111,10 @@ class Family(Protocol):
         """The config.json of a checkpoint."""
         ...
 
-    def weights_of(self, shape: Any) -> list[Weight]:
-        """Every weight of the net."""
-        ...
-
     def known_weights(
         self, named: Iterable[tuple[str, NDArray[np.float32]]]
     ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The weights of any checkpoint of this family, named as in `weights_of`, without those it does not need."""
+        """The weights of any checkpoint of this family, named as in `Shape.weights`, without those it does not need."""
         ...
 
     def small_shape(self, shape: Any, tensor: int) -> dict[str, Any]:

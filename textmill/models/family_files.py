@@ -13,7 +13,7 @@ from textmill.config.own_files import OwnFile, open_own_file
 from textmill.errors import TextmillError
 from textmill.models.family import Shape
 
-NEEDED = ("NAME", "Net", "shape_of", "shape_of_hf", "hf_config_of", "weights_of", "small_shape")
+NEEDED = ("NAME", "Net", "shape_of", "shape_of_hf", "hf_config_of", "small_shape")
 """What a family's file must define."""
 
 

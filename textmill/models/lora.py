@@ -10,7 +10,7 @@ from typing import Any
 from textmill.checkpoints.adapters import LORA_A, LORA_B
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
-from textmill.models import Shape, Weight, label_head_of, open_family, weights_of
+from textmill.models import Shape, Weight, label_head_of, open_family
 from textmill.models.weights import count_parameters, sample_weights
 from textmill.storage.tensor_files import Named
 
@@ -69,17 +69,17 @@ def adapter_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
 
 def weights_with_adapters(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     """All weights of a net, those of its adapters last."""
-    return [*weights_of(shape), *adapter_weights(shape, lora)]
+    return [*shape.weights(), *adapter_weights(shape, lora)]
 
 
 def saved_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     """The weights that a checkpoint stores: all, or with adapters only what is trained."""
-    return trained_with_adapters(shape, lora) if lora else weights_of(shape)
+    return trained_with_adapters(shape, lora) if lora else shape.weights()
 
 
 def trained_with_adapters(shape: Shape, lora: LoraConfig) -> list[Weight]:
     """The adapters, and a head for labels, which is new and so trained completely."""
-    head = [weight for weight in weights_of(shape) if weight.head] if label_head_of(shape) else []
+    head = [weight for weight in shape.weights() if weight.head] if label_head_of(shape) else []
     return [*head, *adapter_weights(shape, lora)]
 
 
@@ -112,7 +112,7 @@ def normalized_targets(shape: Shape, lora: LoraConfig) -> list[str]:
 
 
 def _matrices(shape: Shape) -> list[Weight]:
-    return [weight for weight in weights_of(shape) if weight.lora]
+    return [weight for weight in shape.weights() if weight.lora]
 
 
 def dropout_sites(shape: Shape) -> dict[str, int]:
@@ -144,11 +144,11 @@ def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
     names = [weight.parameter.removesuffix(".weight") for weight in targets]
     ends = sorted({name.rpartition(".")[2] for name in names})
     with_these_ends = [
-        weight for weight in weights_of(shape) if len(weight.shape) == 2 and weight.stem.rpartition(".")[2] in ends
+        weight for weight in shape.weights() if len(weight.shape) == 2 and weight.stem.rpartition(".")[2] in ends
     ]
     causal = open_family(shape.family).OBJECTIVE == "next_token"
     task, _ = label_head_of(shape) or ("", ())
-    head = dict.fromkeys(weight.parameter.partition(".")[0] for weight in weights_of(shape) if task and weight.head)
+    head = dict.fromkeys(weight.parameter.partition(".")[0] for weight in shape.weights() if task and weight.head)
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.models import Shape, known_weights, weights_of
+from textmill.models import Shape, known_weights
 from textmill.models.weights import sample_weights
 from textmill.storage.tensor_files import Named
 
@@ -24,7 +24,7 @@ def resize_weights(
     `kept` maps the id of each token that existed before to its old id (None: ids do not change); `new` maps each new
     token to the old ids whose mean vector it starts from.
     """
-    weight_by_name = {weight.name: weight for weight in weights_of(shape)}
+    weight_by_name = {weight.name: weight for weight in shape.weights()}
     for name, values in known_weights(shape, weights):
         weight = weight_by_name.get(name)
         if weight is not None and weight.by_token and (new or kept is not None):
@@ -39,7 +39,7 @@ def replace_heads(weights: Iterable[Named], shape: Shape, seed: int) -> Iterator
     """The weights of a net of this shape, from a file that may have other heads.
 
     Weights of heads that are not in the file, or have another size there, start from their initial values."""
-    missing = {weight.name: weight for weight in weights_of(shape)}
+    missing = {weight.name: weight for weight in shape.weights()}
     for name, values in known_weights(shape, weights):
         weight = missing.get(name)
         if weight is None or (weight.head and weight.shape != values.shape):
@@ -74,7 +74,7 @@ def select_layer_weights(weights: Iterable[Named], shape: Shape, layers: Sequenc
 def _names_by_depth(shape: Shape) -> dict[int, list[str]]:
     """The names of weights by their distance from the output, in the order of the family."""
     names: dict[int, list[str]] = {depth: [] for depth in range(shape.layers + 2)}
-    for weight in weights_of(shape):
+    for weight in shape.weights():
         names[weight.depth].append(weight.name)
     return names
 

@@ -28,7 +28,7 @@ from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.config.own_files import OwnFile
 from textmill.engines.distillation import teacher_flops
 from textmill.errors import AlreadyReported, Interrupted, TextmillError, warn
-from textmill.models import hf_config_of, open_family, tokenizer_files
+from textmill.models import hf_config_of, tokenizer_files
 from textmill.models.lora import peft_config_of, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks

@@ -64,7 +64,6 @@ from textmill.models import (
     open_family,
     read_shape,
     recorded_numbers,
-    weights_of,
     with_label_head,
 )
 from textmill.models.family_files import find_family_file
@@ -339,7 +338,7 @@ def _resize_shape(shape: Shape, data: Splits, init_model: Checkpoint, transfer: 
         warn(transfer.summary)
     before = read_shape(init_model.folder).positions
     if shape.positions != before:
-        is_learned = any(weight.by_position for weight in weights_of(shape))
+        is_learned = any(weight.by_position for weight in shape.weights())
         longer = "interpolated" if is_learned else "the net has no weights for them; it must learn the new ones"
         method = longer if shape.positions > before else "the first ones"
         print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)

@@ -189,7 +189,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
         small_shape["layers"] = 2 * LAYERS
     shape = ShapeConfig(**small_shape, positions=LENGTH)
     model = config.model.model_copy(update={"family": name, "shape": shape, "init_from": None, "init_layers": []})
-    small = family.weights_of(family.shape_of(model, vocab=VOCAB, eos_id=0))
+    small = family.shape_of(model, vocab=VOCAB, eos_id=0).weights()
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {
         "batch": batch,

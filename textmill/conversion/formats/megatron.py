@@ -17,7 +17,7 @@ from textmill.conversion.formats.hf import read_hf_shape
 from textmill.conversion.model import Array, Hints, Model, check_layers, collect_weights
 from textmill.conversion.torch_files import read_tree, to_array
 from textmill.errors import TextmillError, warn
-from textmill.models import open_family, weights_of
+from textmill.models import open_family
 from textmill.storage.tensor_files import Named
 
 PRECISIONS: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def _hf_config(args: dict[str, Any], hints: Hints, rows: int, positions: Array, 
 
 def _join_weights(states: States, sizes: ParallelSizes, shape: Any, order: Any, where: Path) -> Iterator[Named]:
     """Every weight under GPT-2's name, the slices of all ranks joined, the layers counted over all pipeline stages."""
-    transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
+    transposed = {weight.name: weight.transposed for weight in shape.weights()}
     earlier_layers = 0  # those of the pipeline stages before
     for pipeline in range(sizes.pipeline):
         names = [name for name in states[0, pipeline] if not name.startswith("word_embeddings_for_head")]

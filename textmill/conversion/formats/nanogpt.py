@@ -11,7 +11,7 @@ import numpy as np
 from textmill.conversion.model import Hints, Model, check_layers, collect_weights
 from textmill.conversion.torch_files import Tree, named_tensors, read_tree
 from textmill.errors import TextmillError
-from textmill.models import open_family, weights_of
+from textmill.models import open_family
 from textmill.storage.tensor_files import Named
 
 PRECISIONS: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ def read(path: Path, hints: Hints) -> Model:
         raise TextmillError(f"{path}: has no model_args and model; it is not a checkpoint of nanoGPT")
     shape = _shape_of(args, hints, path)
     check_layers(shape, len(state), str(path))
-    transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
+    transposed = {weight.name: weight.transposed for weight in shape.weights()}
     weights = collect_weights(shape, _named(state, transposed, shape), str(path), padded=hints.vocab is not None)
     return Model(shape, weights, hints.open_tokenizer(path.parent))
 
@@ -54,6 +54,6 @@ def _named(state: Tree, transposed: dict[str, bool], shape: Any) -> Iterator[Nam
     found = {name.removeprefix(COMPILED): values for name, values in named_tensors(state)}
     for name, values in found.items():
         yield name, values.T if transposed.get(name) and values.ndim == 2 else values
-    for weight in weights_of(shape):  # model_args has bias=False
+    for weight in shape.weights():  # model_args has bias=False
         if weight.name.endswith(".bias") and weight.name not in found:
             yield weight.name, np.zeros(weight.shape, np.float32)

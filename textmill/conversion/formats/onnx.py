@@ -13,7 +13,6 @@ from textmill.conversion.formats.hf import read_hf_shape, text_files
 from textmill.conversion.model import Files, Hints, Model, check_layers, collect_weights, require_family, write_texts
 from textmill.conversion.onnx_graph import FAMILIES, IR_VERSION, OPSET, Graph, build_nodes
 from textmill.errors import TextmillError
-from textmill.models import weights_of
 from textmill.models.bert.family import shape_with_weights
 from textmill.storage.files import manifest_entry
 
@@ -88,7 +87,7 @@ def read(path: Path, hints: Hints) -> Model:
     check_layers(shape, len(found), str(file))
     if shape.family == "bert":
         shape = shape_with_weights(shape, found)
-    wanted = {weight.name for weight in weights_of(shape)}
+    wanted = {weight.name for weight in shape.weights()}
     named = [(name, values.astype(np.float32)) for name, values in found.items() if name in wanted]
     weights = collect_weights(shape, named, str(file))
     return Model(shape, weights, hints.open_tokenizer(file.parent))

@@ -84,12 +84,40 @@ class Shape(BaseShape):
     family: str = NAME
 
     def weights(self) -> list[Weight]:
-        """Every weight of the net."""
-        return weights_of(self)
+        """Every weight, under transformers' name."""
+        width = self.width
+        layers = self.layers
+        rows: Any = {"by_token": True, "padded_rows": self.padded_vocab, "split": 0}
+        tables = [
+            Weight("bert.embeddings.word_embeddings.weight", (self.vocab, width), 0.02, **rows),
+            Weight("bert.embeddings.position_embeddings.weight", (self.positions, width), 0.02, by_position=True),
+            Weight("bert.embeddings.token_type_embeddings.weight", (self.types, width), 0.02),
+        ]
+        weights = [replace(table, decay=True, depth=layers + 1) for table in tables]
+        if self.norm == "post":
+            weights += [replace(one, depth=layers + 1) for one in _norm("bert.embeddings.LayerNorm", width)]
+        for layer in range(layers):
+            weights += [replace(weight, depth=layers - layer) for weight in _block(self, layer)]
+        if self.norm == "pre":
+            weights += _norm("bert.encoder.ln", width)
+        # Tensor-parallel ranks divide the vocabulary after the heads' other matrices, so each computes a part of their
+        # gradient; of a finetuned head's loss, each has a part.
+        heads = []
+        if self.masked_head:
+            heads += _linear("cls.predictions.transform.dense", width, width)
+            heads += _norm("cls.predictions.transform.LayerNorm", width)
+        heads += _linear("bert.pooler.dense", width, width) if self.pooler else []
+        heads += _linear("cls.seq_relationship", width, PAIR_CLASSES) if self.pair_head else []
+        heads += _linear("classifier", width, len(self.labels)) if self.labels else []
+        heads += _linear("qa_outputs", width, 2) if self.task == ANSWERS else []
+        weights += [replace(weight, partial_gradient=True, head=True) for weight in heads]
+        if self.masked_head:
+            weights.append(Weight("cls.predictions.bias", (self.vocab,), head=True, **rows))
+        return [replace(weight, parameter=weight.name.removeprefix("bert.")) for weight in weights]
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
         """FLOPs of the forward and backward pass for one token; the head is computed for labelled tokens only."""
-        every = weights_of(self)
+        every = self.weights()
         trained = every if trained is None else list(trained)
         weights, rest = ([one for one in some if not one.name.startswith(HEADS)] for some in (every, trained))
         table = weights[0]
@@ -169,9 +197,9 @@ def unneeded_weights(shape: Shape) -> frozenset[str]:
     every = {f"bert.pooler.dense.{part}" for part in ("weight", "bias")}
     if shape.task:
         heads = replace(shape, task="", labels=(), masked_head=True, pair_head=True, pooler=True)
-        every |= {weight.name for weight in weights_of(heads) if weight.head}
+        every |= {weight.name for weight in heads.weights() if weight.head}
         every |= {f"{head}.{part}" for head in ("classifier", "qa_outputs") for part in ("weight", "bias")}
-    return frozenset(every - {weight.name for weight in weights_of(shape)})
+    return frozenset(every - {weight.name for weight in shape.weights()})
 
 
 def hf_config_of(shape: Shape) -> dict[str, Any]:
@@ -201,39 +229,6 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
             else {}
         ),
     }
-
-
-def weights_of(shape: Shape) -> list[Weight]:
-    """Every weight, under transformers' name."""
-    width = shape.width
-    layers = shape.layers
-    rows: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0}
-    tables = [
-        Weight("bert.embeddings.word_embeddings.weight", (shape.vocab, width), 0.02, **rows),
-        Weight("bert.embeddings.position_embeddings.weight", (shape.positions, width), 0.02, by_position=True),
-        Weight("bert.embeddings.token_type_embeddings.weight", (shape.types, width), 0.02),
-    ]
-    weights = [replace(table, decay=True, depth=layers + 1) for table in tables]
-    if shape.norm == "post":
-        weights += [replace(one, depth=layers + 1) for one in _norm("bert.embeddings.LayerNorm", width)]
-    for layer in range(layers):
-        weights += [replace(weight, depth=layers - layer) for weight in _block(shape, layer)]
-    if shape.norm == "pre":
-        weights += _norm("bert.encoder.ln", width)
-    # Tensor-parallel ranks divide the vocabulary after the heads' other matrices, so each computes a part of their
-    # gradient; of a finetuned head's loss, each has a part.
-    heads = []
-    if shape.masked_head:
-        heads += _linear("cls.predictions.transform.dense", width, width)
-        heads += _norm("cls.predictions.transform.LayerNorm", width)
-    heads += _linear("bert.pooler.dense", width, width) if shape.pooler else []
-    heads += _linear("cls.seq_relationship", width, PAIR_CLASSES) if shape.pair_head else []
-    heads += _linear("classifier", width, len(shape.labels)) if shape.labels else []
-    heads += _linear("qa_outputs", width, 2) if shape.task == ANSWERS else []
-    weights += [replace(weight, partial_gradient=True, head=True) for weight in heads]
-    if shape.masked_head:
-        weights.append(Weight("cls.predictions.bias", (shape.vocab,), head=True, **rows))
-    return [replace(weight, parameter=weight.name.removeprefix("bert.")) for weight in weights]
 
 
 def _block(shape: Shape, layer: int) -> list[Weight]:

@@ -48,8 +48,34 @@ class Shape(BaseShape):
     family: str = "gpt2"
 
     def weights(self) -> list[Weight]:
-        """Every weight of the net."""
-        return weights_of(self)
+        """Every weight, under transformers' name and in its layout (matrices are inputs x outputs)."""
+        width = self.width
+        by_token: Any = {"by_token": True, "padded_rows": self.padded_vocab, "split": 0, "decay": True}
+        weights = [
+            Weight(
+                "transformer.wte.weight",
+                (self.vocab, width),
+                0.02,
+                copies=() if self.untied else (HEAD,),
+                looked_up=self.untied,
+                depth=self.layers + 1,
+                **by_token,
+            ),
+            Weight(
+                "transformer.wpe.weight",
+                (self.positions, width),
+                0.02,
+                by_position=True,
+                decay=True,
+                depth=self.layers + 1,
+            ),
+        ]
+        for layer in range(self.layers):
+            weights += [replace(weight, depth=self.layers - layer) for weight in _block(self, f"transformer.h.{layer}")]
+        weights += _norm("transformer.ln_f", width)
+        if self.untied:
+            weights.append(Weight(HEAD, (self.vocab, width), 0.02, **by_token))
+        return [replace(weight, parameter=weight.name.removeprefix("transformer.")) for weight in weights]
 
 
 def shape_of(config: ModelConfig, *, vocab: int, eos_id: int, length: int | None = None) -> Shape:
@@ -111,37 +137,6 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "tie_word_embeddings": not shape.untied,
         "use_cache": True,
     }
-
-
-def weights_of(shape: Shape) -> list[Weight]:
-    """Every weight, under transformers' name and in its layout (matrices are inputs x outputs)."""
-    width = shape.width
-    by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
-    weights = [
-        Weight(
-            "transformer.wte.weight",
-            (shape.vocab, width),
-            0.02,
-            copies=() if shape.untied else (HEAD,),
-            looked_up=shape.untied,
-            depth=shape.layers + 1,
-            **by_token,
-        ),
-        Weight(
-            "transformer.wpe.weight",
-            (shape.positions, width),
-            0.02,
-            by_position=True,
-            decay=True,
-            depth=shape.layers + 1,
-        ),
-    ]
-    for layer in range(shape.layers):
-        weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, f"transformer.h.{layer}")]
-    weights += _norm("transformer.ln_f", width)
-    if shape.untied:
-        weights.append(Weight(HEAD, (shape.vocab, width), 0.02, **by_token))
-    return [replace(weight, parameter=weight.name.removeprefix("transformer.")) for weight in weights]
 
 
 def _block(shape: Shape, name: str) -> list[Weight]:

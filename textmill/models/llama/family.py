@@ -96,8 +96,16 @@ class Shape(BaseShape):
         return (11 + mlp + 4 * self.qk_norm) / 16
 
     def weights(self) -> list[Weight]:
-        """Every weight of the net."""
-        return weights_of(self)
+        """Every weight, under transformers' name."""
+        by_token: Any = {"by_token": True, "padded_rows": self.padded_vocab, "split": 0, "decay": True}
+        table = Weight(EMBEDDING, (self.vocab, self.width), 0.02, copies=() if self.untied else (HEAD,), **by_token)
+        weights = [replace(table, depth=self.layers + 1, looked_up=self.untied)]
+        for layer in range(self.layers):
+            weights += [replace(weight, depth=self.layers - layer) for weight in _block(self, layer)]
+        weights.append(Weight("model.norm.weight", (self.width,), ones=True))
+        if self.untied:
+            weights.append(Weight(HEAD, (self.vocab, self.width), 0.02, **by_token))
+        return [replace(weight, parameter=weight.name.removeprefix("model.")) for weight in weights]
 
     @property
     def attention_width(self) -> int:
@@ -215,19 +223,6 @@ def hf_config_of(shape: Shape, kind: str | None = None) -> dict[str, Any]:
         "tie_word_embeddings": not shape.untied,
         "use_cache": True,
     }
-
-
-def weights_of(shape: Shape) -> list[Weight]:
-    """Every weight, under transformers' name."""
-    by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
-    table = Weight(EMBEDDING, (shape.vocab, shape.width), 0.02, copies=() if shape.untied else (HEAD,), **by_token)
-    weights = [replace(table, depth=shape.layers + 1, looked_up=shape.untied)]
-    for layer in range(shape.layers):
-        weights += [replace(weight, depth=shape.layers - layer) for weight in _block(shape, layer)]
-    weights.append(Weight("model.norm.weight", (shape.width,), ones=True))
-    if shape.untied:
-        weights.append(Weight(HEAD, (shape.vocab, shape.width), 0.02, **by_token))
-    return [replace(weight, parameter=weight.name.removeprefix("model.")) for weight in weights]
 
 
 def _block(shape: Shape, layer: int) -> list[Weight]:
