@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from textmill.config import RunConfig
-from textmill.corpus.dedup.clusters import Clusters
+from textmill.corpus.dedup.near_duplicates import Clusters
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_texts

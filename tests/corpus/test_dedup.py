@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from textmill.config import CorpusConfig
 from textmill.corpus import prepare as prepare_module
 from textmill.corpus.chunk_task import ChunkTask
-from textmill.corpus.dedup.clusters import find_kept_equals, keep_one_per_cluster, smallest_members
+from textmill.corpus.dedup.decisions import find_kept_equals, keep_one_per_cluster, smallest_members
 from textmill.corpus.find_sources import find_sources, split_into_chunks
 from textmill.corpus.prepare import clean_chunk
 

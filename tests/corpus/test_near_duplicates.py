@@ -21,9 +21,10 @@ from bench.near_duplicates import measure, truth_set
 from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
 from textmill.corpus import find_sources, records
+from textmill.corpus.chunk_task import chunk_file
 from textmill.corpus.dedup import minhash, near_duplicates
 from textmill.corpus.dedup import near_duplicates as near
-from textmill.corpus.dedup.clusters import Clusters, find_kept_equals
+from textmill.corpus.dedup.decisions import find_kept_equals
 from textmill.corpus.dedup.minhash import (
     MAX_SKETCH_SIZE,
     MIN_RECALL,
@@ -35,7 +36,7 @@ from textmill.corpus.dedup.minhash import (
     shingle_set,
     sketch,
 )
-from textmill.corpus.dedup.near_duplicates import find_candidate_pairs
+from textmill.corpus.dedup.near_duplicates import Clusters, find_candidate_pairs
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.counters import mix
@@ -128,8 +129,9 @@ HASH = st.integers(0, 6).map(lambda number: number * 0x9E3779B97F4A7C15 % 2**64)
 def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, chunks: list[list[tuple[int, int]]]) -> None:
     """In small buckets: every pair once, in order."""
     folder = tmp_path_factory.mktemp("bands")
+    (folder / "work").mkdir()
     for number, rows in enumerate(chunks):
-        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(near_duplicates.band_hashes_path(folder, number))
+        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(chunk_file(folder, number, "bands"))
     everything = [row for rows in chunks for row in rows]
     pairs = find_candidate_pairs(folder, [len(rows) for rows in chunks], 2)
     expected = [
@@ -143,8 +145,8 @@ def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, chunks
     if len(everything) <= 2 * near_duplicates.BUCKET_LINKS:
         assert linked == expected
     assert clusters_of(linked, len(everything)) == clusters_of(expected, len(everything))
-    assert np.fromfile(folder / "pairs", np.uint64).tolist() == pairs.tolist()
-    marks = np.concatenate([np.fromfile(folder / f"{chunk:05d}.marks", np.uint8) for chunk in range(len(chunks))])
+    assert np.fromfile(folder / "work" / "pairs", np.uint64).tolist() == pairs.tolist()
+    marks = np.concatenate([np.fromfile(chunk_file(folder, chunk, "marks"), np.uint8) for chunk in range(len(chunks))])
     assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
 
 

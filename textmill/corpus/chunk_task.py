@@ -32,15 +32,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.records import BadRecord
+from textmill.corpus.shards import open_shard
 from textmill.corpus.source import Damage, SourceChunk
 from textmill.corpus.split import DIGEST_BYTES
 
-DROPPED = {"duplicate": -1, "near_duplicate": -2, "contaminated": -3, "gap": -4}
+DUPLICATE = "duplicate"
+NEAR_DUPLICATE = "near_duplicate"
+CONTAMINATED = "contaminated"
+GAP = "gap"
+DROPPED = {DUPLICATE: -1, NEAR_DUPLICATE: -2, CONTAMINATED: -3, GAP: -4}
 """The rules that drop documents after pass 1, and what stands for each in place of the index of a split."""
+
+
+def chunk_file(folder: Path, number: int, kind: str) -> Path:
+    """The path of an intermediate file of a chunk; `folder`: that of the corpus."""
+    return folder / "work" / f"{number:05d}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class ChunkTask:
 
     def path(self, kind: str) -> Path:
         """The path of an intermediate file of this chunk."""
-        return self.folder / "work" / f"{self.number:05d}.{kind}"
+        return chunk_file(self.folder, self.number, kind)
 
     def without_damage(self, damaged: Mapping[int, Damage]) -> ChunkTask:
         """The same work, but of the sources with these numbers only what is before their damage is read."""
@@ -90,6 +101,15 @@ class ChunkTask:
     def sources_of_rows(self) -> NDArray[np.int64]:
         """For each cleaned document, which of the sources it is from."""
         return np.repeat(np.arange(len(self.chunks)), self.read_rows())
+
+    def read_cleaned(self, columns: list[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
+        """Blocks of cleaned documents, with all columns or some, each with the number of its first row."""
+        first_row = 0
+        with open_shard(self.path("parquet")) as cleaned:
+            for group in range(cleaned.num_row_groups):
+                table = cleaned.read_row_group(group, columns, use_threads=False)
+                yield first_row, table
+                first_row += table.num_rows
 
     def read_digests(self) -> NDArray[np.uint8]:
         """The 16-byte digests of the cleaned documents, one row each."""

@@ -23,15 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.chunk_task import DROPPED, ChunkTask
+from textmill.corpus.chunk_task import CONTAMINATED, DROPPED, ChunkTask
 from textmill.corpus.clean.filters import codes_of, find_runs, unspaced_ranges
 from textmill.corpus.dedup.decisions import Decisions
 from textmill.corpus.dedup.minhash import BASE
 from textmill.corpus.dedup.near_duplicates import text_blocks
-from textmill.corpus.dropped import CONTAMINATED
 from textmill.corpus.find_sources import find_sources, read_records, split_into_chunks
 from textmill.corpus.records import BadRecord
-from textmill.corpus.shards import open_shard
 from textmill.errors import TextmillError
 from textmill.storage.files import atomic_writer, hash_file, write_bytes
 
@@ -165,13 +163,10 @@ def _read_ngrams(entry: EvaluationData) -> EntryNgrams:
 def find_hits(task: ChunkTask) -> None:
     """Write the n-grams of evaluation data in the cleaned documents of a chunk: the row of each and the n-gram."""
     index = open_index(task.folder / "work")
-    first_row = 0
-    with open_shard(task.path("parquet")) as cleaned, atomic_writer(task.path("hits")) as stream:
-        for group in range(cleaned.num_row_groups):
-            texts = cleaned.read_row_group(group, ["text"], use_threads=False).column(0).to_pylist()
-            rows, keys = index.find(texts)
+    with atomic_writer(task.path("hits")) as stream:
+        for first_row, table in task.read_cleaned(["text"]):
+            rows, keys = index.find(table.column(0).to_pylist())
             stream.write(np.stack([rows + first_row, keys], axis=1).tobytes())
-            first_row += len(texts)
 
 
 def open_index(folder: Path) -> NgramIndex:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from textmill.corpus.chunk_task import DROPPED, ChunkTask
+from textmill.corpus.chunk_task import CONTAMINATED, DROPPED, DUPLICATE, GAP, NEAR_DUPLICATE, ChunkTask, chunk_file
 from textmill.corpus.shards import new_shard, open_shard, take_rows
 from textmill.storage.files import read_json
 
@@ -32,10 +32,6 @@ REPEAT_DTYPE = np.dtype(
     [("row", np.int64), ("chunk", np.int64), ("other", np.int64), ("similarity", np.float32), ("near", np.bool_)]
 )
 """A dropped duplicate: its row, the chunk and row of the document that it repeats, and whether it is only similar."""
-EXACT = "duplicate"
-NEAR = "near_duplicate"
-CONTAMINATED = "contaminated"
-GAP = "gap"
 
 
 def dropped_name(number: int) -> str:
@@ -68,8 +64,8 @@ def write_dropped(task: ChunkTask) -> None:
         repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
         if len(repeats):
             texts = take_rows(task.path("parquet"), ["text", "id"], repeats["row"])
-            rules = pa.array([NEAR if is_near else EXACT for is_near in repeats["near"].tolist()], pa.string())
-            repeated_sources, repeated_ids = _find_repeated(task.folder / "work", repeats)
+            rules = pa.array(np.where(repeats["near"], NEAR_DUPLICATE, DUPLICATE))
+            repeated_sources, repeated_ids = _find_repeated(task.folder, repeats)
             similarities = pa.array(repeats["similarity"], pa.float32())
             names = sources.take(pa.array(source_of_row[repeats["row"]]))
             writer.add(_to_table(texts, names, rules, repeated_sources, repeated_ids, similarities))
@@ -88,17 +84,17 @@ def _to_table(texts: Any, sources: Any, rules: Any, *duplicate_of: Any) -> pa.Ta
     return pa.table([texts["text"], sources, texts["id"], rules, *(duplicate_of or empty)], schema=SCHEMA)
 
 
-def _find_repeated(work: Path, repeats: NDArray[Any]) -> tuple[pa.Array, pa.Array]:
+def _find_repeated(folder: Path, repeats: NDArray[Any]) -> tuple[pa.Array, pa.Array]:
     """The source and the id of the document that each duplicate repeats."""
     sources = [""] * len(repeats)
     ids = [""] * len(repeats)
     for chunk in np.unique(repeats["chunk"]).tolist():
-        names: list[str] = read_json(work / f"{chunk:05d}.names")
-        ends = np.cumsum(np.fromfile(work / f"{chunk:05d}.rows", np.int64))
+        names: list[str] = read_json(chunk_file(folder, chunk, "names"))
+        ends = np.cumsum(np.fromfile(chunk_file(folder, chunk, "rows"), np.int64))
         places = np.flatnonzero(repeats["chunk"] == chunk)
         rows = repeats["other"][places]
         source_of_row = np.searchsorted(ends, rows, side="right").tolist()
-        found = take_rows(work / f"{chunk:05d}.parquet", ["id"], rows)["id"].to_pylist()
+        found = take_rows(chunk_file(folder, chunk, "parquet"), ["id"], rows)["id"].to_pylist()
         for place, source, name in zip(places.tolist(), source_of_row, found, strict=True):
             sources[place] = names[source]
             ids[place] = name

@@ -69,7 +69,7 @@ from textmill.corpus.find_sources import (
 from textmill.corpus.inspection import describe_layouts, find_older_encodings
 from textmill.corpus.labelled import build_labelled
 from textmill.corpus.records import ENCODING_HINT, NOT_UTF8, BadRecord, chunk_bytes_of
-from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
+from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, shard_name
 from textmill.corpus.source import DOCUMENT_FORMATS, ONE_TEXT_FORMATS, Damage, Source, SourceChunk
 from textmill.corpus.split import SourceSplits, field_digest, is_new_record, split_sources, text_digest
 from textmill.errors import TextmillError, failed_work
@@ -515,7 +515,7 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
     schema = CHAT_SCHEMA if task.config.chat else SCHEMA
     with ExitStack() as stack:
         shards = {split: stack.enter_context(new_shard(task.folder / name, schema)) for split, name in names.items()}
-        for first_row, table in _read_cleaned(task):
+        for first_row, table in task.read_cleaned():
             split_of_document = split_of_row[first_row : first_row + table.num_rows]
             source = source_names.take(pa.array(source_of_row[first_row : first_row + table.num_rows]))
             table = table.append_column("source", source)
@@ -532,16 +532,6 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
         write_dropped(task)
     write_json(task.path("written.json"), splits)
     return splits
-
-
-def _read_cleaned(task: ChunkTask) -> Iterator[tuple[int, pa.Table]]:
-    """Blocks of cleaned documents, each with the number of its first row."""
-    first_row = 0
-    with open_shard(task.path("parquet")) as cleaned:
-        for group in range(cleaned.num_row_groups):
-            table = cleaned.read_row_group(group, use_threads=False)
-            yield first_row, table
-            first_row += table.num_rows
 
 
 # What decides the result, and whether it changed

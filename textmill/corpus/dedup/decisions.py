@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.chunk_task import DROPPED, ChunkTask
-from textmill.corpus.dedup.clusters import find_kept_equals, keep_one_per_cluster, smallest_members
+from textmill.corpus.chunk_task import DROPPED, DUPLICATE, GAP, NEAR_DUPLICATE, ChunkTask
 from textmill.corpus.dedup.minhash import choose_bands
 from textmill.corpus.dedup.near_duplicates import (
     PAIR_DTYPE,
@@ -25,7 +24,7 @@ from textmill.corpus.dedup.near_duplicates import (
     sketch_chunk,
     write_shingle_sets,
 )
-from textmill.corpus.dropped import EXACT, GAP, NEAR, REPEAT_DTYPE
+from textmill.corpus.dropped import REPEAT_DTYPE
 from textmill.corpus.split import DIGEST_BYTES, assign_groups, assign_splits, file_digest, split_records
 from textmill.errors import TextmillError
 from textmill.storage.files import write_bytes, write_json
@@ -68,7 +67,7 @@ def decide_documents(
         kept = find_kept_equals(digests, splits)
         dropped = np.flatnonzero(kept != np.arange(len(kept)))
         repeats = _list_repeats(ends, dropped, kept[dropped], np.ones(len(dropped)), is_near=False)
-        splits[dropped] = DROPPED[EXACT]
+        splits[dropped] = DROPPED[DUPLICATE]
     if config.dedup == "near":
         rows = np.flatnonzero(splits >= 0)
         pairs = _find_near_duplicates(tasks, np.split(splits >= 0, ends[:-1]), config, run)
@@ -78,7 +77,7 @@ def decide_documents(
         document, other, similarity = _best_matches(pairs, is_kept)
         near = _list_repeats(ends, rows[document], rows[other], similarity, is_near=True)
         repeats = np.concatenate([repeats, near])
-        splits[rows[~is_kept]] = DROPPED[NEAR]
+        splits[rows[~is_kept]] = DROPPED[NEAR_DUPLICATE]
     splits[is_gap & (splits >= 0)] = DROPPED[GAP]
     repeats = np.sort(repeats, order="row")
     of_chunks = np.split(repeats, np.searchsorted(repeats["row"], ends[:-1]))
@@ -119,11 +118,23 @@ def _file_digests(task: ChunkTask) -> NDArray[np.uint8]:
     return np.repeat(names, task.read_rows(), axis=0)
 
 
+def find_kept_equals(digests: NDArray[np.uint8], splits: NDArray[np.int8]) -> NDArray[np.int64]:
+    """For each document the one of the same digest that is kept: the first of them, where those in train (split 0) come
+    first."""
+    halves = digests.view(np.uint64).reshape(-1, 2)
+    order = np.lexsort([splits > 0, halves[:, 1], halves[:, 0]])  # stable: of equal digests, the first comes first
+    halves = halves[order]
+    is_first = np.append(True, (halves[1:] != halves[:-1]).any(axis=1))[: len(order)]
+    kept = np.empty(len(order), np.int64)
+    kept[order] = order[is_first][np.cumsum(is_first) - 1]
+    return kept
+
+
 def _find_near_duplicates(
     tasks: Sequence[ChunkTask], masks: Sequence[NDArray[np.bool_]], config: CorpusConfig, run: RunTasks
 ) -> NDArray[Any]:
     """The confirmed pairs of near-duplicates; `masks`: which documents of a chunk are no exact duplicates."""
-    folder = tasks[0].folder / "work"
+    folder = tasks[0].folder
     for task, mask in zip(tasks, masks, strict=True):
         write_bytes(task.path("exact"), [mask.tobytes()])
     counts = run(sketch_chunk, tasks, "prepare: sketch for near-duplicates", "bytes")
@@ -140,6 +151,26 @@ def _find_near_duplicates(
     run(confirm_pairs, confirm_tasks, "prepare: confirm candidates", "pairs")
     confirmed = [np.fromfile(task.path, PAIR_DTYPE) for task in confirm_tasks]
     return np.concatenate([np.zeros(0, PAIR_DTYPE), *confirmed])
+
+
+def smallest_members(count: int, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each of `count` numbers, the smallest member of its cluster; each first number is joined with its second."""
+    smallest = np.arange(count)
+    while ((roots := smallest[first]) != (others := smallest[second])).any():
+        np.minimum.at(smallest, np.maximum(roots, others), np.minimum(roots, others))
+        while ((parents := smallest[smallest]) != smallest).any():
+            smallest = parents
+    return smallest
+
+
+def keep_one_per_cluster(
+    clusters: NDArray[np.int64], lengths: NDArray[np.int64], splits: NDArray[np.int8]
+) -> NDArray[np.bool_]:
+    """Which documents are kept: of each cluster one in train (split 0) if possible, the longest, the first."""
+    order = np.lexsort([-lengths, splits > 0, clusters])
+    kept = np.zeros(len(clusters), np.bool_)
+    kept[order[np.flatnonzero(np.diff(clusters[order], prepend=-1))]] = True
+    return kept
 
 
 def _list_repeats(

@@ -16,8 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.chunk_task import ChunkTask
-from textmill.corpus.dedup.clusters import Clusters
+from textmill.corpus.chunk_task import ChunkTask, chunk_file
 from textmill.corpus.dedup.minhash import (
     SEGMENT_CHARACTERS,
     Hashes,
@@ -29,7 +28,6 @@ from textmill.corpus.dedup.minhash import (
     shingle,
     shingle_set,
 )
-from textmill.corpus.shards import open_shard
 from textmill.ranges import expand_ranges
 from textmill.storage.files import atomic_writer, write_bytes
 from textmill.storage.progress import progress
@@ -59,10 +57,7 @@ def sketch_chunk(task: ChunkTask) -> int:
     bands, rows = choose_bands(task.config.dedup_threshold)
     documents_done = 0
     # The lengths file is written last; its presence means that both files are complete.
-    with (
-        atomic_writer(task.path("lengths")) as lengths,
-        atomic_writer(band_hashes_path(task.folder / "work", task.number)) as stream,
-    ):
+    with atomic_writer(task.path("lengths")) as lengths, atomic_writer(task.path("bands")) as stream:
         for texts in text_blocks(_read_texts(task, keep)):
             hashes, counts = _shingles(texts, task.config.dedup_shingles)
             hashes_by_band = band_hashes(hashes, counts, bands, rows)
@@ -72,11 +67,6 @@ def sketch_chunk(task: ChunkTask) -> int:
             lengths.write(np.array([len(text) for text in texts], np.int64).tobytes())
             documents_done += len(texts)
     return count
-
-
-def band_hashes_path(folder: Path, chunk: int) -> Path:
-    """The file of a chunk's band hashes, band by band."""
-    return folder / f"{chunk:05d}.bands"
 
 
 def _shingles(texts: list[str], unit: Unit) -> tuple[Hashes, NDArray[np.int64]]:
@@ -103,20 +93,16 @@ def text_blocks(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _read_texts(task: ChunkTask, keep: NDArray[np.bool_]) -> Iterator[str]:
     """Yield the texts of the selected documents of a chunk."""
-    documents_done = 0
-    with open_shard(task.path("parquet")) as cleaned:
-        for group in range(cleaned.num_row_groups):
-            rows = cleaned.metadata.row_group(group).num_rows
-            is_wanted = keep[documents_done : documents_done + rows]
-            documents_done += rows
-            if is_wanted.any():
-                column = cleaned.read_row_group(group, columns=["text"], use_threads=False).column(0)
-                yield from column.filter(pa.array(is_wanted)).to_pylist()
+    for first_row, table in task.read_cleaned(["text"]):
+        is_wanted = keep[first_row : first_row + table.num_rows]
+        yield from table.column(0).filter(pa.array(is_wanted)).to_pylist()
 
 
 def find_candidate_pairs(folder: Path, counts: Sequence[int], bands: int) -> NDArray[np.uint64]:
     """The sorted pairs of documents that agree in a band; also written to the file `pairs` and, with a byte for each
-    document of a chunk, 1 if it is in a pair, to the `marks` of the chunk. `counts`: the documents of each chunk."""
+    document of a chunk, 1 if it is in a pair, to the `marks` of the chunk.
+
+    `folder`: that of the corpus; `counts`: the documents of each chunk."""
     found = [np.zeros(0, np.uint64)]
     with progress("prepare: find candidates", total=bands, unit="bands") as bar:
         for band in range(bands):
@@ -126,9 +112,9 @@ def find_candidate_pairs(folder: Path, counts: Sequence[int], bands: int) -> NDA
     is_in_pair = np.zeros(sum(counts), np.uint8)
     is_in_pair[(pairs >> np.uint64(32)).astype(np.int64)] = 1
     is_in_pair[(pairs & np.uint64(2**32 - 1)).astype(np.int64)] = 1
-    write_bytes(folder / "pairs", [pairs.tobytes()])
+    write_bytes(folder / "work" / "pairs", [pairs.tobytes()])
     for chunk, marks in enumerate(np.split(is_in_pair, np.cumsum(counts)[:-1])):
-        write_bytes(folder / f"{chunk:05d}.marks", [marks.tobytes()])
+        write_bytes(chunk_file(folder, chunk, "marks"), [marks.tobytes()])
     return pairs
 
 
@@ -136,7 +122,7 @@ def _read_band(folder: Path, counts: Sequence[int], band: int) -> Hashes:
     """The hashes of a band, in the order of the documents."""
     return np.concatenate(
         [
-            np.fromfile(band_hashes_path(folder, chunk), np.uint64, count, offset=band * count * 8)
+            np.fromfile(chunk_file(folder, chunk, "bands"), np.uint64, count, offset=band * count * 8)
             for chunk, count in enumerate(counts)
         ]
     )
@@ -191,6 +177,7 @@ class ConfirmTask:
     """A range of the sorted file of candidate pairs."""
 
     folder: Path
+    """That of the corpus."""
     counts: tuple[int, ...]
     number: int
     pairs: int
@@ -207,7 +194,7 @@ class ConfirmTask:
     @property
     def path(self) -> Path:
         """The file of the confirmed pairs."""
-        return self.folder / f"confirmed-{self.number:05d}"
+        return self.folder / "work" / f"confirmed-{self.number:05d}"
 
 
 def confirm_pairs(task: ConfirmTask) -> int:
@@ -228,7 +215,7 @@ def confirm_pairs(task: ConfirmTask) -> int:
 
         clusters = Clusters()
         offset = task.number * PAIRS_PER_TASK * PAIR_BYTES
-        pairs = np.fromfile(task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=offset).tolist()
+        pairs = np.fromfile(task.folder / "work" / "pairs", np.uint64, PAIRS_PER_TASK, offset=offset).tolist()
         confirmed = []
         for pair in pairs:
             first = pair >> 32
@@ -249,5 +236,29 @@ def confirm_pairs(task: ConfirmTask) -> int:
 
 def _open_sets(folder: Path, chunk: int) -> tuple[NDArray[np.int64], Hashes]:
     """Where the shingle sets of a chunk end, and the sets."""
-    ends = np.memmap(folder / f"{chunk:05d}.ends", np.int64, "r")
-    return ends, np.memmap(folder / f"{chunk:05d}.sets", np.uint64, "r")
+    ends = np.memmap(chunk_file(folder, chunk, "ends"), np.int64, "r")
+    return ends, np.memmap(chunk_file(folder, chunk, "sets"), np.uint64, "r")
+
+
+class Clusters:
+    """Disjoint sets of numbers (union-find); the smallest member identifies a cluster."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def find(self, number: int) -> int:
+        """The smallest member of the cluster of `number`."""
+        parents = self._parents
+        root = number
+        while (parent := parents.get(root, root)) != root:
+            root = parent
+        while number != root:  # path compression
+            parents[number], number = root, parents[number]
+        return root
+
+    def join(self, first: int, second: int) -> None:
+        """Merge the clusters of two numbers."""
+        first = self.find(first)
+        second = self.find(second)
+        smallest = min(first, second)
+        self._parents[first] = self._parents[second] = smallest
