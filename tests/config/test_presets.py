@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from textmill.config import CorpusConfig, RunConfig, TrainConfig
-from textmill.config.corpus import NONE, PRESETS, PresetName, RuleName
+from textmill.config.corpus import PRESETS, PresetName, RuleName
 from textmill.config.training import TRAIN_PRESETS, TrainPresetName
 from textmill.corpus.clean.rules import RULES
 from textmill.errors import TextmillError
@@ -30,7 +30,6 @@ def test_a_preset_is_what_its_settings_are(preset: Any) -> None:
 def test_none_is_the_default() -> None:
     assert CorpusConfig() == CorpusConfig(preset="none")
     assert CorpusConfig().rules == ["unicode", "newlines", "controls", "spaces"]
-    assert {name: field.get_default() for name, field in CorpusConfig.model_fields.items() if name in NONE} == NONE
 
 
 def test_web_is_megatrons_recipe() -> None:

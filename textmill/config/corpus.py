@@ -54,20 +54,7 @@ _EXTENSIONS = (
     ".xml .xz .zip"
 ).split()
 
-NONE: dict[str, Any] = {
-    "rules": BASIC,
-    "min_chars": 1,
-    "min_words": 0,
-    "max_symbols": 1.0,
-    "max_digits": 1.0,
-    "max_repeated_lines": 1.0,
-    "max_repeated_words": 1.0,
-    "languages": [],
-    "block_urls": [],
-}
-"""The defaults of all cleaning settings."""
-
-_OWN: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     # Megatron's recipe for OpenWebText: repaired, English, at least 128 words, no blocked sites; and nothing that is
     # not prose.
@@ -101,7 +88,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "dedup": "near",
     },
 }
-PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OWN.items()}
+PRESET_KEYS = {key for preset in PRESETS.values() for key in preset}
 
 ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
 LabelTask = Literal["sequence-classification", "token-classification", "question-answering"]
@@ -194,7 +181,7 @@ class CorpusConfig(Section):
     preset: PresetName = changeable("none")  # the settings that it fills decide the result, not its name
     """A named set of cleaning rules and limits for web, books, chat or encyclopaedia. Explicit settings override the
     preset."""
-    rules: list[RuleName] = NONE["rules"]
+    rules: list[RuleName] = BASIC
     """Cleaning rules. The default ones: unicode (NFC form), newlines (every line end becomes LF), controls (no control
     characters), spaces (no trailing spaces, no long runs of blank lines); docs/corpus.md has all."""
     min_chars: int = Field(1, ge=1)
@@ -209,9 +196,9 @@ class CorpusConfig(Section):
     """Largest fraction of characters in lines that already occurred in the document."""
     max_repeated_words: float = Field(1.0, ge=0, le=1)
     """Largest fraction of characters in runs of ten words that already occurred in the document."""
-    languages: list[str] = NONE["languages"]
+    languages: list[str] = []
     """Keep only documents in these languages, such as `[ko, en]`; default: any language."""
-    block_urls: list[str] = NONE["block_urls"]
+    block_urls: list[str] = []
     """Drop web pages of these sites: `example.com` and its subdomains, `example` with any top-level domain; and those
     whose address ends so: `.pdf`."""
     quality_good: list[str] = source([])
@@ -314,8 +301,9 @@ class CorpusConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A written value that equals the preset would override the next preset.
-        return omit_preset_values(write(self), PRESETS[self.preset])
+        # A written value that equals the preset, or the default beside it, would override the next preset.
+        defaults = {key: type(self).model_fields[key].default for key in PRESET_KEYS}
+        return omit_preset_values(write(self), {**defaults, **PRESETS[self.preset]})
 
     @field_validator("filter")
     @classmethod
