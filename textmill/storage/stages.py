@@ -127,8 +127,8 @@ class Stage:
         """Rename the unfinished folder to its final name."""
         (self._unfinished / MADE_FROM).unlink(missing_ok=True)
         for pattern in ("*.tmp-*", "*.old-*"):  # left by a killed run
-            for path in self._unfinished.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in list(self._unfinished.rglob(pattern)):
+                try_remove(path)
         replace_folder(self._unfinished, self.folder)
 
     @property

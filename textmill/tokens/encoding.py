@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -109,6 +109,14 @@ def encode_task(task: EncodingTask) -> dict[str, int]:
         write_bytes(task.path("quarantine.jsonl"), failed)
     write_json(task.path("json"), counts)
     return counts
+
+
+def format_counts(splits: Mapping[str, Mapping[str, int]]) -> str:
+    """The tokens of each split in words, and the documents that could not be encoded, if they were counted."""
+    texts = [f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"]]
+    if bad := sum(counts.get("quarantined", 0) for counts in splits.values()):
+        texts.append(f"{bad:,} documents quarantined")
+    return ", ".join(texts)
 
 
 @lru_cache(maxsize=2)

@@ -34,6 +34,7 @@ from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.array_rows import ArrayRows, is_array_file, is_raw_file
 from textmill.tokens.batches.batch import check_ids
 from textmill.tokens.bert_examples import ExampleRows
+from textmill.tokens.encoding import format_counts
 from textmill.tokens.store import StoreWriter, dtype_for, open_store, store_paths, store_prefix
 from textmill.tokens.tfrecord import is_tfrecord
 from textmill.tokens.vocabulary.tokenizer import tokenizer_of
@@ -78,7 +79,7 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
     made_from |= {f"split.{entry.number}": list(entry.fractions) for entry in tables}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.is_done(force):
-        print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
+        print(f"tokenize: done already: {format_path(folder)} ({format_counts(open_manifest(folder)['splits'])})")
         return folder
     with stage.unfinished_folder() as part:
         folders = [converted_folder(part, entry.number, len(entries)) for entry in tables]
@@ -93,7 +94,7 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
         }
         used = {str(entry.number): entry.path.name for entry in tables}
         stage.write_manifest(part, files, {**shared, "used": used, "splits": splits})
-    print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
+    print(f"tokenize: {format_path(folder)}: {format_counts(splits)}")
     return folder
 
 
@@ -193,8 +194,6 @@ def _convert(
     tasks: list[tuple[str, Conversion]] = []
     for entry, folder in zip(tables, folders, strict=True):
         folder.mkdir(exist_ok=True)
-        for left in folder.glob("*.tmp-*"):  # left by a run that was killed
-            left.unlink()
         opened = open_tables(entry)
         tasks += [(split, Conversion(opened[split], folder / split, vocab)) for split in SPLITS]
     splits: dict[str, dict[str, int]] = {split: {"documents": 0, "tokens": 0} for split in SPLITS}
@@ -245,10 +244,6 @@ def strip_padding(ids: ListColumn, mask: ListColumn) -> ListColumn:
     last[rows] = seen + 1
     lengths = last - first
     return ListColumn(ids.values[expand_ranges(first, lengths)], lengths)
-
-
-def _format_counts(splits: dict[str, dict[str, int]]) -> str:
-    return ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from textmill.errors import TextmillError
 from textmill.storage.files import create_folder, format_path, manifest_entry, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.encoding import format_counts
 from textmill.tokens.lineage import lineage_path, new_lineage
 from textmill.tokens.store import StoreWriter, TokenStore, loss_mask_path, open_store, store_paths, store_prefix
 
@@ -65,8 +66,7 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
         files[QUARANTINE] = _join_quarantines(unfinished / QUARANTINE, parts)
         same = {name: manifests[0][name] for name in SAME_ENTRIES}
         stage.write_manifest(unfinished, files, {**same, "splits": splits})
-    summary = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
-    print(f"merge: {format_path(out)}: {summary}")
+    print(f"merge: {format_path(out)}: {format_counts(splits)}")
     return out
 
 

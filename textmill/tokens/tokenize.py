@@ -25,7 +25,7 @@ from textmill.storage.progress import progress
 from textmill.storage.stages import Force, Stage, open_manifest
 from textmill.tokens.batches.features import FeatureFile, plan_feature_files
 from textmill.tokens.bert_examples import EXAMPLE_SPANS, ExampleFile, plan_example_files
-from textmill.tokens.encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task
+from textmill.tokens.encoding import COLUMNS, COUNT_NAMES, DocumentFormat, EncodingTask, encode_task, format_counts
 from textmill.tokens.existing_tokens import tokenize_existing
 from textmill.tokens.labelled import tokenize_labelled
 from textmill.tokens.lineage import lineage_path, new_lineage
@@ -89,7 +89,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         made_from["chat"] = dict(_require_chat_template(config.tokens, tokenizer, tokenizer_folder).turns)
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.is_done(force):
-        print(f"tokenize: done already: {format_path(folder)} ({_format_counts(open_manifest(folder)['splits'])})")
+        print(f"tokenize: done already: {format_path(folder)} ({format_counts(open_manifest(folder)['splits'])})")
         return folder
     # A tokenizer without a begin token, such as GPT-2's, uses the end-of-text token.
     begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -117,7 +117,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
             shared["sources"] = _count_sources(by_name, tasks, counts)
         remove_folder(part / PARTS)
         stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
-    print(f"tokenize: {format_path(folder)}: {_format_counts(splits)}")
+    print(f"tokenize: {format_path(folder)}: {format_counts(splits)}")
     return folder
 
 
@@ -289,8 +289,6 @@ def _write_rows(
     """With tokens.kind=features or tfrecord, write rows of the stores too; return length and checksum of each file."""
     folder = part / tokens.kind
     folder.mkdir(exist_ok=True)
-    for left in folder.glob("*.tmp-*"):  # left by a run that was killed
-        left.unlink()
     tasks: list[FeatureFile | ExampleFile] = []
     for split in SPLITS:
         if tokens.kind == "features":
@@ -311,9 +309,3 @@ def _write_rows(
 def write_row_file(task: FeatureFile | ExampleFile) -> int:
     """Write the file of a task unless it exists already; return its number of rows."""
     return task.write()
-
-
-def _format_counts(splits: dict[str, Counts]) -> str:
-    tokens = [f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"]]
-    bad = sum(counts["quarantined"] for counts in splits.values())
-    return ", ".join(tokens + ([f"{bad:,} documents quarantined"] if bad else []))
