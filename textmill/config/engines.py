@@ -28,8 +28,6 @@ class EngineSection(Section):
     timeout: float = changeable(600.0, gt=0)
     """Several processes: seconds without progress of any of them after which the run ends with the name of the process
     that the others wait for (a deadlock); at least 60 before the first step."""
-    check_replicas_every: int = changeable(100, ge=1)
-    """Several processes: steps between two checks that all replicas still have the same weights."""
 
     @field_validator("micro_batch")
     @classmethod

@@ -343,6 +343,7 @@ class OnTorch:
         if self.local_sgd:
             shared = self.local_sgd.anchors
             return checksum_tensors({weight.name: shared[part] for weight, part in self.optimizer.weights})
+        self.average.put_in_net(averaged=False)
         members = own_parameters_of(self.net)
         return checksum_tensors({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 

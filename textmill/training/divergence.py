@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ COUNT_DELAY = 8
 """A step is counted this many steps later, so that counting does not wait for the device; on all ranks alike."""
 SLOW_RATIO = 1.5
 """A rank that is so many times slower than the others is reported."""
+MATMUL_SECONDS = 0.2
+"""How long matmuls are timed for it."""
 
 
 class SkippedUpdates:
@@ -86,44 +87,27 @@ def _at_scale(scale: float | None) -> str:
     return "" if scale is None else f" at a loss scale of {scale:,.0f}"
 
 
-class RankComparison:
-    """Every `engine.check_replicas_every` steps, compares the checksums and the speed of all ranks.
+def compare_ranks(engine: Engine, step: int, trackers: Trackers) -> None:
+    """Before a checkpoint: compare the weights that several ranks have, and the speed of all ranks.
 
-    The error about a checksum names the weight and the deviating rank. All ranks wait for the slowest one in each step.
+    The error about a weight names the deviating rank, so that no checkpoint has wrong weights. All ranks wait for the
+    slowest one in each step.
     """
-
-    def __init__(self, engine: Engine, every: int, trackers: Trackers) -> None:
-        self.engine = engine
-        self.every = every
-        self.trackers = trackers
-        self._compared_at = time.perf_counter()
-        self._metrics: dict[str, float] = {}
-
-    def after_step(self, step: int) -> None:
-        """Compare if it is due. Timing matmuls takes a hundredth of the time since the last comparison."""
-        ranks = self.engine.ranks
-        if ranks.world == 1 or step % self.every:
-            return
-        seconds = max(0.05, (time.perf_counter() - self._compared_at) / 100)
-        rank, ratio = find_slowest(ranks.all_gather(ranks.matmul_rate(seconds)))
-        self._compared_at = time.perf_counter()
-        self._metrics = {"slowest_rank": rank, "slowest_rank_ratio": ratio}
-        if ratio > SLOW_RATIO:
-            self.trackers.note(
-                f"step {step:,}: rank {rank} computes {ratio:.1f} times more slowly than the others, who wait; "
-                "look for another program on its device, or for heat"
-            )
-        if mismatch := find_mismatch(ranks.all_gather(self.engine.replica_checksums())):
-            advice = (
-                "a GPU or its memory is faulty; replace it and resume with --step from a checkpoint "
-                f"of step {max(0, step - self.every):,} or earlier"
-            )
-            raise TextmillError(f"step {step:,}: {mismatch}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
-
-    def take_metrics(self) -> dict[str, float]:
-        """The slowest rank, once after each comparison."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+    ranks = engine.ranks
+    if ranks.world == 1:
+        return
+    rank, ratio = find_slowest(ranks.all_gather(ranks.matmul_rate(MATMUL_SECONDS)))
+    trackers.log(step, {"slowest_rank": rank, "slowest_rank_ratio": ratio})
+    if ratio > SLOW_RATIO:
+        trackers.note(
+            f"step {step:,}: rank {rank} computes {ratio:.1f} times more slowly than the others, who wait; "
+            "look for another program on its device, or for heat"
+        )
+    if mismatch := find_mismatch(ranks.all_gather(engine.replica_checksums())):
+        advice = (
+            "a GPU or its memory is faulty; replace it and run the command again, to resume from the checkpoint before"
+        )
+        raise TextmillError(f"step {step:,}: {mismatch}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
 
 
 def find_slowest(rates: list[float]) -> tuple[int, float]:

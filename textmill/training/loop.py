@@ -42,7 +42,7 @@ from textmill.track import Trackers
 from textmill.track.jsonl import METRICS_FILE, JsonLines
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.changing import data_ranges
-from textmill.training.divergence import RankComparison, SkippedUpdates
+from textmill.training.divergence import SkippedUpdates, compare_ranks
 from textmill.training.run_folder import (
     INDEX_FOLDER,
     SAMPLES_FILE,
@@ -275,7 +275,6 @@ class Training:
         self.trackers = open_run_folder(self.config, self.run_length, self.start, facts) if self.first else Trackers()
         self._note_mixture(self.run_length)
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
-        self.rank_comparison = RankComparison(self.engine, self.config.engine.check_replicas_every, self.trackers)
         first = None if self.run_length.known else self.start.step + 1
         self.timer = MinutesTimer(started, evaluates, first, self.ranks, self.step_log, self.validation.costs)
 
@@ -325,7 +324,6 @@ class Training:
             if self.timer.is_news(run_length):
                 self.trackers.note(f"train: {run_length.describe()}")
                 self._note_mixture(run_length)
-        self.rank_comparison.after_step(done)
         metrics: dict[str, float] = {}
         if self.validation.is_due(run_length, done):
             with log.paused(result):
@@ -344,7 +342,6 @@ class Training:
         values["tokens_per_second"] = tokens_per_second
         if result.scale is not None:
             values["loss_scale"] = result.scale
-        values |= self.rank_comparison.take_metrics()
         self.trackers.log(done, values)
         self.skipped_updates.check(done, result, self.trackers)
 
@@ -353,6 +350,7 @@ class Training:
         last = done == self.run_length.steps or self.validation.stops_early
         if self.skipped_updates.refuses_save(done, result.loss, metrics, last=last, trackers=self.trackers):
             return False
+        compare_ranks(self.engine, done, self.trackers)
         if last:
             run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
         state = RunState(done, self.start, self.run_length, result.loss, metrics, self.validation.best)
