@@ -13,8 +13,8 @@ CLOCK = ("tokens_per_second", "mfu", "seconds", "minutes", "memory")
 """Parts of the names of metrics that depend on the machine's load."""
 AS_THEY_ARE = (".bin", ".idx", ".npy", ".tfrecord", ".model", ".txt", ".labels")
 """Endings of files whose bytes are the result."""
-LEFT_OUT = ("card", "checkpoint", "seconds", "predictions")
-"""Keys of a command's JSON with paths and times."""
+LEFT_OUT = ("card", "checkpoint", "seconds", "predictions", "precision", "device")
+"""Keys of a command's JSON with paths and times, and what older commits printed twice."""
 
 
 def read_printed(printed: str) -> Any:

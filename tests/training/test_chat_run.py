@@ -127,7 +127,7 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     assert result["perplexity"]["card"]["assistant_tokens"] == loss_tokens == np.count_nonzero(store.loss_mask)
     assert result["perplexity"]["loss"] == pytest.approx(losses / loss_tokens, rel=1e-4)
     assert result["perplexity"]["accuracy"] == pytest.approx(right / loss_tokens, abs=1e-9)
-    table = format_tables(["perplexity"], result)
+    table = format_tables(result)
     assert f"{right / loss_tokens:.1%}" in table
     # A unigram model of the answers alone: their tokens are fewer than those of the conversations.
     answers = [

@@ -13,14 +13,14 @@ from textmill.evaluation import (
     ITEMS_ENDING,
     belongs_to,
     format_result,
-    measure,
+    new_result,
     result_path,
     save_result,
     take_items,
     write_items,
 )
 from textmill.evaluation.data_files import name_of_texts
-from textmill.evaluation.measured_task import MeasuredTask, check_objective, format_card, format_metrics
+from textmill.evaluation.measured_task import MeasuredTask, check_objective
 from textmill.evaluation.split_tokens import check_texts
 from textmill.evaluation.task import ItemLog, Result, Scorer
 from textmill.evaluation.tasks import open_tasks
@@ -114,12 +114,12 @@ def _evaluate_labels(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks, as
         overlap=config.tokens.overlap,
     )
     measured = measure_labels(config.evaluate, config.corpus, config.folder_of("corpus"), predictor, predictions)
-    result = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, **measured}
+    result = new_result(checkpoint, measured)
     saved = save_result(config.folder_of("train"), checkpoint, name, result)
     if as_json:
         print(json.dumps(result, ensure_ascii=False, allow_nan=False))
         return result
-    print(f"{format_metrics(task, measured[task])}\n\n{format_card(measured[task]['card'])}")
+    print(format_result(result))
     if saved is not None:
         print(f"Saved in {format_path(saved)}")
     return result
@@ -140,7 +140,7 @@ def _run_task(
     task: MeasuredTask, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool
 ) -> tuple[Result, list[ItemLog]]:
     """Measure a task, print and save its result; return it and what the model answered to each example."""
-    result = measure(task, scorer, config)
+    result = new_result(scorer.checkpoint, task.measure(scorer, config))
     items = take_items(result)
     if ranks.first:
         run = config.folder_of("train")
@@ -151,7 +151,7 @@ def _run_task(
         if saved is not None and task.entry.code:  # to be read; nothing executes it
             write_bytes(result_path(run, scorer.checkpoint, name, ".py.txt"), [task.entry.code.source])
         if not as_json:
-            print(format_result(task, result))
+            print(format_result(result))
             if saved is not None:
                 print(f"Saved in {format_path(saved)}")
     return result, items

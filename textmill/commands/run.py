@@ -28,7 +28,6 @@ from textmill.corpus.shards import open_corpus
 from textmill.engines.early_import import import_torch_meanwhile
 from textmill.errors import TextmillError
 from textmill.evaluation import format_tables
-from textmill.evaluation.measured_task import format_metrics
 from textmill.generation import generate
 from textmill.generation.chat import answer
 from textmill.generation.fill import fill
@@ -114,9 +113,7 @@ def _summarize(config: RunConfig, folder: Path, checkpoint: Path) -> dict[str, A
     if summary.get("inputs") == inputs:
         if (measured := summary["measured"]) is not None:
             _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
-            labels = config.corpus.labels
-            tables = format_metrics(labels, measured[labels]) if labels else None
-            print(tables or format_tables(config.evaluate.tasks, measured))
+            print(format_tables(measured))
         _headline(6, f"{'fill' if config.train.layout == 'masked' else 'generate'}: done already")
         for text in summary["texts"]:
             print(text)

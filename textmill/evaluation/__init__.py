@@ -7,31 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import RunConfig
 from textmill.errors import warn
-from textmill.evaluation.measured_task import ITEMS, MeasuredTask
-from textmill.evaluation.task import ItemLog, Result, Scorer
-from textmill.evaluation.tasks import open_tasks
+from textmill.evaluation.measured_task import ITEMS, format_card, format_metrics
+from textmill.evaluation.task import ItemLog, Result, tasks_of
 from textmill.storage.files import atomic_writer, format_path, write_json
 
 
-def measure(task: MeasuredTask, scorer: Scorer, config: RunConfig) -> Result:
-    """Run one task; its result also says which checkpoint was measured, in which precision and where."""
-    made_with = {"precision": scorer.precision, "device": scorer.device}
-    values = task.measure(scorer, config)
-    return {"checkpoint": str(scorer.checkpoint.folder), "step": scorer.checkpoint.step, **values, **made_with}
+def new_result(checkpoint: Checkpoint, found: dict[str, Result]) -> Result:
+    """A result: the checkpoint that was measured, and what its tasks found by their labels."""
+    return {"checkpoint": str(checkpoint.folder), "step": checkpoint.step, **found}
 
 
-def format_result(task: MeasuredTask, result: Result) -> str:
-    """The numbers of a task as text, and how they were measured."""
-    checkpoint = format_path(Path(result["checkpoint"]))
-    model = f"{checkpoint}, step {result['step']:,}, in {result['precision']} on {result['device']}."
-    return f"{task.format_table(result)}\n\n{model}\n{task.describe_method(result)}"
+def format_result(result: Result) -> str:
+    """The metrics of the tasks of a result, the checkpoint that was measured, and how."""
+    cards = "\n\n".join(format_card(found["card"]) for found in tasks_of(result).values())
+    return f"{format_tables(result)}\n\n{format_path(Path(result['checkpoint']))}, step {result['step']:,}\n{cards}"
 
 
-def format_tables(tasks: list[str], result: Result) -> str:
-    """The tables of tasks, from a result that holds the values of all of them."""
-    return "\n\n".join(task.format_table(result) for task in open_tasks(tasks))
+def format_tables(result: Result) -> str:
+    """The metrics of the tasks of a result."""
+    return "\n\n".join(format_metrics(label, found) for label, found in tasks_of(result).items())
 
 
 def save_result(run: Path, checkpoint: Checkpoint, name: str, result: Result) -> Path | None:
@@ -63,8 +58,7 @@ ITEMS_ENDING = ".items.jsonl"
 
 def take_items(result: Result) -> list[ItemLog]:
     """Remove the per-item logs from a result and return them."""
-    tasks = [values for values in result.values() if isinstance(values, dict)]
-    return [item for values in tasks for item in values.pop(ITEMS, [])]
+    return [item for found in tasks_of(result).values() for item in found.pop(ITEMS, [])]
 
 
 def write_items(path: Path, items: Sequence[ItemLog]) -> None:

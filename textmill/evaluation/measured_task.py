@@ -99,14 +99,6 @@ class MeasuredTask:
             message = str(error)
         raise TextmillError(f"task {self.entry.label}: {message}")
 
-    def format_table(self, result: Result) -> str:
-        """A line for each metric, with its interval."""
-        return format_metrics(self.entry.label, result[self.entry.label])
-
-    def describe_method(self, result: Result) -> str:
-        """The protocol card, a line for each fact."""
-        return format_card(result[self.entry.label]["card"])
-
     def result_name(self, result: Result) -> str:
         """The label of its entry, what was measured, and a checksum of the protocol."""
         card = result[self.entry.label]["card"]

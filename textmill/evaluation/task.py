@@ -104,12 +104,16 @@ class Measured:
     """What the model answered to each example, for the log next to the result."""
 
 
+def tasks_of(result: Result) -> dict[str, Result]:
+    """What each task of a result found, by its label."""
+    return {label: found for label, found in result.items() if isinstance(found, dict) and "card" in found}
+
+
 def list_metrics(result: Result) -> dict[str, float]:
     """The numbers of a task's result by name, such as lambada/accuracy."""
-    own = {key: value for key, value in result.items() if isinstance(value, dict) and "card" in value}
     return {
         f"{label}/{name}": float(value)
-        for label, values in own.items()
+        for label, values in tasks_of(result).items()
         for name, value in values.items()
         if isinstance(value, int | float)
     }
