@@ -124,16 +124,7 @@ def read_items(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, R
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines of a text file without their ends, each with its place."""
-    return ((place, line.rstrip("\r\n")) for place, line in _lines(path))
-
-
-def read_raw_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file with their ends."""
-    return (line for _, line in _lines(path))
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a text file with their ends, each with its place."""
     try:
         with open_decompressed(str(path)) as stream:
             yield from _decode_lines(stream, path)
@@ -153,13 +144,13 @@ def _decode_lines(stream: Iterable[bytes], path: Path) -> Iterator[tuple[str, st
 
 
 def _line_records(path: Path) -> Iterator[tuple[str, Record]]:
-    for place, line in _lines(path):
+    for place, line in read_lines(path):
         if line.strip():
             yield place, _as_record(_parse(line, place), place)
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Record]]:
-    values = _parse("".join(line for _, line in _lines(path)), str(path))
+    values = _parse("".join(line for _, line in read_lines(path)), str(path))
     for number, value in enumerate(values if isinstance(values, list) else [values], 1):
         yield f"{path}, item {number}", _as_record(value, f"{path}, item {number}")
 
@@ -183,7 +174,7 @@ def _as_record(value: Any, place: str) -> Record:
 
 
 def _table_records(path: Path, delimiter: str, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
-    lines = (line for _, line in _lines(path))
+    lines = (line for _, line in read_lines(path))
     rows = csv.DictReader(lines, delimiter=delimiter, fieldnames=columns or None)
     try:
         for row in rows:

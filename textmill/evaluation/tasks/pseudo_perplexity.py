@@ -52,7 +52,7 @@ def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
 def _read(entry: TaskEntry) -> Iterator[str]:
     for path in open_data_file(entry).files:
         if kind_of(path) == ".txt":
-            yield from (line for _, line in read_lines(path))
+            yield from (line.rstrip("\r\n") for _, line in read_lines(path))
         else:
             yield from (text_of(record, "text", place) for place, record in read_items(path))
 

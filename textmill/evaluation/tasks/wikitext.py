@@ -15,7 +15,7 @@ from typing import Literal
 
 from textmill.config import EvaluateConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, read_raw_lines, sample
+from textmill.evaluation.data_files import SAMPLE_SEED, DataFile, open_data_file, read_lines, sample
 from textmill.evaluation.metrics import compute_metrics, document_interval, metric_intervals
 from textmill.evaluation.split_tokens import temporary_store
 from textmill.evaluation.task import LossPart, Measured, NextTokenScorer, Pair, StoreLoss, TaskEntry
@@ -97,7 +97,7 @@ def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
 
 
 def _read(data: DataFile) -> str:
-    text = "".join(line for path in data.files for line in read_raw_lines(path))
+    text = "".join(line for path in data.files for _, line in read_lines(path))
     if not text.strip():
         raise TextmillError(f"{data.path}: is empty")
     return text
