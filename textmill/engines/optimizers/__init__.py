@@ -1,17 +1,16 @@
 """The optimizer step in torch. `train.optimizer: NAME` is NAME_torch.py in this folder, and nothing else names it.
-`AdamW` is below, since it updates what others leave.
 
-Such a file has
+A file NAME_torch.py has
 
     STATE             the names of its state, one tensor of a weight's shape each, as checkpoints have them: momentum
-    takes             whether it updates a weight
-    adamw_rate        AdamW's learning rate for these, as a factor of `train.learning_rate`
+    takes             whether it updates a weight; AdamW updates the others
+    adamw_rate        the learning rate of these others, as a factor of `train.learning_rate`
     state_bytes       bytes of the state of its weights on this rank
     new_optimizer     builds a `WeightsOptimizer` for its weights
 
-`Optimizer.step` makes the gradients equal on tensor-parallel ranks, computes their norm over all ranks, clips, and
-calls the step of each. Parameter groups (weight decay, learning-rate factors, frozen weights) come from
-models/parameter_groups.py. The JAX engine has its own in step_jax.py.
+`AdamW` below has the same names. `Optimizer.step` makes the gradients equal on tensor-parallel ranks, computes their
+norm over all ranks, clips, and calls the step of each. Parameter groups (weight decay, learning-rate factors, frozen
+weights) come from models/parameter_groups.py. The JAX engine has its own in step_jax.py.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ def groups_of(members: Iterable[Member]) -> list[dict[str, Any]]:
 
 
 class OwnOptimizer:
-    """The functions of such a file, made from those of the user's own: `update`, STATE or `new_state`, and `takes`.
+    """What a file NAME_torch.py has, made from the user's own file: `update`, STATE or `new_state`, and `takes`.
 
     `update(parameter, gradient, state, lr, decay)` changes a parameter in place; with `engine.mesh.shard` a parameter
     is this rank's part. `state` may be changed in place, or get new tensors. A skipped update is decided on the host,
@@ -306,7 +305,7 @@ class Optimizer:
             name: open_optimizer(name).new_optimizer(group, train, parallel, self.full_parameters, compiled=compiled)
             for name, group in sorted(members.items(), key=lambda item: item[0] == ADAMW)
         }
-        """That of `train.optimizer`, then AdamW's."""
+        """By name: that of `train.optimizer`, then AdamW for the weights that it does not take."""
         self.adamw_rate = open_optimizer(train.optimizer).adamw_rate(train) if len(self.optimizers) > 1 else 1.0
         self.absent = absent_of(net, train)
         """The trained weights that only other pipeline stages have, with their parameters on the meta device."""
