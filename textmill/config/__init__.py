@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from textmill.config.corpus import CorpusConfig, NamedSource
 from textmill.config.engines import BeamRunner, EngineConfig, JaxEngine, JaxMesh, LocalRunner, RunnerConfig, TorchEngine
-from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig
+from textmill.config.model import RESHAPABLE, LoraConfig, ModelConfig, ShapeConfig
 from textmill.config.own_files import is_own_file
 from textmill.config.section import Section, field_markers, path, results_of
 from textmill.config.sizes import SIZES
@@ -256,7 +256,7 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         why = "cannot be used with model.lora, whose base has all its blocks" if model.lora else "needs model.init_from"
         raise TextmillError(f"model.init_layers: {why}; remove it")
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
-    if model.init_from and (fixed := [name for name in own if name not in ("dropout", "positions")]):
+    if model.init_from and (fixed := [name for name in own if name not in RESHAPABLE]):
         key = f"model.shape.{fixed[0]}".rstrip(".")
         raise TextmillError(
             f"{key}: the weights of model.init_from have their own shape; remove {key} or model.init_from"

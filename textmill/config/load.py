@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from textmill.config import RunConfig
 from textmill.config.deepspeed_json import AUTO, read_json_settings, read_user_config
 from textmill.config.keys import all_fields, describe_type, kinds_of, section_types, suggest_key
+from textmill.config.model import RESHAPABLE
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
 from textmill.config.usage import LM_EVAL, is_task_file, own_task_file, task_names
@@ -29,12 +30,8 @@ from textmill.config.yaml_text import YamlLoader
 from textmill.errors import TextmillError
 
 Tree = dict[str, Any]
-LIMITS_OF_MINUTES = ("max_epochs",)
-"""Settings that a plan has beside `train.minutes`; a length in another unit replaces these with the minutes."""
 ALTERNATIVES = {"train": UNITS, "sample": ("prompt", "prompts_file")}
 """Keys of a section of which only one is set."""
-RESHAPABLE = ("dropout", "positions")
-"""Numbers of a shape that given weights may change."""
 
 
 def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
@@ -97,9 +94,8 @@ def drop_replaced(tree: Tree, overrides: Tree) -> Tree:
         old = tree.get(section)
         new = overrides.get(section)
         if isinstance(old, dict) and isinstance(new, dict) and set(keys) & new.keys():
-            replaced = {*keys}
-            if "minutes" in old.keys() - new.keys():
-                replaced |= {*LIMITS_OF_MINUTES}
+            # A project of `new` has max_epochs beside its minutes; a length in another unit replaces both.
+            replaced = {*keys, *(["max_epochs"] if "minutes" in old.keys() - new.keys() else [])}
             tree = {**tree, section: {name: value for name, value in old.items() if name not in replaced}}
     model = tree.get("model")
     new_model = overrides.get("model")

@@ -8,6 +8,9 @@ from pydantic import Field, field_validator
 
 from textmill.config.section import Section, source
 
+RESHAPABLE = ("dropout", "positions")
+"""Numbers of a shape that given weights may change."""
+
 
 class ShapeConfig(Section):
     """Numbers that override those of `model.size`."""

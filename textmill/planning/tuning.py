@@ -28,11 +28,14 @@ from textmill.planning.trials import (
     search,
     trial_minutes,
 )
+from textmill.processes.launch import read_launch
 from textmill.storage.files import hash_json, read_json, remove_folder, write_json
 from textmill.storage.stages import list_changes, open_manifest
+from textmill.tokens.batches.blend import BatchSizes
 from textmill.tokens.splits import Splits
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.training.loop import train
+from textmill.training.run_length import plan_run_length
 from textmill.training.start import own_parts
 from textmill.training.validation import EVERY_TOKEN
 
@@ -189,15 +192,8 @@ class Tuning:
         if settings.minutes is not None:
             return None
         length = settings.length or 1024
-        tokens = sum(store.tokens for store in self.data.stores("train"))
-        samples = {
-            "steps": settings.steps * settings.batch,
-            "samples": settings.samples or 0,
-            "tokens": (settings.tokens or 0) / length,
-            "epochs": (settings.epochs or 0) * tokens / length,
-        }[settings.unit]
-        most = (settings.max_epochs or math.inf) * tokens / length
-        return max(1, round(min(samples, most) / settings.batch))
+        samples = max(1, sum(store.tokens for store in self.data.stores("train")) // length)
+        return plan_run_length(settings, BatchSizes(settings.batch, settings.batch_rampup), samples, length).steps
 
     def _made_from(self) -> dict[str, Any]:
         settings = self.config.train
@@ -247,5 +243,5 @@ def net_numbers(model: ModelConfig) -> dict[str, Any]:
 
 def refuse_several_processes() -> None:
     """Trials run one after the other in one process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TextmillError("tune: found several processes (WORLD_SIZE); start it without a launcher")
+    if (launch := read_launch(os.environ)) and launch.world > 1:
+        raise TextmillError(f"tune: found {launch.world} processes; start it without a launcher")
