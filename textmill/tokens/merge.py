@@ -58,7 +58,8 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
     if stage.is_done(force):
         print(f"merge: done already: {format_path(out)}")
         return out
-    splits = {split: _sum_counts([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
+    counts = {split: [manifest["splits"][split] for manifest in manifests] for split in SPLITS}
+    splits: dict[str, dict[str, int]] = {split: _sum_counts(counts[split]) for split in SPLITS}
     with stage.unfinished_folder() as unfinished:
         files: dict[str, dict[str, Any]] = {}
         for split in SPLITS:
