@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.blend import DataRange
 from textmill.tokens.batches.loader import Batches
 from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.store import TokenStore, index_blocks, open_store
@@ -66,7 +66,7 @@ def measure(prefix: Path) -> None:
     seconds = time.perf_counter() - clock
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"   {seconds:.2f} s, peak memory {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before)")
-    batches = Batches([packed], [1], BatchSizes(BATCH))
+    batches = Batches([packed], [DataRange(0, BATCH, (), [("", 1.0)])])
     steps = packed.samples_per_epoch // BATCH
     for name, first in (("first", 0), ("middle", steps // 2), ("last", steps - 60)):
         cold, warm = (rate(batches.batch_at, first) / 1e6 for _ in range(2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.blend import DataRange
 from textmill.tokens.batches.loader import Batches
 from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.store import open_store
@@ -18,7 +18,7 @@ def main() -> None:
     prefix, folder, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     packed = PackedLayout(open_store(prefix), length=LENGTH, seed=SEED, folder=folder)
     packed.document_ends(0)
-    batches = Batches([packed], [1], BatchSizes(BATCH))
+    batches = Batches([packed], [DataRange(0, BATCH, (), [("", 1.0)])])
     epoch = max(1, packed.samples_per_epoch // BATCH - 1)
     for step in range(steps):
         batches.batch_at(step * 7919 % epoch)

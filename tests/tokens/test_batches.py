@@ -17,7 +17,7 @@ from textmill.config import TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches import batch as sums
 from textmill.tokens.batches.batch import IGNORED, check_ids, permute
-from textmill.tokens.batches.blend import BatchSizes, Blend
+from textmill.tokens.batches.blend import Blend, DataRange
 from textmill.tokens.batches.loader import Batches, batches_in_order, valid_batches
 from textmill.tokens.batches.packed import PackedLayout, count_windows, window_batches
 from textmill.tokens.batches.padded import PaddedLayout
@@ -35,7 +35,11 @@ def store_of(folder: Path, lengths: list[int]) -> TokenStore:
 
 
 def packed_batches(store: TokenStore, *, batch: int, **options: Any) -> Batches:
-    return Batches([PackedLayout(store, **options)], [1], BatchSizes(batch))
+    return Batches([PackedLayout(store, **options)], ranges_of(batch))
+
+
+def ranges_of(batch: int, *weights: float) -> list[DataRange]:
+    return [DataRange(0, batch, (), [("", weight) for weight in weights or [1.0]])]
 
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) >= 2)
@@ -48,7 +52,7 @@ def test_an_epoch_has_loss_on_every_token_in_document_order(
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("packed"), lengths)
     packed = PackedLayout(store, length=length, seed=seed)
-    batches = Batches([packed], [1], BatchSizes(1))
+    batches = Batches([packed], ranges_of(1))
     followers = {}
     predicted = []
     for step in range(packed.samples_per_epoch):
@@ -261,7 +265,7 @@ def test_a_blend_takes_the_samples_of_each_store_in_order(tmp_path: Path) -> Non
     layouts = [
         PackedLayout(store, length=8, seed=number, isolate_documents=True) for number, store in enumerate(stores)
     ]
-    batches = Batches(layouts, [1, 3], BatchSizes(12))
+    batches = Batches(layouts, ranges_of(12, 1, 3))
     which, numbers = Blend([1, 3]).locate(np.arange(60, 72))
     batch = batches.batch_at(5)
     for row, (store, number) in enumerate(zip(which.tolist(), numbers.tolist(), strict=True)):
@@ -274,9 +278,8 @@ def test_a_blend_takes_the_samples_of_each_store_in_order(tmp_path: Path) -> Non
     mine = batches.batch_at(5, slice(3, 7))
     assert (mine.inputs == batch.inputs[3:7]).all()
     assert (mine.samples == np.arange(63, 67)).all()
-    joined = Batches(
-        [PackedLayout(store, length=8, seed=number) for number, store in enumerate(stores)], [1, 3], BatchSizes(12)
-    )
+    unmarked = [PackedLayout(store, length=8, seed=number) for number, store in enumerate(stores)]
+    joined = Batches(unmarked, ranges_of(12, 1, 3))
     batch = joined.batch_at(5)
     for sample, store, document in joined.documents_at(5):
         ids, size = np.append(batch.inputs[sample - 60], batch.labels[sample - 60, -1]), 40 + store
@@ -372,7 +375,7 @@ def test_a_store_that_is_truncated_between_two_batches_is_an_error(tmp_path: Pat
     if windows:
         batches = window_batches(store, length=8, stride=8, batch=2, first_input=0)
     else:
-        batches = batches_in_order([PackedLayout(store, length=8, seed=None)], 2, [store])
+        batches = batches_in_order([PackedLayout(store, length=8, seed=None)], 2)
     next(batches)
     os.truncate(store_paths(store.prefix)[1], 20)
     with pytest.raises(TextmillError, match=r"was truncated from \d+ to 20 bytes while it was read; put the file back"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.blend import DataRange, blends_of, sizes_of
+from textmill.tokens.batches.blend import DataRange, sizes_of
 from textmill.tokens.batches.loader import Batches
 
 
@@ -20,12 +21,13 @@ class Numbers:
     """A layout whose samples are (store, number of the sample)."""
 
     samples_per_epoch = 10
+    store: Any = SimpleNamespace(check_mapped=lambda: None)
 
-    def __init__(self, store: str) -> None:
-        self.store = store
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def build_samples(self, samples: NDArray[np.int64]) -> Batch:
-        rows = np.stack([np.full(len(samples), ord(self.store)), samples], axis=1).astype(np.int32)
+        rows = np.stack([np.full(len(samples), ord(self.name)), samples], axis=1).astype(np.int32)
         return Batch(rows, rows, samples)
 
     def find_documents(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -33,9 +35,7 @@ class Numbers:
 
 
 def batches_of(ranges: list[DataRange]) -> Batches:
-    sizes, last = sizes_of(ranges), ranges[-1].sources
-    layouts = [Numbers(name) for name, _ in last]
-    return Batches(layouts, [weight for _, weight in last], sizes, (), blends_of(ranges, sizes))
+    return Batches([Numbers(name) for name, _ in ranges[-1].sources], ranges)
 
 
 RAMPS = st.one_of(st.just([]), st.tuples(st.just(1), st.just(1), st.integers(1, 60)).map(list))

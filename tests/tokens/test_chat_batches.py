@@ -16,7 +16,7 @@ from textmill.models import initial_weights
 from textmill.models.gpt2 import family as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.blend import DataRange
 from textmill.tokens.batches.chat import ChatCounts, ChatLayout, count_conversations, kept_spans
 from textmill.tokens.batches.loader import Batches, batches_in_order
 from textmill.tokens.store import StoreWriter, TokenStore, open_store
@@ -145,7 +145,8 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
 
 def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
     store = random_store(tmp_path)
-    one, two = (Batches([ChatLayout(store, length=40, seed=7, pad_id=PAD)], [1.0], BatchSizes(8)) for _ in range(2))
+    ranges = [DataRange(0, 8, (), [("", 1.0)])]
+    one, two = (Batches([ChatLayout(store, length=40, seed=7, pad_id=PAD)], ranges) for _ in range(2))
     whole, part = one.batch_at(5), two.batch_at(5, slice(2, 4))
     assert (whole.inputs[2:4] == part.inputs).all()
     assert (whole.labels[2:4] == part.labels).all()

@@ -17,13 +17,13 @@ from textmill.cli import main
 from textmill.config import BeamRunner, LocalRunner, RunConfig
 from textmill.config.tokenizer import FeaturesConfig
 from textmill.corpus.document import SPLITS
-from textmill.corpus.shards import list_shards, read_texts
+from textmill.corpus.shards import open_corpus
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, read_json
 from textmill.tokens.batches import features as features_module
 from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.blend import BatchSizes
+from textmill.tokens.batches.blend import DataRange
 from textmill.tokens.batches.features import SCHEMA, FeaturesLayout, build_rows, count_feature_rows, cut_chunks
 from textmill.tokens.batches.loader import Batches, batches_in_order
 from textmill.tokens.existing_tokens import Table, split_borders
@@ -164,12 +164,7 @@ def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
         ]
         assert {f"features/{path.name}" for path in paths} <= set(files)
         found = datasets.Dataset.from_parquet([str(path) for path in paths], cache_dir=str(life / "cache"))
-        documents = [
-            tokenizer.encode(text)
-            for path in list_shards(life / "corpus", split)
-            for texts in read_texts(path)
-            for text in texts
-        ]
+        documents = [tokenizer.encode(document.text) for document in open_corpus(life / "corpus", split)]
         assert found.to_list() == slow_rows(
             documents, FeaturesConfig(max_length=16, min_length=6, stride=5), tokenizer.eos_id
         )
@@ -250,7 +245,7 @@ def test_rows_as_a_layout(life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(wanted)
     assert epochs[0] != epochs[1]
     assert epochs[0] != wanted
-    batches = Batches([shuffled], [1], BatchSizes(10))
+    batches = Batches([shuffled], [DataRange(0, 10, (), [("", 1.0)])])
     assert pairs_of(batches.batch_at(3, slice(2, 5))) == epochs[0][32:35]
     monkeypatch.undo()
     assert pairs_of(layout_of(share).build_samples(np.arange(5))) == wanted[:5], "and without a folder"

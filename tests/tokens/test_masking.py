@@ -107,7 +107,7 @@ def test_batches_of_a_config(tmp_path: Path) -> None:
             writer.add_flat(np.concatenate(sentences), np.array([*map(len, sentences)]), np.array([len(sentences)]))
     store = open_store(tmp_path / "s")
     stores = {"train": [WeightedStore(store, 1.0)], "valid": [WeightedStore(store.slice(0, 3), 1.0)], "test": []}
-    splits = Splits(stores, tokenizer, "", {})
+    splits = Splits(stores, tokenizer, "", {}, sources=[("", 1.0)])
     train = TrainConfig(layout="masked", batch=4, length=40)
     batch = open_batches(train, splits, length=40, folder=tmp_path).batch_at(3)
     assert batch.pair_labels is not None

@@ -64,6 +64,8 @@ class Batch:
 class Layout(Protocol):
     """Turns the documents of one store into samples; a sample is a pure function of store, settings and its number."""
 
+    store: TokenStore
+    """Its files are checked before each batch: one that is truncated while it is mapped would kill the process."""
     samples_per_epoch: int
 
     def build_samples(self, samples: Numbers) -> Batch:

@@ -16,7 +16,7 @@ import numpy as np
 from textmill.config import TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED, Batch, Layout, Numbers
-from textmill.tokens.batches.blend import BatchSizes, Blend, BlendRange, DataRange, blends_of, sizes_of
+from textmill.tokens.batches.blend import DataRange, blends_of, sizes_of
 from textmill.tokens.batches.chat import ChatLayout
 from textmill.tokens.batches.features import FeaturesLayout
 from textmill.tokens.batches.labelled import LabelledLayout
@@ -26,7 +26,6 @@ from textmill.tokens.batches.packed import PackedLayout, window_batches
 from textmill.tokens.batches.padded import PaddedLayout
 from textmill.tokens.existing_tokens import has_masked_rows
 from textmill.tokens.splits import FeatureRows, Splits, WeightedStore
-from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
@@ -40,42 +39,20 @@ def open_batches(
     stores = splits.by_split["train"]
     layouts = [_build_layout(train, weighted, splits.tokenizer, length, train.seed, folder) for weighted in stores]
     ranges = history or [DataRange(0, train.batch, train.batch_rampup, splits.sources)]
-    sizes = sizes_of(ranges)
-    return Batches(
-        layouts,
-        [weighted.weight for weighted in stores],
-        sizes,
-        [weighted.store for weighted in stores],
-        blends_of(ranges, sizes) if splits.sources else (),
-        [weighted.name for weighted in stores],
-    )
+    return Batches(layouts, ranges, [weighted.name for weighted in stores])
 
 
 class Batches:
-    """The batches of a run: one layout per store, their weights in the blend, and the batch sizes.
+    """The batches of a run: one layout per store of the last of `ranges`, which have batch sizes and weights.
 
-    `stores` are checked before each batch: one that is truncated while it is mapped would kill the process.
+    `names`: of the parts of the corpus that the layouts read, if they have names.
     """
 
-    def __init__(
-        self,
-        layouts: Sequence[Layout],
-        weights: Sequence[float],
-        sizes: BatchSizes,
-        stores: Sequence[TokenStore] = (),
-        blends: Sequence[BlendRange] = (),
-        names: Sequence[str] = (),
-    ) -> None:
-        """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`. `names`: of
-        the parts of the corpus that the layouts read, if they have names."""
+    def __init__(self, layouts: Sequence[Layout], ranges: Sequence[DataRange], names: Sequence[str] = ()) -> None:
         self.layouts = layouts
-        self.sizes = sizes
-        self.stores = stores
         self.names = names
-        self.blends = blends
-        if not blends:
-            all_layouts = range(len(layouts))
-            self.blends = [BlendRange(0, Blend(list(weights)), layouts=[*all_layouts], taken=[0 for _ in all_layouts])]
+        self.sizes = sizes_of(ranges)
+        self.blends = blends_of(ranges, self.sizes)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -85,8 +62,8 @@ class Batches:
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
         samples = self._sample_numbers(step)[part]
-        for mapped in self.stores:
-            mapped.check_mapped()
+        for layout in self.layouts:
+            layout.store.check_mapped()
         stores, numbers = self._locate(samples)
         if len(np.unique(stores)) <= 1:
             store = int(stores[0]) if len(stores) else 0
@@ -189,7 +166,7 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
     else:
         used = [weighted for weighted in stores if _has_samples(train, weighted)]
         layouts = [_build_layout(train, weighted, tokenizer, length, None, folder) for weighted in used]
-        yield from batches_in_order(layouts, batch, [weighted.store for weighted in stores])
+        yield from batches_in_order(layouts, batch)
 
 
 def _has_samples(train: TrainConfig, weighted: WeightedStore) -> bool:
@@ -205,13 +182,12 @@ def _has_samples(train: TrainConfig, weighted: WeightedStore) -> bool:
     )
 
 
-def batches_in_order(layouts: Sequence[Layout], batch: int, stores: Sequence[TokenStore] = ()) -> Iterator[Batch]:
-    """Every sample of every layout once, one layout after the other; `stores` are checked before each batch."""
+def batches_in_order(layouts: Sequence[Layout], batch: int) -> Iterator[Batch]:
+    """Every sample of every layout once, one layout after the other."""
     before = 0
     for layout in layouts:
         for start in range(0, layout.samples_per_epoch, batch):
-            for mapped in stores:
-                mapped.check_mapped()
+            layout.store.check_mapped()
             numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
             yield replace(layout.build_samples(numbers), samples=before + numbers)
         before += layout.samples_per_epoch
