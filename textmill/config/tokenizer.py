@@ -153,9 +153,9 @@ class TokenizerConfig(Section):
     """The end-of-text token; default: <|endoftext|> for bpe, [SEP] for wordpiece, </s> for unigram, or the one of
     `tokenizer.use`."""
     chat: Literal["default", "dsgpt2"] | None = None
-    """The chat template; its special tokens are added, and transformers finds it in the files. default: <|user|>,
-    <|assistant|> or <|system|> before each message, the end-of-text token after it; dsgpt2: <usr> and <sys>,
-    with <s> and </s>. If not set, there is no template."""
+    """The chat template, default or dsgpt2; if not set, there is none. Its special tokens are added, and transformers
+    finds it in the files. default: <|user|>, <|assistant|> or <|system|> before each message, the end-of-text token
+    after it; dsgpt2: <usr> and <sys>, with <s> and </s>."""
     chat_turns: dict[str, str] = {}
     """Your own chat template, or what differs from the named one: for system, user and assistant the special tokens
     around {content}, such as `user: <usr>{content}{end}`, where {end} is the end-of-text token."""

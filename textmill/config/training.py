@@ -294,9 +294,9 @@ class TrainConfig(Section):
     """range_test: steps in which the learning rate rises by `train.min_learning_rate` (the step size of DeepSpeed's
     LRRangeTest)."""
     optimizer: OptimizerName = source("adamw", suffix=".py")
-    """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the
-    rest; or a Python file with your own, such as ./lion.py (docs/own-parts.md). The file is executed, so only your own
-    YAML or the command line may name it."""
+    """adamw, muon or a Python file. adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the
+    blocks' matrices, AdamW on the rest; or a Python file with your own, such as ./lion.py (docs/own-parts.md). The file
+    is executed, so only your own YAML or the command line may name it."""
     muon: MuonConfig = MuonConfig()
     """Settings of `train.optimizer=muon`."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)

@@ -37,10 +37,11 @@ class EvaluateConfig(Section):
     """How a model is evaluated."""
 
     tasks: list[str] = Field(["perplexity"], json_schema_extra={"task_files": True})
-    """What to measure: perplexity (of a split, or of `evaluate.text`; for a BERT pseudo_perplexity), tasks on a file of
-    data such as wikitext:FILE, lambada:FILE, hellaswag:FILE, choices:FILE or pairs:FILE (`textmill evaluate --list` has
-    all), your own task as a YAML file or as a Python file, ./my_task.py or ./my_task.py:FILE (docs/own-parts.md), and
-    lm-eval:NAME for tasks of lm-evaluation-harness (extra: textmill[eval])."""
+    """What to measure: perplexity, tasks on files such as hellaswag:FILE, or your own. Perplexity is that of a split or
+    of `evaluate.text` (for a BERT pseudo_perplexity). Tasks on a file of data: wikitext:FILE, lambada:FILE,
+    hellaswag:FILE, choices:FILE, pairs:FILE (`textmill evaluate --list` has all). Your own: a YAML file or a Python
+    file, ./my_task.py or ./my_task.py:FILE (docs/own-parts.md). lm-eval:NAME: tasks of lm-evaluation-harness (extra:
+    textmill[eval])."""
     split: Literal["train", "valid", "test"] = "valid"
     """The split to evaluate on."""
     text: list[str] = Field([], json_schema_extra={"source": True, "per_call": True})
@@ -150,7 +151,7 @@ class SampleConfig(Section):
     prompts_file: str | None = Field(None, json_schema_extra={"source": True, "per_call": True})
     """A file of texts to continue: one per line, or JSON lines with a key "prompt"; each answer is a line of JSON."""
     temperature: float = Field(0.8, ge=0)
-    """0: always the most likely token (greedy); higher: more random."""
+    """How random: 0 is always the most likely token (greedy), 1 the model's own probabilities."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most likely tokens only; 0: no limit."""
     top_p: float = Field(1.0, gt=0, le=1)
