@@ -231,13 +231,13 @@ def new_service(options: dict[str, Any]) -> Service:
         echo = Echo(tokenizer, serve.slots, serve.queue, options.get("delay", 0.001), options.get("paused", ""))
         model = InProcess(echo, tokenizer, echo.positions)
     template = Turns(model.tokenizer) if options.get("chat", True) else None
-    return Service(model, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
+    return Service(model, serve, sample, serve.model_name or "mill", 7, template)
 
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     for name, value in given.get("limits", {}).items():
         setattr(lifecycle, name, value)
-    models = ServedModels([new_service(given)])
-    models.preferences = Path(given["preferences"]) if "preferences" in given else None
-    run(models, bind("127.0.0.1", 0))
+    service = new_service(given)
+    preferences = Path(given["preferences"]) if "preferences" in given else None
+    run(ServedModels([service], read_api_key(service.config), preferences), bind("127.0.0.1", 0))

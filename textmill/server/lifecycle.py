@@ -62,6 +62,7 @@ def serve(
     `follow`: change to each newer checkpoint. `preferences`: a file for the answers that users of the page prefer.
     """
     listening = bind(config.serve.host, config.serve.port)  # first, because loading the model may take minutes
+    key = read_api_key(config.serve)
     if preferences is not None:
         with open(preferences, "a"):  # fails now if it cannot be written
             pass
@@ -78,8 +79,7 @@ def serve(
     ]
     if follow and not followed:
         raise TextmillError("--follow: there is no run to follow; give the folder of a run, or leave it out")
-    models = ServedModels(services)
-    models.preferences = None if preferences is None else Path(preferences)
+    models = ServedModels(services, key, None if preferences is None else Path(preferences))
     if run(models, listening, followed):
         raise AlreadyReported(EXIT_BUG)
 
@@ -108,10 +108,9 @@ def bind(host: str, port: int) -> socket.socket:
 def open_service(config: RunConfig, step: StepChoice | None = None, beside: Service | None = None) -> Service:
     """Open the service of a config; its model has a process of its own, which is not started yet.
 
-    A service `beside` another one shares its config, key and metrics.
+    A service `beside` another one shares its config and metrics.
     """
     serve = config.serve if beside is None else beside.config
-    key = read_api_key(serve) if beside is None else beside.key
     check_served_settings(config.sample)
     checkpoint = find_run_model(config, step)
     shape = read_shape(checkpoint.folder)
@@ -128,7 +127,6 @@ def open_service(config: RunConfig, step: StepChoice | None = None, beside: Serv
         name=(serve.model_name if beside is None else None) or find_model_name(checkpoint),
         step=checkpoint.step,
         template=template,
-        key=key,
         generates=generates,
         text_encoder=encoder,
         masked_texts=masked_texts,

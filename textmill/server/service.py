@@ -65,7 +65,6 @@ class Service:
     name: str
     step: int = 0
     template: AnyTemplate | None = None
-    key: str | None = None
     load: Callable[[], Awaitable[None]] | None = None
     """Loads the model if it is not in memory; None: it always is."""
     generates: bool = True
@@ -131,17 +130,19 @@ class Service:
 
 
 class ServedModels:
-    """The services of a server, one for each model; they share the first one's config, key and metrics."""
+    """The services of a server, one for each model; they share the first one's config and metrics.
 
-    def __init__(self, services: Sequence[Service]) -> None:
+    `key` is what a request must have. Preferred answers are written to the file `preferences`.
+    """
+
+    def __init__(self, services: Sequence[Service], key: str | None = None, preferences: Path | None = None) -> None:
         self._services = {service.name: service for service in services}
         self._first = services[0]
         self.config = services[0].config
-        self.key = services[0].key
+        self.key = key
+        self.preferences = preferences
         self.metrics = services[0].metrics
         self.stopping = False
-        self.preferences: Path | None = None
-        """Where preferred answers are written."""
         self._loading = asyncio.Lock()
         self._last_used: dict[str, float] = {}
         self._leaving: Service | None = None
