@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from textmill.errors import TextmillError
 from textmill.models import Weight
-from textmill.models.base_torch import AdaptedLinear, BaseNet
+from textmill.models.base_torch import AdaptedLinear, AttentionDropout, BaseNet, Dropout
 
 # Torch 2.13 renames these two and deprecates the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -160,12 +160,9 @@ def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
                 f"give them a module of their own (attention, MLP) whose first argument is their input"
             )
         module.register_forward_pre_hook(lambda _, inputs: (tensor.to_parallel_region(inputs[0]), *inputs[1:]))
-    with_dropout: list[Any] = list(net.modules())
-    for dropping in with_dropout:  # dropout needs positions in the full tensor
-        if hasattr(dropping, "tokens_part"):
-            dropping.tokens_part = tensor.rank if tensor.sequence else 0
-        if hasattr(dropping, "heads_part"):
-            dropping.heads_part = tensor.rank
+    for module in net.modules():  # dropout needs positions in the full tensor
+        if isinstance(module, Dropout):
+            module.part = tensor.rank if tensor.sequence or isinstance(module, AttentionDropout) else 0
     net.register_forward_hook(
         lambda _net, _inputs, settings, x_NTE: (
             tensor.to_parallel_region(x_NTE) if net.ends_with(settings.get("blocks")) else x_NTE

@@ -117,8 +117,8 @@ class BaseNet(nn.Module):
     """Token ids in, hidden states out. A family writes `embed_inputs`, `final_norm` and the names of three modules.
 
     For tensor parallelism, a module with column-parallel matrices takes their common input as its first argument, and
-    ends in the row-parallel matrix. Modules with dropout have `tokens_part` (dropout of the residual stream) or
-    `heads_part` (dropout of attention weights): which of several equal parts this rank has.
+    ends in the row-parallel matrix. Dropout has the `part` of a rank: of the heads in attention, and with sequence
+    parallelism of the tokens elsewhere.
 
     A family trained on masked tokens sets `head_for_labels_only`, and may write `head_input`, `head_bias` and
     `pair_logits`; one with heads for finetuning, `label_logits`.
@@ -343,32 +343,23 @@ class Dropout(nn.Module):
         super().__init__()
         self.fraction = fraction
         self.site = site
-        self.tokens_part = 0
-        """Which of several equal parts of the tokens a sequence-parallel rank has."""
+        self.part = 0
+        """Which of several equal parts of the second dimension a tensor-parallel rank has."""
 
     def is_active(self, context: Context) -> bool:
         """True if it changes anything."""
         return context.dropout_keys is not None and self.fraction > 0
 
     def forward(self, x_NTE: Tensor, context: Context) -> Tensor:
-        return drop(x_NTE, self.fraction, context.dropout_keys, self.site, self.tokens_part)
+        return drop(x_NTE, self.fraction, context.dropout_keys, self.site, self.part)
 
 
-class AttentionDropout(nn.Module):
-    """Zeroes a fraction of attention's weights; always the first site of a block."""
+class AttentionDropout(Dropout):
+    """Zeroes a fraction of attention's weights [N, H, T, T], which must be computed explicitly then; always the first
+    site of a block."""
 
     def __init__(self, fraction: float) -> None:
-        super().__init__()
-        self.fraction = fraction
-        self.heads_part = 0
-        """Which of several equal parts of the heads a tensor-parallel rank has."""
-
-    def is_active(self, context: Context) -> bool:
-        """True if it changes anything: then the weights must be computed explicitly."""
-        return context.dropout_keys is not None and self.fraction > 0
-
-    def forward(self, weights_NHTT: Tensor, context: Context) -> Tensor:
-        return drop(weights_NHTT, self.fraction, context.dropout_keys, 1, self.heads_part)
+        super().__init__(fraction, site=1)
 
 
 # Linear layers.
