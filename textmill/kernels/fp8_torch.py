@@ -189,11 +189,10 @@ def _(dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, 
 
 LIMITS = {"MIN_ROW_MAX": MIN_ROW_MAX, "FP8_MAX": torch.finfo(FP8_DTYPE).max}
 COLUMNS_PER_THREAD = 16
+"""Columns per thread, which determines the number of warps."""
 PROGRAMS = 2112
-"""Forward pass: columns per thread, which determines the number of warps, and the number of programs."""
-BACKWARD_COLUMNS_PER_THREAD = 16
 BACKWARD_PROGRAMS = 264
-"""The same for the backward pass, where each program also writes one row of partial column sums."""
+"""Programs of the forward and of the backward pass, where each also writes one row of partial column sums."""
 VECTOR = tl.constexpr(8)
 """Adjacent columns per thread: one bf16 vector load; fp8 uses the same number to avoid a layout conversion."""
 
@@ -380,9 +379,10 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
         row += tl.num_programs(0)
 
 
-def _warp_count(width: int, columns: int) -> int:
-    """Return the warps that a program needs for a row, with this number of columns per thread."""
-    return min(max(int(triton.next_power_of_2(width)) // (32 * columns), 1), 32)
+def _row_options(width: int) -> dict[str, Any]:
+    """What all kernels get: the limits of fp8, and the block and the warps that a row needs."""
+    block = int(triton.next_power_of_2(width))
+    return {**LIMITS, "BLOCK": block, "num_warps": min(max(block // (32 * COLUMNS_PER_THREAD), 1), 32)}
 
 
 def _run_gelu(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,11 +391,8 @@ def _run_gelu(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor,
     y_MF = torch.empty_like(h_MF)
     y8_MF = torch.empty_like(h_MF, dtype=FP8_DTYPE)
     scale_M1 = torch.empty(rows, 1, device=h_MF.device)
-    programs = min(PROGRAMS, rows)
     arguments = h_MF, bias_F, y_MF, y8_MF, scale_M1, rows, width
-    block = triton.next_power_of_2(width)
-    warps = _warp_count(width, COLUMNS_PER_THREAD)
-    _gelu_kernel[(programs,)](*arguments, TANH=tanh, **LIMITS, BLOCK=block, num_warps=warps)
+    _gelu_kernel[(min(PROGRAMS, rows),)](*arguments, TANH=tanh, **_row_options(width))
     return y_MF, y8_MF, scale_M1
 
 
@@ -410,9 +407,7 @@ def _run_gelu_backward(
     programs = min(BACKWARD_PROGRAMS, rows)
     partial_sums = torch.empty(programs, width, device=h_MF.device)
     arguments = dy_MF, h_MF, bias_F, dx_MF, dx8_MF, scale_M1, partial_sums, rows, width
-    block = triton.next_power_of_2(width)
-    warps = _warp_count(width, BACKWARD_COLUMNS_PER_THREAD)
-    _gelu_backward_kernel[(programs,)](*arguments, TANH=tanh, **LIMITS, BLOCK=block, num_warps=warps)
+    _gelu_backward_kernel[(programs,)](*arguments, TANH=tanh, **_row_options(width))
     return dx_MF, dx8_MF, scale_M1, partial_sums.sum(0)
 
 
@@ -422,11 +417,7 @@ def _run_gate(h_MF: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
     width = h_MF.shape[1] // 2
     y8_MF = h_MF.new_empty(rows, width, dtype=FP8_DTYPE)
     scale_M1 = torch.empty(rows, 1, device=h_MF.device)
-    block = triton.next_power_of_2(width)
-    warps = _warp_count(width, COLUMNS_PER_THREAD)
-    _gate_kernel[(min(PROGRAMS, rows),)](
-        h_MF, y8_MF, scale_M1, rows, width, SILU=silu, **LIMITS, BLOCK=block, num_warps=warps
-    )
+    _gate_kernel[(min(PROGRAMS, rows),)](h_MF, y8_MF, scale_M1, rows, width, SILU=silu, **_row_options(width))
     return y8_MF, scale_M1
 
 
@@ -437,9 +428,6 @@ def _run_gate_backward(dy_MF: Tensor, h_MF: Tensor, silu: bool) -> tuple[Tensor,
     dh_MF = torch.empty_like(h_MF)
     dh8_MF = torch.empty_like(h_MF, dtype=FP8_DTYPE)
     scale_M1 = torch.empty(rows, 1, device=h_MF.device)
-    block = triton.next_power_of_2(width)
-    warps = _warp_count(width, BACKWARD_COLUMNS_PER_THREAD)
-    _gate_backward_kernel[(min(PROGRAMS, rows),)](
-        dy_MF, h_MF, y_MF, dh_MF, dh8_MF, scale_M1, rows, width, SILU=silu, **LIMITS, BLOCK=block, num_warps=warps
-    )
+    arguments = dy_MF, h_MF, y_MF, dh_MF, dh8_MF, scale_M1, rows, width
+    _gate_backward_kernel[(min(PROGRAMS, rows),)](*arguments, SILU=silu, **_row_options(width))
     return y_MF, dh_MF, dh8_MF, scale_M1
