@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import SampleConfig
-from textmill.counters import GOLDEN_RATIO, mix
+from textmill.counters import GOLDEN_RATIO, mix, to_uniform
 from textmill.devices import copy_to_device
 from textmill.generation.constraints import Constraint
 from textmill.kernels import sampling_triton
@@ -120,7 +120,7 @@ class UniformNumbers:
         if not 0 <= step - self.first_step < len(self.numbers_SN):
             steps_S1 = np.arange(step, step + STEPS_AHEAD, dtype=np.uint64)[:, None]
             keys_SN = mix(self.seeds_N * GOLDEN_RATIO + (self.counts_N + steps_S1) + GOLDEN_RATIO)
-            numbers_SN = torch.from_numpy((keys_SN >> np.uint64(11)).astype(np.float64) / (1 << 53))
+            numbers_SN = torch.from_numpy(to_uniform(keys_SN))
             if self.device.type == "cuda":
                 numbers_SN = numbers_SN.pin_memory().to(self.device, non_blocking=True)
             self.first_step = step
