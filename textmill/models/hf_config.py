@@ -25,8 +25,15 @@ SAME_ACTIVATION = {
 """Transformers' names of activations and ours."""
 GELUS = ("gelu_new", "gelu")
 """Activations that fused kernels, fp8 and most other tools know."""
-
-
+WHOLE_NUMBERS = {
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "hidden_size": "width",
+    "intermediate_size": "inner",
+    "max_position_embeddings": "positions",
+    "vocab_size": "vocab",
+}
+"""The numbers of a net by transformers' names, as in BERT and Llama, and ours."""
 VOCAB_MULTIPLE = 128
 """Rows of an embedding in memory are a multiple of this, which makes matmuls faster."""
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.family import Shape as BaseShape
-from textmill.models.hf_config import open_hf_config, read_config_file
+from textmill.models.hf_config import WHOLE_NUMBERS, open_hf_config, read_config_file
 from textmill.models.weights import Weight, count_flops
 
 Array = NDArray[np.float32]
@@ -46,14 +46,6 @@ MUST_BE = {
     "is_decoder": False,
     "add_cross_attention": False,
     "tie_word_embeddings": True,
-}
-WHOLE_NUMBERS = {
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "hidden_size": "width",
-    "intermediate_size": "inner",
-    "max_position_embeddings": "positions",
-    "vocab_size": "vocab",
 }
 
 

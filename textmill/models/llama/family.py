@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.models.family import Shape as BaseShape
-from textmill.models.hf_config import open_hf_config, read_config_file
+from textmill.models.hf_config import WHOLE_NUMBERS, open_hf_config, read_config_file
 from textmill.models.llama.rotary import DEFAULT_BASE, read_rotary
 from textmill.models.weights import Weight
 
@@ -39,14 +39,6 @@ CLASSES = {
 MISTRAL = "mistral"
 """A model_type that is read as a llama."""
 MUST_BE = {"use_sliding_window": False}
-WHOLE_NUMBERS = {
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "hidden_size": "width",
-    "intermediate_size": "inner",
-    "max_position_embeddings": "positions",
-    "vocab_size": "vocab",
-}
 INNER_MULTIPLE = 64
 """The MLP's inner width is 8/3 of the width, rounded up to a multiple of this: three matrices are as large as GPT-2's
 two."""
