@@ -27,7 +27,7 @@ from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop, dropout_keys
 from textmill.models import open_family
 from textmill.models.base_torch import BaseNet
-from textmill.models.lora import adapter_weights, dropout_sites, initial_adapters, normalized_targets, peft_config_of
+from textmill.models.lora import adapter_weights, dropout_sites, initial_adapters, peft_config_of
 from textmill.models.nets_torch import checkpoint_tensors, fill, new_net, open_net, parameters_of
 from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 
@@ -212,13 +212,6 @@ def test_targets_name_matrices_and_parts() -> None:
         match=r"model\.lora\.targets: 'q_proj' matches no matrix .*; it has c_attn, c_proj, c_fc in each block",
     ):
         stems("q_proj")
-
-
-def test_a_list_of_all_targets_counts_as_all() -> None:
-    """Runs made before `all` was the default recorded the three names; they must still resume."""
-    shape, names = shape_of("nano", {}, 300), ["c_attn", "c_proj", "c_fc"]
-    assert normalized_targets(shape, LoraConfig(targets=names)) == normalized_targets(shape, LoraConfig())
-    assert normalized_targets(shape, LoraConfig(targets=names[:2])) == names[:2]
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,6 @@ def target_weights(shape: Shape, lora: LoraConfig) -> list[Weight]:
     return [weight for name, weight in matrices.items() if name in chosen]
 
 
-def normalized_targets(shape: Shape, lora: LoraConfig) -> list[str]:
-    """The targets as a run records them: `all` if they match every matrix, so that both count as the same setting."""
-    return [ALL] if len(target_weights(shape, lora)) == len(_matrices(shape)) else lora.targets
-
-
 def _matrices(shape: Shape) -> list[Weight]:
     return [weight for weight in shape.weights() if weight.lora]
 

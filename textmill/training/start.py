@@ -67,7 +67,7 @@ from textmill.models import (
     with_label_head,
 )
 from textmill.models.family_files import find_family_file
-from textmill.models.lora import initial_adapters, normalized_targets, trained_with_adapters
+from textmill.models.lora import initial_adapters, trained_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import replace_heads, resize_weights, select_layer_weights, select_layers
 from textmill.processes.launch import read_launch
@@ -604,13 +604,10 @@ def describe_inputs(
         settings["train.masked.counts"] = hash_file(Path(train.masked.counts))
     settings["train.length"] = train.length or shape.positions
     numbers = {f"model.{name}": value for name, value in recorded_numbers(shape).items()}
-    lora = model.lora.model_dump() if model.lora else None
-    if lora and model.lora:
-        lora["targets"] = normalized_targets(shape, model.lora)
     inputs = {
         "model.init_from": weights_fingerprint,
         "model.init_layers": model.init_layers or None,
-        "model.lora": lora,
+        "model.lora": model.lora.model_dump() if model.lora else None,
         "tokens": data.fingerprint,
         "tokenizer": data.tokenizer.fingerprint,
     }
