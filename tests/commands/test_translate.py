@@ -167,7 +167,7 @@ def test_the_commands_of_a_readme(name: str, here: Path, capsys: pytest.CaptureF
     script = Script()
     script.read(BLOCKS[name])
     options = [
-        pasted.spellings[option]
+        pasted.given[option].spelling
         for words in script.commands
         if (pasted := read_command(words, script.variables))
         for option in pasted.given

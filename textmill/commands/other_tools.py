@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,18 @@ SPLIT_NAMES = {"train": "train", "validation": "valid", "valid": "valid", "test"
 
 
 @dataclass
+class Option:
+    """An option of a command."""
+
+    texts: list[str]
+    """What is after it."""
+    spelling: str
+    """It and these texts, as they are written."""
+
+
+@dataclass
 class Pasted:
-    """One command of another tool: `given` and `defaults` have the texts after each option."""
+    """One command of another tool: its options by name."""
 
     script: str
     tool: str
@@ -132,20 +142,14 @@ class Pasted:
     """What the script itself stands for."""
     gpus: int
     nodes: int
-    given: dict[str, list[str]]
-    spellings: dict[str, str]
-    defaults: dict[str, list[str]] = field(default_factory=dict)
+    given: dict[str, Option]
+    defaults: dict[str, Option]
     unknown: str = ""
     """The launcher's option for a number of GPUs that only the launcher knows."""
 
-    def add(self, name: str, texts: list[str], spelling: str) -> None:
-        """An option that is not among the words after the script, such as one of a file."""
-        self.given[name] = texts
-        self.spellings[name] = spelling
-
     def texts(self, *names: str) -> list[str]:
         """The texts after the first of these options that is given, else of the first that has a default."""
-        found = (options[name] for options in (self.given, self.defaults) for name in names if name in options)
+        found = (options[name].texts for options in (self.given, self.defaults) for name in names if name in options)
         return next(found, [])
 
     def text(self, *names: str) -> str:
@@ -174,24 +178,24 @@ def read_command(words: list[str], variables: dict[str, list[str]], gpus: int | 
     line = " ".join([name, *words[place + 1 :]])
     found = (row[1:] for row in SCRIPTS if re.match(rf"({row[0]})(?!\w)", line))
     tool, settings = next(found, ("", ""))
-    given, spellings, positional = _read_options(words[place + 1 :])
-    defaults, _, _ = _read_options(DEFAULTS.get(tool, "").split())
-    pasted = Pasted(name, tool, settings, 1, 1, given, spellings, defaults)
+    given, positional = _read_options(words[place + 1 :])
+    defaults, _ = _read_options(DEFAULTS.get(tool, "").split())
+    pasted = Pasted(name, tool, settings, 1, 1, given, defaults)
     if name == "litgpt":
         for word in positional[1:2]:
-            pasted.add("model_name" if tool == "litgpt-pretrain" else "checkpoint_dir", [word], word)
+            given["model_name" if tool == "litgpt-pretrain" else "checkpoint_dir"] = Option([word], word)
         positional = positional[2:]
-        for file in given.pop("config", []):
+        for file in given.pop("config", Option([], "")).texts:
             _read_options_file(pasted, Path(file))
     for word in positional:
         if word.endswith((".py", ".json")):
             _read_options_file(pasted, Path(word))
         elif word != "...":
-            pasted.add(word, [], word)
+            given[word] = Option([], word)
     if "accelerate" in words[:place]:
-        launched, launched_as, _ = _read_options(words[:place])
+        launched, _ = _read_options(words[:place])
         for name in [one for one in ACCELERATE if one in launched and one not in given]:
-            pasted.add(name, launched[name], launched_as[name])
+            given[name] = launched[name]
     _count_gpus(pasted, words[:place], variables)
     if gpus:
         pasted.gpus, pasted.nodes, pasted.unknown = gpus, 1, ""
@@ -206,24 +210,21 @@ def _is_script(words: list[str], number: int) -> bool:
     return bool(re.fullmatch(r"[^-=][^=]*\.py", word)) or (word == "litgpt" and number < 2)
 
 
-def _read_options(words: list[str]) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
-    """Options with the texts after them and their spelling, and the words before the first option."""
-    options: dict[str, list[str]] = {}
-    spellings: dict[str, str] = {}
+def _read_options(words: list[str]) -> tuple[dict[str, Option], list[str]]:
+    """Options by name, and the words before the first one."""
+    options: dict[str, Option] = {}
     positional: list[str] = []
-    name = None
+    last: Option | None = None
     for word in words:
         if re.match(r"^--?[A-Za-z]", word):
             spelled, equals, text = word.partition("=")
-            name = _plain_name(spelled)
-            options[name] = [text] if equals else []
-            spellings[name] = word
-        elif name is None:
+            last = options[_plain_name(spelled)] = Option([text] if equals else [], word)
+        elif last is None:
             positional.append(word)
         else:
-            options[name].append(word)
-            spellings[name] += f" {word}"
-    return options, spellings, positional
+            last.texts.append(word)
+            last.spelling += f" {word}"
+    return options, positional
 
 
 def _plain_name(spelled: str) -> str:
@@ -235,30 +236,28 @@ def _plain_name(spelled: str) -> str:
 def _read_options_file(pasted: Pasted, path: Path) -> None:
     """Options in a file: of nanogpt a Python file, which is read and not executed; of others JSON or YAML."""
     if not path.is_file():
-        pasted.add("options_file", [str(path)], str(path))
+        pasted.given["options_file"] = Option([str(path)], str(path))
         return
     try:
         text = path.read_text(encoding="utf-8")
         found = _python_settings(text) if path.suffix == ".py" else _flat_options(yaml.safe_load(text))
-        options = [*found]
+        options = dict(found)
     except (SyntaxError, ValueError, yaml.YAMLError) as error:
         what = "a Python file with settings" if path.suffix == ".py" else "a file with options"
         raise TextmillError(f"{path}: is not {what} ({error}); correct it") from None
-    for name, texts, spelling in options:
-        if name not in pasted.given:
-            pasted.add(name, texts, spelling)
+    pasted.given.update({name: option for name, option in options.items() if name not in pasted.given})
 
 
-def _python_settings(text: str) -> Iterator[tuple[str, list[str], str]]:
+def _python_settings(text: str) -> Iterator[tuple[str, Option]]:
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             value = _constant(statement.value)
             if value is not None:
                 name = statement.targets[0].id
-                yield name, [str(value)], f"{name} = {ast.unparse(statement.value)}"
+                yield name, Option([str(value)], f"{name} = {ast.unparse(statement.value)}")
 
 
-def _flat_options(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str], str]]:
+def _flat_options(tree: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
     if not isinstance(tree, dict):
         raise ValueError("there are no options in it")
     for name, value in tree.items():
@@ -266,7 +265,7 @@ def _flat_options(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str],
             yield from _flat_options(value, f"{prefix}{name}.")
         elif value is not None:
             texts = [str(one) for one in (value if isinstance(value, list) else [value])]
-            yield _plain_name(prefix + name), texts, f"{prefix}{name}: {' '.join(texts)}"
+            yield _plain_name(prefix + name), Option(texts, f"{prefix}{name}: {' '.join(texts)}")
 
 
 def _constant(node: ast.expr) -> Any:
@@ -282,24 +281,22 @@ def _constant(node: ast.expr) -> Any:
 
 def _count_gpus(pasted: Pasted, launcher: list[str], variables: dict[str, list[str]]) -> None:
     """How many GPUs a launcher uses, on how many machines; what only the launcher itself knows is noted."""
-    launched, spellings, _ = _read_options(launcher)
-    for name in ("gpus", "n_gpu", "devices"):
-        if name in pasted.given:
-            launched[name], spellings[name] = pasted.given[name], pasted.spellings[name]
+    launched, _ = _read_options(launcher)
+    launched |= {name: pasted.given[name] for name in ("gpus", "n_gpu", "devices") if name in pasted.given}
     if "srun" in launcher:  # what sbatch was given
         batch = {name: variables.get(f"SLURM_{name.upper()}") for name in ("ntasks", "nnodes", "ntasks_per_node")}
-        launched = {name: texts for name, texts in batch.items() if texts} | launched
+        launched = {name: Option(texts, name) for name, texts in batch.items() if texts} | launched
     if included := launched.get("include"):  # deepspeed's host:0,1@host:0,1
-        hosts = " ".join(included).split("@")
+        hosts = " ".join(included.texts).split("@")
         pasted.nodes, pasted.gpus = len(hosts), sum(host.count(",") + 1 for host in hosts)
         return
 
     def count(*names: str) -> int:
         for name in names:
-            if texts := launched.get(name):
-                if texts[0].isdigit():
-                    return int(texts[0])
-                pasted.unknown = pasted.unknown or spellings[name]
+            if (option := launched.get(name)) and option.texts:
+                if option.texts[0].isdigit():
+                    return int(option.texts[0])
+                pasted.unknown = pasted.unknown or option.spelling
         return 0
 
     per_node = count(*PER_NODE)
@@ -745,7 +742,6 @@ EVALUATION_FILES = {
     "test_file": "test",
 }
 """Options with files that are never training data, and their split."""
-RULE_FUNCTIONS: dict[str, Callable[[Pasted, str], Settings | str]] = {
-    name: globals()[f"_{name}"] for name in RULES if name != "evaluation_files"
-} | {"evaluation_files": _sources}
+_evaluation_files = _sources
+RULE_FUNCTIONS: dict[str, Callable[[Pasted, str], Settings | str]] = {name: globals()[f"_{name}"] for name in RULES}
 """The rules of config/other_names.py."""

@@ -155,16 +155,16 @@ def _add_command(translation: Translation, script: Script, words: list[str], gpu
     _note_written(translation, pasted)
     translation.scripts.append(pasted)
     fixed = []
-    for name in pasted.given:
+    for name, option in pasted.given.items():
         found = translate_option(pasted, name)
-        if isinstance(found, dict):
-            _join_sources(translation, pasted, found)
         if isinstance(found, str):
-            translation.left[pasted.spellings[name]] = found
-        elif "=" in (target_of(name, pasted.tool) or ""):
-            fixed.append((found, pasted.spellings[name]))
+            translation.left[option.spelling] = found
+            continue
+        _join_sources(translation, pasted, found)
+        if "=" in (target_of(name, pasted.tool) or ""):
+            fixed.append((found, option.spelling))
         else:
-            translation.set(found, pasted.spellings[name])
+            translation.set(found, option.spelling)
     for found, spelling in fixed:
         translation.set(found, spelling, override=False)
         for key in found:
