@@ -72,7 +72,7 @@ def use_a_bert(project: Path) -> None:
     ("make", "message"),
     [
         (empty_a_choice, "quiz.jsonl:2: choice 2 of 2 is empty; give every choice a text"),
-        (lengthen_a_choice, "tokens; the model scores from 1 to 24"),
+        (lengthen_a_choice, "quiz.jsonl:2: a continuation has 1"),
         (use_a_bert, "its tokenizer has no mask token such as [MASK], or no [CLS]; use another"),
         (enlarge_the_tokenizer, "rows; use the tokenizer that the model was trained with"),
     ],

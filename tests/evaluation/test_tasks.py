@@ -205,13 +205,6 @@ def test_two_protocols_in_one_call(run: Run, tmp_path: Path) -> None:
     assert (result["wikitext"]["card"]["stride"], result["wikitext"]["card"]["protocol"]) == (24, "lm-eval")
 
 
-def test_minimal_pairs(run: Run, tmp_path: Path) -> None:
-    lines = [{"sentence_good": "the mill turns", "sentence_bad": "mill the turns"}]
-    result = run(f"pairs:{write_lines(tmp_path / 'blimp.jsonl', *lines)}")["pairs"]
-    assert result["acc"] in (0.0, 1.0)
-    assert result["card"]["examples"] == 1
-
-
 def test_words_of_wikitext_as_megatron_counts_them(shared_data: Path) -> None:
     """NVIDIA/Megatron-LM issue 51 has 245,566 words; the first is not predicted."""
     text = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8")
@@ -219,7 +212,6 @@ def test_words_of_wikitext_as_megatron_counts_them(shared_data: Path) -> None:
 
 
 BAD = [
-    ("choices", '{"context": "a", "choices": ["b", ""], "answer": 0}', ":1: choice 2 of 2 is empty"),
     ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', ":1: has 1 choices"),
     (
         "choices",
@@ -228,7 +220,6 @@ BAD = [
     ),
     ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 0}\n{"context": "a"', ":2: not JSON"),
     ("choices", '{"choices": ["b", "c"], "answer": 0}', ":1: no field 'context'; it has choices, answer"),
-    ("choices", '{"context": "a", "choices": ["b", "%s"], "answer": 0}' % ("mill " * 40), ":1: a continuation has"),
     ("choices", "[1]", ":1: found a list; a record is an object"),
     ("choices", "", "has no items"),
     ("lambada", '{"text": "word"}', ":1: the text 'word' has no last word"),
@@ -268,13 +259,6 @@ def test_a_byte_that_is_not_utf_8_is_noticed(run: Run, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"turns", b"tur\xffs"))
     with pytest.raises(TextmillError, match=r":1: not UTF-8 \(byte \d+ of the line is 0xff\)"):
         run(f"choices:{file}")
-
-
-def test_long_contexts_are_reported(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    item = {"context": "the mill stands by a river " * 8, "choices": ["turns", "river"], "answer": 0}
-    card = run(f"choices:{write_lines(tmp_path / 'data.jsonl', item)}")["choices"]["card"]
-    assert card["truncated_contexts"] == 2
-    assert "2 of 2 contexts are longer than the model's 24 positions" in capsys.readouterr().err
 
 
 def test_untrained_weights_are_reported(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
