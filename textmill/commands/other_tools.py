@@ -20,19 +20,15 @@ from textmill.config.sizes import FAMILY_BY_TYPE, SIZES
 from textmill.errors import TextmillError
 
 Settings = dict[str, Any]
+SENTENCES = "corpus.sentences=split tokens.level=sentence tokens.append_end=false"
+MEGATRON_BERT = f"model.family=bert model.size=megatron-345m train.layout=masked {SENTENCES}"
 SCRIPTS = (
     (
         r"pretrain_bert(?=.*--(train-data|batch-size))",  # of 2019
         "megatron",
-        "model.family=bert model.size=megatron-345m train.layout=masked train.masked.whole_words=false "
-        "corpus.sentences=split tokens.level=sentence tokens.append_end=false",
+        f"{MEGATRON_BERT} train.masked.whole_words=false",
     ),
-    (
-        r"pretrain_bert",
-        "megatron",
-        "model.family=bert model.size=megatron-345m train.layout=masked corpus.sentences=split tokens.level=sentence "
-        "tokens.append_end=false",
-    ),
+    (r"pretrain_bert", "megatron", MEGATRON_BERT),
     (r"pretrain_gpt2?", "megatron", "model.size=megatron-345m"),
     (r"run_gpt2_eval|evaluate_gpt2", "megatron-eval", ""),
     (r"generate_samples\w*", "megatron-generate", ""),
@@ -45,7 +41,7 @@ SCRIPTS = (
         r"run_mlm\w*",
         "hf",
         "model.family=bert model.size=base train.layout=masked train.masked.pairs=none train.masked.whole_words=false "
-        "corpus.sentences=split tokens.level=sentence tokens.append_end=false",
+        + SENTENCES,
     ),
     (r"jax_lm\.preprocess", "jax-lm-data", "tokens.kind=features"),
     (r"jax_lm\.train", "jax-lm", "engine.kind=jax train.layout=features"),

@@ -88,8 +88,8 @@ class _Sample:
         encoded = _encoded(text)
         size = len(encoded)
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        self.documents = self.documents + 1
-        self.bytes = self.bytes + size
+        self.documents += 1
+        self.bytes += size
         self.squared_bytes += size * size
         if digest in self.seen:
             self.duplicate_bytes += size

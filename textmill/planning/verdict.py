@@ -109,15 +109,13 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
         return [NO_BETTER] if counted and found["loss"] >= counted else []
     origin = f"{found['card']['split']} split" if "split" in found["card"] else "text"
     text = f"The model needs {bits:.3f} bits per byte of the {origin}"
-    others = {name: found.get(f"bits_per_byte/{name}") for name in ("bigram", "unigram")}
-    comparisons = []
-    for name, counted in (("bigram", "pairs of tokens"), ("unigram", "single tokens")):
-        if others[name]:
-            comparisons.append(f"{others[name]:.3f} if only {counted} are counted")
     lines = [f"{text}: it would compress this text to {bits / 8:.0%} of its size."]
-    if comparisons:
+    counting = {"bigram": "pairs of tokens", "unigram": "single tokens"}
+    others = {name: other for name in counting if (other := found.get(f"bits_per_byte/{name}"))}
+    if others:
+        comparisons = (f"{other:.3f} if only {counting[name]} are counted" for name, other in others.items())
         lines.append(f"For comparison: {', '.join(comparisons)}.")
-    if others["bigram"] and bits >= others["bigram"]:
+    if bits >= others.get("bigram", math.inf):
         lines.append(NO_BETTER)
     return lines
 
