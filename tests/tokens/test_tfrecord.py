@@ -219,7 +219,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
                 "dedup": "none",
             },
             "tokenizer": {"kind": "wordpiece", "vocab": 300},
-            "tokens": {"level": "sentence", "append_end": False, "kind": "tfrecord", "tfrecord": {"epochs": 2}},
+            "tokens": {"level": "sentence", "append_end": False, "kind": "tfrecord", "tfrecord_epochs": 2},
             "train": {"layout": "masked", "length": 32, "masked": {"max_predictions": 5}, "batch": 4},
             "runner": {"kind": "local", "workers": 1},
         }

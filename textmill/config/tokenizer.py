@@ -41,13 +41,6 @@ class FeaturesConfig(Section):
         return self
 
 
-class TfrecordConfig(Section):
-    """What `tokens.kind=tfrecord` writes."""
-
-    epochs: int = Field(1, ge=1)
-    """How often the train split is written, each time with other pairs and other masked tokens (BERT's dupe_factor)."""
-
-
 class UsedTokens(Section):
     """An existing token store, and its weight in a blend."""
 
@@ -90,8 +83,9 @@ class TokensConfig(Section):
     them; tfrecord: in addition, the samples of `train.layout=masked` in TFRecord files, as BERT writes them."""
     features: FeaturesConfig = FeaturesConfig()
     """How `tokens.kind=features` cuts rows."""
-    tfrecord: TfrecordConfig = TfrecordConfig()
-    """What `tokens.kind=tfrecord` writes."""
+    tfrecord_epochs: int = Field(1, ge=1)
+    """How often `tokens.kind=tfrecord` writes the train split, each time with other pairs and other masked tokens
+    (BERT's dupe_factor)."""
 
     @field_validator("use", mode="before")
     @classmethod

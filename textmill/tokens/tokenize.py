@@ -294,7 +294,7 @@ def _write_rows(
         if tokens.kind == "features":
             tasks += plan_feature_files(folder, part / split, tokens.features, tokens.append_end, special)
         else:
-            tasks += plan_example_files(folder, part / split, tokenizer, train, tokens.tfrecord.epochs)
+            tasks += plan_example_files(folder, part / split, tokenizer, train, tokens.tfrecord_epochs)
     what, length = ("rows", tokens.features.max_length) if tokens.kind == "features" else ("examples", train.length)
     rows = 0
     with progress(f"tokenize: {what}", total=len(tasks), unit="files") as bar:
