@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-CLOCK = ("tokens_per_second", "mfu", "seconds", "minutes", "memory")
+CLOCK = ("tokens_per_second", "slowest_rank", "slowest_rank_ratio", "mfu", "seconds", "minutes", "memory")
 """Parts of the names of metrics that depend on the machine's load."""
 AS_THEY_ARE = (".bin", ".idx", ".npy", ".tfrecord", ".model", ".txt", ".labels")
 """Endings of files whose bytes are the result."""

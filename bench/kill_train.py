@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
+CLOCK = ("tokens_per_second", "slowest_rank", "slowest_rank_ratio")
+"""Metrics that depend on the clock."""
 SETTINGS = [
     "model.shape.heads=2",
     "model.shape.width=32",
@@ -64,9 +66,9 @@ def train_arguments(root: Path, run: Path, steps: int) -> list[str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics without the ones that depend on the clock."""
+    """Return the logged metrics without those of CLOCK."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
 
 
 def hash_checkpoint(run: Path, steps: int) -> str:

@@ -87,17 +87,17 @@ def _at_scale(scale: float | None) -> str:
     return "" if scale is None else f" at a loss scale of {scale:,.0f}"
 
 
-def compare_ranks(engine: Engine, step: int, trackers: Trackers) -> None:
-    """Before a checkpoint: compare the weights that several ranks have, and the speed of all ranks.
+def compare_ranks(engine: Engine, step: int, trackers: Trackers) -> dict[str, float]:
+    """Before a checkpoint: compare the weights that several ranks have, and the speed of all ranks; return the slowest
+    rank, to be logged.
 
     The error about a weight names the deviating rank, so that no checkpoint has wrong weights. All ranks wait for the
     slowest one in each step.
     """
     ranks = engine.ranks
     if ranks.world == 1:
-        return
+        return {}
     rank, ratio = find_slowest(ranks.all_gather(ranks.matmul_rate(MATMUL_SECONDS)))
-    trackers.log(step, {"slowest_rank": rank, "slowest_rank_ratio": ratio})
     if ratio > SLOW_RATIO:
         trackers.note(
             f"step {step:,}: rank {rank} computes {ratio:.1f} times more slowly than the others, who wait; "
@@ -108,6 +108,7 @@ def compare_ranks(engine: Engine, step: int, trackers: Trackers) -> None:
             "a GPU or its memory is faulty; replace it and run the command again, to resume from the checkpoint before"
         )
         raise TextmillError(f"step {step:,}: {mismatch}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
+    return {"slowest_rank": rank, "slowest_rank_ratio": ratio}
 
 
 def find_slowest(rates: list[float]) -> tuple[int, float]:

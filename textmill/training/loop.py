@@ -94,8 +94,8 @@ def train(
     `evaluates` after training.
     """
     with open_training(config, force, step, change=change, started=started, evaluates=evaluates) as run:
-        for one in run:
-            one.run()
+        for training_step in run:
+            training_step.run()
     return config.folder_of("train")
 
 
@@ -227,6 +227,8 @@ class Training:
         """Steps done."""
         self.has_own_loss = is_own_file(config.train.loss)
         """Whether the loss is, or was in this process, another one than the settings describe: it has no perplexity."""
+        self.slowest_rank: dict[str, float] = {}
+        """What the last save measured, for the next logged step."""
         self.is_running = False
         """Whether the loop over the steps has begun and not ended."""
         own_files = own_parts(config.train, last_own_file)
@@ -270,9 +272,11 @@ class Training:
 
     def run_steps(self, batches: Batches, started: float, evaluates: bool) -> Generator[TrainingStep]:
         """The remaining steps; after each comes what is due."""
-        facts = self.engine.describe()
+        description = self.engine.describe()
         self.batches = batches
-        self.trackers = open_run_folder(self.config, self.run_length, self.start, facts) if self.first else Trackers()
+        self.trackers = (
+            open_run_folder(self.config, self.run_length, self.start, description) if self.first else Trackers()
+        )
         self._note_mixture(self.run_length)
         self.step_log = StepLog(self.run_length, self.start.step, self._log)
         first = None if self.run_length.known else self.start.step + 1
@@ -342,6 +346,8 @@ class Training:
         values["tokens_per_second"] = tokens_per_second
         if result.scale is not None:
             values["loss_scale"] = result.scale
+        values |= self.slowest_rank
+        self.slowest_rank = {}
         self.trackers.log(done, values)
         self.skipped_updates.check(done, result, self.trackers)
 
@@ -350,7 +356,7 @@ class Training:
         last = done == self.run_length.steps or self.validation.stops_early
         if self.skipped_updates.refuses_save(done, result.loss, metrics, last=last, trackers=self.trackers):
             return False
-        compare_ranks(self.engine, done, self.trackers)
+        self.slowest_rank = compare_ranks(self.engine, done, self.trackers)
         if last:
             run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
         state = RunState(done, self.start, self.run_length, result.loss, metrics, self.validation.best)
@@ -491,8 +497,10 @@ def agree_to_stop(ranks: Ranks, stop_signals: StopSignals, saver: Saver, token_c
 
 
 class TokenCheck:
-    """Checks in a daemon thread; `files` are paths with their manifest entries, which may name the
-    command that writes them; none on ranks other than the first."""
+    """Compares the token files with their checksums, in a daemon thread.
+
+    `files` are paths with their manifest entries, which may name the command that writes them; none on ranks other than
+    the first."""
 
     def __init__(self, run: Path, files: dict[Path, dict[str, Any]]) -> None:
         self.run = run
