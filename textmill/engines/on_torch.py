@@ -53,7 +53,6 @@ from textmill.engines.losses_torch import (
     new_report,
     split_loss_terms,
     term_names,
-    tokens_of_chunk,
 )
 from textmill.engines.memory import (
     ACTIVATION_BYTES,
@@ -184,8 +183,6 @@ class OnTorch:
         """Set if passes and updates are launched as CUDA graphs; None once a caller has computed a step itself."""
         if self.graphs:
             self.compile_note = "launched as CUDA graphs"
-        self.noted_logits = False
-        """Whether the size of all logits was reported."""
         self.pinned_buffers: PinnedBuffers | None = None
         """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
 
@@ -219,9 +216,7 @@ class OnTorch:
             passes = Passes(self, batch, step, monitor)
             yield passes
             passes.update(lr)
-        notes = [monitor.note, None if self.noted_logits else passes.describe_logits()]
-        self.noted_logits = self.noted_logits or notes[1] is not None
-        passes.result.note = "; ".join(filter(None, notes)) or None
+        passes.result.note = monitor.note
 
     def _update_or_skip(self, loss_scale: Tensor | None, step: int, lr: float) -> Tensor:
         """Update the weights, unless the gradient is not finite; returns the gradient norm."""
@@ -440,8 +435,6 @@ class Passes:
         )
         self.loss_scale = engine.scaler.scale if engine.scaler else None
         self.total = new_report(engine.terms, engine.device)
-        self.logits_size = (0, 0)
-        """Samples and tokens of the largest micro-batch whose logits were all computed, for a loss of the user's."""
         self.reported: Tensor | None = None
         """What `loss` or `logits` reports of the micro-batch whose `backward` comes next, as `training_loss` does."""
         self.added: Tensor | None = None
@@ -457,8 +450,6 @@ class Passes:
 
     def run(self, micro_batch: MicroBatch) -> None:
         """Forward and backward with the loss of the settings."""
-        if is_own_file(self.engine.train.loss):
-            self._note_logits(micro_batch)
         # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
         scaled = micro_batch if self.loss_scale is None else micro_batch.scaled(self.loss_scale)
         graphs = self.engine.graphs
@@ -482,7 +473,6 @@ class Passes:
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """The logits [N, T, vocabulary] of every token, in fp32."""
         engine = self.engine
-        self._note_logits(micro_batch)
         with autocast(engine.device, engine.precision):
             hidden_NTE = micro_batch.hidden_states(engine.net, engine.compiled)
             if engine.net.has_auxiliary_loss and micro_batch.weights is not None:
@@ -513,25 +503,6 @@ class Passes:
             reported = torch.cat([own.reshape(1), terms]) if self.total.dim() else own
         self.total += reported
         self.reported = self.added = self.loss_of_settings = None
-
-    def _note_logits(self, micro_batch: MicroBatch) -> None:
-        samples, tokens = micro_batch.inputs.shape
-        self.logits_size = max(self.logits_size, (samples, tokens))
-
-    def describe_logits(self) -> str | None:
-        """What a loss on all logits needs, if there was one: the built-in loss has a chunk of them at a time."""
-        samples, tokens = self.logits_size
-        if not samples:
-            return None
-        head = self.engine.net.head
-        vocab = len(head)
-        size = 4 * vocab * samples * tokens / 1e6
-        at_once = min(samples * tokens, tokens_of_chunk(head)) * vocab * self.engine.precision.itemsize / 1e6
-        return (
-            f"the loss reads all logits of a micro-batch: {samples} samples x {tokens:,} tokens x {vocab:,} numbers in "
-            f"fp32 are {size:,.1f} MB, and their gradient is as large; the built-in loss has {at_once:,.1f} MB of them "
-            "at a time, and overwrites them with the gradient"
-        )
 
     def update(self, lr: float) -> None:
         """Update the weights, unless the gradient is not finite."""
