@@ -70,22 +70,22 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None, fa
     sources = [source._replace(encoding=encoding) for source in sources]
     if masked and records.chat:
         raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
-    facts = _inspect(sources, records, encoding, masked)
+    profile = _inspect(sources, records, encoding, masked)
     machine = probe_machine()
     _warn_of_busy_machine(machine)
     if family == AUTO:
-        family = auto_family(facts, machine, minutes or MAX_MINUTES[machine.device])
-    minutes = minutes or default_minutes(facts, machine, masked, family)
-    plan = plan_for(facts, machine, minutes, masked, family)
+        family = auto_family(profile, machine, minutes or MAX_MINUTES[machine.device])
+    minutes = minutes or default_minutes(profile, machine, masked, family)
+    plan = plan_for(profile, machine, minutes, masked, family)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    project = Project(folder, named, records, facts, machine, plan, family)
+    project = Project(folder, named, records, profile, machine, plan, family)
     write_text(path, project_yaml(project))
     print(f"new: {format_count(len(sources), 'file')}, {_describe_project(project)}")
-    _warn_of_text(facts, encoding, path)
+    _warn_of_text(profile, encoding, path)
     print(f"wrote {path}; next: textmill run {shlex.quote(folder)}")
     return path
 
@@ -114,7 +114,7 @@ def _find_texts(entries: list[str], folder: str) -> list[Source]:
 
 
 def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, masked: bool) -> TextProfile:
-    """The facts of the text; files of one text and a few long records are to be cut into sections, others are not."""
+    """The profile of the text; files of one text and a few long records are to be cut into sections, others are not."""
     shortest = MIN_SECTION if masked else 200
     corpus: dict[str, object] = {"text_key": records.text_key or "text", "chat": records.chat, "encoding": encoding}
     if not records.chat and "[" not in (records.text_key or ""):
@@ -125,17 +125,17 @@ def _inspect(sources: Sequence[Source], records: RecordFacts, encoding: str, mas
         size = sum(source_state(source).bytes * TEXT_SHARES.get(source.format, 1) for source in sources)
         section = _section_chars(size, shortest)
         corpus["section_chars"] = section
-    facts = replace(inspect_text(sources, CorpusConfig.model_validate(corpus), VOCABS), section=section)
-    if not section and not records.chat and _has_few_records(facts, shortest):
-        section = _section_chars(facts.bytes, shortest)
-        few = facts.bytes // (2 * section)  # how many documents there will be is a rough guess
-        facts = replace(facts, cut_records=True, section=section, documents=few, split_by="position")
-    elif of_one_text and facts.split_by == "document":
-        if section and len(sources) >= MANY_FILES and facts.documents > CUT_FILES * len(sources):
-            facts = replace(facts, split_by="file")
-        elif facts.documents >= 2 * len(sources):
-            facts = replace(facts, split_by="position")
-    return limit_vocabs(facts) if masked else facts
+    profile = replace(inspect_text(sources, CorpusConfig.model_validate(corpus), VOCABS), section=section)
+    if not section and not records.chat and _has_few_records(profile, shortest):
+        section = _section_chars(profile.bytes, shortest)
+        few = profile.bytes // (2 * section)  # how many documents there will be is a rough guess
+        profile = replace(profile, cut_records=True, section=section, documents=few, split_by="position")
+    elif of_one_text and profile.split_by == "document":
+        if section and len(sources) >= MANY_FILES and profile.documents > CUT_FILES * len(sources):
+            profile = replace(profile, split_by="file")
+        elif profile.documents >= 2 * len(sources):
+            profile = replace(profile, split_by="position")
+    return limit_vocabs(profile) if masked else profile
 
 
 def _describe_project(project: Project) -> str:
@@ -151,10 +151,10 @@ def _section_chars(size: float, shortest: int) -> int:
     return max(shortest, min(4000, round(size / 30000) * 100))
 
 
-def _has_few_records(facts: TextProfile, shortest: int) -> bool:
+def _has_few_records(profile: TextProfile, shortest: int) -> bool:
     """Whether nearly all of the text is in a few records, each long enough for several sections."""
-    size = facts.typical_document_bytes
-    return size * FEW_DOCUMENTS > facts.bytes and size > 8 * _section_chars(facts.bytes, shortest)
+    size = profile.typical_document_bytes
+    return size * FEW_DOCUMENTS > profile.bytes and size > 8 * _section_chars(profile.bytes, shortest)
 
 
 def _warn_of_busy_machine(machine: MachineProfile) -> None:
@@ -168,14 +168,14 @@ def _warn_of_busy_machine(machine: MachineProfile) -> None:
         )
 
 
-def _warn_of_text(facts: TextProfile, encoding: str, path: Path) -> None:
+def _warn_of_text(profile: TextProfile, encoding: str, path: Path) -> None:
     """Warn of a guessed encoding, and of too few documents."""
     if encoding != "auto":
         warn(f"files that are not UTF-8 look like {encoding}; if that is wrong, change corpus.encoding in {path}")
-    if facts.different_documents < FEW_DOCUMENTS:
+    if profile.different_documents < FEW_DOCUMENTS:
         warn(
-            f"the text has about {format_count(facts.different_documents, 'different document')} of "
-            f"{facts.documents:,}: probably too few for valid and test splits, so that nobody can tell how good the "
+            f"the text has about {format_count(profile.different_documents, 'different document')} of "
+            f"{profile.documents:,}: probably too few for valid and test splits, so that nobody can tell how good the "
             "model is; add text"
         )
 

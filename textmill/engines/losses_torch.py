@@ -165,7 +165,7 @@ class HeadStates:
 
 
 class LabelStates:
-    """The logits of a micro-batch's labels: compute them under autocast."""
+    """The losses of a net with a head for labels, such as a finetuned BERT; to be computed under autocast."""
 
     def __init__(self, net: BaseNet, micro_batch: MicroBatch, states_NTE: Tensor) -> None:
         assert micro_batch.positions is not None

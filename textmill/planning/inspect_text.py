@@ -84,7 +84,7 @@ class _Sample:
     """How many documents have each value of a field that is kept."""
 
     def add(self, text: str, limit: int) -> int:
-        """Count a document, and keep it; of a long one, pieces of about `limit` bytes in all."""
+        """Count a document, and keep it; of a long one, pieces of about `limit` bytes in all. Returns its bytes."""
         encoded = _encoded(text)
         size = len(encoded)
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
@@ -106,7 +106,7 @@ class _Sample:
 
 
 def inspect_text(sources: Sequence[Source], corpus: CorpusConfig, vocabs: Sequence[int]) -> TextProfile:
-    """The facts of a text, from a sample of at most SAMPLE_BYTES taken from its beginning, middle and end."""
+    """The profile of a text, from a sample of at most SAMPLE_BYTES, read at SAMPLE_CHUNKS places of it."""
     sizes = [source_state(source).bytes for source in sources]
     total = sum(sizes)
     groups = list(group_chunks(split_into_chunks(sources, corpus.documents, sizes), total))

@@ -58,18 +58,18 @@ def running_processes() -> float:
 
 def _train_rate(layers: int, width: int) -> tuple[int, float]:
     """Parameters of a net, and the operations per second of its training steps."""
-    shape = ShapeConfig(layers=layers, width=width, heads=width // 32, positions=LENGTH)
+    numbers = ShapeConfig(layers=layers, width=width, heads=width // 32, positions=LENGTH)
     config = RunConfig(
-        model=ModelConfig(size="nano", shape=shape),
+        model=ModelConfig(size="nano", shape=numbers),
         train=TrainConfig(batch=ROWS, length=LENGTH, optimizer="muon"),
         engine=TorchEngine(device="cpu"),
     )
     family = open_family("gpt2")
-    net = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
-    engine = open_engine(config.engine, config.train, net)
-    engine.load(initial_weights(net, 0), [], 0, "a probe")
-    dice = np.random.default_rng(0)
-    ids = dice.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    shape = family.shape_of(config.model, vocab=VOCAB, eos_id=0)
+    engine = open_engine(config.engine, config.train, shape)
+    engine.load(initial_weights(shape, 0), [], 0, "a probe")
+    random = np.random.default_rng(0)
+    ids = random.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     batch = Batch(ids[:, :-1], ids[:, 1:], np.arange(ROWS))
     _ = engine.train_step(batch, 0, 1e-3).loss
     end = time.perf_counter() + PROBE_SECONDS

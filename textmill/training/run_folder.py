@@ -54,7 +54,7 @@ INDEX_FOLDER = "index"
 """The folder of large data indexes, which all ranks of a run share."""
 
 
-def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
+def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, description: dict[str, Any]) -> Trackers:
     """Clean the run folder, write run.yaml and open all trackers; their first lines describe engine and run length."""
     run = config.folder_of("train")
     clean_run_folder(run, start.step)
@@ -64,7 +64,7 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
     flops_per_token = start.shape.flops_per_token(run_length.sample_length, trained)
     flops_per_token += teacher_flops(config.train.distil, run_length.sample_length)
     steps = run_length.steps if run_length.known else None
-    throughput = Throughput(steps, start.step, run_length.tokens_after, flops_per_token, facts["peak_flops"])
+    throughput = Throughput(steps, start.step, run_length.tokens_after, flops_per_token, description["peak_flops"])
     settings = {"environment": environment(), "fingerprints": _fingerprints(start)}
     trackers = open_trackers(config.track, run, throughput, config.model_dump(mode="json") | settings)
     for line in start.new_changes:
@@ -72,7 +72,7 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
     if start.changed_now:
         trackers.mark(start.step, "; ".join(describe_changes(start.ranges)[start.step]))
     action = f"resumes from step {start.step:,}" if start.step else "starts"
-    trackers.note(f"train: {describe_engine(facts)}; {action}")
+    trackers.note(f"train: {describe_engine(description)}; {action}")
     trackers.note(f"train: {run_length.describe()}")
     return trackers
 
@@ -112,16 +112,16 @@ def remove_replaced(run: Path, step: int, saved: int) -> None:
             remove_folder(folder)
 
 
-def describe_engine(facts: dict[str, Any]) -> str:
+def describe_engine(description: dict[str, Any]) -> str:
     """Parameters, device, precision and micro-batch in one line; with LoRA or frozen weights, how many are trained."""
-    parameters = facts["parameters"]
-    trained = facts["trained"]
+    parameters = description["parameters"]
+    trained = description["trained"]
     trained_part = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
-    processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
-    compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
-    device = f"{processes}{facts['device']} in {facts['precision']}"
-    local_sgd = f"; {facts['local_sgd']}" if facts.get("local_sgd") else ""
-    batch = f"micro-batch {facts['micro_batch']}{compiling}{local_sgd}"
+    processes = f"{description['processes']} processes on " if description.get("processes", 1) > 1 else ""
+    compiling = f", {description['compiling']}" if description.get("compiling") else ""
+    device = f"{processes}{description['device']} in {description['precision']}"
+    local_sgd = f"; {description['local_sgd']}" if description.get("local_sgd") else ""
+    batch = f"micro-batch {description['micro_batch']}{compiling}{local_sgd}"
     return f"{parameters:,} parameters{trained_part} on {device}, {batch}"
 
 
