@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from textmill.config import StableConfig, TrainConfig
+from textmill.config import TrainConfig
 from textmill.errors import TextmillError
 from textmill.training.run_length import lr_at
 
@@ -66,7 +66,7 @@ def test_stable_decays_only_at_the_end() -> None:
         schedule="stable",
         steps=110,
         warmup=10,
-        stable=StableConfig(decay_fraction=0.2),
+        decay_fraction=0.2,
         learning_rate=1.0,
         min_learning_rate=0.2,
     )

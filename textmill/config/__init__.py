@@ -22,7 +22,6 @@ from textmill.config.training import (
     MuonConfig,
     PackedConfig,
     PaddedConfig,
-    StableConfig,
     TrainConfig,
 )
 from textmill.config.usage import (
@@ -65,7 +64,6 @@ __all__ = [
     "Section",
     "ServeConfig",
     "ShapeConfig",
-    "StableConfig",
     "TokenizerConfig",
     "TokensConfig",
     "TorchEngine",

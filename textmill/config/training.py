@@ -84,13 +84,6 @@ class MuonConfig(Section):
     `train.learning_rate`."""
 
 
-class StableConfig(Section):
-    """Settings of `train.schedule=stable` (warmup-stable-decay)."""
-
-    decay_fraction: float = changeable(0.2, gt=0, le=1)
-    """The last fraction of all steps, in which the learning rate falls."""
-
-
 VALID_METRICS = ("valid_loss", "valid_accuracy", "valid_bits_per_byte", "valid_pair_loss", "valid_pair_accuracy")
 """What is measured on the valid split; the last two with labels of sentence pairs."""
 
@@ -279,7 +272,7 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] | str = source(
         "cosine", suffix=".py"
     )
-    """How the learning rate falls after the warm-up. stable: only in the last `train.stable.decay_fraction` of the run
+    """How the learning rate falls after the warm-up. stable: only in the last `train.decay_fraction` of the run
     (warmup-stable-decay); inverse_sqrt: by one over the root of the step; range_test: it rises from
     `train.min_learning_rate` until training diverges, to find the highest usable rate; or a Python file with your own,
     as in `train.optimizer`."""
@@ -288,8 +281,8 @@ class TrainConfig(Section):
     decay_samples: int | None = changeable(None, ge=1)
     """Samples after which the learning rate reaches its minimum, instead of `train.decay_steps`; the decay then follows
     the samples, which `train.batch_rampup` makes slower at first, as Megatron's lr-decay-samples."""
-    stable: StableConfig = StableConfig()
-    """Settings of `train.schedule=stable`."""
+    decay_fraction: float = changeable(0.2, gt=0, le=1)
+    """stable: the last fraction of all steps, in which the learning rate falls."""
     range_test_steps: int = Field(2000, ge=1)
     """range_test: steps in which the learning rate rises by `train.min_learning_rate` (the step size of DeepSpeed's
     LRRangeTest)."""

@@ -253,7 +253,7 @@ def _remaining(step: float, steps: float, train: TrainConfig) -> float:
         return 1.0
     if train.schedule == "stable":  # constant, then linear over the last part of the run (warmup-stable-decay)
         whole = train.decay_samples or train.decay_end
-        decay_steps = min(steps, max(1, round(train.stable.decay_fraction * whole)))
+        decay_steps = min(steps, max(1, round(train.decay_fraction * whole)))
         step = max(0, step - (steps - decay_steps))
         steps = decay_steps
     fraction = min(1.0, step / max(1, steps))
