@@ -87,17 +87,17 @@ def _finite_by_step(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])}
 
 
-def state_of(facts: FinishedRun) -> State:
+def state_of(run: FinishedRun) -> State:
     """What limits the model."""
-    if not facts.valid_losses:
+    if not run.valid_losses:
         return "unknown"
-    if facts.last > OVERFITTING_RATIO * facts.valid_losses[facts.best_step]:
+    if run.last > OVERFITTING_RATIO * run.valid_losses[run.best_step]:
         return "overfitting"
-    too_few = facts.epochs < ENOUGH * target_epochs(facts.parameters, facts.unique_tokens)
-    if facts.from_scratch and too_few and not facts.knows_by_heart:
+    too_few = run.epochs < ENOUGH * target_epochs(run.parameters, run.unique_tokens)
+    if run.from_scratch and too_few and not run.knows_by_heart:
         return "undertrained"
-    limited = facts.epochs >= MANY_EPOCHS or facts.knows_by_heart
-    return "limited by the text" if facts.from_scratch and limited else "finished"
+    limited = run.epochs >= MANY_EPOCHS or run.knows_by_heart
+    return "limited by the text" if run.from_scratch and limited else "finished"
 
 
 def describe_quality(measured: dict[str, Any] | None) -> list[str]:
@@ -120,34 +120,32 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def describe_state(facts: FinishedRun) -> str:
+def describe_state(run: FinishedRun) -> str:
     """What limits the model, with the numbers that show it."""
-    seen = f"{facts.epochs:.2g} epochs of {facts.unique_tokens:,} tokens"
-    state = state_of(facts)
+    seen = f"{run.epochs:.2g} epochs of {run.unique_tokens:,} tokens"
+    state = state_of(run)
     if state == "overfitting":
-        best = facts.valid_losses[facts.best_step]
+        best = run.valid_losses[run.best_step]
         return (
-            f"Overfitting: after {seen}, valid loss rose from {best:.4f} to {facts.last:.4f} since step "
-            f"{facts.best_step:,}; the best checkpoint is used. More text, fewer epochs or more weight decay help."
+            f"Overfitting: after {seen}, valid loss rose from {best:.4f} to {run.last:.4f} since step "
+            f"{run.best_step:,}; the best checkpoint is used. More text, fewer epochs or more weight decay help."
         )
     if state == "undertrained":
-        useful_epochs = target_epochs(facts.parameters, facts.unique_tokens)
-        millions = (facts.all_parameters or facts.parameters) / 1e6
+        useful_epochs = target_epochs(run.parameters, run.unique_tokens)
+        millions = (run.all_parameters or run.parameters) / 1e6
         return (
             f"Undertrained: {seen}, while a net of {millions:.1f}M parameters gains from about "
             f"{useful_epochs:.2g} epochs. More time or a smaller net help."
         )
     if state == "limited by the text":
         text = f"Limited by the text: it saw {seen} without overfitting"
-        if facts.knows_by_heart:
-            text += (
-                f", but its loss is {facts.train_loss:.2f} on that text and {facts.last:.2f} on text that is new to it"
-            )
+        if run.knows_by_heart:
+            text += f", but its loss is {run.train_loss:.2f} on that text and {run.last:.2f} on text that is new to it"
         return f"{text}. More text helps more than more time."
     if state == "finished":
-        if facts.from_scratch:
+        if run.from_scratch:
             return f"Neither overfitting nor undertrained: it saw {seen}."
-        lowest_last = facts.best_step == max(facts.valid_losses)
+        lowest_last = run.best_step == max(run.valid_losses)
         more = "; the last valid loss is the lowest, so more steps may help" if lowest_last else ""
         return f"No overfitting: it saw {seen}{more}."
     return "Whether it overfits is not known: there is no valid loss."
